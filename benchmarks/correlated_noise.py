@@ -22,7 +22,7 @@ import time
 import torch
 
 from lightning_fedleak.defenses.accounting.accounting import noise_multiplier_for
-from lightning_fedleak.defenses.dpsgd.correlated_noise import Places, Plan, StepNoise
+from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, Places, StepNoise
 from lightning_fedleak.defenses.noise import noise_key
 
 SMOKE = ("--runs 0 --bands 1 2 --epsilons 8 --rdp", "--cost --numbers 1000 --bands 1 2")
@@ -35,7 +35,7 @@ RUNS = ((10_000, 64, 3), (10_000, 512, 10), (10_000, 512, 50), (100_000, 4096, 2
 noise = functools.cache(noise_multiplier_for)
 
 
-def error(plan: Plan, rate: float, epsilon: float, kind: str) -> float:
+def error(plan: NoisePlan, rate: float, epsilon: float, kind: str) -> float:
     """Root of the mean squared sum of noise, in clip norms."""
     sigma = noise(epsilon, DELTA, rate, plan.rounds, kind)
     found = plan.matrices
@@ -53,16 +53,16 @@ def table(args: argparse.Namespace) -> None:
                 f"{examples:,} examples, batches of {batch}, {epochs} epochs, epsilon {epsilon:g}"
             )
             independent = error(
-                Plan("banded", 1, steps, 1, examples), batch / examples, epsilon, kind
+                NoisePlan("banded", 1, steps, 1, examples), batch / examples, epsilon, kind
             )
             for bands in args.bands:
                 cells = []
                 rate = bands * batch / examples
                 if rate <= 1:
-                    plan = Plan("banded", bands, steps, bands, examples)
+                    plan = NoisePlan("banded", bands, steps, bands, examples)
                     own = error(plan, rate, epsilon, kind) / independent
                     cells.append(f"banded {own:.3f}")
-                plan = Plan("banded_inverse", bands, steps, per_epoch, examples)
+                plan = NoisePlan("banded_inverse", bands, steps, per_epoch, examples)
                 own = error(plan, 1.0, epsilon, kind) / independent
                 print(f"  {bands:3} bands", *cells, f"banded_inverse {own:.3f}", flush=True)
 
@@ -74,7 +74,7 @@ def cost(args: argparse.Namespace) -> None:
         for bands in [1] if mechanism == "independent" else [b for b in args.bands if b > 1]:
             steps = StepNoise(mechanism, bands)
             if mechanism != "independent":
-                steps.settle(Plan(mechanism, bands, 200, bands, 1000), Places("", {}))
+                steps.settle(NoisePlan(mechanism, bands, 200, bands, 1000), Places("", {}))
             spent = []
             for release in range(bands + args.rounds):
                 steps.begin(base, release)

@@ -20,7 +20,7 @@ from lightning_fedleak.defenses.base import (
 )
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.dpsgd import DPSGD
-from lightning_fedleak.defenses.dpsgd.losses import mean_of_sample_means
+from lightning_fedleak.defenses.dpsgd.loss_graph import mean_of_sample_means
 from lightning_fedleak.defenses.freeze import Freeze
 from lightning_fedleak.defenses.gradient_noise import GradientNoise
 from lightning_fedleak.defenses.token_ldp.token_ldp import TokenLDP

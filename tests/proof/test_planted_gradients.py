@@ -13,7 +13,7 @@ import torch
 from lightning_fedleak.auditing import audit_gaussian_scores, audit_scores
 from lightning_fedleak.defenses import DPSGD, DefenseError, noise
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
-from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, Gathered, NoiseGauge
+from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, EarlierPieces, NoiseGauge
 from lightning_fedleak.defenses.dpsgd.factorization import banded
 from tests.proof.dp_sgd import Refutations, best_threshold, refutations
 from tests.proof.planted_gradients import PlantedGradients, owners
@@ -213,14 +213,14 @@ def rate_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_piece_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Gathered.add
+    right = EarlierPieces.add
 
-    def again(self: Gathered, *given: Any) -> None:
+    def again(self: EarlierPieces, *given: Any) -> None:
         right(self, *given)
-        self._known -= given[0].samples
+        self._count -= given[0].samples
         right(self, *given)
 
-    monkeypatch.setattr(Gathered, "add", again)
+    monkeypatch.setattr(EarlierPieces, "add", again)
     monkeypatch.setattr(ClippedSum, "check_complete", lambda *_: True)
 
 

@@ -131,7 +131,7 @@ def test_examples_that_move_in_mid_mechanism_stop_the_fit_or_begin_a_new_one(
     module = Module(lambda: next(made)())
     own = defense("banded_inverse")
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=4)
-    with pytest.raises(DefenseError, match="stand at other places") if moved else nullcontext():
+    with pytest.raises(DefenseError, match="are at other places") if moved else nullcontext():
         fit(own, module, saver, reload_dataloaders_every_n_epochs=1)
     assert own.releases == (6 if moved else 24)
 

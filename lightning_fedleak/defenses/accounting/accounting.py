@@ -51,6 +51,7 @@ from lightning_fedleak.defenses.accounting.ledger import (
 )
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.extras import install
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Floats = NDArray[np.float64]
 
@@ -378,8 +379,7 @@ class Accountant:
             DefenseError: delta or slack out of range.
         """
         _check_delta(delta)
-        if not 0 <= slack < 1:
-            raise DefenseError(f"slack={slack!r} must lie in [0, 1)")
+        check_number("slack", slack, at_least=0, below=1, error=DefenseError)
         history = self.history
         if self.kind == "rdp" or not history:
             return epsilon_of(history, delta, self.kind, self.sampling)
@@ -499,11 +499,14 @@ def noise_multiplier_for(
     _check_delta(target_delta, "target_delta")
     check_sample_rate(sample_rate)
     check_count(steps, "steps")
-    if not 0 < target_epsilon <= LARGEST_EPSILON:
-        raise DefenseError(
-            f"target_epsilon={target_epsilon!r} must lie in (0, {LARGEST_EPSILON:g}]: usual values "
-            "are 1 to 10"
-        )
+    check_number(
+        "target_epsilon",
+        target_epsilon,
+        above=0,
+        at_most=LARGEST_EPSILON,
+        hint="usual values are 1 to 10",
+        error=DefenseError,
+    )
 
     @functools.cache
     def excess(log_noise: float, which: Kind) -> float:
@@ -564,16 +567,16 @@ def effective_noise_multiplier(
     """
     check_noise_multiplier(noise_multiplier)
     check_count(clients, "clients")
-    if trust not in ("local", "central"):
-        raise DefenseError(
-            f"trust={trust!r} must be 'local' (the server sees each client's update) or 'central' "
-            "(it sees only the sum, by secure aggregation)"
-        )
-    if isinstance(colluding, bool) or colluding != int(colluding) or not 0 <= colluding < clients:
-        raise DefenseError(
-            f"colluding={colluding!r} must be a whole number from 0 to {clients - 1}, the clients "
-            "that may collude with the server or drop out"
-        )
+    hint = "the server sees each client's update, or only their sum by secure aggregation"
+    check_choice("trust", trust, ("local", "central"), hint=hint, error=DefenseError)
+    check_integer(
+        "colluding",
+        colluding,
+        at_least=0,
+        at_most=clients - 1,
+        hint="the clients that may collude with the server or drop out",
+        error=DefenseError,
+    )
     if trust == "local":
         return noise_multiplier
     return noise_multiplier * math.sqrt(clients - colluding)
@@ -658,10 +661,9 @@ def _first_below(excess: Callable[[float], float], low: float, high: float) -> f
 
 
 def _check_kind(kind: str, sampling: str = "poisson") -> None:
-    if kind not in ("prv", "rdp"):
-        raise DefenseError(f"accountant={kind!r} must be 'prv' (tight) or 'rdp' (fast)")
-    if sampling not in ("poisson", "without_replacement"):
-        raise DefenseError(f"sampling={sampling!r} must be 'poisson' or 'without_replacement'")
+    hint = "'prv' is tight, 'rdp' is fast"
+    check_choice("accountant", kind, ("prv", "rdp"), hint=hint, error=DefenseError)
+    check_choice("sampling", sampling, ("poisson", "without_replacement"), error=DefenseError)
     if kind == "prv" and sampling == "without_replacement":
         raise DefenseError(
             "accountant='prv' does not cover batches of a fixed number drawn without replacement: "
@@ -670,7 +672,5 @@ def _check_kind(kind: str, sampling: str = "poisson") -> None:
 
 
 def _check_delta(delta: float, name: str = "delta") -> None:
-    if not 0 < delta < 1:
-        raise DefenseError(
-            f"{name}={delta!r} must lie in (0, 1), and well below one over the number of examples"
-        )
+    hint = "well below one over the number of examples"
+    check_number(name, delta, above=0, below=1, hint=hint, error=DefenseError)

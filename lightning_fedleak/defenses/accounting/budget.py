@@ -384,6 +384,3 @@ def guarantee_of(
         "Give each client separate data. Not covered: what is logged or sent otherwise, and "
         "decisions taken in sight of the data."
     )
-
-
-__all__ = ["Account", "Budget", "BudgetSpent", "guarantee_of"]

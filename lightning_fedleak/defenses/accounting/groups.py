@@ -99,6 +99,3 @@ def group_rdp(noise_multiplier: float, sample_rate: float, rows: int) -> Floats:
     np.maximum(found, 0.0, out=found)
     found.flags.writeable = False
     return found
-
-
-__all__ = ["group_epsilon", "group_rdp"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import glob
 import itertools
-import math
 import os
 import re
 import stat
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.defenses.base import DefenseError, State
+from lightning_fedleak.validate import check_integer, check_number
 
 Event = tuple[float, float]
 """Noise multiplier and sample rate of a release."""
@@ -171,43 +171,25 @@ def _of_unit(path: Path, by_user: Path) -> list[Path]:
 
 
 def check_noise_multiplier(value: float) -> None:
-    """Refuses what is no noise multiplier.
-
-    Raises:
-        DefenseError: negative or not finite.
-    """
-    if not (math.isfinite(value) and value >= 0):
-        raise DefenseError(
-            f"noise_multiplier={value!r} must be a finite number of at least 0: the noise's "
-            "standard deviation over the clip norm"
-        )
+    """Raise a DefenseError unless the value is a finite number of at least 0."""
+    hint = "the noise's standard deviation over the clip norm"
+    check_number("noise_multiplier", value, at_least=0, hint=hint, error=DefenseError)
 
 
 def check_sample_rate(value: float) -> None:
-    """Refuses what is no probability of being sampled.
+    """Raise a DefenseError unless the value is a probability above 0."""
+    hint = "the chance of each example to be in a batch: mean batch size over number of examples"
+    check_number("sample_rate", value, above=0, at_most=1, hint=hint, error=DefenseError)
 
-    Raises:
-        DefenseError: outside (0, 1].
+
+def check_count(value: float, name: str) -> None:
+    """Raise a DefenseError unless the value is a whole number of at least 1.
+
+    A count may be a float, as in the tensors of a checkpoint.
     """
-    if not 0 < value <= 1:
-        raise DefenseError(
-            f"sample_rate={value!r} must lie in (0, 1]: the chance of each example to be in a "
-            "batch, that is, mean batch size over number of examples"
-        )
-
-
-def check_count(value: int, name: str) -> None:
-    """Refuses what is no positive number of steps.
-
-    Raises:
-        DefenseError: below 1, or not whole.
-    """
-    try:
-        whole = not isinstance(value, bool) and value == int(value) and value >= 1
-    except (TypeError, ValueError, OverflowError):
-        whole = False
-    if not whole:
-        raise DefenseError(f"{name}={value!r} must be a whole number of at least 1")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    check_integer(name, value, error=DefenseError)
 
 
 def _added(counts: dict[Event, int], event: Event, count: int) -> int:

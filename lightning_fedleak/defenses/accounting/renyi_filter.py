@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Sequence
 
@@ -27,6 +26,7 @@ from lightning_fedleak.defenses.accounting.ledger import (
     check_sample_rate,
 )
 from lightning_fedleak.defenses.base import DefenseError, State
+from lightning_fedleak.validate import check_number
 
 DEFAULT_ORDERS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
 
@@ -71,10 +71,8 @@ class RenyiFilter:
         *,
         sampling: Sampling = "poisson",
     ) -> None:
-        if not (math.isfinite(epsilon) and epsilon > 0):
-            raise DefenseError(f"epsilon={epsilon!r} must be a positive number")
-        if not 0 < delta < 1:
-            raise DefenseError(f"delta={delta!r} must lie in (0, 1)")
+        check_number("epsilon", epsilon, above=0, error=DefenseError)
+        check_number("delta", delta, above=0, below=1, error=DefenseError)
         self.epsilon = epsilon
         self.delta = delta
         self.sampling: Sampling = sampling

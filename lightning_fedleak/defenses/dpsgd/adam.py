@@ -1,15 +1,14 @@
-"""Adam under DP-SGD: the noise's variance is taken out of the second moment.
+"""Adam under DP-SGD: the noise's variance is subtracted from the second moment.
 
 Adam divides by the root of a running mean of squared gradients. Under DP-SGD that is the square of
-the signal *plus the variance of the noise*, which is far the larger: all weights are then divided
-by nearly the same number, and DP-Adam is SGD with momentum (Tang, Shpilevskiy & Lecuyer 2023,
+the signal *plus the variance of the noise*, which is much larger. All weights are then divided by
+nearly the same number, and DP-Adam is SGD with momentum (Tang, Shpilevskiy & Lecuyer 2023,
 "DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You Apply Bias Correction)", arXiv 2312.14334).
-The variance is public, and what is made of releases costs nothing.
+The variance is public, and computing with releases costs no privacy.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,35 +17,33 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.validate import check_number
 
 
 class DPAdamBC(Optimizer):
     """AdamW whose second moment is that of the gradients without their noise.
 
-    ``m / (sqrt(max(v - phi, floor phi)) + eps)``: m and v are Adam's moments with its correction of
-    their start, phi the same running mean of the noise's variance. ``DPSGD`` tells it the variance
-    with every release, layer by layer where layers differ, and as it is then where a gate has
-    turned it up; several clients' noise is averaged with their gradients. Return it from
-    ``configure_optimizers``::
+    Its update is ``m / (sqrt(max(v - phi, floor phi)) + eps)``: m and v are Adam's bias-corrected
+    moments, phi the same running mean of the noise's variance. ``DPSGD`` passes it the variance
+    with every release, for each layer. Without noise it is AdamW. Return it from
+    ``configure_optimizers``:
 
-        def configure_optimizers(self):
-            return DPAdamBC(self.parameters(), lr=1e-3)
-
-    Without noise it is AdamW.
+    >>> import torch
+    >>> from lightning_fedleak import DPAdamBC
+    >>> optimizer = DPAdamBC(torch.nn.Linear(4, 2).parameters(), lr=1e-3)
 
     Args:
-        params: as of every optimizer; float32 or float64.
+        params: parameters or groups, as of every optimizer; float32 or float64.
         lr: learning rate.
         betas: of the two moments.
         eps: added to the root.
         weight_decay: decoupled, as AdamW's.
-        floor: how much of the noise's variance stays where the second moment has no more, or less.
-            The smaller, the longer the steps of weights whose gradients are noise alone: ``1 /
-            sqrt(floor)`` times those of Adam.
+        floor: smallest second moment, as a share of the noise's variance. Weights whose gradients
+            are noise alone take steps of ``1 / sqrt(floor)`` times Adam's.
 
     Raises:
         DefenseError: a value out of range, or weights in half precision. In a step: no ``DPSGD`` of
-            this run has said what noise the gradients have.
+            this run has passed the variance of the gradients' noise.
     """
 
     def __init__(
@@ -59,17 +56,15 @@ class DPAdamBC(Optimizer):
         *,
         floor: float = 0.1,
     ) -> None:
-        for name, value, most in (
-            ("lr", lr, math.inf),
-            ("eps", eps, math.inf),
-            ("weight_decay", weight_decay, math.inf),
+        for name, value, limit in (
+            ("lr", lr, None),
+            ("eps", eps, None),
+            ("weight_decay", weight_decay, None),
             ("betas[0]", betas[0], 1),
             ("betas[1]", betas[1], 1),
         ):
-            if not 0 <= value < most:
-                raise DefenseError(f"DPAdamBC: {name}={value!r} must be at least 0, below {most}")
-        if not 0 < floor <= 1:
-            raise DefenseError(f"DPAdamBC: floor={floor!r} must be above 0, and at most 1")
+            check_number(f"DPAdamBC: {name}", value, at_least=0, below=limit, error=DefenseError)
+        check_number("DPAdamBC: floor", floor, above=0, at_most=1, error=DefenseError)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -81,7 +76,7 @@ class DPAdamBC(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer's; half precision is refused."""
+        """Add a group of parameters; raises a DefenseError for half precision."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype not in (torch.float32, torch.float64):
@@ -90,8 +85,8 @@ class DPAdamBC(Optimizer):
                     "noise's variance is lost by rounding. Train in '32-true' or 'bf16-mixed'."
                 )
 
-    def told_noise(self, variances: Mapping[Tensor, float]) -> None:
-        """What noise the gradients of the next step have.
+    def set_noise(self, variances: Mapping[Tensor, float]) -> None:
+        """Set the noise of the next step's gradients.
 
         Args:
             variances: of each number of a parameter's gradient, as the optimizer gets it.
@@ -100,13 +95,13 @@ class DPAdamBC(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step.
+        """Take one step.
 
         Args:
-            closure: is called first; within it ``DPSGD`` releases, and says what noise it added.
+            closure: is called first; within it ``DPSGD`` releases, and sets the noise.
 
         Returns:
-            What the closure gave.
+            What the closure returned.
 
         Raises:
             DefenseError: the noise of these gradients is not known.
@@ -160,6 +155,3 @@ def _update(
     parameter.addcdiv_(
         state["exp_avg"], signal.sqrt_().add_(group["eps"]), value=-group["lr"] / first
     )
-
-
-__all__ = ["DPAdamBC"]

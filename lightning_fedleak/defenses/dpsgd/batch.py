@@ -1,4 +1,4 @@
-"""A batch of DP-SGD: its loader, its samples, its draw and its loss."""
+"""A batch of DP-SGD: its loader, its samples, its number and its loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 
 
 def on_device(batch: Any, context: DefenseContext) -> Any:
-    """A batch as the Trainer hands it on, where this process trains."""
+    """Return a batch on the device of this process, converted as the Trainer does."""
     trainer = trainer_of(context)
     batch = trainer.precision_plugin.convert_input(batch)
     batch = context.root._on_before_batch_transfer(batch, dataloader_idx=0)  # type: ignore[operator]
@@ -20,11 +20,7 @@ def on_device(batch: Any, context: DefenseContext) -> Any:
 
 
 def check_loader(context: DefenseContext) -> None:
-    """Refuses several training loaders at once.
-
-    Raises:
-        DefenseError: there are.
-    """
+    """Raise a DefenseError where there are several training loaders at once."""
     loaders = len(tree_leaves(getattr(trainer_of(context), "train_dataloader", None)))
     if loaders > 1:
         raise DefenseError(
@@ -34,20 +30,22 @@ def check_loader(context: DefenseContext) -> None:
 
 
 def drawn_batch(context: DefenseContext, batch: Any) -> Any:
-    """What tells a batch from those drawn before: its number in the fit, or itself without one."""
+    """Return the number of a batch in the fit, or the batch itself without a Trainer."""
     epoch_loop = getattr(getattr(trainer_of(context), "fit_loop", None), "epoch_loop", None)
     progress = getattr(epoch_loop, "batch_progress", None)
     return batch if progress is None else int(progress.total.ready)
 
 
-def same_draw(one: Any, other: Any) -> bool:
-    """Whether two of :func:`drawn_batch` are of the same batch."""
-    return bool(one == other) if isinstance(one, int) and isinstance(other, int) else one is other
+def same_draw(first: Any, second: Any) -> bool:
+    """Return whether two results of :func:`drawn_batch` are of the same batch."""
+    if isinstance(first, int) and isinstance(second, int):
+        return first == second
+    return first is second
 
 
-def unsharded(clients: int, trust: str) -> str:
-    """What to warn of where several clients may hold the same examples."""
-    alike = (
+def overlap_warning(clients: int, trust: str) -> str:
+    """Return the warning for several clients that may hold the same examples."""
+    central = (
         " trust='central' also needs the same batch_size and noise on all of them."
         if trust == "central"
         else ""
@@ -56,26 +54,26 @@ def unsharded(clients: int, trust: str) -> str:
         f"DPSGD: {clients} clients, and no DistributedSampler splits the training data among them. "
         "The guarantee is for an example that one client alone holds: one that all of them hold "
         "is in every client's releases, and pays for each. Leave use_distributed_sampler=True, or "
-        f"see to it that each process loads data of its own.{alike}"
+        f"let each process load data of its own.{central}"
     )
 
 
 def trainer_of(context: DefenseContext) -> Any:
-    """The Trainer of the module that is trained, None where it has none."""
+    """Return the Trainer of the module that is trained, None where it has none."""
     return getattr(context.root, "_trainer", None)
 
 
 def count_samples(batch: Any) -> int:
-    """B, the first dimension that all tensors of a batch share.
+    """Return B, the first dimension of all tensors of a batch.
 
     Raises:
-        DefenseError: there is none.
+        DefenseError: they differ in it, or there are none.
     """
     sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
     if len(sizes) != 1:
-        found = "no tensors" if not sizes else f"tensors with first dimensions {sorted(sizes)}"
+        content = "no tensors" if not sizes else f"tensors with first dimensions {sorted(sizes)}"
         raise DefenseError(
-            f"DPSGD: the batch ({type(batch).__name__}) holds {found}, so its samples cannot be "
+            f"DPSGD: the batch ({type(batch).__name__}) holds {content}, so its samples cannot be "
             "counted. Let it be a tensor, or a dict, list or tuple of tensors, each with the "
             "samples as its first dimension."
         )
@@ -83,25 +81,25 @@ def count_samples(batch: Any) -> int:
 
 
 def loss_with_graph(output: Any, samples: int) -> Tensor:
-    """The loss in what ``training_step`` returned for a batch with samples in it.
+    """Return the loss in the output of ``training_step`` for a batch that is not empty.
 
     Raises:
-        DefenseError: there is none, or no gradient could flow through it.
+        DefenseError: there is none, or it has no graph.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, Tensor) and loss.requires_grad:
         return loss
-    found = "a loss that needs no gradient" if isinstance(loss, Tensor) else "no loss"
+    returned = "a loss that needs no gradient" if isinstance(loss, Tensor) else "no loss"
     raise DefenseError(
-        f"DPSGD: training_step returned {found} for a batch of {samples} samples. If what is in a "
-        "batch decides whether it counts, one sample can take away what all others add, which no "
+        f"DPSGD: training_step returned {returned} for a batch of {samples} samples. If what a "
+        "batch holds decides whether it counts, one sample can remove what all others add, which no "
         "clip bounds. Return a loss for every batch: filter the dataset instead, and let a sample "
         "without labels count as zero, as mean_of_sample_means does."
     )
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """All tensors of a batch, in mappings, lists and tuples."""
+    """Yield all tensors of a batch, in mappings, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -113,7 +111,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def sizes_of(dataloader: Any) -> tuple[int, int]:
-    """Examples of all clients, and the batch size.
+    """Return the number of examples of all clients, and the batch size.
 
     Raises:
         DefenseError: not a DataLoader that can be sampled.
@@ -129,17 +127,3 @@ def sizes_of(dataloader: Any) -> tuple[int, int]:
             "instead of batch_sampler=..."
         )
     return len(dataset), int(batch_size)
-
-
-__all__ = [
-    "check_loader",
-    "count_samples",
-    "drawn_batch",
-    "loss_with_graph",
-    "on_device",
-    "same_draw",
-    "sizes_of",
-    "tensors_of",
-    "trainer_of",
-    "unsharded",
-]

@@ -1,30 +1,28 @@
-"""Noise of a matrix mechanism, step by step, and what of it outlives a process.
+"""Noise of a matrix mechanism, step by step, and its file beside a checkpoint.
 
 A release gets ``sigma C (C^-1 Z)_t`` instead of ``sigma C Z_t`` (:mod:`~.factorization`).
 
 - ``"banded"``: ``(C^-1 Z)_t = (Z_t - sum_j C[t, t - j] (C^-1 Z)_(t - j)) / C[t, t]``, j from 1 to
-  ``bands - 1`` (arXiv 2306.08153, Algorithm 9): the noise of so many steps is kept, each as large
-  as what is trained. The examples are split into ``bands`` groups once. Step t draws a Poisson
-  sample from group t modulo ``bands``. So an example takes part at most every ``bands``-th step,
-  where columns of C share no row, and n steps are ``ceil(n / bands)`` Poisson-sampled Gaussian
-  mechanisms for it (Theorem 4 there).
-- ``"banded_inverse"``: ``(C^-1 Z)_t = sum_j C^-1[t, t - j] Z_(t - j)``: the last draws are made
-  again from their keys, nothing is kept. Batches are the same in every epoch, in one order. All
-  steps are one Gaussian mechanism of the sensitivity of C, and sampling amplifies nothing.
+  ``bands - 1`` (arXiv 2306.08153, Algorithm 9): the noise of so many steps stays in memory, each as
+  large as what is trained. The examples are split into ``bands`` groups once. Step t draws a
+  Poisson sample from group t modulo ``bands``. So an example takes part at most every ``bands``-th
+  step, where columns of C share no row, and n steps are ``ceil(n / bands)`` Poisson-sampled
+  Gaussian mechanisms for it (Theorem 4 there).
+- ``"banded_inverse"``: ``(C^-1 Z)_t = sum_j C^-1[t, t - j] Z_(t - j)``: the last draws are repeated
+  from their keys. Batches are the same in every epoch, in one order. All steps are one Gaussian
+  mechanism of the sensitivity of C, without amplification by sampling.
 
-Which group an example is in follows from its place in the dataset. So neighbours differ by an
-example that is there or whose place is empty, as everywhere in this package. Places that change
-within a fit are refused. A run that resumes with others begins a new mechanism.
+**The steps of an example follow from its place in the dataset.** Neighbouring datasets differ by an
+example whose place is empty in one of them. An example that changes its place within a mechanism
+takes part more often than is accounted, so places are compared. Places that change within a fit are
+refused, and a run that resumes with other places begins a new mechanism.
 
-**Which steps an example may be in follows from its place.** One that moves in the middle of a
-mechanism takes part more often than is accounted, so where examples stand is watched.
-
-**The noise of past steps is a secret.** Whoever has it can take it off. It is in no checkpoint, but
-in a file of its own beside it, which this user alone may read. Two runs that go on from one noise
-would both reveal what each of them hides. So there is one file at most. It is named by a digest of
-the last release, which all checkpoints since then hold, and who makes the next release deletes it
-first. Only one can: a run that finds it gone is refused, and one that resumes without it begins a
-new mechanism, whose cost is added to that of the first.
+**The noise of past steps is a secret**, because it can be subtracted from a release. It is in no
+checkpoint, but in a separate file beside it, which this user alone may read. If two runs continued
+from one noise, each would reveal what the other hides. So there is at most one file. Its name is a
+digest of the last release, which all checkpoints since then hold, and a run deletes it before the
+next release. Only one run can: one that does not find it is refused, and one that resumes without
+it begins a new mechanism, whose cost is added to that of the first.
 """
 
 from __future__ import annotations
@@ -60,39 +58,40 @@ from lightning_fedleak.private_files import check_private, hash_tensors
 Mechanism = Literal["independent", "banded", "banded_inverse"]
 Key = Callable[[bytes, int, int], bytes]
 """The key of a draw, by secret base, release, and number of the parameter."""
-READ = 16
-"""Examples by whose contents it is seen whether a dataset is in the same order."""
+READ = 16  # examples whose contents show the order of a dataset; more take longer. Not tuned
+HOUR = 3600.0  # seconds after which an unfinished file is no other run's. Not tuned
+PLAN_NUMBERS = ("steps", "groups", "examples")  # fields of a NoisePlan in checkpoints
 
 
-# ---- where examples stand -------------------------------------------------------------------
+# ---- places of examples ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Places:
-    """Digests of what stands where. Of the data, so they are for this user's eyes only.
+    """Digests that change when examples change places; secret, because they depend on the data.
 
     Attributes:
         order: of this process's places, the users' keys and rows, and the indices of Subset and
             ConcatDataset.
-        contents: of each field of a few examples that is alike in two readings. What is drawn anew
-            (augmentation) tells no order.
+        contents: of each field of a few examples that is the same in two readings, which a field
+            with random augmentation is not.
     """
 
     order: str
     contents: dict[str, str]
 
     def differ(self, other: Places) -> bool:
-        """Whether examples are seen to stand elsewhere."""
-        both_tell = self.contents.keys() & other.contents.keys()
+        """Return whether examples are at other places."""
+        common = self.contents.keys() & other.contents.keys()
         return self.order != other.order or any(
-            self.contents[field] != other.contents[field] for field in both_tell
+            self.contents[field] != other.contents[field] for field in common
         )
 
 
 def places_of(
     dataset: Any, shard: range, users: Mapping[Any, Sequence[int]] | None = None
 ) -> Places:
-    """What is seen of them. The global generators are left as they were.
+    """Return digests of the places; the global random states do not change.
 
     Args:
         dataset: map-style.
@@ -101,28 +100,29 @@ def places_of(
     """
     order = hashlib.sha256(f"{shard!r} {len(dataset)}".encode())
     for key, rows in (users or {}).items():
-        order.update(f"\0{[*plain(key)]!r} {[*rows]!r}".encode())
+        order.update(f"\0{[*values_in(key)]!r} {[*rows]!r}".encode())
     if isinstance(dataset, Subset | ConcatDataset):
         sources, places = origins(dataset)
         _, first, number = np.unique(sources, return_index=True, return_inverse=True)
-        # Identities are others in the next process: a source is numbered by where it is met first.
+        # Identities differ in the next process: a source is numbered by its first place.
         order.update(np.stack((first[number], places)).astype("<i8").tobytes())
     last = len(dataset) - 1
-    chosen = sorted({last * i // (READ - 1) for i in range(READ)})
+    places_read = sorted({last * i // (READ - 1) for i in range(READ)})
     with preserve_process():
-        once, again = (_contents(dataset, chosen) for _ in range(2))
-    return Places(order.hexdigest(), {f: d for f, d in once.items() if again.get(f) == d})
+        first, second = (_contents(dataset, places_read) for _ in range(2))
+    return Places(order.hexdigest(), {f: d for f, d in first.items() if second.get(f) == d})
 
 
-def plain(value: Any) -> Iterator[str]:
-    """The numbers and words in an example."""
+def values_in(example: Any) -> Iterator[str]:
+    """Yield the numbers and words in an example."""
+    value = example
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield repr(key)
-            yield from plain(item)
+            yield from values_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from plain(item)
+            yield from values_in(item)
     elif hasattr(value, "tolist"):
         yield repr(value.tolist())
     elif hasattr(value, "tobytes"):  # an image
@@ -131,13 +131,13 @@ def plain(value: Any) -> Iterator[str]:
         yield repr(value)
 
 
-def _contents(dataset: Any, chosen: Sequence[int]) -> dict[str, str]:
-    found: dict[str, Any] = {}
-    for place in chosen:
+def _contents(dataset: Any, places: Sequence[int]) -> dict[str, str]:
+    digests: dict[str, Any] = {}
+    for place in places:
         for field, text in _fields(dataset[place]):
-            digest = found.setdefault(field, hashlib.sha256())
+            digest = digests.setdefault(field, hashlib.sha256())
             digest.update(f"\0{place} {text}".encode())
-    return {field: digest.hexdigest() for field, digest in found.items()}
+    return {field: digest.hexdigest() for field, digest in digests.items()}
 
 
 def _fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -147,7 +147,7 @@ def _fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple) and not all(isinstance(v, int | float) for v in value):
         items = enumerate(value)
     else:
-        yield name, "\0".join(plain(value))
+        yield name, "\0".join(values_in(value))
     for key, item in items:
         yield from _fields(item, f"{name}/{key}")
 
@@ -156,14 +156,14 @@ def _fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a matrix mechanism was made for; none of it may change.
+class NoisePlan:
+    """The fixed numbers of a matrix mechanism.
 
     Attributes:
-        mechanism: which.
+        mechanism: its name.
         bands: of C, or of its inverse.
         steps: releases.
-        groups: into which the examples are split; one of them is drawn from in a step.
+        groups: into which the examples are split; a step draws from one of them.
         examples: of all clients.
     """
 
@@ -175,39 +175,39 @@ class Plan:
 
     @property
     def matrices(self) -> Factorization:
-        """How noise is correlated."""
+        """Return the matrices by which noise is correlated."""
         if self.mechanism == "banded":
             return banded(self.steps, self.bands)
         return banded_inverse(self.steps, self.bands, self.groups)
 
     @property
     def period(self) -> int:
-        """Releases that are accounted as one."""
+        """Return how many releases are accounted as one."""
         return self.bands if self.mechanism == "banded" else self.steps
 
     @property
     def rounds(self) -> int:
-        """How often that is: mechanisms that are composed."""
+        """Return how many mechanisms are composed."""
         return -(-self.steps // self.period)
 
-    def check_same(self, other: Plan) -> None:
-        """Refuses another plan.
+    def check_same(self, other: NoisePlan) -> None:
+        """Raise an error unless the other plan is the same.
 
         Raises:
             DefenseError: says what differs.
         """
-        for name, what in (
+        for name, label in (
             ("mechanism", "mechanism"),
             ("bands", "bands"),
             ("steps", "number of steps"),
             ("groups", "number of groups of examples"),
             ("examples", "number of examples"),
         ):
-            before, now = getattr(self, name), getattr(other, name)
-            if before != now:
+            planned, current = getattr(self, name), getattr(other, name)
+            if planned != current:
                 raise DefenseError(
-                    f"DPSGD: the {what} was {before} when the noise was planned, and is {now} now. "
-                    "Correlated noise holds for the plan that it was made for: go on with the "
+                    f"DPSGD: the {label} was {planned} when the noise was planned, and is "
+                    f"{current} now. Correlated noise holds for its plan alone: go on with the "
                     "Trainer's max_epochs or max_steps, loader, data and settings of then, or "
                     "begin a new run."
                 )
@@ -217,28 +217,28 @@ class StepNoise:
     """The noise of a run's releases, one after the other.
 
     Args:
-        mechanism: how they are correlated.
-        bands: of it.
+        mechanism: how noise is correlated.
+        bands: of the mechanism.
 
     Attributes:
         plan: of the fit; None where noise is independent, or before the training data are known.
         row: number of the next release in its mechanism.
-        name: digest of the last release, alike on all processes of a client and in checkpoints;
+        name: digest of the last release, the same on all processes of a client and in checkpoints;
             empty before the first.
     """
 
     def __init__(self, mechanism: Mechanism, bands: int | None) -> None:
         self.mechanism: Mechanism = mechanism
         self.bands = bands or 1
-        self.plan: Plan | None = None
+        self.plan: NoisePlan | None = None
         self.row = 0
         self.name = ""
-        self._kept: deque[dict[int, Tensor]] = deque(maxlen=max(1, self.bands - 1))
+        self._past: deque[dict[int, Tensor]] = deque(maxlen=max(1, self.bands - 1))
         self._current: dict[int, Tensor] = {}
         self._draws: deque[tuple[bytes, int]] = deque(maxlen=self.bands)
-        self._whole = True
+        self._complete = True
         self._loaded = False
-        self._saved: Plan | None = None
+        self._saved: NoisePlan | None = None
         self._saved_row = 0
         self._device = ""
         self._file: Path | None = None
@@ -248,38 +248,38 @@ class StepNoise:
     # ---- a fit ------------------------------------------------------------------------------
 
     def begin_fit(self) -> None:
-        """A fit begins: with what was loaded for it, or anew."""
+        """Begin a fit, with the noise that was loaded for it or with a new mechanism."""
         self.plan = self._places = None
         if not self._loaded:
             self.forget()
 
     def end_fit(self) -> None:
-        """A fit has ended. Its last noise stays in the file beside its last checkpoint alone."""
+        """End a fit. Its last noise stays in the file beside its last checkpoint alone."""
         self.forget()
         self.plan = self._saved = self._places = None
 
     def forget(self) -> None:
-        """What follows is a new mechanism."""
-        self.row, self._whole, self._loaded = 0, True, False
+        """Begin a new mechanism with the next release."""
+        self.row, self._complete, self._loaded = 0, True, False
         self.name, self._file, self._saved_places = "", None, None
-        self._kept.clear()
+        self._past.clear()
         self._draws.clear()
 
-    def settle(self, plan: Plan, places: Places | None) -> None:
-        """The training data are known.
+    def settle(self, plan: NoisePlan, places: Places | None) -> None:
+        """Set the plan, now that the training data are known.
 
         Raises:
-            DefenseError: the mechanism that goes on was planned otherwise, or examples stand at
-                other places than before in this fit.
+            DefenseError: the mechanism that goes on has another plan, or examples are at other
+                places than before in this fit.
         """
-        for before in (self._saved, self.plan):
-            if before is not None:
-                before.check_same(plan)
+        for earlier in (self._saved, self.plan):
+            if earlier is not None:
+                earlier.check_same(plan)
         if not self.row or self._places is None or places is None:
             self._places = places
         elif self._places.differ(places):
             raise DefenseError(
-                "DPSGD: the training data were made anew within the fit, and examples stand at "
+                "DPSGD: the training data were loaded again within the fit, and examples are at "
                 "other places. With correlated noise the steps that an example may be in follow "
                 "from its place, so it would take part more often than is accounted. Nothing more "
                 "was released. Split and shuffle the dataset once, before the fit or by a fixed "
@@ -289,15 +289,15 @@ class StepNoise:
 
     @property
     def is_moved(self) -> bool:
-        """Whether examples stand elsewhere than when the noise was written that was loaded."""
-        before, now = self._saved_places, self._places
-        return before is not None and now is not None and now.differ(before)
+        """Return whether examples are at other places than when the loaded noise was written."""
+        saved, places = self._saved_places, self._places
+        return saved is not None and places is not None and places.differ(saved)
 
     # ---- a release --------------------------------------------------------------------------
 
     @property
     def scale(self) -> float:
-        """Standard deviation of the next release's noise, over that of independent noise."""
+        """Return the standard deviation of the next noise, over that of independent noise."""
         if self.mechanism == "independent":
             return 1.0
         matrices = self._planned.matrices
@@ -306,17 +306,17 @@ class StepNoise:
 
     @property
     def is_accounted(self) -> bool:
-        """Whether the next release is the first of those that are accounted together."""
+        """Return whether the next release is the first of those that are accounted as one."""
         return self.mechanism == "independent" or self.row % self._planned.period == 0
 
     @property
     def is_lost(self) -> bool:
-        """Whether the next release begins a mechanism anew, although one was not at its end."""
+        """Return whether the next release begins a mechanism although the last had not ended."""
         ended = self._saved is not None and self._saved_row >= self._saved.steps
         return self.mechanism != "independent" and not self.row and not ended
 
     def check_planned(self) -> None:
-        """Refuses a release beyond the plan.
+        """Raise an error for a release beyond the plan.
 
         Raises:
             DefenseError: says how many there may be.
@@ -329,10 +329,10 @@ class StepNoise:
             )
 
     def begin(self, base: bytes, release: int) -> None:
-        """A release is about to be made: what was written of the noise so far is deleted.
+        """Begin a release: delete the file of the noise so far.
 
         Args:
-            base: secret that this release's draw follows from.
+            base: secret of this release's draw.
             release: its number in the run.
 
         Raises:
@@ -350,13 +350,13 @@ class StepNoise:
         if self.mechanism != "independent":
             self.name = noise_key(base, 0, release, 0, "correlated", "name")[:16].hex()
         self._draws.appendleft((base, release))
-        self._current, self._whole = {}, False
+        self._current, self._complete = {}, False
 
     def add(self, number: int, onto: Tensor, scale: float, key: Key) -> None:
-        """Adds ``scale`` times what :meth:`draw` gives, in place.
+        """Add ``scale`` times the result of :meth:`draw`, in place.
 
         Raises:
-            DefenseError: as there.
+            DefenseError: as :meth:`draw`.
         """
         if self.mechanism == "independent":
             base, release = self._draws[0]
@@ -365,58 +365,58 @@ class StepNoise:
             onto.add_(self.draw(number, onto, key), alpha=scale)
 
     def draw(self, number: int, like: Tensor, key: Key) -> Tensor:
-        """The noise on one parameter, over the standard deviation of independent noise.
+        """Return the noise on one parameter, over the standard deviation of independent noise.
 
         Args:
             number: of the parameter, and of this process's shard of it.
-            like: of what it is added to.
-            key: of a draw.
+            like: gives shape, device and dtype.
+            key: returns the key of a draw.
 
         Returns:
-            Of the form of ``like``; must not be written to.
+            A tensor that must not be written to.
 
         Raises:
-            DefenseError: it was not trained in the steps before, or had another shape.
+            DefenseError: the parameter was not trained in the steps before, or had another shape.
         """
 
-        def drawn(back: int) -> Tensor:
+        def independent(back: int) -> Tensor:
             base, release = self._draws[back]
-            own = key(base, release, number)
-            return standard_normal(own, like.shape, like.device, like.dtype)
+            draw_key = key(base, release, number)
+            return standard_normal(draw_key, like.shape, like.device, like.dtype)
 
         self._device = like.device.type
-        total = drawn(0)
+        total = independent(0)
         if self.mechanism == "independent":
             return total
         matrices = self._planned.matrices
         weights = matrices.rows[self.row].tolist()
         if self.mechanism == "banded_inverse":
             for back in range(1, len(self._draws)):
-                total.add_(drawn(back), alpha=weights[back])
+                total.add_(independent(back), alpha=weights[back])
             return total.mul_(matrices.sensitivity)
-        for back, kept in enumerate(self._kept, 1):
-            before = kept.get(number)
-            if before is None or before.shape != total.shape:
+        for back, noises in enumerate(self._past, 1):
+            noise = noises.get(number)
+            if noise is None or noise.shape != total.shape:
                 raise DefenseError(
                     f"DPSGD: a parameter of shape {tuple(like.shape)} was not trained in the step "
                     "before, or had another shape. With mechanism='banded' the noise of a step "
                     "follows from that of those before: train the same parameters in all steps."
                 )
-            total.add_(before.to(total.device), alpha=-weights[back])
+            total.add_(noise.to(total.device), alpha=-weights[back])
         total.div_(weights[0])
-        if len(self._kept) == self.bands - 1 and self._kept:
-            del self._kept[-1][number]  # its last use; so no more is kept than was
+        if len(self._past) == self.bands - 1 and self._past:
+            del self._past[-1][number]  # its last use: memory does not grow in the step
         self._current[number] = total
         return total
 
     def end(self) -> None:
-        """The release was made."""
+        """End a release that was made."""
         if self.mechanism == "banded" and self.bands > 1:
-            self._kept.appendleft(self._current)
-        self.row, self._current, self._whole = self.row + 1, {}, True
+            self._past.appendleft(self._current)
+        self.row, self._current, self._complete = self.row + 1, {}, True
 
     def _delete(self) -> bool:
-        """Deletes the file; False where it is not there. Of several runs it is True in one."""
+        """Delete the file and return whether it was there, which is True in one of several runs."""
         assert self._file is not None
         try:
             self._file.unlink()
@@ -431,7 +431,7 @@ class StepNoise:
         return True
 
     @property
-    def _planned(self) -> Plan:
+    def _planned(self) -> NoisePlan:
         if self.plan is None:
             raise DefenseError("DPSGD: no training data yet, so no noise is planned")
         return self.plan
@@ -439,7 +439,7 @@ class StepNoise:
     # ---- between processes ------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """What may be seen by all: what the mechanism was planned for, and how far it has come."""
+        """Return what is not secret: the plan, and the number of the next release in it."""
         if self.mechanism == "independent":
             return {}
         state: dict[str, Tensor | int | float | str] = {
@@ -449,35 +449,35 @@ class StepNoise:
             "noise": self.name,
         }
         if self.plan is not None:
-            state.update({f"planned_{name}": getattr(self.plan, name) for name in _PLANNED})
+            state.update({f"planned_{name}": getattr(self.plan, name) for name in PLAN_NUMBERS})
         return state
 
     def load_state_dict(self, state: State) -> None:
-        """Begins anew, and remembers what was planned; :meth:`load` may then go on.
+        """Begin a new mechanism and read the plan of the last, which :meth:`load` may continue.
 
         Raises:
             DefenseError: the releases were made by another mechanism.
         """
         self.forget()
-        before = str(state.get("mechanism", "independent")), int(state.get("bands", 1))
-        if before != (self.mechanism, self.bands):
+        mechanism, bands = str(state.get("mechanism", "independent")), int(state.get("bands", 1))
+        if (mechanism, bands) != (self.mechanism, self.bands):
             raise DefenseError(
-                f"DPSGD: the checkpoint's releases were made with mechanism={before[0]!r} and "
-                f"bands={before[1]}, and this run has mechanism={self.mechanism!r} and "
+                f"DPSGD: the checkpoint's releases were made with mechanism={mechanism!r} and "
+                f"bands={bands}, and this run has mechanism={self.mechanism!r} and "
                 f"bands={self.bands}. Go on with those, or begin a new run."
             )
         self._saved, self._saved_row = None, int(state.get("row", 0))
         self.name = str(state.get("noise", ""))
         if "planned_steps" in state:
-            numbers = {name: int(state[f"planned_{name}"]) for name in _PLANNED}
-            self._saved = Plan(self.mechanism, self.bands, **numbers)
+            numbers = {name: int(state[f"planned_{name}"]) for name in PLAN_NUMBERS}
+            self._saved = NoisePlan(self.mechanism, self.bands, **numbers)
             if self.plan is not None:
                 self._saved.check_same(self.plan)
 
     def save(self, path: Path, releases: int) -> None:
-        """Writes what the next draws need, for this user's eyes only; nothing where none will come.
+        """Write what the next draws need into a file that this user alone may read.
 
-        Where it is written already it stays, or in another folder is deleted first.
+        Nothing is written where no draw follows. A file in another folder is deleted first.
 
         Args:
             path: of the file.
@@ -487,28 +487,28 @@ class StepNoise:
             DefenseError: it cannot be written.
         """
         _delete_unfinished(path.parent)
-        if self.plan is None or not 0 < self.row < self.plan.steps or not self._whole:
+        if self.plan is None or not 0 < self.row < self.plan.steps or not self._complete:
             return
         if self._file == path or (self._file is not None and not self._delete()):
             return  # where another run has it, the next release says so
         self._file = None
         tensors = {
             f"{back} {number}": tensor
-            for back, kept in enumerate(self._kept)
-            for number, tensor in kept.items()
+            for back, noises in enumerate(self._past)
+            for number, tensor in noises.items()
         }
         if self.mechanism == "banded_inverse":
             tensors["bases"] = torch.tensor([[*base] for base, _ in self._draws], dtype=torch.uint8)
             tensors["releases"] = torch.tensor([release for _, release in self._draws])
-        told = _told(self.plan, self.row, self.name, releases, self._device)
-        told["sha256"] = hash_tensors(tensors)
+        metadata = _metadata(self.plan, self.row, self.name, releases, self._device)
+        metadata["sha256"] = hash_tensors(tensors)
         if self._places is not None:
-            told["places"] = json.dumps(vars(self._places))
+            metadata["places"] = json.dumps(vars(self._places))
         draft = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-            save_file(tensors, draft, metadata=told)
+            save_file(tensors, draft, metadata=metadata)
             os.chmod(draft, 0o600)
             os.replace(draft, path)
             _sync(path.parent)
@@ -521,29 +521,29 @@ class StepNoise:
         self._file = path
 
     def load(self, path: Path, releases: int, device: str) -> bool:
-        """Goes on with the noise of the last release, if the file holds it.
+        """Continue the noise of the last release, if the file holds it.
 
         Args:
             path: of the file.
             releases: that the checkpoint has counted.
-            device: the kind on which noise is drawn now. Others draw otherwise.
+            device: the type of device on which noise is drawn now, because others draw other noise.
 
         Returns:
-            Whether it does: after a kill, without the file, or with one that is damaged or that
-            somebody else could have written, a new mechanism begins.
+            Whether it is continued. After a kill, without the file, or with one that is damaged or
+            that another user could have written, a new mechanism begins.
         """
         try:
             check_private(path)
             with safetensors.safe_open(path, "pt") as file:
-                told = file.metadata() or {}
+                metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, ValueError, safetensors.SafetensorError):
             return False
-        places, digest = told.pop("places", None), told.pop("sha256", None)
+        places, digest = metadata.pop("places", None), metadata.pop("sha256", None)
         if (
             digest != hash_tensors(tensors)
             or self._saved is None
-            or told != _told(self._saved, self._saved_row, self.name, releases, device)
+            or metadata != _metadata(self._saved, self._saved_row, self.name, releases, device)
         ):
             return False
         self.row, self._loaded, self._file = self._saved_row, True, path
@@ -554,41 +554,34 @@ class StepNoise:
             return True
         for name, tensor in tensors.items():
             back, number = map(int, name.split(" "))
-            while len(self._kept) <= back:
-                self._kept.append({})
-            self._kept[back][number] = tensor
+            while len(self._past) <= back:
+                self._past.append({})
+            self._past[back][number] = tensor
         return True
 
 
-HOUR = 3600.0
-_PLANNED = ("steps", "groups", "examples")
-
-
-def _told(plan: Plan, row: int, name: str, releases: int, device: str) -> dict[str, str]:
-    """What must be the same where noise goes on."""
-    others = {"row": row, "noise": name, "releases": releases, "device": device}
-    others["torch"] = torch.__version__
-    return {name: str(value) for name, value in {**vars(plan), **others}.items()}
+def _metadata(plan: NoisePlan, row: int, name: str, releases: int, device: str) -> dict[str, str]:
+    """Return what must be the same where noise is continued."""
+    numbers = {"row": row, "noise": name, "releases": releases, "device": device}
+    numbers["torch"] = torch.__version__
+    return {name: str(value) for name, value in {**vars(plan), **numbers}.items()}
 
 
 def _delete_unfinished(folder: Path) -> None:
-    """What a kill has left of writing; a run beside this one may still write the newest."""
+    """Delete files whose writer was killed; another run may still write the newest."""
     for draft in folder.glob("secret*.unfinished"):
         try:
             if time.time() - draft.stat().st_mtime > HOUR:
                 draft.unlink()
-        except OSError:  # another run was faster, or the file is another user's
+        except OSError:  # another run deleted it, or the file is another user's
             continue
 
 
 def _sync(folder: Path) -> None:
-    """Makes a new or deleted name last; nothing where folders cannot be opened (Windows)."""
+    """Write a folder's names to the disk; do nothing where folders cannot be opened (Windows)."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-__all__ = ["Mechanism", "Places", "Plan", "StepNoise", "places_of", "plain"]

@@ -1,4 +1,4 @@
-"""DP-SGD: clips each sample's gradient, adds noise to their sum, and accounts what that costs."""
+"""The defence DP-SGD: its arguments, its hooks, and the state of its account."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from lightning_fedleak.defenses.accounting.accounting import (
 from lightning_fedleak.defenses.accounting.budget import (
     Account,
     Budget,
-    BudgetSpent,
     guarantee_of,
 )
 from lightning_fedleak.defenses.accounting.groups import group_epsilon
@@ -45,16 +44,13 @@ from lightning_fedleak.defenses.dpsgd.clipped_sum import (
     NoiseGauge,
     clip_of,
 )
-from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism, Plan, StepNoise
+from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism, NoisePlan, StepNoise
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 from lightning_fedleak.defenses.dpsgd.sampling import Sampling, check_same_data, sampling_of
 from lightning_fedleak.defenses.dpsgd.setup_checks import (
-    check_choices,
     check_clip,
-    check_hardening,
     check_mechanism,
     check_model,
-    check_pieces,
     check_settings,
     check_shards,
     check_trainer,
@@ -65,131 +61,72 @@ from lightning_fedleak.defenses.dpsgd.step import WatchedStep
 from lightning_fedleak.defenses.dpsgd.users import GroupBy, digest_of, rows_by_user
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.processes import Team, reshard
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 
 class DPSGD(Defense):
     """Differentially private SGD (Abadi et al. 2016) in the local or central model.
 
     Every optimizer step releases ``(sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2)) / L``: g_i is
-    the gradient of sample i's own loss, C is ``max_grad_norm``, and L the expected batch size. The
-    batches are Poisson samples of the client's examples, and an empty one releases noise alone. The
-    unit of privacy is one example of the dataset, added or removed (with ``unit="user"`` all rows
-    of one user).
+    the gradient of sample i's loss, C is ``max_grad_norm``, sigma ``noise_multiplier``, and L the
+    expected batch size. Batches are Poisson samples of the client's examples; an empty one releases
+    noise alone. :attr:`privacy` is the cost so far. ``p.grad`` is the local gradient until the
+    release. ``docs/dpsgd.md`` says what the guarantee covers, what is refused and why, what it
+    costs, and how several processes train as one client.
 
-    One backward pass is enough: layer inputs and output gradients are kept (book-keeping, see
-    :mod:`~lightning_fedleak.defenses.dpsgd.per_sample`), so the second backward of two-pass ghost
-    clipping is saved, and tied weights are exact. ``p.grad`` stays what it is until the release:
-    it is the *local* gradient that monitors see. Kept inputs take memory for as long as the graph
-    would; gradient checkpointing does not free them.
-
-    A sample whose gradient is not finite counts as zero: whether a run goes on must not tell of one
-    example. Weights that something else than the optimizer's step writes are refused, and weights
-    that are not finite after a release.
-
-    Refused at setup is what would break the guarantee (:mod:`~.dpsgd_checks`). Refused in a step
-    are a batch without a loss, a loss that is not a mean of per-sample means or a network that
-    mixes samples, through the graph (:mod:`~.loss_graph`), gradients that the layers do not
-    explain, noise that is not what was accounted, a second release of one batch, buffers that
-    ``training_step`` writes to, and weights that do not move.
-
-    These looks find mistakes; they follow gradients, and prove nothing. Samples that meet without a
-    gradient are not seen and void the guarantee (:mod:`~.loss_graph` says which do), as do batches
-    rewritten in hooks, and plain attributes that keep something of earlier batches.
-
-    What a module sends or logs itself is not covered, neither are validation metrics, leakage logs
-    and decisions taken in sight of them, nor buffers that are written outside of ``training_step``.
-    Noise is floating-point and not from a cryptographic generator
-    (:mod:`~lightning_fedleak.defenses.noise` says where from).
-
-    An empty batch does not run ``training_step``. With ``client="rank"`` under DDP do not log with
-    ``sync_dist=True`` there: a rank with an empty batch would not take part.
-
-    With ``client="world"`` (DDP, FSDP2) all processes are one client: machines that trust each
-    other and a network that nobody else reads, because they send each other undefended gradients
-    and sums. What leaves them is the sum over all of their samples with one noise of sigma C; L is
-    the expected number of samples over all of them. Each draws from its own part of the dataset, so
-    a DistributedSampler must split it, and all refuse where one does. One whose batch is empty runs
-    one example of its part, whose loss is multiplied by 0 and which nothing released depends on (a
-    loss that the module logs does). Large parameters are summed one at a time, whole, in float32.
-
-    A gate may turn the noise up (:meth:`harden`) with ``accountant="filter"`` alone: PRV, and RDP
-    with the best order picked at the end, are proven for noise that was settled before the run. The
-    filter (:mod:`~lightning_fedleak.defenses.accounting.renyi_filter`) does not cover the decision
-    itself, where it was taken by what was not released: that a gate fired on a leakage metric,
-    which reads the true batch, is told by the noise.
-
-    With ``mechanism="banded"`` or ``"banded_inverse"`` the noise of a step takes a part of the
-    noise before it back, so that less of it stays in the weights (:mod:`~.correlated_noise`). The
-    number of steps and the data must be known before, and stay what they are.
+    >>> import lightning as L
+    >>> from lightning_fedleak import DPSGD, DefendedStrategy
+    >>> defense = DPSGD(max_grad_norm=1.0, target_epsilon=8, target_delta=1e-5)
+    >>> trainer = L.Trainer(max_epochs=3, strategy=DefendedStrategy("auto", [defense]))
+    >>> print(defense.guarantee.partition(":")[0])
+    against whoever sees every client's shared updates
 
     Args:
-        max_grad_norm: C. ``"auto"``: a sample's gradient g becomes ``g / (|g| + gamma)``, of a norm
-            below C = 1, so that there is no norm to find (:mod:`~.clipped_sum`). Norms by the names
-            of layers (a module's or a parameter's name in the LightningModule, the longest that
-            fits; ``""`` for the rest): what each names is clipped by itself, C is the root of the
-            sum of their squares.
-        noise_multiplier: sigma. Or:
-        target_epsilon: what the whole run may cost; sigma is then found from the number of steps.
-        target_delta: delta of the guarantee; must be below one over the number of examples. With
-            ``noise_multiplier`` it may be left out: a tenth of one over the number of examples.
-        accountant: ``"prv"`` (tight), ``"rdp"``, or ``"filter"``: a budget in Renyi divergence, at
-            one order that is fixed before the first release. It needs ``target_epsilon`` and
-            ``target_delta``; sigma is found from the number of steps unless ``noise_multiplier`` is
-            given too. Then :attr:`privacy` shows ``target_epsilon`` from the first step to the
-            last: the budget is what holds at whatever step the run ends, there is no smaller
-            epsilon "so far". :attr:`share_spent` says how much of it is used up.
-        clipping: ``"ghost"`` keeps factors, ``"per_sample"`` multiplies every per-sample gradient
-            out, ``"auto"`` does for each layer what takes less.
-        poisson: sample batches by chance. Without it the loader's batches are taken as they are
-            (of a sampler of torch's own, without replacement), each example is accounted as if it
-            were in all of them, and the unit of privacy is an example replaced by nothing at its
-            place.
-        trust: ``"local"``: the server sees each client's update, so each adds noise of sigma C.
-            ``"central"``: it sees nothing but the sum over clients (secure aggregation, which this
-            package does not provide), so each adds sigma C over the root of their number, and L is
-            the loader's ``batch_size``, which all clients must have alike.
-        on_budget: once ``target_epsilon`` is spent, ``"stop"`` ends the fit as usual, after the
-            last release that fits with the noise of then; ``"raise"`` goes on to the first that
-            does not. None is released beyond.
-        loss: ``"checked"``, or ``"trusted"``: you have proved that the loss is a mean over samples
-            of terms that depend on one sample each.
-        ledger: file that remembers every release through a crash, see
-            :class:`~lightning_fedleak.defenses.accounting.ledger.Ledger`; with ``unit="user"``
-            ``.users`` is appended, with several clients ``.<client>-of-<clients>``.
-        seed: for tests only: noise and samples follow from it, and epsilon is infinite.
-        harden_factor: what a notch multiplies the noise by, with ``accountant="filter"``.
-        most_notches: how often it may be turned up; None for as often as a gate asks.
+        max_grad_norm: C, or norms by the names of layers (``""`` for the rest), or ``"auto"``: then
+            g becomes ``g / (|g| + gamma)``, and there is no norm to choose.
+        noise_multiplier: sigma.
+        target_epsilon: what the whole run may cost; sigma is found from the number of steps.
+        target_delta: delta of the guarantee, below one over the number of examples. Default: a
+            tenth of that; ``target_epsilon`` needs one.
+        accountant: ``"prv"`` (tight), ``"rdp"`` (fast), or ``"filter"``: a budget that holds at
+            whatever step the run ends, also where a gate turns the noise up (:meth:`harden`).
+        clipping: how per-sample gradients are kept: ``"ghost"`` as factors, ``"per_sample"`` in
+            full, ``"auto"`` for each layer in what is smaller.
+        poisson: whether batches are Poisson samples. Without, the loader's batches are taken, and
+            each example is accounted as if it were in all of them.
+        trust: ``"local"`` where the server sees each client's update, ``"central"`` where it sees
+            their sum alone (secure aggregation): each client then adds a share of the noise.
+        on_budget: whether a spent budget ends the fit (``"stop"``) or raises an error
+            (``"raise"``). Nothing is released beyond it.
+        loss: ``"trusted"`` if you have proved that the loss is a mean over samples of terms that
+            depend on one sample each; ``"checked"`` looks.
+        ledger: file that remembers every release through a crash.
+        seed: for tests: noise and samples follow from it, and epsilon is infinite.
+        harden_factor: by which a gate multiplies the noise, with ``accountant="filter"``.
+        most_notches: how often it may; None for no limit.
         gamma: of automatic clipping.
-        per_layer: each layer that is trained is clipped by itself, to C over the root of their
-            number.
-        layer_noise: of layers that are clipped by themselves: ``"equal"``, sigma C on every number;
-            ``"by_clip"``, on those of layer l sigma times its own norm, times the root of the
-            number of layers. Both are one Gaussian mechanism of sigma
-            (:func:`~lightning_fedleak.defenses.accounting.accounting.joint_noise_multiplier`).
-        unit: what is added or removed: ``"example"``, a row of the dataset, or ``"user"``: all rows
-            of one user. Then users are drawn, ``batch_size`` is how many on average, and the mean
-            gradient over a user's rows is clipped as a sample's is.
-        group_by: with ``unit="user"``, whose a row is: the name of a column, a function of an
-            example, or one key for each row.
-        rows_per_user: of one user in a batch, at most, drawn at random each time; None for all.
-        max_physical_batch: how many rows are run at once. A batch of more is run in pieces, one
-            after the other, and released once (:mod:`~.logical`): the memory is that of a piece and
-            one float32 copy of what is trained. None for the whole batch at once.
-        mechanism: how noise is correlated over steps. ``"independent"``: not. ``"banded"``: BandMF
-            with cyclic Poisson sampling, of which ``bands`` steps are accounted as one at ``bands``
-            times the sample rate; it keeps ``bands - 1`` copies of what is trained.
-            ``"banded_inverse"``: BISR. Batches are the same in every epoch, all steps are accounted
-            as one Gaussian mechanism without sampling, and ``bands`` times as much noise is drawn.
+        per_layer: whether each layer is clipped separately, to C over the root of their number.
+        layer_noise: with several layers, ``"equal"`` noise on every number, or ``"by_clip"``: in
+            proportion to the layer's norm.
+        max_physical_batch: rows that are run at once; a larger batch is run in pieces and released
+            once. None for the whole batch.
+        unit: what is added or removed: an ``"example"``, or a ``"user"`` with all rows.
+        group_by: the user of a row: the name of a column, a function of an example, or one key for
+            each row.
+        rows_per_user: most rows of one user in a batch, drawn at random; None for all.
+        mechanism: correlation of noise over steps: ``"independent"``, ``"banded"`` (BandMF with
+            cyclic Poisson sampling) or ``"banded_inverse"`` (BISR, the same batches every epoch).
         bands: of the matrix that correlates noise, or of its inverse.
 
     Attributes:
         releases: how many were made.
-        measured_noise_multiplier: standard deviation of the noise over C, as it was last measured.
-            It is computed from the noise of one release, and no epsilon covers it: do not publish
-            or log it beside what was released.
+        measured_noise_multiplier: standard deviation of the noise over C, as last measured. No
+            epsilon covers it: do not publish it beside what was released.
 
     Raises:
-        DefenseError: a setting out of range, or contradicting another.
+        DefenseError: a setting out of range, or contradicting another. At setup and in a step also
+            whatever would break the guarantee; says what to change.
+        BudgetSpent: with ``on_budget="raise"``.
     """
 
     name = "dpsgd"
@@ -229,21 +166,27 @@ class DPSGD(Defense):
             target_epsilon,
             target_delta,
             seed,
-            fixed_budget=accountant == "filter",
+            accountant,
         )
-        check_choices(
-            accountant=(accountant, ("prv", "rdp", "filter")),
-            clipping=(clipping, ("auto", "per_sample", "ghost")),
-            trust=(trust, ("local", "central")),
-            on_budget=(on_budget, ("stop", "raise")),
-            loss=(loss, ("checked", "trusted")),
-            unit=(unit, ("example", "user")),
-        )
+        choices = {
+            "clipping": (clipping, ("auto", "per_sample", "ghost")),
+            "trust": (trust, ("local", "central")),
+            "on_budget": (on_budget, ("stop", "raise")),
+            "loss": (loss, ("checked", "trusted")),
+        }
+        for argument, (value, allowed) in choices.items():
+            check_choice(f"DPSGD: {argument}", value, allowed, error=DefenseError)
         check_users(unit, group_by is not None, rows_per_user, poisson=poisson)
-        check_hardening(harden_factor, most_notches)
-        check_mechanism(mechanism, bands, poisson=poisson, fixed_budget=accountant == "filter")
+        check_number("DPSGD: harden_factor", harden_factor, above=1, error=DefenseError)
+        for argument, count, least in (
+            ("most_notches", most_notches, 0),
+            ("max_physical_batch", max_physical_batch, 1),
+        ):
+            check_integer(
+                f"DPSGD: {argument}", count, at_least=least, optional=True, error=DefenseError
+            )
+        check_mechanism(mechanism, bands, poisson=poisson, accountant=accountant)
         check_clip(max_grad_norm, gamma, per_layer, layer_noise)
-        check_pieces(max_physical_batch)
         self.max_grad_norm = max_grad_norm
         self.gamma = gamma
         self.per_layer = per_layer
@@ -264,10 +207,9 @@ class DPSGD(Defense):
         self.measured_noise_multiplier = math.nan
         self.mechanism: Mechanism = mechanism
         self.bands = bands
-        places = mechanism != "independent"  # which steps an example is in follows from its place
-        self.guarantee = guarantee_of(
-            trust, poisson and not places, seed, accountant == "filter", unit
-        )
+        # With correlated noise an example's place decides which steps it may be in.
+        drawn = poisson and mechanism == "independent"
+        self.guarantee = guarantee_of(trust, drawn, seed, accountant == "filter", unit)
         self._noise = StepNoise(mechanism, bands)
         self._checkpointed = 0
         self._budget = Budget(
@@ -287,22 +229,22 @@ class DPSGD(Defense):
         self._fixed = self._clip_settings()
 
     def settings(self) -> dict[str, bool | int | float | str]:
-        """As :meth:`Defense.settings`, and how it accounts."""
-        found = super().settings() | {"accountant": self._budget.kind}
+        """Return the public settings, the accountant and the noise multiplier."""
+        settings = super().settings() | {"accountant": self._budget.kind}
         if self.noise_multiplier is not None:
-            found["noise_multiplier"] = self.noise_multiplier
+            settings["noise_multiplier"] = self.noise_multiplier
         if isinstance(self.max_grad_norm, Mapping):
-            found["max_grad_norm"] = f"{math.hypot(*self.max_grad_norm.values()):g}, by layers"
-        return found
+            settings["max_grad_norm"] = f"{math.hypot(*self.max_grad_norm.values()):g}, by layers"
+        return settings
 
     @property
     def accountant(self) -> Accountant | RenyiFilter:
-        """Counts releases."""
+        """Return what counts the releases."""
         return self._budget.accountant
 
     @property
     def noise_multiplier(self) -> float | None:
-        """Sigma that the run begins with; None until it is found."""
+        """Return sigma at the beginning of the run; None until it is found."""
         return self._budget.noise_multiplier
 
     @noise_multiplier.setter
@@ -311,14 +253,14 @@ class DPSGD(Defense):
 
     @property
     def notches(self) -> int:
-        """How often the noise was turned up."""
+        """Return how often the noise was turned up."""
         return self._budget.notches
 
     @property
     def privacy(self) -> Privacy:
-        """Epsilon and delta of the releases so far, and the noise of the next.
+        """Return epsilon and delta of the releases so far, and the noise of the next.
 
-        With ``accountant="filter"`` epsilon is ``target_epsilon``, however much of it is used up.
+        With ``accountant="filter"`` epsilon is ``target_epsilon``, however much of it is spent.
 
         Raises:
             DefenseError: before the training data are known.
@@ -326,10 +268,10 @@ class DPSGD(Defense):
         return self._budget.privacy
 
     def group_privacy(self, rows: int) -> Privacy:
-        """What the releases so far have cost a group: ``rows`` examples added or removed together.
+        """Return the cost of the releases so far to a group of examples.
 
-        For rows that turn out to be of one person. Dearer than ``unit="user"`` from the start,
-        which bounds what all of a user's rows move. With ``unit="user"`` it is of so many users.
+        The ``rows`` examples are added or removed together, because they are of one person perhaps.
+        ``unit="user"`` from the start costs less. With ``unit="user"`` the group is of users.
 
         Args:
             rows: of the group, at most.
@@ -337,47 +279,47 @@ class DPSGD(Defense):
         Returns:
             Epsilon at the delta of :attr:`privacy`
             (:func:`~lightning_fedleak.defenses.accounting.groups.group_epsilon`). With
-            ``accountant="filter"``, and where noise is correlated, k times the epsilon of one, at
-            delta ``k e^((k - 1) epsilon)`` times its own; infinite where that is no probability.
+            ``accountant="filter"`` or correlated noise, k times the epsilon of one example at delta
+            ``k e^((k - 1) epsilon)`` times that of one; infinite where that is no probability.
 
         Raises:
-            DefenseError: no number of rows, or before the training data are known.
+            DefenseError: ``rows`` is below 1, or the training data are not known yet.
         """
         check_count(rows, "rows")
-        own = self.privacy
+        single = self.privacy
         independent = self.mechanism == "independent"
         if independent and not isinstance(self.accountant, RenyiFilter):
-            epsilon = group_epsilon(self.accountant.history, own.delta, rows)
-            return dataclasses.replace(own, epsilon=max(epsilon, own.epsilon))
-        log_delta = math.log(own.delta * rows) + (rows - 1) * own.epsilon
+            epsilon = group_epsilon(self.accountant.history, single.delta, rows)
+            return dataclasses.replace(single, epsilon=max(epsilon, single.epsilon))
+        log_delta = math.log(single.delta * rows) + (rows - 1) * single.epsilon
         if log_delta >= 0:
-            return dataclasses.replace(own, epsilon=math.inf)
-        return dataclasses.replace(own, epsilon=rows * own.epsilon, delta=math.exp(log_delta))
+            return dataclasses.replace(single, epsilon=math.inf)
+        return dataclasses.replace(single, epsilon=rows * single.epsilon, delta=math.exp(log_delta))
 
     @property
     def share_spent(self) -> float | None:
-        """Renyi divergence of the releases so far over the filter's budget; None without one."""
+        """Return the Renyi divergence so far over the filter's budget; None without a filter."""
         return self._budget.share_spent
 
     @property
     def noise_multiplier_now(self) -> float:
-        """Sigma of the next release, as it is turned up now; refused before it is found."""
+        """Return sigma of the next release; raises a DefenseError before it is found."""
         return self._budget.noise_now
 
     @property
     def can_harden(self) -> bool:
-        """Only with ``accountant="filter"``: the others hold for noise settled beforehand."""
+        """Return whether noise may be turned up: the other accountants need it fixed before."""
         return self._budget.can_harden
 
     def harden(self) -> str | None:
-        """Multiplies the noise by ``harden_factor``, from the next release on."""
+        """Multiply the noise by ``harden_factor``, from the next release on."""
         changed = self._budget.harden()
         if changed is not None and self._step is not None:
             self._step.check.unchecked = True
         return changed
 
     def before_setup(self, context: DefenseContext) -> None:
-        """Checks model and Trainer, and hooks the layers.
+        """Check model and Trainer, and put hooks on the layers.
 
         Raises:
             DefenseError: the guarantee cannot hold; says what to change.
@@ -403,16 +345,16 @@ class DPSGD(Defense):
             clipping=self.clipping,
             poisson=self.poisson,
             trusted=self.loss == "trusted",
-            most=self.max_physical_batch,
+            max_rows=self.max_physical_batch,
             row=lambda: self._noise.row,
         )
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
-        """A loader of Poisson samples; settles the noise.
+        """Return a loader of Poisson samples, and fix the noise.
 
         Raises:
-            DefenseError: a loader that cannot be sampled, delta does not fit its size, or the
-                filter's budget does not fit one release.
+            DefenseError: a loader that cannot be sampled, a delta that is too large for its size,
+                or a filter's budget that is too small for one release.
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
         """
         self._team = team = Team(context)
@@ -447,24 +389,24 @@ class DPSGD(Defense):
         )
         check_same_data(sampling.loader, team, poisson=self.poisson)
         self._forget_if_moved()
-        # Found on another machine, it may differ in its last bits.
+        # Computed on another machine, it may differ in its last bits.
         self.noise_multiplier = team.told_by_first(self.noise_multiplier)
         return sampling.loader
 
     def on_train_start(self, context: DefenseContext) -> None:
-        """Looks at what was restored, where that comes after the loader.
+        """Check the restored state, where that comes after the loader.
 
         Raises:
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
-            DefenseError: a :class:`~.DPAdamBC` would get noise that this defence does not know.
+            DefenseError: another defence would add noise that :class:`~.DPAdamBC` does not know.
         """
         self._check_noise_known(context)
         self._forget_if_moved()
         if self.releases and self._noise.is_lost:
             warnings.warn(
-                f"DPSGD: the noise of the {self.releases} releases before cannot be gone on "
-                "with (the run was killed, the file beside its checkpoint is gone, or examples "
-                "stand at other places). A new mechanism begins, and its cost is added to theirs.",
+                f"DPSGD: the correlated noise of the {self.releases} releases before cannot be "
+                "continued (the run was killed, the file beside its checkpoint is gone, or "
+                "examples are at other places). A new mechanism begins, and its cost is added.",
                 stacklevel=2,
             )
         if self._step is not None:
@@ -475,22 +417,22 @@ class DPSGD(Defense):
 
     @property
     def acts_on_batches(self) -> bool:
-        """Only with several processes, of which one alone may draw an empty batch."""
+        """Return whether there are several processes, one of which may draw an empty batch."""
         return self._team.size > 1
 
     def on_batch(self, batch: Any, context: DefenseContext) -> Any:
-        """The batch; one example that does not count where it is empty and others may not be."""
+        """Return the batch, or with several processes one example in place of an empty one."""
         step, sampling = self._in_fit()
-        return step.given(batch, sampling, context) if self._team.size > 1 else batch
+        return step.batch_to_run(batch, sampling, context) if self._team.size > 1 else batch
 
     def on_logical_batch(
         self, step: Callable[[Any], Any], batch: Any, context: DefenseContext
     ) -> Any:
-        """Runs the batch in pieces of ``max_physical_batch`` rows, where it has more.
+        """Run the batch, in pieces where it has more rows than ``max_physical_batch``.
 
         Raises:
-            DefenseError: it was released already, is not the one that was drawn, or weights are not
-                as they should be.
+            DefenseError: it was released already, is not the one that was drawn, or weights were
+                written to.
         """
         watched, sampling = self._in_fit()
         return watched.run_whole(step, batch, sampling, self.releases, context)
@@ -498,10 +440,10 @@ class DPSGD(Defense):
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
-        """Records the forward pass and looks at the loss; an empty batch gives a loss of zero.
+        """Record the forward pass and check the loss; an empty batch has a loss of zero.
 
-        A process that drew none while others of its client may not have runs one example, and
-        records none of it: it takes part in what the others send in forward and backward.
+        Of several processes one with an empty batch runs one example without recording it, because
+        forward and backward may be collectives.
 
         Raises:
             DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
@@ -511,7 +453,7 @@ class DPSGD(Defense):
         return step.run(training_step, batch, sampling, self.releases, context)
 
     def before_release(self) -> None:
-        """Refuses a release that the budget does not cover.
+        """Raise an error for a release that the budget does not cover.
 
         Raises:
             BudgetSpent: says how many were made.
@@ -522,16 +464,15 @@ class DPSGD(Defense):
                 self._budget.check_affords_another()
 
     def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
-        """Puts the clipped and noised mean into ``p.grad``, and accounts it.
+        """Write the clipped and noised mean into ``p.grad``, and account it.
 
         Raises:
-            DefenseError: a gradient that the layers do not explain, noise that is not what is
-                accounted, weights that do not move, or that something else than the optimizer's
-                step has moved. Nothing is released.
+            DefenseError: a gradient is not that of the layers, the noise is not what is accounted,
+                or weights do not move, or were written to. Nothing is released.
         """
         team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
         step, sampling = self._in_fit()
-        # What follows sends other messages where these differ.
+        # What follows would send other messages where these differ.
         std = sigma * step.clip.sensitivity
         team.check_alike(
             noise_multiplier=sigma,
@@ -563,7 +504,7 @@ class DPSGD(Defense):
                 measured = gauge.measured()
             if measured is not None:
                 self.measured_noise_multiplier = measured / step.clip.sensitivity / noise.scale
-        self._tell_noise(parameters, context)
+        self._pass_noise_to_optimizers(parameters, context)
         noise.end()
         if sigma > 0:
             step.moves.remember(parameters)
@@ -578,7 +519,7 @@ class DPSGD(Defense):
         parameters: Sequence[nn.Parameter],
         context: DefenseContext,
     ) -> CanaryGradient:
-        """Each sample's part joins that sample's norm; their clipped sum gets noise of its own.
+        """Return the canary clipped together with each sample's gradient, with separate noise.
 
         Raises:
             DefenseError: the canary is of other samples than the batch, or was noised before.
@@ -606,9 +547,9 @@ class DPSGD(Defense):
         return released
 
     def noise_std(self, context: DefenseContext) -> float:
-        """Of the mean over the expected batch; of layers that differ the root mean square.
+        """Return the noise's standard deviation on each number of the next update.
 
-        That of one step, where noise is correlated: the next.
+        Where layers differ it is the root mean square.
         """
         step, sampling = self._in_fit()
         std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
@@ -622,45 +563,47 @@ class DPSGD(Defense):
     def noise_variances(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> dict[Tensor, float]:
-        """Of the noise on each number of a parameter's gradient, as the optimizer gets it.
+        """Return the noise's variance on each number of a parameter's gradient, by parameter.
 
-        That is, averaged over clients where there are several.
+        It is that of the optimizer's gradient, which is averaged over clients.
         """
         step, sampling = self._in_fit()
         std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
         std *= self._noise.scale
         return {p: (std * step.clip.relative_noise(p)) ** 2 / context.clients for p in parameters}
 
-    def _tell_noise(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
+    def _pass_noise_to_optimizers(
+        self, parameters: Sequence[nn.Parameter], context: DefenseContext
+    ) -> None:
         for optimizer in getattr(trainer_of(context), "optimizers", ()):
             if isinstance(optimizer, DPAdamBC):
-                optimizer.told_noise(self.noise_variances(parameters, context))
+                optimizer.set_noise(self.noise_variances(parameters, context))
 
     def _check_noise_known(self, context: DefenseContext) -> None:
         trainer = trainer_of(context)
         if not any(isinstance(o, DPAdamBC) for o in getattr(trainer, "optimizers", ())):
             return
-        others = [
+        names = [
             d.name
             for d in getattr(trainer.strategy, "defenses", ())
             if d is not self and d.acts_on_gradients
         ]
-        if others:
+        if names:
             raise DefenseError(
-                f"DPAdamBC takes the variance of DPSGD's noise out, and {', '.join(others)} "
+                f"DPAdamBC subtracts the variance of DPSGD's noise, and {', '.join(names)} "
                 "changes the gradients after it. Leave it out, or use AdamW."
             )
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Releases, what they were accounted as, and the noise: as settled, and how turned up."""
-        own = {"releases": self.releases, "trust": self.trust, "unit": self.unit}
-        return {**own, **self._noise.state_dict(), **self._budget.state_dict()}
+        """Return the releases, what they were accounted as, and the noise."""
+        state = {"releases": self.releases, "trust": self.trust, "unit": self.unit}
+        return {**state, **self._noise.state_dict(), **self._budget.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on counting; neither the counters nor the account ever run backwards.
+        """Continue the account, in which no count ever decreases.
 
-        Noise that was found from ``target_epsilon`` stays what it is. Under another target the
-        releases that it may make are counted anew.
+        Noise that was found from ``target_epsilon`` stays. Under another target it is counted again
+        how many releases may be made with it.
 
         Raises:
             DefenseError: the releases were made under another kind of accountant, with
@@ -692,25 +635,25 @@ class DPSGD(Defense):
 
     @property
     def secret_name(self) -> str:
-        """Another after every release; empty where noise is independent."""
+        """Return a name that changes with every release; empty where noise is independent."""
         return self._noise.name
 
     def save_secrets(self, path: Path) -> None:
-        """Writes what the next correlated noise needs; nothing where noise is independent."""
+        """Write what the next correlated noise needs; nothing where noise is independent."""
         self._noise.save(path, self.releases)
 
     def load_secrets(self, path: Path, device: str) -> bool:
-        """Goes on with it, where no release was made since it was written."""
+        """Continue the noise of the file, unless a release was made since it was written."""
         if self.accountant.steps > self._checkpointed:
             return False
         return self._noise.load(path, self.releases, device)
 
     def forget_secrets(self) -> None:
-        """Begins a new mechanism."""
+        """Begin a new mechanism."""
         self._noise.forget()
 
     def teardown(self) -> None:
-        """Takes the hooks out, and lets go of the noise of past steps."""
+        """Remove the hooks, and discard the noise of past steps."""
         self._remove_hooks()
         self._noise.end_fit()
 
@@ -720,13 +663,15 @@ class DPSGD(Defense):
             self._step = None
 
     def _planned(self, sampling: Sampling, context: DefenseContext) -> Callable[[], int]:
-        """How many mechanisms will be composed; settles what correlated noise is planned for."""
+        """Return a function that counts the mechanisms to compose; plan correlated noise."""
         steps = functools.partial(
             planned_steps, context, len(sampling.loader), mechanism=self.mechanism
         )
         if self.mechanism == "independent":
             return steps
-        plan = Plan(self.mechanism, self.bands or 1, steps(), sampling.groups, sampling.examples)
+        plan = NoisePlan(
+            self.mechanism, self.bands or 1, steps(), sampling.groups, sampling.examples
+        )
         self._noise.settle(plan, sampling.places)
         return lambda: plan.rounds
 
@@ -735,9 +680,9 @@ class DPSGD(Defense):
         return rows_by_user(dataset, self.group_by)
 
     def _forget_if_moved(self) -> None:
-        """Begins a new mechanism where examples stand elsewhere than in the one that was loaded."""
-        (moved,) = self._team.largest([self._noise.is_moved])
-        if moved:
+        """Begin a new mechanism where examples are at other places than in the loaded one."""
+        (any_moved,) = self._team.largest([self._noise.is_moved])
+        if any_moved:
             self._noise.forget()
 
     def _in_fit(self) -> tuple[WatchedStep, Sampling]:
@@ -758,27 +703,27 @@ class DPSGD(Defense):
         )
 
     def _clip_settings(self) -> dict[str, object]:
-        given = self.max_grad_norm
+        norm = self.max_grad_norm
         return {
-            "max_grad_norm": dict(given) if isinstance(given, Mapping) else given,
+            "max_grad_norm": dict(norm) if isinstance(norm, Mapping) else norm,
             "gamma": self.gamma,
             "per_layer": self.per_layer,
             "layer_noise": self.layer_noise,
         }
 
     def _check_clip(self) -> None:
-        now = self._clip_settings()
-        for name, before in self._fixed.items():
-            if now[name] != before:
+        settings = self._clip_settings()
+        for name, fixed in self._fixed.items():
+            if settings[name] != fixed:
                 raise DefenseError(
-                    f"DPSGD: {name} was {before} when the fit began and is {now[name]} now. "
+                    f"DPSGD: {name} was {fixed} when the fit began and is {settings[name]} now. "
                     "Samples are clipped by the first, and noise would follow the second, less of "
                     f"it than is accounted. Leave {name} as it is during a fit; nothing was "
                     "released."
                 )
 
     def _client_noise(self, context: DefenseContext) -> float:
-        """Noise multiplier of what this client adds itself."""
+        """Return the noise multiplier of this client's noise."""
         share = context.clients if self.trust == "central" else 1
         return self.noise_multiplier_now / math.sqrt(share)
 
@@ -794,6 +739,3 @@ class DPSGD(Defense):
         stream: str = "gradient",
     ) -> bytes:
         return noise_key(base, context.client, release, index, self.name, stream)
-
-
-__all__ = ["DPSGD", "BudgetSpent", "Privacy"]

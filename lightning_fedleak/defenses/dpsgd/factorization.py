@@ -1,10 +1,10 @@
 """Matrices by which noise is correlated over steps, and the error that they leave.
 
-With gradients G, one row a step, DP-SGD applies the running sums ``A G``, A lower-triangular of
-ones. A matrix mechanism releases ``G + C^-1 Z``, Z independent noise. That is ``C G + Z`` after
-post-processing, so it is as private as Gaussian noise on C G is (Denisov et al. 2022). What is left
-in the running sums is ``A C^-1 Z``: its squared errors, for noise of variance 1, are the squared
-norms of the rows of ``A C^-1``.
+With gradients G, one row for each step, DP-SGD applies the running sums ``A G``, A
+lower-triangular of ones. A matrix mechanism releases ``G + C^-1 Z``, Z independent noise. That is
+``C G + Z`` after post-processing, so it is as private as Gaussian noise on C G (Denisov et al.
+2022). The noise in the running sums is ``A C^-1 Z``: its variances, for Z of variance 1, are the
+squared norms of the rows of ``A C^-1``.
 
 - *BandMF* (Choquette-Choo et al. 2023, arXiv 2306.08153): C is banded, with columns of norm 1.
   Columns at least ``bands`` apart have no row in common. C minimises the mean or the largest error.
@@ -30,20 +30,19 @@ from scipy.optimize import minimize
 from scipy.signal import lfilter
 
 from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.validate import check_integer
 
 Floats = NDArray[np.float64]
 Objective = Literal["mean", "max"]
 
-LONG = 512
-"""Steps up to which all numbers of a banded C are optimised, and not only those of one column."""
-POWERS = (8, 64, 512)
-"""Norms by which the largest error is approached."""
-ITERATIONS = 2000
+LONG = 512  # steps up to which all columns of C are optimized, not one; more take longer
+POWERS = (8, 64, 512)  # orders of the norms by which the largest error is approached. Not tuned
+ITERATIONS = 2000  # at most, of L-BFGS; it usually converges earlier. Not tuned
 
 
 @dataclass(frozen=True, eq=False)
 class Factorization:
-    """How noise is correlated over n steps.
+    """The matrices by which noise is correlated over n steps.
 
     Attributes:
         rows: (n, b) of row t of the banded matrix the entries at columns t, t - 1, ..., t - b + 1;
@@ -51,9 +50,9 @@ class Factorization:
         noise_norms: (n,) norms of the rows of C^-1: standard deviations of the noise that is added,
             for independent noise of 1.
         errors: (n,) squared norms of the rows of ``A C^-1``.
-        sensitivity: how much one example moves ``C G`` in norm, for clip norm 1. For BandMF that is
-            in one step: columns of norm 1, of which no two share a row where it takes part at most
-            every b-th step. For BISR in all steps together.
+        sensitivity: how far one example moves ``C G`` in norm, for clip norm 1. For BandMF that is
+            in one step: columns have norm 1, and no two share a row where an example takes part at
+            most every b-th step. For BISR it is in all steps together.
     """
 
     rows: Floats
@@ -64,17 +63,18 @@ class Factorization:
 
 @functools.lru_cache(maxsize=16)
 def banded(steps: int, bands: int, objective: Objective = "mean") -> Factorization:
-    """The best C with ``bands`` bands for the running sums of ``steps`` steps.
+    """Return the best C with ``bands`` bands for the running sums of ``steps`` steps.
 
     Args:
         steps: n.
         bands: b; 1 for independent noise.
-        objective: whether the mean or the largest squared error is made small.
+        objective: the squared error that is minimized, the ``"mean"`` or the ``"max"``.
 
     Raises:
         DefenseError: fewer than one step or band.
     """
-    _check(steps=steps, bands=bands)
+    check_integer("steps", steps, error=DefenseError)
+    check_integer("bands", bands, error=DefenseError)
     bands = min(bands, steps)
     column = _best_column(steps, bands, objective)
     columns = np.tile(column[:, None], (1, steps))
@@ -83,7 +83,10 @@ def banded(steps: int, bands: int, objective: Objective = "mean") -> Factorizati
     if steps <= LONG and bands > 1:
         columns = _best_columns(columns, objective)
     columns /= np.linalg.norm(columns, axis=0)
-    norms, errors = _of_columns(columns) if steps <= LONG else _of_toeplitz(column, columns)
+    if steps <= LONG:
+        norms, errors = _column_errors(columns)
+    else:
+        norms, errors = _toeplitz_errors(column, columns)
     rows = np.zeros((steps, bands))
     for place in range(bands):
         rows[place:, place] = columns[place, : steps - place]
@@ -92,10 +95,10 @@ def banded(steps: int, bands: int, objective: Objective = "mean") -> Factorizati
 
 @functools.lru_cache(maxsize=16)
 def banded_inverse(steps: int, bands: int, separation: int) -> Factorization:
-    """BISR: C^-1 is the banded start of the inverse square root of A.
+    """Return the matrices of BISR: C^-1 has the first bands of the inverse square root of A.
 
-    All numbers of C are positive, so an example moves ``C G`` most where all of its gradients point
-    the same way and it is in the first step and every ``separation``-th after it.
+    All numbers of C are positive, so an example moves ``C G`` most where all of its gradients are
+    equal and it is in the first step and every ``separation``-th after it.
 
     Args:
         steps: n.
@@ -105,7 +108,8 @@ def banded_inverse(steps: int, bands: int, separation: int) -> Factorization:
     Raises:
         DefenseError: fewer than one step or band, or no separation.
     """
-    _check(steps=steps, bands=bands, separation=separation)
+    for name, value in (("steps", steps), ("bands", bands), ("separation", separation)):
+        check_integer(name, value, error=DefenseError)
     bands = min(bands, steps)
     places = np.arange(1, bands)
     inverse = np.concatenate([[1.0], np.cumprod((2 * places - 3) / (2 * places))])
@@ -126,17 +130,11 @@ def banded_inverse(steps: int, bands: int, separation: int) -> Factorization:
     )
 
 
-def _check(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if value < 1:
-            raise DefenseError(f"a matrix factorization needs {name} of at least 1, got {value}")
-
-
 def _best_column(steps: int, bands: int, objective: Objective) -> Floats:
-    """(b,) the first column of the best Toeplitz C, of norm 1.
+    """Return (b,) the first column of the best Toeplitz C, of norm 1.
 
-    It is found for a few steps first, and then for more and more: where there are many, a column a
-    little beyond the best has an inverse that grows without end.
+    It is optimized for few steps first and then for more, because for many steps the inverse of a
+    column near the best may grow without bound.
     """
     places = np.arange(1, bands)
     free = np.cumprod((2 * places - 1) / (2 * places))
@@ -152,7 +150,7 @@ def _best_column(steps: int, bands: int, objective: Objective) -> Floats:
 
 
 def _column_loss(free: Floats, steps: int, objective: Objective) -> tuple[float, Floats]:
-    """The log of the error of (1, free) over its norm, and its slope; 10^10 if that is endless."""
+    """Return the log of the error of (1, free) over its norm, and its slope; 10^10 if infinite."""
     share = np.ones(steps)
     if objective == "mean":
         share = 1 - np.arange(steps) / steps
@@ -188,7 +186,7 @@ def _options(numbers: int) -> dict[str, float]:
 
 
 def _best_columns(start: Floats, objective: Objective) -> Floats:
-    """(b, n) the columns of the best C from the diagonal down, normalised in the loss."""
+    """Return (b, n) the columns of the best C from the diagonal down; the loss normalizes them."""
     bands, steps = start.shape
     inside = np.arange(bands)[:, None] + np.arange(steps)[None] < steps
 
@@ -207,23 +205,22 @@ def _best_columns(start: Floats, objective: Objective) -> Floats:
         sums = sums.T
         slope = np.zeros_like(start)
         for k in range(bands):
-            own = np.einsum("jt,jt->j", sums[k:], turned[: steps - k])
-            slope[k, : steps - k] = -2 * own
+            slope[k, : steps - k] = -2 * np.einsum("jt,jt->j", sums[k:], turned[: steps - k])
         slope -= columns * (columns * slope).sum(0)
         return float(value), (slope / norms)[inside]
 
     flat = start[inside]
     for power in (1,) if objective == "mean" else POWERS:
         options = _options(flat.size)
-        found = minimize(loss, flat, (power,), jac=True, method="L-BFGS-B", options=options)
-        flat = found.x
+        result = minimize(loss, flat, (power,), jac=True, method="L-BFGS-B", options=options)
+        flat = result.x
     best = np.zeros_like(start)
     best[inside] = flat
     return best
 
 
 def _solved(columns: Floats, right: Floats) -> Floats:
-    """``C^-1 right`` of a C that is given by its columns from the diagonal down."""
+    """Return ``C^-1 right`` of a C by its columns from the diagonal down."""
     solution, info = dtbtrs(columns, right, uplo="L")
     assert info == 0
     solved: Floats = solution
@@ -231,18 +228,19 @@ def _solved(columns: Floats, right: Floats) -> Floats:
 
 
 def _sums(columns: Floats) -> Floats:
-    """``A C^-1``."""
+    """Return ``A C^-1``."""
     sums: Floats = np.cumsum(_solved(columns, np.eye(columns.shape[1])), axis=0)
     return sums
 
 
-def _of_columns(columns: Floats) -> tuple[Floats, Floats]:
+def _column_errors(columns: Floats) -> tuple[Floats, Floats]:
+    """Return the noise norms and errors of a C by its columns."""
     inverse = _solved(columns, np.eye(columns.shape[1]))
     return np.linalg.norm(inverse, axis=1), np.square(np.cumsum(inverse, axis=0)).sum(1)
 
 
-def _of_toeplitz(column: Floats, columns: Floats) -> tuple[Floats, Floats]:
-    """Noise norms and errors where C is a Toeplitz matrix but for its columns' norms.
+def _toeplitz_errors(column: Floats, columns: Floats) -> tuple[Floats, Floats]:
+    """Return noise norms and errors where C is a Toeplitz matrix with normalized columns.
 
     Only the last ``b - 1`` columns are shorter. ``C = K N^-1``, N diagonal, so
     ``C^-1 = N K^-1``.
@@ -260,6 +258,3 @@ def _of_toeplitz(column: Floats, columns: Floats) -> tuple[Floats, Floats]:
         row[: step + 1] += scale[step] * inverse[: step + 1][::-1]
         errors[step] = row @ row
     return norms, errors
-
-
-__all__ = ["Factorization", "banded", "banded_inverse"]

@@ -2,23 +2,23 @@
 
 The loader draws the logical batch, and Lightning sees no other: one batch, one ``training_step``
 hook, one loss, one ``backward``, one optimizer step. So ``global_step``, schedulers, ``max_steps``,
-the progress bar, loggers, checkpoints and monitors count logical steps without knowing of pieces.
+the progress bar, loggers, checkpoints and monitors count logical steps.
 
-- Where the strategy would run the module's ``training_step`` once, it is run on slices of rows, one
-  after the other, each in its own forward *and* backward, its loss times its share of the rows.
+- The strategy's call of ``training_step`` runs on slices of rows, one after the other, each with a
+  forward and a backward, its loss times its share of the rows.
 - So ``p.grad`` adds up to the mean over the logical batch (*local*), and each per-sample gradient
-  comes as one of a mean over all rows. Clipped sums of all pieces but the last are added up, a
-  float32 copy of what is trained; the last one's join them in the release, where noise is added.
-- Gradients of weights in half precision are added up in float32, one more copy of these: in eight
-  bits a piece is lost beside the sum of a few hundred.
-- Lightning then zeroes gradients and calls ``backward`` on what ``training_step`` gave. That is the
-  mean of the pieces' losses with a graph of one node, which gives the gradients back.
-- Slices keep the width that the collate function padded to. Dropout draws anew for every piece.
-- Values logged in ``training_step`` are put together as their ``reduce_fx`` says.
-- Processes of one client run equally many pieces, as many as the one with most rows needs; those
-  that have none left run a row whose loss is multiplied by 0, as for an empty batch.
-- What fails in a piece fails the step before anything is released; a checkpoint in between holds
-  the releases before it. Nothing of half a batch is kept.
+  is one of a mean over all rows. Clipped sums of all pieces but the last add up in a float32 copy
+  of what is trained. Those of the last join them in the release, where noise is added.
+- Gradients of weights in half precision add up in float32, in one more copy: in eight bits a piece
+  is lost beside the sum of a few hundred.
+- Lightning then zeroes gradients and calls ``backward`` on the output. That is the mean of the
+  pieces' losses with a graph of one node, which puts the gradients back.
+- Slices keep the width that the collate function padded to. Dropout draws again for every piece.
+- Values logged in ``training_step`` are combined as their ``reduce_fx`` says.
+- Processes of one client run equally many pieces, as many as the one with most rows needs. Where a
+  process has no rows left, it runs a row whose loss is multiplied by 0, as for an empty batch.
+- An error in a piece ends the step before anything is released. A checkpoint holds the releases
+  before it, and no part of a batch.
 """
 
 from __future__ import annotations
@@ -43,62 +43,65 @@ class Piece:
 
     Attributes:
         batch: of the form of the logical batch.
-        rows: how many of them count: all, or none where they stand in for no rows.
+        rows: how many count: all, or none where one row stands in for no rows.
         users: how many rows each user has, where users are clipped.
-        of: rows of the one user whose rows these are some of; 0 where they are whole users'.
-        ends: these are the last of that user's.
+        user_rows: rows that the user has in all pieces, where these are a part of one user's; 0
+            where they are those of whole users.
+        is_last: whether these are the last rows of that user.
     """
 
     batch: Any
     rows: int
     users: Sequence[int] | None = None
-    of: int = 0
-    ends: bool = False
+    user_rows: int = 0
+    is_last: bool = False
 
 
 def pieces_of(
-    batch: Any, samples: int, most: int, team: Team, users: Sequence[int] | None = None
+    batch: Any, samples: int, max_rows: int, team: Team, users: Sequence[int] | None = None
 ) -> list[Piece]:
-    """A logical batch in pieces of up to ``most`` rows; as many in all processes of the client.
+    """Return a logical batch in pieces, equally many in all processes of the client.
 
     Args:
-        batch: tensors with the rows as their first dimension; those without dimensions go into
+        batch: tensors with the rows as their first dimension. Tensors without dimensions go into
             every piece, as does what is no tensor and not as long as there are rows.
         samples: rows that count, 0 where the batch stands in for an empty one.
-        most: of a piece.
+        max_rows: of a piece.
         team: the processes; a collective.
-        users: how many rows each user has. A piece holds whole users, or rows of one who has more
-            than ``most``. It is not such a one's rows that come last: where need be a row that
-            does not count does.
+        users: how many rows each user has. A piece holds whole users, or rows of one user who has
+            more than ``max_rows``. The last piece is never of the second kind: one that does not
+            count follows it where needed.
     """
     parts: list[tuple[int, bool]] = []
-    shares = [[1] * min(most, samples - start) for start in range(0, samples, most)]
+    shares = [[1] * min(max_rows, samples - start) for start in range(0, samples, max_rows)]
     if users is not None:
-        shares, parts = _shares(users, most)
-    (pieces,) = team.largest([len(shares) + bool(parts and parts[-1][0])])
-    if pieces <= 1:
+        shares, parts = _shares(users, max_rows)
+    (count,) = team.largest([len(shares) + bool(parts and parts[-1][0])])
+    if count <= 1:
         return [Piece(batch, samples, users)]
-    found, start = [], 0
+    pieces, start = [], 0
     for number, share in enumerate(shares):
         rows = slice(start, start + sum(share))
-        own = None if users is None else share
-        of, ends = parts[number] if parts else (0, False)
-        found.append(Piece(_rows(batch, rows, samples), sum(share), own, of, ends))
+        user_rows, is_last = parts[number] if parts else (0, False)
+        piece_users = None if users is None else share
+        pieces.append(
+            Piece(_rows(batch, rows, samples), sum(share), piece_users, user_rows, is_last)
+        )
         start = rows.stop
     spare = Piece(_rows(batch, slice(0, 1), samples) if samples else batch, 0)
-    return found + [spare] * (int(pieces) - len(found))
+    return pieces + [spare] * (int(count) - len(pieces))
 
 
-def _shares(users: Sequence[int], most: int) -> tuple[list[list[int]], list[tuple[int, bool]]]:
-    """Rows of each piece, by user; and of which user's rows they are some, and whether the last."""
+def _shares(users: Sequence[int], max_rows: int) -> tuple[list[list[int]], list[tuple[int, bool]]]:
+    """Return the rows of each piece by user, and each piece's ``user_rows`` and ``is_last``."""
     shares: list[list[int]] = []
     parts: list[tuple[int, bool]] = []
     for count in users:
-        if count > most:
-            for start in range(0, count, most):
-                shares.append([min(most, count - start)])
-                parts.append((count, start + most >= count))
-        elif shares and not parts[-1][0] and sum(shares[-1]) + count <= most:
+        if count > max_rows:
+            for start in range(0, count, max_rows):
+                shares.append([min(max_rows, count - start)])
+                parts.append((count, start + max_rows >= count))
+        elif shares and not parts[-1][0] and sum(shares[-1]) + count <= max_rows:
             shares[-1].append(count)
         else:
             shares.append([count])
@@ -111,23 +114,23 @@ def run_pieces(
     step: Callable[[Any], Any],
     context: DefenseContext,
     *,
-    before: Callable[[Piece], None],
-    after: Callable[[Piece], None],
+    begin_piece: Callable[[Piece], None],
+    end_piece: Callable[[Piece], None],
     reduced_last: bool,
 ) -> Any:
-    """Runs forward and backward of every piece, and puts together what ``training_step`` gave.
+    """Run forward and backward of every piece, and combine the outputs of ``training_step``.
 
     Args:
         pieces: at least two.
-        step: runs one batch through ``training_step`` and the defences amid it.
-        context: where.
-        before: is called before each.
-        after: is called after the backward of each but the last.
-        reduced_last: DistributedDataParallel is to reduce in the last backward alone.
+        step: runs one batch through ``training_step`` and the defences around it.
+        context: where the step runs.
+        begin_piece: is called before each piece.
+        end_piece: is called after the backward of each piece but the last.
+        reduced_last: whether DistributedDataParallel is to reduce in the last backward alone.
 
     Returns:
-        What ``training_step`` gives for one batch: a loss, with what else came. Its ``backward``
-        puts the gradients of all pieces into ``p.grad``.
+        The output of ``training_step`` for one batch: a loss, or a mapping with one. Its
+        ``backward`` puts the gradients of all pieces into ``p.grad``.
     """
     trained = [p for p in context.root.parameters() if p.requires_grad]
     for parameter in trained:
@@ -136,42 +139,42 @@ def run_pieces(
     counts = [piece.rows for piece in pieces] if any(p.rows for p in pieces) else [1]
     total, start = sum(counts), 0
     halves, wide = [p for p in trained if p.element_size() < 4], dict[nn.Parameter, Tensor]()
-    given: Any = None
+    combined: Any = None
     dtype = torch.float32
-    with logged_together(context, pieces) as logging:
+    with combined_logs(context, pieces) as logging:
         for number, piece in enumerate(pieces):
             last = number == len(pieces) - 1
-            before(piece)
+            begin_piece(piece)
             with _unreduced(context) if reduced_last and not last else nullcontext():
                 with logging(piece):
                     output = step(piece.batch)
                 loss = (output["loss"] if isinstance(output, Mapping) else output).reshape(())
                 dtype = loss.dtype
                 if reduced_last and last:
-                    _put_back(wide)
+                    _restore(wide)
                 _backward(loss * (piece.rows / total), context)
-            _take_out(halves, wide)
+            _accumulate_wide(halves, wide)
             rows = counts[number] if number < len(counts) else 0
             if rows:
-                told = {**output, "loss": loss} if isinstance(output, Mapping) else loss
-                given = _gathered(given, told, start, rows, total)
+                value = {**output, "loss": loss} if isinstance(output, Mapping) else loss
+                combined = _combined(combined, value, start, rows, total)
                 start += rows
-                del told
+                del value
             del output, loss
             if not last:
-                after(piece)
-    _put_back(wide)
+                end_piece(piece)
+    _restore(wide)
     gradients = {p: p.grad for p in trained if p.grad is not None}
     for parameter in gradients:
         parameter.grad = None
-    whole = (given["loss"] if isinstance(given, Mapping) else given).to(dtype)
-    anchor = torch.zeros((), device=whole.device, requires_grad=True)
-    loss = _GivenBack.apply(anchor, whole, gradients)  # type: ignore[no-untyped-call]
-    return {**given, "loss": loss} if isinstance(given, Mapping) else loss
+    mean = (combined["loss"] if isinstance(combined, Mapping) else combined).to(dtype)
+    anchor = torch.zeros((), device=mean.device, requires_grad=True)
+    loss = _RestoredGradients.apply(anchor, mean, gradients)  # type: ignore[no-untyped-call]
+    return {**combined, "loss": loss} if isinstance(combined, Mapping) else loss
 
 
-class _GivenBack(torch.autograd.Function):
-    """A loss whose backward was run already: gives the gradients that it found."""
+class _RestoredGradients(torch.autograd.Function):
+    """A loss whose backward was run before: its backward puts those gradients into ``p.grad``."""
 
     @staticmethod
     def forward(
@@ -189,7 +192,7 @@ class _GivenBack(torch.autograd.Function):
 
 
 def _backward(loss: Tensor, context: DefenseContext) -> None:
-    """As Lightning calls it, without the hooks around it, which are for the logical batch."""
+    """Call backward as Lightning does, without its hooks, which are for the logical batch."""
     trainer = trainer_of(context)
     if trainer is None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -198,30 +201,30 @@ def _backward(loss: Tensor, context: DefenseContext) -> None:
         trainer.precision_plugin.backward(loss, context.root, optimizer)
 
 
-def _take_out(halves: Sequence[nn.Parameter], wide: dict[nn.Parameter, Tensor]) -> None:
-    """Adds gradients in half precision to those before, in float32."""
+def _accumulate_wide(halves: Sequence[nn.Parameter], wide: dict[nn.Parameter, Tensor]) -> None:
+    """Move gradients in half precision from ``p.grad`` to their sums in float32."""
     for parameter in halves:
         if parameter.grad is not None:
-            own, parameter.grad = parameter.grad.float(), None
-            wide[parameter] = wide[parameter].add_(own) if parameter in wide else own
+            gradient, parameter.grad = parameter.grad.float(), None
+            wide[parameter] = wide[parameter].add_(gradient) if parameter in wide else gradient
 
 
-def _put_back(wide: dict[nn.Parameter, Tensor]) -> None:
+def _restore(wide: dict[nn.Parameter, Tensor]) -> None:
     while wide:
         parameter, gradient = wide.popitem()
         parameter.grad = gradient.to(parameter.dtype)
 
 
 def _unreduced(context: DefenseContext) -> AbstractContextManager[Any]:
-    found: AbstractContextManager[Any] = trainer_of(context).strategy.block_backward_sync()
-    return found
+    block: AbstractContextManager[Any] = trainer_of(context).strategy.block_backward_sync()
+    return block
 
 
 # ---- rows of a batch -------------------------------------------------------------------------
 
 
 def _rows(value: Any, rows: slice, samples: int) -> Any:
-    """The same rows of everything in a batch that has one for each sample."""
+    """Return a batch with these rows of everything in it that has one row for each sample."""
     if isinstance(value, Tensor):
         return value[rows] if value.dim() else value
     if isinstance(value, Mapping):
@@ -237,59 +240,60 @@ def _rows(value: Any, rows: slice, samples: int) -> Any:
     return value[rows] if isinstance(shape, tuple) and shape[:1] == (samples,) else value
 
 
-# ---- what training_step gave and logged ------------------------------------------------------
+# ---- outputs and logs of training_step -------------------------------------------------------
 
 
-def _gathered(known: Any, value: Any, start: int, rows: int, total: int) -> Any:
-    """What pieces gave so far, with one more: numbers averaged over rows, rows side by side.
+def _combined(earlier: Any, value: Any, start: int, rows: int, total: int) -> Any:
+    """Return the outputs of the pieces so far: numbers averaged over rows, rows concatenated.
 
-    Of other things the last stays. Nothing of a piece's own memory is kept: what is left of each
-    would part the memory that all of them take in turn.
+    Of everything else the last value stays. No memory of a piece is kept, because a small tensor
+    from each would fragment the memory that they use in turn.
 
     Args:
-        known: of the pieces before; None for the first.
+        earlier: of the pieces before; None for the first.
         value: of this piece.
-        start: how many rows came before.
+        start: rows of the pieces before.
         rows: of this piece.
-        total: rows of all.
+        total: rows of all pieces.
     """
     if isinstance(value, Mapping):
-        before = known if isinstance(known, Mapping) else {}
-        return {k: _gathered(before.get(k), v, start, rows, total) for k, v in value.items()}
+        fields = earlier if isinstance(earlier, Mapping) else {}
+        return {k: _combined(fields.get(k), v, start, rows, total) for k, v in value.items()}
     if not isinstance(value, Tensor):
         return value
     value = value.detach()
     if value.dim() == 0 and value.is_floating_point():
         wide = torch.promote_types(value.dtype, torch.float32)
-        mean = torch.zeros_like(value, dtype=wide) if start == 0 else known
+        mean = torch.zeros_like(value, dtype=wide) if start == 0 else earlier
         return mean.add_(value, alpha=rows / total) if isinstance(mean, Tensor) else value.clone()
-    whole = (total, *value.shape[1:])
+    shape = (total, *value.shape[1:])
     if value.shape[:1] == (rows,) and start == 0:
-        known = value.new_empty(whole)
-    if value.shape[:1] == (rows,) and getattr(known, "shape", None) == whole:
-        known[start : start + rows] = value
-        return known
+        earlier = value.new_empty(shape)
+    if value.shape[:1] == (rows,) and getattr(earlier, "shape", None) == shape:
+        earlier[start : start + rows] = value
+        return earlier
     return value.clone()
 
 
 @contextmanager
-def logged_together(
+def combined_logs(
     context: DefenseContext, pieces: Sequence[Piece]
 ) -> Iterator[Callable[[Piece], AbstractContextManager[None]]]:
-    """Around all pieces; what it gives goes around each: what is logged there is of all rows.
+    """Combine what the pieces log into values of the logical batch.
 
-    Lightning keeps the last value of a step, and weighs those of an epoch by the batch's size. For
-    one inside it the batch is the piece; at the end a step's value is put together from the
-    pieces', by its ``reduce_fx`` (a torchmetrics' is that of the last piece).
+    It yields a context manager to run each piece in. Lightning keeps the last value of a step, and
+    weighs those of an epoch by the batch's size. While a piece runs it is Lightning's batch. At the
+    end a step's value is that of all pieces by its ``reduce_fx``; of a torchmetrics metric it is
+    that of the last piece.
     """
     trainer = trainer_of(context)
     results = getattr(trainer, "_results", None)
     if results is None:
         yield lambda _: nullcontext()
         return
-    known: dict[str, tuple[Tensor, int]] = {}
+    sums: dict[str, tuple[Tensor, int]] = {}
     counts = any(piece.rows for piece in pieces)
-    before, batch = dict.fromkeys(results), results.batch
+    earlier_keys, batch = set(results), results.batch
 
     def steps() -> dict[str, Any]:
         return {k: m for k, m in results.items() if m.is_tensor and m.meta.on_step}
@@ -297,7 +301,7 @@ def logged_together(
     earlier = {key: metric._forward_cache for key, metric in steps().items()}
 
     @contextmanager
-    def one(piece: Piece) -> Iterator[None]:
+    def logging(piece: Piece) -> Iterator[None]:
         for metric in steps().values():
             metric._forward_cache = None
         results.batch, results.batch_size = piece.batch, None
@@ -305,29 +309,32 @@ def logged_together(
         for key, metric in steps().items():
             if metric._forward_cache is not None and (piece.rows or not counts):
                 value, rows = metric._forward_cache.detach(), piece.rows or 1
-                known[key] = _reduced(metric.meta, known.get(key), value, rows)
+                sums[key] = _reduced(metric.meta, sums.get(key), value, rows)
 
     try:
-        yield one
+        yield logging
     finally:
         results.batch, results.batch_size = batch, None
         for key, metric in steps().items():
-            if key in known:
-                value, rows = known[key]
+            if key in sums:
+                value, rows = sums[key]
                 metric._forward_cache = value / rows if metric.meta.is_mean_reduction else value
                 if not metric.meta.on_epoch:
                     metric.value = metric._forward_cache
-            elif key in before:
+            elif key in earlier_keys:
                 metric._forward_cache = earlier.get(key)
 
 
 def _reduced(
-    meta: Any, known: tuple[Tensor, int] | None, value: Tensor, rows: int
+    meta: Any, earlier: tuple[Tensor, int] | None, value: Tensor, rows: int
 ) -> tuple[Tensor, int]:
-    """A value with those of the pieces before, a mean times its rows; and all their rows."""
-    if known is None:
+    """Return a value reduced with those of the pieces before, and the rows of all.
+
+    A mean is returned times its rows.
+    """
+    if earlier is None:
         return value * rows if meta.is_mean_reduction else value.clone(), rows
-    total, before = known
+    total, earlier_rows = earlier
     if meta.is_mean_reduction:
         total.add_(value, alpha=rows)
     elif meta.is_sum_reduction:
@@ -338,7 +345,4 @@ def _reduced(
         torch.minimum(total, value, out=total)
     else:
         total.copy_(value)
-    return total, before + rows
-
-
-__all__ = ["Piece", "pieces_of", "run_pieces"]
+    return total, earlier_rows + rows

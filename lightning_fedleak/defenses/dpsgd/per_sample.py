@@ -1,11 +1,11 @@
-"""Per-sample gradients, of a layer and of a parameter: as factors or in full, norms and sums.
+"""Per-sample gradients of layers, as factors or in full, with their norms and sums.
 
-Backward hands each layer its output gradients. With the layer's inputs they are all there is to
-know about its per-sample gradients, so one backward pass is enough (book-keeping, Bu et al. 2023,
-"Differentially Private Optimization on Large Model at Small Cost"): norms from Gram matrices over
-positions (ghost norms, Goodfellow 2015; Li et al. 2022), then one weighted product per layer for
-the clipped sum. A parameter that is used several times (tied embeddings) has one gradient per
-sample, the sum of its uses; norms here include the cross terms.
+The per-sample gradients of a layer follow from its inputs and output gradients, so one backward
+pass is enough (book-keeping, Bu et al. 2023, "Differentially Private Optimization on Large Model at
+Small Cost"): norms from Gram matrices over positions (ghost norms, Goodfellow 2015; Li et al.
+2022), then one weighted product per layer for the clipped sum. A parameter that is used several
+times (tied embeddings) has one gradient per sample, the sum over its uses; norms here include the
+cross terms.
 
 All shapes have the samples first, B of them. T counts positions of a sample, of all uses together.
 """
@@ -27,25 +27,18 @@ from lightning_fedleak.defenses.processes import plain_type
 
 Clipping = Literal["auto", "per_sample", "ghost"]
 
-CANCELLATION = 1e-5
-"""A squared norm is never taken for less than this share of the absolute terms it is the sum of."""
-ROUNDING = 8
-"""Machine epsilons of the absolute terms that rounding may take off a squared norm.
-
-A norm that is too small breaks the clip, so what cancels is added in again. It holds for products
-of up to :data:`SUMMED` numbers; of more it grows with the root of their number.
-"""
-SUMMED = 4096
-
-CHUNK = 1 << 24
-"""Numbers of factors that norms are computed from at once."""
+# A squared norm that rounding makes too small would break the clip, so both are upper bounds.
+CANCELLATION = 1e-5  # share of a sum's absolute terms that a squared norm is at least
+ROUNDING = 8  # machine epsilons of these terms that are added, for products of up to SUMMED numbers
+SUMMED = 4096  # numbers in a product; for more ROUNDING grows with the root of their number
+CHUNK = 1 << 24  # numbers of factors that norms are computed from at once; bounds memory. Not tuned
 
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True)
 class Outer:
-    """Sample b's gradient of a matrix is ``sum_t left[b, t] right[b, t]^T``, (m, n).
+    """Factors of a matrix's gradients: sample b's is ``sum_t left[b, t] right[b, t]^T``, (m, n).
 
     Attributes:
         left: (B, T, m).
@@ -58,7 +51,7 @@ class Outer:
 
 @dataclass(frozen=True)
 class Rows:
-    """Sample b's gradient of an embedding is ``values[b, t]`` added to row ``ids[b, t]``.
+    """Rows of an embedding's gradients: sample b's has ``values[b, t]`` added to ``ids[b, t]``.
 
     Attributes:
         ids: (B, T) int64.
@@ -85,29 +78,29 @@ Part = Outer | Rows | Dense
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Inside, products of float32 matrices are of float32, whatever the user has set for training.
+    """Compute products of float32 matrices in float32 within this context, not in TF32.
 
     In TF32 (``set_float32_matmul_precision("high")``) norm and sum would each be rounded to 11 bits
-    in its own way, and a sample whose positions cancel could exceed the clip by a good part of it.
+    differently, and a sample whose positions cancel could exceed the clip by a large part of it.
     """
     # Since torch 2.9 each backend also has a setting of its own, which the common one overwrites.
     backends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", 0)]
-    own = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
+    precisions = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
     try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch cannot tell where a backend's own contradicts it
-        before = "highest"
+        common = torch.get_float32_matmul_precision()
+    except RuntimeError:  # a backend's setting contradicts the common one
+        common = "highest"
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
-        for backend, precision in own:
+        torch.set_float32_matmul_precision(common)
+        for backend, precision in precisions:
             backend.fp32_precision = precision
 
 
-def merged(parts: Sequence[Part]) -> list[Part]:
-    """The same gradients in at most one part of each kind; uses become further positions."""
+def merge(parts: Sequence[Part]) -> list[Part]:
+    """Return the same gradients in at most one part of each kind; uses become further positions."""
     result: list[Part] = []
     outer = [part for part in parts if isinstance(part, Outer)]
     if len(outer) > 1:
@@ -130,15 +123,14 @@ def merged(parts: Sequence[Part]) -> list[Part]:
     return result
 
 
-def chosen(parts: Sequence[Part], shape: torch.Size, clipping: Clipping) -> list[Part]:
-    """Merged parts in the form that ``clipping`` asks for.
+def in_form(parts: Sequence[Part], shape: torch.Size, clipping: Clipping) -> list[Part]:
+    """Return merged parts in the form of ``clipping``.
 
     ``"ghost"`` keeps factors, ``"per_sample"`` multiplies them out, ``"auto"`` multiplies out where
-    the result is smaller than its factors, as in LoRA's thin matrices, and then also saves the
-    second product. What has a part in full already is multiplied out in any case: a sum of both
-    has no other norm.
+    the result is smaller than its factors, as in LoRA's thin matrices, which also saves the second
+    product. Factors beside a part in full are always multiplied out: their sum has no ghost norm.
     """
-    parts = merged(parts)
+    parts = merge(parts)
     if len(parts) == 1 and isinstance(parts[0], Dense):
         return parts
     full = any(isinstance(part, Dense) for part in parts) or clipping == "per_sample"
@@ -150,7 +142,7 @@ def chosen(parts: Sequence[Part], shape: torch.Size, clipping: Clipping) -> list
 
 @_full_precision()
 def in_full(parts: Sequence[Part], shape: torch.Size) -> Tensor:
-    """Per-sample gradients, (B, *shape), multiplied out; float32, or float64 if they are."""
+    """Return per-sample gradients, (B, *shape), multiplied out; float32, or float64 if they are."""
     total: Tensor | None = None
     for part in parts:
         if isinstance(part, Dense):
@@ -171,8 +163,8 @@ def in_full(parts: Sequence[Part], shape: torch.Size) -> Tensor:
     return total
 
 
-def of_samples(parts: Sequence[Part], samples: Tensor) -> list[Part]:
-    """The gradients of some samples alone, whatever the others' factors hold.
+def select_samples(parts: Sequence[Part], samples: Tensor) -> list[Part]:
+    """Return the gradients of some samples, whatever the factors of the others hold.
 
     Args:
         parts: of all B samples.
@@ -184,8 +176,8 @@ def of_samples(parts: Sequence[Part], samples: Tensor) -> list[Part]:
     ]
 
 
-def of_users(parts: Sequence[Part], weights: Tensor, rows: Sequence[int]) -> list[Part]:
-    """Gradients of users: weighted sums over each one's samples, which stand side by side.
+def sum_users(parts: Sequence[Part], weights: Tensor, rows: Sequence[int]) -> list[Part]:
+    """Return gradients of users: weighted sums over each user's adjacent samples.
 
     A user's samples become further positions of one gradient, so that its norm has the cross terms
     between them.
@@ -193,18 +185,18 @@ def of_users(parts: Sequence[Part], weights: Tensor, rows: Sequence[int]) -> lis
     Args:
         parts: of all B samples.
         weights: (B,).
-        rows: samples of each user; together B.
+        rows: samples of each of the U users; together B.
     """
     counts = torch.tensor(rows, dtype=torch.int64)
     owner = torch.arange(len(rows)).repeat_interleave(counts)
     place = torch.arange(len(owner)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    most = max(rows, default=1)
+    max_rows = max(rows, default=1)
 
-    def side_by_side(values: Tensor) -> Tensor:
-        """(U, most T, ...) of (B, T, ...), zero where a user has fewer samples."""
-        found = values.new_zeros(len(rows), most, *values.shape[1:])
-        found[owner.to(values.device), place.to(values.device)] = values
-        return found.flatten(1, 2)
+    def by_user(values: Tensor) -> Tensor:
+        """Return (U, max_rows T, ...) of (B, T, ...), zero where a user has fewer samples."""
+        grouped = values.new_zeros(len(rows), max_rows, *values.shape[1:])
+        grouped[owner.to(values.device), place.to(values.device)] = values
+        return grouped.flatten(1, 2)
 
     result: list[Part] = []
     for part in parts:
@@ -215,15 +207,15 @@ def of_users(parts: Sequence[Part], weights: Tensor, rows: Sequence[int]) -> lis
             result.append(Dense(total.index_add_(0, owner.to(wide.device), wide * column)))
         elif isinstance(part, Outer):
             left = _wide(part.left) * weights.to(_wide(part.left))[:, None, None]
-            result.append(Outer(side_by_side(left), side_by_side(_wide(part.right))))
+            result.append(Outer(by_user(left), by_user(_wide(part.right))))
         else:
             values = _wide(part.values) * weights.to(_wide(part.values))[:, None, None]
-            result.append(Rows(side_by_side(part.ids), side_by_side(values)))
+            result.append(Rows(by_user(part.ids), by_user(values)))
     return result
 
 
 def count_positions(part: Part) -> int:
-    """B T, as far as it can still be seen: B of gradients in full."""
+    """Return B T of factors, and B of gradients in full."""
     if isinstance(part, Dense):
         return len(part.values)
     return (part.left if isinstance(part, Outer) else part.ids).shape[:2].numel()
@@ -231,18 +223,18 @@ def count_positions(part: Part) -> int:
 
 @_full_precision()
 def squared_norms(parts: Sequence[Part]) -> Tensor:
-    """Squared 2-norm of every sample's gradient, (B,).
+    """Return the squared 2-norm of every sample's gradient, (B,).
 
     Args:
-        parts: from :func:`chosen`.
+        parts: from :func:`in_form`.
     """
     if len(parts) == 1 and isinstance(parts[0], Dense):
         return _wide(parts[0].values).flatten(1).square().sum(1)
-    samples = _samples(parts)
+    samples = _count_samples(parts)
     numbers = sum(value[0].numel() for part in parts for value in vars(part).values())
-    many = max(1, CHUNK // max(1, numbers))
-    pieces = [_squared(parts, slice(b, b + many)) for b in range(0, samples, many)]
-    return torch.cat(pieces)
+    chunk = max(1, CHUNK // max(1, numbers))
+    chunks = [_squared_norms(parts, slice(b, b + chunk)) for b in range(0, samples, chunk)]
+    return torch.cat(chunks)
 
 
 def squared_norms_of_users(
@@ -252,42 +244,45 @@ def squared_norms_of_users(
     shape: torch.Size,
     clipping: Clipping,
 ) -> Tensor:
-    """Squared 2-norm of every user's gradient, (U,); takes room for at most twice the samples.
+    """Return the squared 2-norm of every user's gradient, (U,).
+
+    The memory is at most that of twice the samples.
 
     Args:
-        parts: from :func:`chosen`, of all B samples.
+        parts: from :func:`in_form`, of all B samples.
         weights: (B,).
-        rows: samples of each user; together B. Best in falling order: users of like numbers of
-            samples are taken at once.
+        rows: samples of each user; together B. In falling order, users with similar numbers of
+            samples are computed at once.
         shape: of the parameter.
-        clipping: as in :func:`chosen`.
+        clipping: as in :func:`in_form`.
     """
-    found, first, start = [], 0, 0
+    squares, first, start = [], 0, 0
     while first < len(rows):
-        last, most, least = first, rows[first], rows[first]
-        while last < len(rows) and max(most, rows[last]) <= 2 * min(least, rows[last]):
-            most, least, last = max(most, rows[last]), min(least, rows[last]), last + 1
-        own = rows[first:last]
-        some = slice(start, start + sum(own))
-        few = [replace(part, **{k: v[some] for k, v in vars(part).items()}) for part in parts]
-        users = of_users(few, weights[some], own)
-        found.append(squared_norms(chosen(users, shape, clipping)))
-        first, start = last, some.stop
-    return torch.cat(found)
+        last, longest, shortest = first, rows[first], rows[first]
+        while last < len(rows) and max(longest, rows[last]) <= 2 * min(shortest, rows[last]):
+            longest, shortest = max(longest, rows[last]), min(shortest, rows[last])
+            last += 1
+        counts = rows[first:last]
+        samples = slice(start, start + sum(counts))
+        group = [replace(part, **{k: v[samples] for k, v in vars(part).items()}) for part in parts]
+        users = sum_users(group, weights[samples], counts)
+        squares.append(squared_norms(in_form(users, shape, clipping)))
+        first, start = last, samples.stop
+    return torch.cat(squares)
 
 
 @_full_precision()
 def weighted_sum(
     parts: Sequence[Part], weights: Tensor, shape: torch.Size, onto: Tensor | None = None
 ) -> Tensor:
-    """``sum_b weights[b] gradient_b``, of the parameter's shape.
+    """Return ``sum_b weights[b] gradient_b``, of the parameter's shape.
 
     Args:
         parts: of all B samples.
         weights: (B,).
         shape: of the parameter.
-        onto: what it is added to, in place, of this shape and as wide as the gradients; None for
-            nothing.
+        onto: a tensor of this shape and of the gradients' dtype, to which the sum is added in
+            place; None for zeros.
     """
     total = onto
     for part in parts:
@@ -318,10 +313,10 @@ def weighted_sum(
 
 
 def probe(parts: Sequence[Part], left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """``left^T (sum_b gradient_b) right`` of a matrix, or ``left . sum_b gradient_b`` otherwise.
+    """Return ``left^T (sum_b gradient_b) right`` of a matrix, or ``left . sum_b gradient_b``.
 
-    Costs no product of the layer's size. A gradient that autograd has computed and that these
-    parts do not explain differs in it, but for a chance of measure zero over random vectors.
+    It needs no product of the layer's size. Over random vectors a gradient of autograd that differs
+    from the sum of these parts also differs in this form, with probability 1.
 
     Args:
         parts: of all samples.
@@ -354,8 +349,8 @@ def _norms(values: Tensor) -> Tensor:
     return norms
 
 
-def _squared(parts: Sequence[Part], rows: slice) -> Tensor:
-    """Of some samples, so that float32 copies and Gram matrices stay small."""
+def _squared_norms(parts: Sequence[Part], rows: slice) -> Tensor:
+    """Return the squared norms of some samples, so that copies and Gram matrices stay small."""
     total: Tensor | None = None
     absolute: Tensor | None = None
     outer = next((part for part in parts if isinstance(part, Outer)), None)
@@ -387,7 +382,7 @@ def _add(total: Tensor | None, absolute: Tensor | None, terms: Tensor) -> tuple[
     return value if total is None else total + value, size if absolute is None else absolute + size
 
 
-def _samples(parts: Sequence[Part]) -> int:
+def _count_samples(parts: Sequence[Part]) -> int:
     part = parts[0]
     return len(part.left if isinstance(part, Outer) else part.values)
 
@@ -397,23 +392,23 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def refusal(name: str, module: nn.Module) -> str:
-    """Why the parameters that hang on ``module`` itself have no per-sample gradients; "" if none.
+    """Return why the module's parameters have no per-sample gradients; "" where they have.
 
     Args:
         name: of the module in the root, "" for the root itself.
-        module: owns trainable parameters.
+        module: has trainable parameters itself.
     """
     kind = type(module).__name__
     inside = {p for child in module.children() for p in child.parameters()}
-    own = [k for k, p in module._parameters.items() if p is not None and p.requires_grad]
-    loose = [k for k in own if module._parameters[k] not in inside]
+    trained = [k for k, p in module._parameters.items() if p is not None and p.requires_grad]
+    loose = [k for k in trained if module._parameters[k] not in inside]
     if not loose:
         return ""
     names = ", ".join(f"'{name}.{key}'" if name else f"'{key}'" for key in loose)
     if not name:
         return (
-            f"the parameters {names} hang directly on the LightningModule, where no layer's inputs "
-            "and outputs tell their per-sample gradients. Put them into a module of their own "
+            f"the parameters {names} belong to the LightningModule itself, where no layer's inputs "
+            "and outputs give their per-sample gradients. Put them into a module of their own "
             "that computes with them in its `forward`, or freeze them."
         )
     if isinstance(module, CONTAINERS):
@@ -428,14 +423,14 @@ def refusal(name: str, module: nn.Module) -> str:
         )
     if inside:
         return (
-            f"the parameters {names} hang on a {kind} that has layers inside. Put them into a "
+            f"the parameters {names} belong to a {kind} that has layers inside. Put them into a "
             "module of their own, or freeze them."
         )
     if type(module) in _RULES and not {"weight", "bias"}.issuperset(loose):
         return (
             f"'{name}' ({kind}) trains {names}. Its weight is computed from other parameters, as "
-            "weight_norm and spectral_norm do, so their per-sample gradients cannot be told. Take "
-            "that off (torch.nn.utils.remove_weight_norm), or freeze it."
+            "weight_norm and spectral_norm do, so their per-sample gradients are not known. Remove "
+            "that (torch.nn.utils.remove_weight_norm), or freeze it."
         )
     if isinstance(module, nn.RNNBase):
         return f"'{name}' is a {kind}; use opacus.layers.DP{kind}, or freeze it."
@@ -459,7 +454,7 @@ def refusal(name: str, module: nn.Module) -> str:
 def parts_of(
     module: nn.Module, source: Tensor, gradient: Tensor, samples: int
 ) -> Iterator[tuple[str, Part]]:
-    """Every trainable parameter of ``module`` itself, by name, with its per-sample gradients.
+    """Yield the name and per-sample gradients of each trainable parameter of the module itself.
 
     Args:
         module: see :func:`refusal`.
@@ -477,7 +472,7 @@ def parts_of(
 
 
 def has_ghost_rule(module: nn.Module) -> bool:
-    """Whether its matrices stay factors: Linear, Hugging Face's Conv1D, Embedding."""
+    """Return whether its matrices stay factors: Linear, Hugging Face's Conv1D, Embedding."""
     return plain_type(module) in (nn.Linear, nn.Embedding) or _is_conv1d(module)
 
 
@@ -485,7 +480,7 @@ Rule = Callable[[Any, Tensor, Tensor, int], Iterator[tuple[str, Part]]]
 
 
 def _positions(values: Tensor, samples: int) -> Tensor:
-    """(B, T, last dimension) of (B, ..., last) or (B T, ..., last)."""
+    """Return (B, T, last dimension) of (B, ..., last) or (B T, ..., last)."""
     return values.reshape(samples, -1, values.shape[-1])
 
 
@@ -534,7 +529,7 @@ def _layer_norm(
 def _any(
     module: nn.Module, source: Tensor, gradient: Tensor, samples: int
 ) -> Iterator[tuple[str, Part]]:
-    """Runs the layer again, sample by sample, vectorised."""
+    """Run the layer again for one sample at a time, vectorized."""
     parameters = {k: p.detach() for k, p in module.named_parameters() if p.requires_grad}
     if any(isinstance(p, DTensor) for p in parameters.values()):
         raise DefenseError(
@@ -545,10 +540,10 @@ def _any(
     # Not its state_dict: FSDP2 would take that for a moment in which to free what is whole.
     everything = [*module.named_parameters(), *module.named_buffers()]
     rest = {key: value.detach() for key, value in everything}
-    hooks, module._forward_hooks = module._forward_hooks, type(module._forward_hooks)()
-    before, module._forward_pre_hooks = module._forward_pre_hooks, type(module._forward_pre_hooks)()
+    hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
+    module._forward_hooks, module._forward_pre_hooks = type(hooks)(), type(pre_hooks)()
 
-    def one(x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+    def pull_sample(x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
         def run(trained: dict[str, Tensor]) -> Tensor:
             output: Tensor = functional_call(module, {**rest, **trained}, (x,))
             return output
@@ -562,7 +557,7 @@ def _any(
             rows = len(source) // samples
             x = source.reshape(samples, rows, *source.shape[1:])
             upstream = gradient.reshape(samples, rows, *gradient.shape[1:])
-            found = vmap(one, randomness="error")(x, upstream)
+            gradients = vmap(pull_sample, randomness="error")(x, upstream)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -573,8 +568,8 @@ def _any(
             "freeze it."
         ) from error
     finally:
-        module._forward_hooks, module._forward_pre_hooks = hooks, before
-    for key, values in found.items():
+        module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
+    for key, values in gradients.items():
         yield key, Dense(values)
 
 
@@ -583,7 +578,7 @@ def _total(gradient: Tensor) -> Tensor:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Hugging Face's, without importing it: a Linear with its weight transposed."""
+    """Return whether it is Hugging Face's Conv1D, a Linear with its weight transposed."""
     kind = plain_type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
@@ -593,25 +588,3 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Embedding: _embedding,
     nn.LayerNorm: _layer_norm,
 }
-
-
-__all__ = [
-    "Clipping",
-    "Dense",
-    "Outer",
-    "Part",
-    "Rows",
-    "chosen",
-    "count_positions",
-    "has_ghost_rule",
-    "in_full",
-    "merged",
-    "of_samples",
-    "of_users",
-    "parts_of",
-    "probe",
-    "refusal",
-    "squared_norms",
-    "squared_norms_of_users",
-    "weighted_sum",
-]

@@ -4,8 +4,8 @@ Every example of a client's shard is in a batch with chance ``rate``, independen
 example and of every other batch. Batches vary in size and may be empty; an empty one is a release
 like every other and must not be skipped.
 
-Where batches are taken as a loader makes them, :func:`checked_loader` sees to it that no example is
-in one of them twice.
+Where the loader's batches are taken, :func:`checked_loader` refuses one that may yield an example
+twice.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from torch.utils.data import (
 from lightning_fedleak.defenses.accounting.ledger import check_count, check_sample_rate
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.batch import tensors_of
+from lightning_fedleak.validate import check_integer
 
-DOMAIN = b"lightning-fedleak poisson sampling 1\0"
-LEAST_ENTROPY = 16
-MOST_WAITING = 1 << 12
-"""Batches whose sizes are remembered; workers fetch far fewer ahead of training."""
+DOMAIN = b"lightning-fedleak poisson sampling 1\0"  # prefix of the hash; another gives other masks
+LEAST_ENTROPY = 16  # bytes; 128 bits cannot be guessed
+MOST_WAITING = 1 << 12  # batches whose sizes are stored; workers fetch far fewer ahead of training
 _ALREADY = (
     "DP-SGD samples each example independently and replaces the sampler, or with poisson=False "
     "counts each example once in a batch: it must know what the sampler does."
@@ -47,15 +47,14 @@ _ALREADY = (
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
-    """Batches of indices; who is in one is a function of (entropy, client, shard, step).
+    """Batches of indices, each a function of (entropy, client, shard, step).
 
-    The masks come from SHAKE-256 keyed with the secret ``entropy``, a cryptographic generator:
-    without the entropy nobody can tell them from true randomness. (The *noise* of these defences
-    is not from a cryptographic generator.) An example is in where a uniform 64-bit number lies
-    below ``rate * 2 ** 64``: the chance is exact to 6e-20, never above ``rate``.
+    The masks come from SHAKE-256 keyed with the secret ``entropy``, a cryptographic generator.
+    (The *noise* of these defences is not from one.) An example is in a batch where a uniform 64-bit
+    number is below ``rate * 2 ** 64``: the chance is exact to 6e-20, never above ``rate``.
 
-    No sampler draws a step twice: the counter goes on over epochs, also over one that was left
-    early. A resumed fit has new entropy and so new masks, whatever the counter is.
+    No sampler draws a step twice: the counter goes on over epochs, also over one that ended early.
+    A resumed fit has new entropy and so new masks, whatever the counter is.
 
     Args:
         shard: the indices of this client's examples.
@@ -64,11 +63,10 @@ class PoissonBatchSampler(Sampler[list[int]]):
         entropy: secret bytes, at least 16, new in every fit.
         client: index of the client.
         first_step: number of the first batch.
-        groups: into which the examples are split by their places, in a way that is public; a batch
-            is drawn from one of them, one after the other (cyclic Poisson sampling, Choquette-Choo
-            et al. 2023, arXiv 2306.08153, Sect. 4).
-        turn: tells number of the release that the first batch of an epoch is for, which settles the
-            group.
+        groups: into which the examples are split by their places, which is public. Batches are
+            drawn from them in turn (cyclic Poisson sampling, Choquette-Choo et al. 2023, arXiv
+            2306.08153, Sect. 4).
+        turn: returns the number of the release for an epoch's first batch, which decides the group.
 
     Attributes:
         step: number of the next batch. Workers fetch ahead of training.
@@ -94,38 +92,38 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self._turn = turn
         self._ahead = 0
         self._turns: deque[tuple[int, int]] = deque(maxlen=MOST_WAITING)
-        mixed = np.random.default_rng(groups).permutation(len(shard))
-        self._group = mixed % groups
+        permutation = np.random.default_rng(groups).permutation(len(shard))
+        self._group = permutation % groups
         self._sizes: deque[int] | None = None
         place = (client, shard.start, shard.step)
         fields = b"".join(value.to_bytes(8, "big") for value in place)
         self._key = hashlib.sha256(DOMAIN + fields + entropy).digest()
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The next ``steps`` batches, empty ones among them."""
-        self._turns.clear()  # those of an epoch that was left early never come
+        """Yield the next ``steps`` batches, with empty ones."""
+        self._turns.clear()  # those of an epoch that ended early never come
         self._ahead = self._turn() - self.step
         for _ in range(self.steps):
             step, self.step = self.step, self.step + 1
-            drawn = self.rows(step)
+            batch = self.rows(step)
             if self._sizes is None:
                 self._sizes = deque(maxlen=MOST_WAITING)
-            self._sizes.append(len(drawn))
-            self._turns.append((step + self._ahead, len(drawn)))
-            yield drawn
+            self._sizes.append(len(batch))
+            self._turns.append((step + self._ahead, len(batch)))
+            yield batch
 
     def rows(self, step: int) -> list[int]:
-        """The places in the dataset that batch number ``step`` is made of."""
+        """Return the places in the dataset of batch number ``step``."""
         return self.draw(step)
 
     def claim(self, samples: int) -> bool:
-        """Whether a batch of so many examples was drawn and not claimed yet; claims it.
+        """Claim a batch of so many examples, and return whether one was drawn and not claimed.
 
-        Also true where no batch was drawn at all, so that none can have come from here.
+        It is also true where no batch was drawn at all.
         """
         if self._sizes is None:
             return True
@@ -135,14 +133,14 @@ class PoissonBatchSampler(Sampler[list[int]]):
         return True
 
     def claim_turn(self, row: int, samples: int) -> bool:
-        """Whether the next batch was drawn for that release, and is of so many examples.
+        """Return whether the next batch was drawn for that release and has so many examples.
 
-        Also true where no batch was drawn at all.
+        It is also true where no batch was drawn at all.
         """
         return not self._turns or self._turns.popleft() == (row, samples)
 
     def draw(self, step: int) -> list[int]:
-        """The indices in batch number ``step``."""
+        """Return the indices in batch number ``step``."""
         inside = self._group == (step + self._ahead) % self.groups
         if self.rate < 1:
             key = self._key + step.to_bytes(8, "big")
@@ -151,30 +149,30 @@ class PoissonBatchSampler(Sampler[list[int]]):
         return [self.shard[place] for place in np.flatnonzero(inside).tolist()]
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing: every batch is drawn anew anyway."""
+        """Do nothing: masks do not depend on the epoch."""
 
 
 class UserBatchSampler(PoissonBatchSampler):
-    """The same of users: who is drawn is in the batch with all rows, or with as many as may be.
+    """Poisson samples of users, with the rows of each user.
 
     Args:
         users: the rows of every user.
         shard: numbers of this process's users.
-        most: rows of one user in a batch, drawn at random among theirs; None for all.
+        rows_per_user: most rows of one user in a batch, drawn at random among theirs; None for all.
         rate: chance of each user to be in a batch.
         steps: batches in an epoch.
-        entropy: as above.
-        client: as above.
-        first_step: as above.
-        groups: as above, of users.
-        turn: as above.
+        entropy: as for :class:`PoissonBatchSampler`, like the arguments below.
+        client: index of the client.
+        first_step: number of the first batch.
+        groups: into which the users are split.
+        turn: returns the number of the release for an epoch's first batch.
     """
 
     def __init__(
         self,
         users: Sequence[Sequence[int]],
         shard: range,
-        most: int | None,
+        rows_per_user: int | None,
         rate: float,
         steps: int,
         *,
@@ -195,48 +193,49 @@ class UserBatchSampler(PoissonBatchSampler):
             turn=turn,
         )
         self.users = users
-        self.most = most
+        self.rows_per_user = rows_per_user
         self._counts: deque[list[int]] = deque(maxlen=MOST_WAITING)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The rows of the next ``steps`` batches, user by user."""
-        self._counts.clear()  # those of an epoch that was left early never come
+        """Yield the rows of the next ``steps`` batches, user by user."""
+        self._counts.clear()  # those of an epoch that ended early never come
         yield from super().__iter__()
 
     def rows(self, step: int) -> list[int]:
-        """The rows of those who are in batch number ``step``, one user after the other.
+        """Return the rows of the users in batch number ``step``, one user after the other.
 
-        Who has most comes first: who has more than are run at once is clipped by themselves.
+        Users with most rows come first, because those with more than are run at once have pieces of
+        their own.
         """
-        drawn = [self._rows_of(user, step) for user in self.draw(step)]
-        drawn.sort(key=len, reverse=True)
-        self._counts.append([len(rows) for rows in drawn])
-        return [row for rows in drawn for row in rows]
+        users = [self._user_rows(user, step) for user in self.draw(step)]
+        users.sort(key=len, reverse=True)
+        self._counts.append([len(rows) for rows in users])
+        return [row for rows in users for row in rows]
 
     def claim_users(self, samples: int) -> list[int] | None:
-        """How many rows each user of the next batch has; None where it has not so many rows."""
+        """Return how many rows each user of the next batch has; None if they are not so many."""
         if not self._counts or sum(self._counts[0]) != samples:
             return None
         return self._counts.popleft()
 
-    def _rows_of(self, user: int, step: int) -> list[int]:
-        rows = self.users[user]
-        if self.most is None or len(rows) <= self.most:
+    def _user_rows(self, user: int, step: int) -> list[int]:
+        rows, limit = self.users[user], self.rows_per_user
+        if limit is None or len(rows) <= limit:
             return [*rows]
         place = b"".join(value.to_bytes(8, "big") for value in (step, user))
         seed = hashlib.shake_256(b"rows" + self._key + place).digest(32)
-        chosen = np.random.default_rng(list(seed)).choice(len(rows), self.most, replace=False)
-        return [rows[i] for i in sorted(chosen.tolist())]
+        sample = np.random.default_rng(list(seed)).choice(len(rows), limit, replace=False)
+        return [rows[i] for i in sorted(sample.tolist())]
 
 
 class RowCollate:
-    """Collates as ``collate`` does, and refuses another number of rows than of examples.
+    """A collate function that refuses another number of rows than of examples.
 
-    That is, a batch in which all tensors have the same first dimension, but not one row for each
-    example: what is clipped row by row would then not be what one example adds.
+    It refuses a batch whose tensors all have the same first dimension, but not one row for each
+    example, because rows are clipped and privacy is accounted for examples.
 
     Args:
-        collate: the loader's own.
+        collate: of the loader.
 
     Raises:
         DefenseError: in a call, another number of rows than of examples.
@@ -246,7 +245,7 @@ class RowCollate:
         self.collate = collate
 
     def __call__(self, examples: list[Any]) -> Any:
-        """The batch of these examples."""
+        """Return the batch of these examples."""
         batch = self.collate(examples)
         sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
         if len(sizes) == 1 and sizes != {len(examples)}:
@@ -259,17 +258,16 @@ class RowCollate:
 
 
 class EmptyCollate(RowCollate):
-    """The same, and gives a batch of the same form for no examples at all.
+    """A collate function that also returns an empty batch, of the same form, for no examples.
 
-    For no examples it collates one example once and twice. Whatever grew with the number of
-    examples is per example and is cut to nothing: tensors in the dimension that grew (dimension 0
-    of most), and sequences of other things to empty ones. What did not grow belongs to the batch
-    and stays.
+    For no examples it collates one example once and twice. What grew with the number of examples is
+    cut to length 0: tensors in the dimension that grew, and sequences. What did not grow belongs to
+    the batch and stays.
 
     Args:
-        collate: the loader's own.
-        dataset: where the example comes from.
-        index: of the example; no number of it is left in an empty batch.
+        collate: of the loader.
+        dataset: of the example.
+        index: of the example; no number of it is in an empty batch.
 
     Raises:
         DefenseError: in a call, another number of rows than of examples.
@@ -281,11 +279,11 @@ class EmptyCollate(RowCollate):
         self.index = index
 
     def placeholder(self) -> Any:
-        """The batch of one example, for a process that must run the model and has drawn none."""
+        """Return the batch of one example, for a process that must run the model and drew none."""
         return super().__call__([self.dataset[self.index]])
 
     def __call__(self, examples: list[Any]) -> Any:
-        """The batch of these examples."""
+        """Return the batch of these examples."""
         if examples:
             return super().__call__(examples)
         once = self.collate([self.dataset[self.index]])
@@ -307,12 +305,12 @@ def poisson_loader(
     groups: int = 1,
     turn: Callable[[], int] = int,
 ) -> DataLoader[Any]:
-    """The same loader with Poisson sampling: dataset, collate function and workers stay.
+    """Return a loader's dataset, collate function and workers with Poisson sampling.
 
-    Where a DistributedSampler splits the dataset (Lightning puts one in under DDP) the shard is
-    what it gives this process, without shuffling and without the examples it repeats to make shards
-    alike in size: each example belongs to exactly one process. Otherwise the shard is the whole
-    dataset. Processes with different shards draw different masks, of one client or of several.
+    Where a DistributedSampler splits the dataset (Lightning adds one under DDP) the shard is this
+    process's part, without shuffling and without the examples that it repeats to make shards equal
+    in size: each example belongs to exactly one process. Otherwise the shard is the whole dataset.
+    Processes with different shards draw different masks, of one client or of several.
 
     Args:
         loader: with a map-style dataset and a sampler of torch's own.
@@ -325,11 +323,11 @@ def poisson_loader(
         first_step: number of the first batch, where a resumed run goes on.
         steps: batches in an epoch; default ``round(1 / rate)``, so that each example is drawn once
             an epoch on average.
-        users: the rows of every user, where users are drawn and not examples; then the rate is
-            that of a user, and processes share users.
+        users: the rows of every user, where users are drawn; then the rate is that of a user, and
+            processes share users.
         rows_per_user: of one user in a batch; None for all.
         groups: as of :class:`PoissonBatchSampler`.
-        turn: likewise.
+        turn: as of :class:`PoissonBatchSampler`.
 
     Returns:
         A new DataLoader; its ``batch_sampler`` is a :class:`PoissonBatchSampler`.
@@ -339,8 +337,7 @@ def poisson_loader(
             a value out of range; says what to change.
     """
     check_sample_rate(rate)
-    if not 0 <= client < clients:
-        raise DefenseError(f"client={client} must be from 0 to {clients - 1}")
+    check_integer("client", client, at_least=0, at_most=clients - 1, error=DefenseError)
     if len(entropy) < LEAST_ENTROPY:
         raise DefenseError(
             f"entropy of {len(entropy)} bytes can be guessed: give at least {LEAST_ENTROPY} of "
@@ -350,7 +347,7 @@ def poisson_loader(
         steps = max(1, round(1 / rate))
     check_count(steps, "steps")
     check_torch_loader(loader)
-    _check_none_of_several(loader)
+    _check_fetches_none(loader)
     shard = _shard(loader)
     if users is not None:
         shard = range(shard.start, len(users), shard.step)
@@ -360,7 +357,7 @@ def poisson_loader(
             f"{len(_sized(loader.dataset) if users is None else users)} for all clients. Use fewer "
             "clients or more data."
         )
-    drawn: dict[str, Any] = {
+    options: dict[str, Any] = {
         "entropy": entropy,
         "client": client,
         "first_step": first_step,
@@ -368,11 +365,11 @@ def poisson_loader(
         "turn": turn,
     }
     if users is None:
-        sampler, first = PoissonBatchSampler(shard, rate, steps, **drawn), shard[0]
+        sampler, first = PoissonBatchSampler(shard, rate, steps, **options), shard[0]
     else:
-        sampler = UserBatchSampler(users, shard, rows_per_user, rate, steps, **drawn)
+        sampler = UserBatchSampler(users, shard, rows_per_user, rate, steps, **options)
         first = users[shard[0]][0]
-    keep: dict[str, Any] = {
+    loading: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
@@ -383,20 +380,19 @@ def poisson_loader(
         "persistent_workers": loader.persistent_workers,
     }
     collate = EmptyCollate(loader.collate_fn, loader.dataset, first)
-    return DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **keep)
+    return DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
 
 
 def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same loader where it gives an example once in a batch and an epoch at most, as one row.
+    """Return the same loader, which yields an example once in an epoch at most, as one row.
 
-    Under a DistributedSampler an example may be repeated on another process, in one batch of an
-    epoch.
+    Under a DistributedSampler another process may repeat an example, in one batch of an epoch.
 
     Args:
         loader: with a map-style dataset and a sampler of torch's own.
 
     Raises:
-        DefenseError: a loader that may give an example twice, or whose sampler is not known.
+        DefenseError: a loader that may yield an example twice, or with an unknown sampler.
     """
     check_torch_loader(loader)
     _shard(loader)
@@ -407,12 +403,12 @@ def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def is_sharded(loader: Any) -> bool:
-    """Whether its sampler splits the dataset among processes."""
+    """Return whether a loader's sampler splits the dataset among processes."""
     return isinstance(getattr(loader, "sampler", None), DistributedSampler)
 
 
 def check_torch_loader(loader: DataLoader[Any]) -> None:
-    """Refuses a loader whose examples cannot be told apart and drawn one by one.
+    """Raise an error for a loader whose examples cannot be drawn one by one.
 
     Raises:
         DefenseError: says what to change.
@@ -447,29 +443,30 @@ def check_torch_loader(loader: DataLoader[Any]) -> None:
     _sized(loader.dataset)
 
 
-def _check_none_of_several(loader: DataLoader[Any]) -> None:
-    several = getattr(loader.dataset, "__getitems__", None)
-    if several is not None:
+def _check_fetches_none(loader: DataLoader[Any]) -> None:
+    """Raise an error unless a dataset that fetches several examples at once can fetch none."""
+    fetch = getattr(loader.dataset, "__getitems__", None)
+    if fetch is not None:
         try:
-            none = len(several([]))
+            count = len(fetch([]))
         except Exception as error:
             raise DefenseError(
                 f"`{type(loader.dataset).__name__}.__getitems__([])` fails ({error!r}), but a "
                 "Poisson batch may be empty: let it return an empty list."
             ) from error
-        if none:
+        if count:
             raise DefenseError(
-                f"`{type(loader.dataset).__name__}.__getitems__([])` gives {none} examples instead "
-                "of none: a Poisson batch may be empty."
+                f"`{type(loader.dataset).__name__}.__getitems__([])` gives {count} examples "
+                "instead of none: a Poisson batch may be empty."
             )
 
 
 def _shard(loader: DataLoader[Any]) -> range:
-    """Indices of this process's examples, each of which stands once in the dataset."""
+    """Return the indices of this process's examples, each of which is in the dataset once."""
     if isinstance(loader.dataset, Subset | ConcatDataset):
         _check_once(loader.dataset)
     size, sampler = len(_sized(loader.dataset)), loader.sampler
-    # Of these classes exactly: one derived from them may choose, or repeat, what it likes.
+    # Of these classes exactly: one derived from them may choose or repeat any examples.
     if type(sampler) is RandomSampler and not sampler.replacement:
         plain = sampler.num_samples == size
     elif type(sampler) is DistributedSampler and sampler.dataset is loader.dataset:
@@ -486,30 +483,30 @@ def _shard(loader: DataLoader[Any]) -> range:
 
 
 def _check_once(dataset: Dataset[Any]) -> None:
-    """Refuses a dataset that torch's own classes make of others with an example in two places."""
+    """Raise an error where a Subset or ConcatDataset has an example at two places."""
     sources, places = origins(dataset)
     order = np.lexsort((places, sources))
-    again = (np.diff(sources[order]) == 0) & (np.diff(places[order]) == 0)
-    if again.any():
+    repeated = (np.diff(sources[order]) == 0) & (np.diff(places[order]) == 0)
+    if repeated.any():
         raise DefenseError(
-            f"{int(again.sum())} of the {len(places)} places in the dataset hold an example that "
-            "stands at another place too (a Subset with an index twice, or a ConcatDataset of a "
+            f"{int(repeated.sum())} of the {len(places)} places in the dataset hold an example "
+            "that is at another place too (a Subset with an index twice, or a ConcatDataset of a "
             "dataset with itself), and privacy is accounted for each place: such an example pays "
             "several times. Let each stand once, and train for more epochs."
         )
 
 
 def origins(dataset: Any) -> tuple[Any, Any]:
-    """For each place the dataset that its example comes from, by identity, and where it is there.
+    """Return for each place the identity of the example's dataset, and its place there.
 
-    Subset and ConcatDataset are looked through.
+    Subset and ConcatDataset are resolved.
     """
     if isinstance(dataset, ConcatDataset):
         parts = [origins(part) for part in dataset.datasets]
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
     if isinstance(dataset, Subset):
         indices = np.asarray(dataset.indices)
-        if indices.dtype.kind not in "iu":  # keys, or none at all
+        if indices.dtype.kind not in "iu":  # keys, or an empty list
             _, places = np.unique(indices, return_inverse=True)
             return np.full(len(indices), id(dataset.dataset), dtype=np.int64), places
         sources, places = origins(dataset.dataset)
@@ -528,7 +525,7 @@ def _sized(dataset: Dataset[Any]) -> Any:
 
 
 def _emptied(once: Any, twice: Any) -> Any:
-    """What is left of ``once`` without what grew from it to ``twice``."""
+    """Return ``once`` with what is longer in ``twice`` cut to length 0."""
     if isinstance(once, Tensor):
         grew = [d for d, (a, b) in enumerate(zip(once.shape, twice.shape, strict=True)) if a != b]
         if not grew:
@@ -554,10 +551,10 @@ def _emptied(once: Any, twice: Any) -> Any:
 
 
 def rebuilt(like: Mapping[Any, Any], fields: dict[Any, Any]) -> Any:
-    """The same kind of mapping (HF's BatchEncoding, say).
+    """Return fields in the same type of mapping (HF's BatchEncoding, say).
 
     Raises:
-        DefenseError: it cannot be made of a dict.
+        DefenseError: the type cannot be made from a dict.
     """
     if type(like) is dict:
         return fields
@@ -565,20 +562,6 @@ def rebuilt(like: Mapping[Any, Any], fields: dict[Any, Any]) -> Any:
         return type(like)(fields)  # type: ignore[call-arg]
     except TypeError as error:
         raise DefenseError(
-            f"the collate function returns a {type(like).__name__}, of which none with other rows "
-            "can be made: let it return a dict, a list or a tuple"
+            f"the collate function returns a {type(like).__name__}, which cannot be made from a "
+            "dict with other rows: let it return a dict, a list or a tuple"
         ) from error
-
-
-__all__ = [
-    "EmptyCollate",
-    "PoissonBatchSampler",
-    "RowCollate",
-    "UserBatchSampler",
-    "check_torch_loader",
-    "checked_loader",
-    "is_sharded",
-    "origins",
-    "poisson_loader",
-    "rebuilt",
-]

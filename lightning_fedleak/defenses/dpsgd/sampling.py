@@ -1,4 +1,4 @@
-"""How the batches of DP-SGD are drawn: a loader, and what it means for the account."""
+"""How DP-SGD draws batches: the loader that it trains with, and the sample rate to account."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
-from lightning_fedleak.defenses.dpsgd.batch import sizes_of, tensors_of, unsharded
+from lightning_fedleak.defenses.dpsgd.batch import overlap_warning, sizes_of, tensors_of
 from lightning_fedleak.defenses.dpsgd.correlated_noise import (
     Mechanism,
     Places,
     places_of,
-    plain,
+    values_in,
 )
 from lightning_fedleak.defenses.dpsgd.poisson import (
     EmptyCollate,
@@ -34,12 +34,9 @@ from lightning_fedleak.defenses.dpsgd.poisson import (
 from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.model_state import preserve_process
 
-COMPARED = 5
-"""Examples by which it is seen whether the processes of a client hold the same dataset."""
-ORDERED = 8
-"""Examples by which it is seen whether the collate function keeps their order."""
-AMONG = 64
-"""Examples that those are chosen from, so that they differ in length where any do."""
+COMPARED = 5  # examples that show whether processes have the same dataset. Not tuned
+ORDERED = 8  # examples that show whether the collate function keeps their order. Not tuned
+CANDIDATES = 64  # examples these are chosen from, to differ in length where any do. Not tuned
 
 
 @dataclass(frozen=True)
@@ -47,12 +44,12 @@ class Sampling:
     """A loader for DP-SGD.
 
     Attributes:
-        loader: gives the batches.
+        loader: yields the batches.
         rate: chance of each example to be in a batch, as it is to be accounted.
         expected: number of examples by which a clipped sum is divided.
-        examples: of all clients; users where they are drawn.
-        users: the rows of each; None where examples are drawn.
-        groups: of examples or users, that batches are drawn from in turn.
+        examples: of all clients; where users are drawn, the number of users.
+        users: the rows of each user; None where examples are drawn.
+        groups: of examples or users, from which batches are drawn in turn.
         places: of examples, where noise is correlated over steps; else None.
     """
 
@@ -66,15 +63,15 @@ class Sampling:
 
     @property
     def drawn(self) -> int:
-        """How many Poisson batches were drawn; a loader that follows goes on from there."""
+        """Return how many Poisson batches were drawn; the next loader continues there."""
         sampler = self.loader.batch_sampler
         return sampler.step if isinstance(sampler, PoissonBatchSampler) else 0
 
     def check_size(self, samples: int) -> None:
-        """Refuses a batch that does not hold as many samples as examples were drawn for it.
+        """Raise an error unless a batch has as many samples as examples were drawn for it.
 
         Raises:
-            DefenseError: something came between the loader and the training step.
+            DefenseError: something between the loader and the training step changed the batch.
         """
         sampler, size = self.loader.batch_sampler, self.loader.batch_size
         drawn = isinstance(sampler, PoissonBatchSampler) and not sampler.claim(samples)
@@ -87,7 +84,7 @@ class Sampling:
             )
 
     def check_turn(self, row: int, samples: int) -> None:
-        """Refuses a batch that was drawn for another step of its mechanism.
+        """Raise an error for a batch that was drawn for another step of its mechanism.
 
         Raises:
             DefenseError: a batch was left out, or came twice.
@@ -103,7 +100,7 @@ class Sampling:
             )
 
     def users_in(self, samples: int) -> list[int] | None:
-        """How many rows each user has in the batch that comes, user by user; None of examples.
+        """Return how many rows each user has in the next batch; None where examples are drawn.
 
         Raises:
             DefenseError: the batch is not the one that was drawn.
@@ -115,13 +112,13 @@ class Sampling:
         if counts is None:
             raise DefenseError(
                 f"DPSGD: training_step gets a batch of {samples} rows, and the next that was drawn "
-                "has another number: whose rows they are cannot be told. Let batches come in the "
+                "has another number: whose rows they are is not known. Let batches come in the "
                 "order in which the loader makes them (in_order=True), each once."
             )
         return counts
 
     def placeholder(self) -> Any:
-        """A batch of one example that was not drawn and must not count."""
+        """Return a batch of one example that was not drawn and must not count."""
         assert isinstance(self.loader.collate_fn, EmptyCollate)
         return self.loader.collate_fn.placeholder()
 
@@ -140,33 +137,33 @@ def sampling_of(
     bands: int = 1,
     turn: Callable[[], int] = int,
 ) -> Sampling:
-    """The loader to train with instead of ``dataloader``.
+    """Return the loader to train with instead of ``dataloader``.
 
     Args:
         dataloader: as Lightning has prepared it.
-        context: where.
-        poisson: sample batches by chance; otherwise the loader's own are taken, and each example is
-            accounted as if it were in all of them.
+        context: client and process.
+        poisson: whether to draw Poisson samples. Otherwise the loader's batches are taken, and each
+            example is accounted as if it were in all of them.
         trust: see :class:`~lightning_fedleak.defenses.dpsgd.dpsgd.DPSGD`.
         entropy: secret bytes that the samples follow from.
         first_step: number of the first batch.
-        users: gives the rows of every user of a dataset by key, where users are drawn.
+        users: returns the rows of every user of a dataset by key; None to draw examples.
         rows_per_user: of one user in a batch, at most.
-        mechanism: ``"banded"`` draws from ``bands`` groups in turn, ``"banded_inverse"`` gives the
-            same batches in every epoch.
+        mechanism: ``"banded"`` draws from ``bands`` groups in turn, ``"banded_inverse"`` the same
+            batches in every epoch.
         bands: of the mechanism.
-        turn: tells the number of the next release in its mechanism.
+        turn: returns the number of the next release in its mechanism.
 
     Raises:
-        DefenseError: a loader that cannot be sampled, or one that gives an example to several
-            processes of one client, or to several clients in one step; where users are drawn, one
+        DefenseError: a loader that cannot be sampled, or one that yields an example in several
+            processes of one client, or in several clients in one step; where users are drawn, one
             that does not keep the order of their rows.
     """
     check_torch_loader(dataloader)
     examples, batch_size = sizes_of(dataloader)
     replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
     if context.clients > 1 and not is_sharded(dataloader):
-        warnings.warn(unsharded(context.clients, trust), stacklevel=3)
+        warnings.warn(overlap_warning(context.clients, trust), stacklevel=3)
     if context.processes > 1:
         _check_shares(dataloader, context)
     if not poisson:
@@ -202,11 +199,11 @@ def sampling_of(
     assert isinstance(loader.batch_sampler, PoissonBatchSampler)
     if rows is not None:
         _check_order(loader)
-    own = loader.batch_sampler.shard
+    shard = loader.batch_sampler.shard
     places = None
     if mechanism != "independent":
-        places = places_of(loader.dataset, own, by_key)
-    expected = rate * (len(own) if context.processes == 1 else examples) / groups
+        places = places_of(loader.dataset, shard, by_key)
+    expected = rate * (len(shard) if context.processes == 1 else examples) / groups
     if trust == "central" and context.clients > 1:
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)
@@ -214,7 +211,7 @@ def sampling_of(
 
 
 def _check_shares(dataloader: Any, context: DefenseContext) -> None:
-    """Refuses where an example may be in the batches of two processes of one client.
+    """Raise an error where an example may be in the batches of two processes of one client.
 
     It would be clipped in each of them, and add more than the clip norm to their sum.
     """
@@ -230,10 +227,10 @@ def _check_shares(dataloader: Any, context: DefenseContext) -> None:
 
 
 def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
-    """Refuses where a sampler that splits the data may give two processes an example in one step.
+    """Raise an error where two processes may get the same example in one step.
 
-    It repeats the first at the end of an epoch, so that parts are alike in size. Two steps are both
-    accounted, so for several clients an epoch of more than one does no harm.
+    A sampler that splits the data repeats the first examples at the end of an epoch, so that parts
+    have equal sizes. Several clients with more than one step in an epoch are accounted for that.
     """
     if not is_sharded(dataloader) or (context.processes == 1 and len(dataloader) > 1):
         return
@@ -248,11 +245,11 @@ def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
 
 
 def _check_order(loader: DataLoader[Any]) -> None:
-    """Refuses a dataset or collate function whose rows are not in the order of the examples.
+    """Raise an error for a dataset or collate function that changes the order of examples.
 
-    Whose a row is, is known by its place. Some examples are collated, twice as they are and once
-    in another order. What is alike in the first two must follow in the third: that hangs on the
-    collate function, and not on what the examples hold. Random numbers are left as they were.
+    The user of a row follows from its place. A few examples are collated twice in one order and
+    once in another. Tensors that are equal in the first two must be reordered in the third, which
+    depends on the collate function and not on the examples. Global random states do not change.
 
     Raises:
         DefenseError: it sorts or shuffles, or makes a row of several examples.
@@ -260,52 +257,53 @@ def _check_order(loader: DataLoader[Any]) -> None:
     with preserve_process():
         places = _unlike(loader)
         count = len(places)
-        # Of usual orders (sorted, backwards, turned) none but the examples' own goes along.
+        # Sorting, reversing and rotating do not undo this order.
         order = [*range(1, count - 1), 0, count - 1] if count > 2 else [*range(count)][::-1]
-        first, again, moved = (
-            _collated(loader, some) for some in (places, places, [places[i] for i in order])
+        first, second, permuted = (
+            _collated(loader, chosen) for chosen in (places, places, [places[i] for i in order])
         )
-        told = False
-        for one, two, three in zip(first, again, moved, strict=False):
-            if len(one) != count:
+        conclusive = False
+        for tensor, repeated, reordered in zip(first, second, permuted, strict=False):
+            if len(tensor) != count:
                 continue
-            if _alike(one, two):
+            if _equal(tensor, repeated):
                 # Or it is the same whatever the examples are: their numbers in the batch, say.
-                kept = _alike(one[order], three) or any(
-                    _alike(one, other) for other in _collated(loader, places[:1] * count)
+                keeps_order = _equal(tensor[order], reordered) or any(
+                    _equal(tensor, constant) for constant in _collated(loader, places[:1] * count)
                 )
-                told = told or not _alike(one, one[:1].expand_as(one))
+                conclusive = conclusive or not _equal(tensor, tensor[:1].expand_as(tensor))
             else:
-                kept = not _is_shuffled(one, two)
-            if not kept:
+                keeps_order = not _is_shuffled(tensor, repeated)
+            if not keeps_order:
                 raise DefenseError(
-                    "DPSGD: with unit='user' whose a row is, is known by its place in the batch, "
-                    f"and the collate function ({_called(loader)}) or the dataset's "
+                    "DPSGD: with unit='user' the user of a row follows from its place in the "
+                    f"batch, and the collate function ({_collate_name(loader)}) or the dataset's "
                     "`__getitems__` sorts or shuffles rows, or makes a row of several examples: "
                     "one user's rows would be clipped as another's. Let row i of every tensor be "
                     "of example i (pack_padded_sequence takes enforce_sorted=False)."
                 )
-    if count > 1 and not told:
+    if count > 1 and not conclusive:
         warnings.warn(
-            "DPSGD: with unit='user' whose a row is, is known by its place in the batch. Whether "
-            f"the collate function ({_called(loader)}) keeps the order of the examples could not "
-            "be seen: what it makes is random, or alike for all. It is trusted to.",
+            "DPSGD: with unit='user' the user of a row follows from its place in the batch. "
+            f"Whether the collate function ({_collate_name(loader)}) keeps the order of examples "
+            "could not be checked: its batches are random, or the same for all examples. It is "
+            "trusted.",
             stacklevel=4,
         )
 
 
 def _unlike(loader: DataLoader[Any]) -> list[int]:
-    """Places of a few examples from the shortest to the longest, of some all over the dataset."""
+    """Return places of a few examples, from the shortest to the longest of many."""
     dataset: Any = loader.dataset
     last = len(dataset) - 1
-    some = sorted({last * i // (AMONG - 1) for i in range(AMONG)})
-    some.sort(key=lambda place: _length(dataset[place]))
-    chosen = sorted({(len(some) - 1) * i // (ORDERED - 1) for i in range(ORDERED)})
-    return [some[i] for i in chosen]
+    places = sorted({last * i // (CANDIDATES - 1) for i in range(CANDIDATES)})
+    places.sort(key=lambda place: _length(dataset[place]))
+    ranks = sorted({(len(places) - 1) * i // (ORDERED - 1) for i in range(ORDERED)})
+    return [places[rank] for rank in ranks]
 
 
 def _length(value: Any) -> int:
-    """Letters, and numbers that are not zero (as padding often is), in an example."""
+    """Return how many letters and nonzero numbers an example has; padding is often zero."""
     if isinstance(value, Mapping):
         return sum(map(_length, value.values()))
     if isinstance(value, list | tuple):
@@ -316,47 +314,48 @@ def _length(value: Any) -> int:
 
 
 def _collated(loader: DataLoader[Any], places: list[int]) -> list[Tensor]:
-    """Tensors of a batch of these examples, fetched as a DataLoader does."""
+    """Return the tensors of a batch of these examples, fetched as a DataLoader does."""
     dataset: Any = loader.dataset
-    several = getattr(dataset, "__getitems__", None)
-    examples = several(places) if several else [dataset[place] for place in places]
+    fetch = getattr(dataset, "__getitems__", None)
+    examples = fetch(places) if fetch else [dataset[place] for place in places]
     return [tensor for tensor in tensors_of(loader.collate_fn(examples)) if tensor.dim()]
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _equal(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    if one.is_floating_point() or one.is_complex():
-        return torch.allclose(one, other, equal_nan=True)
-    return torch.equal(one, other)
+    if first.is_floating_point() or first.is_complex():
+        return torch.allclose(first, second, equal_nan=True)
+    return torch.equal(first, second)
 
 
-def _is_shuffled(one: Tensor, other: Tensor) -> bool:
-    """Whether they hold the same rows, each once, in another order."""
-    if one.shape != other.shape:
+def _is_shuffled(first: Tensor, second: Tensor) -> bool:
+    """Return whether they hold the same rows, each once, in another order."""
+    if first.shape != second.shape:
         return False
-    rows = [sorted(repr(row) for row in tensor.tolist()) for tensor in (one, other)]
-    return rows[0] == rows[1] and len(set(rows[0])) == len(one)
+    rows = [sorted(repr(row) for row in tensor.tolist()) for tensor in (first, second)]
+    return rows[0] == rows[1] and len(set(rows[0])) == len(first)
 
 
-def _called(loader: DataLoader[Any]) -> str:
-    collate = loader.collate_fn
-    own = collate.collate if isinstance(collate, EmptyCollate) else collate
-    return str(getattr(own, "__name__", type(own).__name__))
+def _collate_name(loader: DataLoader[Any]) -> str:
+    collate: Any = loader.collate_fn
+    if isinstance(collate, EmptyCollate):
+        collate = collate.collate
+    return str(getattr(collate, "__name__", type(collate).__name__))
 
 
 def check_same_data(loader: DataLoader[Any], team: Team, *, poisson: bool) -> None:
-    """Refuses processes of one client whose parts may overlap; a collective.
+    """Raise an error for processes of one client whose parts may overlap; a collective.
 
-    The parts are places in the dataset. Where a process has shuffled or split it in its own way, an
-    example may be in several parts, clipped in each and more than once in the sum; so too where
-    samplers shuffle by different seeds and their batches are taken as they are. A few examples are
-    compared, if loading one twice gives the same.
+    The parts are places in the dataset. Where processes have shuffled or split it differently, or
+    where samplers that are not replaced have different seeds, an example may be in several parts:
+    clipped in each, and more than once in the sum. A few examples are compared, if loading one
+    twice gives the same.
 
     Args:
-        loader: as it trains; its dataset is whole in each process.
+        loader: for training; its dataset is whole in each process.
         team: the processes of this client.
-        poisson: the sampler was replaced.
+        poisson: whether the sampler was replaced.
 
     Raises:
         DefenseError: they differ, or an example cannot be loaded.
@@ -368,8 +367,8 @@ def check_same_data(loader: DataLoader[Any], team: Team, *, poisson: bool) -> No
         names = "seed", "shuffle", "drop_last"
         team.check_alike(**{f"the sampler's {n}": float(getattr(sampler, n)) for n in names})
     with team.together():
-        digest, again = _digest(loader.dataset), _digest(loader.dataset)
-    changes, high, low = team.largest([digest != again, digest, -digest])
+        digest, repeated = _digest(loader.dataset), _digest(loader.dataset)
+    changes, high, low = team.largest([digest != repeated, digest, -digest])
     if high != -low and not changes:
         raise DefenseError(
             "DPSGD: the processes of the client hold other examples at the same places of their "
@@ -379,11 +378,8 @@ def check_same_data(loader: DataLoader[Any], team: Team, *, poisson: bool) -> No
 
 
 def _digest(dataset: Any) -> int:
-    """48 bits of a few examples."""
+    """Return a digest of a few examples, of 48 bits."""
     last = len(dataset) - 1
     examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
-    found = hashlib.sha256("\0".join(plain(examples)).encode())
-    return int.from_bytes(found.digest()[:6], "big")
-
-
-__all__ = ["Sampling", "check_same_data", "sampling_of"]
+    digest = hashlib.sha256("\0".join(values_in(examples)).encode()).digest()
+    return int.from_bytes(digest[:6], "big")

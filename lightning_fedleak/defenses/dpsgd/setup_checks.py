@@ -1,9 +1,9 @@
-"""What DP-SGD refuses at setup, each with what to change."""
+"""Checks of DP-SGD before the first step: settings, Trainer and model."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -14,16 +14,30 @@ from lightning_fedleak.defenses.dpsgd.clipped_sum import LayerNoise, MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+"""Lightning's names of the precisions without a gradient scaler."""
+
+
+def _check_number(name: str, value: object, **limits: Any) -> None:
+    check_number(f"DPSGD: {name}", value, error=DefenseError, **limits)
+
+
+def _check_integer(name: str, value: object, **limits: Any) -> None:
+    check_integer(f"DPSGD: {name}", value, error=DefenseError, **limits)
+
+
+def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    check_choice(f"DPSGD: {name}", value, choices, error=DefenseError)
 
 
 def check_trainer(context: DefenseContext, *, poisson: bool) -> None:
-    """Refuses settings of the Trainer that break the guarantee or would be lost in silence.
+    """Raise an error for settings of the Trainer that break the guarantee or have no effect.
 
     Args:
         context: holds the Trainer.
-        poisson: batches are Poisson samples.
+        poisson: whether batches are Poisson samples.
 
     Raises:
         DefenseError: says which setting.
@@ -69,7 +83,7 @@ def check_trainer(context: DefenseContext, *, poisson: bool) -> None:
 
 
 def check_shards(root: nn.Module, processes: int) -> None:
-    """Refuses trained parameters that are not shared by all processes of the client (FSDP2).
+    """Raise an error for a trained parameter that not all processes of the client share (FSDP2).
 
     Raises:
         DefenseError: says which.
@@ -90,7 +104,7 @@ def check_shards(root: nn.Module, processes: int) -> None:
 
 
 def check_model(root: nn.Module, clipping: Clipping) -> None:
-    """Refuses a model whose trainable parameters have no per-sample gradients.
+    """Raise an error for a model whose trainable parameters have no per-sample gradients.
 
     Raises:
         DefenseError: says which layer, and what to do with it.
@@ -113,8 +127,8 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
                 "`from_pretrained`: without dropout, against most recipes. Call `model.train()` "
                 "where you build it, or freeze it."
             )
-        own = [p for p in module._parameters.values() if p is not None and p.requires_grad]
-        if clipping == "ghost" and not has_ghost_rule(module) and any(p.dim() > 1 for p in own):
+        trained = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+        if clipping == "ghost" and not has_ghost_rule(module) and any(p.dim() > 1 for p in trained):
             raise DefenseError(
                 f"DPSGD: clipping='ghost' has no rule for '{name}' ({type(module).__name__}). Use "
                 "clipping='auto', which multiplies out what has none, or freeze it."
@@ -122,6 +136,7 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
 
 
 def _check_statistics(name: str, module: nn.Module) -> None:
+    """Raise an error for a layer in train mode that computes or keeps statistics of the batch."""
     kind = type(module).__name__
     if not module.training:
         return
@@ -141,81 +156,103 @@ def _check_statistics(name: str, module: nn.Module) -> None:
 def planned_steps(
     context: DefenseContext, per_epoch: int, mechanism: Mechanism = "independent"
 ) -> int:
-    """How many optimizer steps the Trainer is going to take.
+    """Return how many optimizer steps the Trainer is going to take.
 
     Args:
-        context: where.
+        context: holds the Trainer.
         per_epoch: batches of the loader.
-        mechanism: that needs to know, if it is not ``target_epsilon`` that does.
+        mechanism: how noise is correlated; messages name it, or else ``target_epsilon``.
 
     Raises:
-        DefenseError: that has no end.
+        DefenseError: the Trainer sets no end, or the learning rate finder runs first.
     """
     trainer = trainer_of(context)
     correlated = mechanism != "independent"
-    needs = f"mechanism={mechanism!r}" if correlated else "target_epsilon"
+    argument = f"mechanism={mechanism!r}" if correlated else "target_epsilon"
     if any(type(c).__name__ == "_LRCallback" for c in getattr(trainer, "callbacks", ())):
-        other = "" if correlated else ", or give noise_multiplier: then its steps are accounted too"
+        alternative = "" if correlated else ", or give noise_multiplier: it counts its steps too"
         raise DefenseError(
             "DPSGD: the learning rate finder trains for steps of its own, and the noise for "
-            f"{needs} would be found for those alone. Find the learning rate on public data "
-            f"or in a run without DPSGD{other}."
+            f"{argument} would be found for those alone. Find the learning rate on public data "
+            f"or in a run without DPSGD{alternative}."
         )
     limit = getattr(trainer, "limit_train_batches", 1.0)
     if isinstance(limit, int):
         per_epoch = min(per_epoch, limit)
     else:
         per_epoch = int(per_epoch * limit)
-    epochs, most = getattr(trainer, "max_epochs", None), getattr(trainer, "max_steps", -1)
+    epochs, max_steps = getattr(trainer, "max_epochs", None), getattr(trainer, "max_steps", -1)
     counts = []
     if epochs is not None and epochs >= 0:
         counts.append(epochs * per_epoch)
-    if most >= 0:
-        counts.append(most)
+    if max_steps >= 0:
+        counts.append(max_steps)
     if not counts or min(counts) < 1:
-        other = "" if correlated else ", or DPSGD a noise_multiplier instead"
+        alternative = "" if correlated else ", or DPSGD a noise_multiplier instead"
         raise DefenseError(
-            f"DPSGD: {needs} needs to know for how many steps the run goes. Give the Trainer "
-            f"max_epochs or max_steps{other}."
+            f"DPSGD: {argument} needs to know how many steps the run takes. Give the Trainer "
+            f"max_epochs or max_steps{alternative}."
         )
     return int(min(counts))
 
 
-def check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
-    """Refuses a value that is not one of those known; each argument with its value and those.
-
-    Raises:
-        DefenseError: says which argument.
-    """
-    for argument, (value, known) in choices.items():
-        if value not in known:
-            raise DefenseError(f"DPSGD: {argument}={value!r} must be one of {known}")
-
-
-def check_hardening(harden_factor: float, most_notches: int | None) -> None:
-    """Refuses a factor that hardens nothing, and what is no number of notches.
-
-    Raises:
-        DefenseError: says which.
-    """
-    if not (math.isfinite(harden_factor) and harden_factor > 1):
-        raise DefenseError(f"DPSGD: harden_factor={harden_factor!r} must be a number above 1")
-    whole = isinstance(most_notches, int) and not isinstance(most_notches, bool)
-    if most_notches is not None and (not whole or most_notches < 0):
-        raise DefenseError(
-            f"DPSGD: most_notches={most_notches!r} must be a whole number of at least 0, or None"
-        )
-
-
-def check_mechanism(
-    mechanism: str, bands: int | None, *, poisson: bool, fixed_budget: bool
+def check_settings(
+    max_grad_norm: MaxGradNorm,
+    noise_multiplier: float | None,
+    target_epsilon: float | None,
+    target_delta: float | None,
+    seed: int | None,
+    accountant: str,
 ) -> None:
-    """Refuses bands that cannot be, and settings that correlated noise does not go with.
+    """Raise an error for numbers out of range, or that contradict each other.
+
+    With ``accountant="filter"`` the noise may be given beside the epsilon, which must be given.
 
     Raises:
         DefenseError: says which.
     """
-    check_choices(mechanism=(mechanism, ("independent", "banded", "banded_inverse")))
+    _check_choice("accountant", accountant, ("prv", "rdp", "filter"))
+    norms: Sequence[object] = () if max_grad_norm == "auto" else (max_grad_norm,)
+    if isinstance(max_grad_norm, Mapping):
+        norms = [*max_grad_norm.values()] or [max_grad_norm]
+    for norm in norms:
+        hint = "or 'auto', or such numbers by the names of layers"
+        _check_number("max_grad_norm", norm, above=0, hint=hint)
+    filtered = accountant == "filter"
+    if filtered and target_epsilon is None:
+        raise DefenseError(
+            "DPSGD: accountant='filter' keeps the run within a budget that is fixed before it. "
+            "Give target_epsilon and target_delta."
+        )
+    if not filtered and (noise_multiplier is None) == (target_epsilon is None):
+        count = "neither" if noise_multiplier is None else "both"
+        raise DefenseError(
+            f"DPSGD: {count} of noise_multiplier and target_epsilon given. Give one: the noise, or "
+            "the epsilon that the whole run may cost."
+        )
+    _check_number("noise_multiplier", noise_multiplier, at_least=0, optional=True)
+    _check_number("target_epsilon", target_epsilon, above=0, optional=True)
+    if target_epsilon is not None:
+        if target_delta is None:
+            raise DefenseError(
+                "DPSGD: target_epsilon means nothing without target_delta. Give one, below one "
+                "over the number of examples."
+            )
+        if seed is not None:
+            raise DefenseError(
+                "DPSGD: with a seed the noise can be guessed and no epsilon holds. Leave out seed "
+                "or target_epsilon."
+            )
+    _check_number("target_delta", target_delta, above=0, below=1, optional=True)
+
+
+def check_mechanism(mechanism: str, bands: int | None, *, poisson: bool, accountant: str) -> None:
+    """Raise an error for bands that cannot be, and settings that exclude correlated noise.
+
+    Raises:
+        DefenseError: says which.
+    """
+    _check_choice("mechanism", mechanism, ("independent", "banded", "banded_inverse"))
     if mechanism == "independent":
         if bands is not None:
             raise DefenseError(
@@ -223,20 +260,16 @@ def check_mechanism(
                 "noise is independent. Pass one of them, or leave bands out."
             )
         return
-    whole = isinstance(bands, int) and not isinstance(bands, bool)
-    if not whole or bands < 1:  # type: ignore[operator]
-        raise DefenseError(
-            f"DPSGD: bands={bands!r} must be at least 1 with mechanism={mechanism!r}: over how "
-            "many steps noise is correlated. 4 to 16 are usual."
-        )
+    hint = f"over how many steps mechanism={mechanism!r} correlates noise. 4 to 16 are usual"
+    _check_integer("bands", bands, hint=hint)
     if not poisson:
         raise DefenseError(
-            f"DPSGD: mechanism={mechanism!r} settles itself how batches are drawn, and "
+            f"DPSGD: mechanism={mechanism!r} decides itself how batches are drawn, and "
             "poisson=False takes the loader's as they are: leave it out"
         )
-    if fixed_budget:
+    if accountant == "filter":
         raise DefenseError(
-            f"DPSGD: mechanism={mechanism!r} needs noise that is settled before the run, and "
+            f"DPSGD: mechanism={mechanism!r} needs noise that is fixed before the run, and "
             "accountant='filter' is there to turn it up. Use accountant='prv' or 'rdp'."
         )
 
@@ -244,47 +277,33 @@ def check_mechanism(
 def check_clip(
     max_grad_norm: MaxGradNorm, gamma: float, per_layer: bool, layer_noise: LayerNoise
 ) -> None:
-    """Refuses settings of clipping that are out of range or do nothing.
+    """Raise an error for settings of clipping that are out of range or do nothing.
 
     Raises:
         DefenseError: says which.
     """
-    if not (math.isfinite(gamma) and gamma > 0):
-        raise DefenseError(f"DPSGD: gamma={gamma!r} must be a positive number")
-    check_choices(layer_noise=(layer_noise, ("equal", "by_clip")))
-    several = isinstance(max_grad_norm, Mapping)
-    if several and per_layer:
+    _check_number("gamma", gamma, above=0)
+    _check_choice("layer_noise", layer_noise, ("equal", "by_clip"))
+    by_name = isinstance(max_grad_norm, Mapping)
+    if by_name and per_layer:
         raise DefenseError(
             "DPSGD: max_grad_norm names layers already; leave per_layer out, which gives each "
             "layer an equal share of one norm"
         )
-    if layer_noise != "equal" and not (several or per_layer):
+    if layer_noise != "equal" and not (by_name or per_layer):
         raise DefenseError(
-            f"DPSGD: layer_noise={layer_noise!r} shares noise among layers that are clipped by "
-            "themselves: pass per_layer=True, or max_grad_norm by the names of layers"
-        )
-
-
-def check_pieces(max_physical_batch: int | None) -> None:
-    """Refuses what is no number of rows.
-
-    Raises:
-        DefenseError: says what is.
-    """
-    whole = isinstance(max_physical_batch, int) and not isinstance(max_physical_batch, bool)
-    if max_physical_batch is not None and (not whole or max_physical_batch < 1):
-        raise DefenseError(
-            f"DPSGD: max_physical_batch={max_physical_batch!r} must be how many rows are run at "
-            "once, at least 1, or None for all of a batch"
+            f"DPSGD: layer_noise={layer_noise!r} shares noise among layers that are clipped one by "
+            "one: pass per_layer=True, or max_grad_norm by the names of layers"
         )
 
 
 def check_users(unit: str, grouped: bool, rows_per_user: int | None, *, poisson: bool) -> None:
-    """Refuses a unit of privacy that cannot be told, or settings that do nothing for it.
+    """Raise an error for a unit of privacy without users, or settings that do nothing for it.
 
     Raises:
         DefenseError: says which.
     """
+    _check_choice("unit", unit, ("example", "user"))
     if unit == "user" and not grouped:
         raise DefenseError(
             "DPSGD: unit='user' needs group_by: the name of a column, a function of an example, or "
@@ -300,82 +319,4 @@ def check_users(unit: str, grouped: bool, rows_per_user: int | None, *, poisson:
             "DPSGD: unit='user' draws users by chance, and poisson=False takes the loader's "
             "batches as they are: leave it out"
         )
-    whole = isinstance(rows_per_user, int) and not isinstance(rows_per_user, bool)
-    if rows_per_user is not None and (not whole or rows_per_user < 1):
-        raise DefenseError(
-            f"DPSGD: rows_per_user={rows_per_user!r} must be at least 1, or None for all rows"
-        )
-
-
-def check_settings(
-    max_grad_norm: MaxGradNorm,
-    noise_multiplier: float | None,
-    target_epsilon: float | None,
-    target_delta: float | None,
-    seed: int | None = None,
-    *,
-    fixed_budget: bool = False,
-) -> None:
-    """Refuses numbers that are out of range or contradict each other.
-
-    With a ``fixed_budget`` the noise may be given together with the epsilon, which must be.
-
-    Raises:
-        DefenseError: says which.
-    """
-    norms: Iterable[object] = () if max_grad_norm == "auto" else (max_grad_norm,)
-    if isinstance(max_grad_norm, Mapping):
-        norms = max_grad_norm.values() or (None,)
-    if not all(isinstance(n, int | float) and math.isfinite(n) and n > 0 for n in norms):
-        raise DefenseError(
-            f"DPSGD: max_grad_norm={max_grad_norm!r} must be a positive number, 'auto', or such "
-            "numbers by the names of layers"
-        )
-    if fixed_budget and target_epsilon is None:
-        raise DefenseError(
-            "DPSGD: accountant='filter' keeps the run within a budget that is fixed before it. "
-            "Give target_epsilon and target_delta."
-        )
-    if not fixed_budget and (noise_multiplier is None) == (target_epsilon is None):
-        given = "neither" if noise_multiplier is None else "both"
-        raise DefenseError(
-            f"DPSGD: {given} of noise_multiplier and target_epsilon given. Give one: the noise, or "
-            "the epsilon that the whole run may cost."
-        )
-    if noise_multiplier is not None and not (
-        math.isfinite(noise_multiplier) and noise_multiplier >= 0
-    ):
-        raise DefenseError(
-            f"DPSGD: noise_multiplier={noise_multiplier!r} must be a number of at least 0"
-        )
-    if target_epsilon is not None:
-        if not (math.isfinite(target_epsilon) and target_epsilon > 0):
-            raise DefenseError(f"DPSGD: target_epsilon={target_epsilon!r} must be positive")
-        if target_delta is None:
-            raise DefenseError(
-                "DPSGD: target_epsilon means nothing without target_delta. Give one, below one "
-                "over the number of examples."
-            )
-        if seed is not None:
-            raise DefenseError(
-                "DPSGD: with a seed the noise can be guessed and no epsilon holds. Leave out seed "
-                "or target_epsilon."
-            )
-    if target_delta is not None and not 0 < target_delta < 1:
-        raise DefenseError(f"DPSGD: target_delta={target_delta!r} must lie between 0 and 1")
-
-
-__all__ = [
-    "PRECISIONS",
-    "check_choices",
-    "check_clip",
-    "check_hardening",
-    "check_mechanism",
-    "check_model",
-    "check_pieces",
-    "check_settings",
-    "check_shards",
-    "check_trainer",
-    "check_users",
-    "planned_steps",
-]
+    _check_integer("rows_per_user", rows_per_user, optional=True, hint="None takes all rows")

@@ -1,20 +1,15 @@
-"""One training step of DP-SGD, from its batch to its release: recorded, looked at, clipped."""
+"""One training step of DP-SGD: its batch, its forward pass and loss, and its clipped sum."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.batch import (
@@ -27,7 +22,7 @@ from lightning_fedleak.defenses.dpsgd.batch import (
     tensors_of,
     trainer_of,
 )
-from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, Gathered, Moves
+from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.dpsgd.logical import Piece, pieces_of, run_pieces
 from lightning_fedleak.defenses.dpsgd.loss_graph import (
     FormCheck,
@@ -36,329 +31,42 @@ from lightning_fedleak.defenses.dpsgd.loss_graph import (
     under_ddp,
 )
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
-from lightning_fedleak.defenses.dpsgd.recorder import TELLING, Call, Layout, Recorder
+from lightning_fedleak.defenses.dpsgd.recorder import DISTINCT, Call, Layout, Recorder
 from lightning_fedleak.defenses.dpsgd.sampling import Sampling
-from lightning_fedleak.defenses.processes import Team, local_part, unshard, whole_layers
+from lightning_fedleak.defenses.dpsgd.weights import Buffers, Moves, Weights
+from lightning_fedleak.defenses.processes import Team, unshard, whole_layers
 from lightning_fedleak.model_runs import is_compiled, reset_compiled
 
-SMALL = 1 << 20
-"""Numbers in a buffer up to which it is compared in every step."""
-LITTLE = 1 << 18
-"""Trained weights up to which all are compared in every step."""
-CHEAP = 4000
-"""More than those, where a step multiplies so many times as many numbers as there are.
+CHECK_EVERY = 100  # releases; costly checks are made in the first and then so often. Not tuned
+USUAL_SAMPLES = 8  # expected samples of a batch; below, rows are compared in small ones. Not tuned
 
-Comparing reads each trained weight three times, which takes .5% of a step at about 800 on a CPU.
-"""
-FEW = 256
-"""Numbers of each weight that are compared in every step."""
-
-CHECK_EVERY = 100
-"""After the first, every so many releases are checked for what is cheap but not free to check."""
-
-Kind = tuple[frozenset[tuple[str, Layout]], frozenset[tuple[str, str]]]
+StepForm = tuple[frozenset[tuple[str, Layout]], frozenset[tuple[str, str]]]
 """How layers were used in a step, and the operations of its loss."""
 
 
-class Buffers:
-    """The buffers and parameters of a model as they are now, to see whether a step writes to one.
-
-    What training data change other than through the optimizer (an average of activations, a
-    codebook, a sum of inputs, rows of an embedding that ``max_norm`` shortens) leaves with the
-    model, and no noise covers it. Only that one was written to is seen, not with what, so that a
-    step counter is refused too.
-
-    Every write counts up a tensor's version, except one by ``.data``. So contents are compared as
-    well: of small buffers in every step, of the rest where ``contents`` says so, of sparse ones
-    never. Parameters are not looked at under FSDP2, which writes to them itself.
-
-    Args:
-        root: the module that is trained.
-        contents: compare those of large buffers and of parameters too.
-    """
-
-    def __init__(self, root: nn.Module, *, contents: bool) -> None:
-        self._root = root
-        self._contents = contents
-        self._read()
-
-    def _read(self) -> None:
-        self._before: dict[str, tuple[Tensor, int, Tensor | None]] = {}
-        parameters: dict[nn.Parameter, str] = {}
-        sharded = False
-        for name, module in self._root.named_modules():  # once through, a large model has many
-            within = f"{name}." if name else ""
-            sharded = sharded or isinstance(module, FSDPModule)
-            for key, b in module._buffers.items():
-                if b is not None:
-                    copy = b.detach().clone() if self._compares(b) else None
-                    self._before[within + key] = b, _version(b), copy
-            for key, p in module._parameters.items():
-                if p is not None:
-                    parameters.setdefault(p, within + key)
-        self._weights = [
-            (name, p, _version(p), printed(p) if self._contents else None)
-            for p, name in ({} if sharded else parameters).items()
-        ]
-
-    def _compares(self, buffer: Tensor) -> bool:
-        dense = buffer.layout == torch.strided and not buffer.is_meta
-        return dense and (self._contents or buffer.numel() <= SMALL)
-
-    @contextmanager
-    def sent_first(self) -> Iterator[None]:
-        """Inside, the client's own processes send each other buffers before the root is called.
-
-        DistributedDataParallel does, and runs ``training_step`` as the root's call.
-        """
-
-        def once(*_: Any) -> None:
-            self._read()
-            handle.remove()
-
-        handle = self._root.register_forward_pre_hook(once)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def check_unchanged(self) -> None:
-        """Refuses where one was written to, replaced or added since.
-
-        Raises:
-            DefenseError: says which.
-        """
-        for name, buffer in self._root.named_buffers():
-            old, version, copy = self._before.get(name, (None, 0, None))
-            same = buffer is old and _version(buffer) == version
-            if not same or (copy is not None and not _equal(buffer, copy)):
-                raise DefenseError(
-                    f"DPSGD: training_step changed the buffer '{name}', which leaves with the "
-                    "model and which no noise covers. Put the layer that keeps it into eval mode, "
-                    "or keep what training data do not decide (a step counter) in a plain "
-                    "attribute or outside of training_step."
-                )
-        for name, parameter, version, before in self._weights:
-            changed = before is not None and not torch.equal(printed(parameter), before)
-            if changed or _version(parameter) != version:
-                raise DefenseError(
-                    f"DPSGD: training_step wrote to the parameter '{name}' itself, which leaves "
-                    "with the model, while noise covers the optimizer's updates alone. Let a "
-                    "gradient train it, build an embedding without max_norm, or move what follows "
-                    "from the weights alone (an average of them) to on_train_batch_end."
-                )
-
-
-class Weights:
-    """The trained weights as the optimizer's last step left them.
-
-    What else writes to them between two releases leaves with the next, and no noise covers it. An
-    average that is swapped in for validation, and out again before the next batch, leaves what
-    there was. All numbers are compared in every step where there are few, or few for the work that
-    a step is (:data:`LITTLE`, :data:`CHEAP`); else from the first batch to the first release, and
-    in one interval of ``every``. In the others :data:`FEW` numbers of each weight are; where a
-    weight's version tells that more was written, and these are as they were, all are from then on.
-
-    Args:
-        every: releases.
-    """
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._before: dict[nn.Parameter, tuple[int, Tensor]] = {}
-        self._all = True
-        self._written = False
-        self._known: list[nn.Parameter] | None = None
-        self._due = False
-        self._endless: list[nn.Parameter] = []
-        self._work = self._numbers = 0
-        self._handle = register_optimizer_step_post_hook(self._stepped)
-
-    def remove(self) -> None:
-        """Takes the hook out."""
-        self._handle.remove()
-
-    def restart(self) -> None:
-        """Training starts, perhaps from a checkpoint; weights are read at the first batch."""
-        self._before, self._known, self._all, self._endless = {}, None, True, []
-
-    def begin(self, root: nn.Module) -> None:
-        """A batch comes.
-
-        Raises:
-            DefenseError: the optimizer's last step has left weights that are not finite. That
-                follows from what was released alone.
-        """
-        self._due = False
-        if self._known is None:
-            self._known = [p for p in root.parameters() if p.requires_grad]
-            self._numbers = sum(p.numel() for p in root.parameters())
-            self._read(self._known)
-        if self._endless:
-            raise DefenseError(
-                "DPSGD: weights are not finite after the last release "
-                f"({_names(self._endless, root)}). What was released is clipped and finite, so the "
-                "learning rate is too high for the noise, or for the weights' precision. Lower it."
-            )
-
-    def check(self, parameters: Sequence[nn.Parameter], root: nn.Module) -> None:
-        """Refuses weights that are not as the optimizer's last step left them.
-
-        Raises:
-            DefenseError: says which.
-        """
-        known = [p for p in parameters if p in self._before]
-        if not known:
-            return
-        now = self._prints(known)
-        before = torch.stack([self._before[p][1] for p in known])
-        changed = (now != before).nonzero().flatten().tolist()
-        if changed:
-            raise DefenseError(
-                "DPSGD: weights were written to since the optimizer's last step "
-                f"({_names([known[i] for i in changed], root)}), by a callback or hook perhaps. "
-                "Noise covers the optimizer's updates alone, and nothing was released. Write to a "
-                "copy of the weights, and swap averages out before the next batch."
-            )
-        versions = (_version(p) != self._before[p][0] for p in known if not isinstance(p, DTensor))
-        self._written = self._written or (not self._all and any(versions))
-
-    def released(self, releases: int, positions: int) -> None:
-        """The optimizer is about to step.
-
-        Args:
-            releases: how many were made, with this one.
-            positions: of all samples together, in the layer that has most.
-        """
-        trained = sum(local_part(p).numel() for p in self._known or ())
-        self._work = max(self._work, positions * self._numbers)
-        cheap = trained <= LITTLE or self._work >= CHEAP * trained
-        self._all = cheap or self._written or releases % self._every == 0
-        self._before, self._due = {}, True
-
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._due and self._known is not None:
-            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            self._read([p for p in self._known if id(p) in own])
-
-    @torch.no_grad()
-    def _read(self, parameters: Sequence[nn.Parameter]) -> None:
-        if not parameters:
-            return
-        for parameter, found in zip(parameters, self._prints(parameters), strict=True):
-            self._before[parameter] = _version(parameter), found
-        floating = [p for p in parameters if p.is_floating_point() and p.element_size() > 1]
-        sums = [_numbers(p, whole=self._all).sum(dtype=torch.float32) for p in floating]
-        self._endless = []
-        if sums and not bool(_together(sums).isfinite().all()):
-            self._endless = [p for p in floating if not bool(local_part(p).isfinite().all())]
-
-    def _prints(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return _together([printed(p, whole=self._all) for p in parameters])
-
-
-def _together(scalars: Iterable[Tensor]) -> Tensor:
-    scalars = list(scalars)
-    return torch.stack([scalar.to(scalars[0].device) for scalar in scalars])
-
-
-def _numbers(parameter: Tensor, *, whole: bool) -> Tensor:
-    own = local_part(parameter.detach())
-    return own if whole else own.flatten()[:: max(1, own.numel() // FEW)]
-
-
-def _names(parameters: Sequence[nn.Parameter], root: nn.Module) -> str:
-    known = {p: name for name, p in root.named_parameters(remove_duplicate=False)}
-    names = [f"'{known.get(p, tuple(p.shape))}'" for p in parameters[:5]]
-    return ", ".join(names) + (" and others" if len(parameters) > 5 else "")
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, NaN alike."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@torch.no_grad()
-def printed(tensor: Tensor, *, whole: bool = True) -> Tensor:
-    """A number that tells contents apart: the sum of the bits, 64 at a time, or of a few numbers'.
-
-    An integer, so that it is the same wherever the contents lie; 0 for what has no bits to read.
-    """
-    own = local_part(tensor.detach())
-    if own.is_meta or own.layout != torch.strided:
-        return torch.zeros((), dtype=torch.int64)
-    if own.is_complex():
-        own = torch.view_as_real(own)
-    bits = own.view(_BITS[own.element_size()]).flatten()
-    if not whole:
-        return bits[:: max(1, len(bits) // FEW)].sum()
-    at_once = 8 // bits.element_size()
-    end = len(bits) // at_once * at_once
-    aligned = bits if bits.storage_offset() % at_once == 0 else bits.clone()
-    return aligned[:end].view(torch.int64).sum() + bits[end:].sum()
-
-
-def _released(context: DefenseContext) -> list[nn.Parameter]:
-    """What an optimizer step is going to release, in its order; without a Trainer all trained."""
-    optimizers = getattr(trainer_of(context), "optimizers", None)
-    groups = [g["params"] for o in optimizers or () for g in o.param_groups]
-    known = [p for group in groups for p in group] if optimizers else context.root.parameters()
-    return [p for p in known if p.requires_grad]
-
-
-def _check_same(before: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> None:
-    own = [p for p in parameters if p.requires_grad]
-    if {id(p) for p in own} != {id(p) for p in before}:
-        raise DefenseError(
-            "DPSGD: what is trained changed between the first piece of a batch and its release, "
-            "so samples were clipped without it. Freeze or unfreeze in on_train_batch_end, or in "
-            "a callback at the start of an epoch; nothing was released."
-        )
-
-
-def _static(context: DefenseContext) -> bool:
-    return bool(getattr(trainer_of(context).strategy.model, "static_graph", False))
-
-
-def is_ddp(context: DefenseContext) -> bool:
-    """Whether DistributedDataParallel runs ``training_step``."""
-    strategy = getattr(trainer_of(context), "strategy", None)
-    return isinstance(getattr(strategy, "model", None), DistributedDataParallel)
-
-
 class DrawnBatches:
-    """Sees to it that every batch is released once, by itself.
+    """A check that every batch is released once, and alone.
 
     Args:
-        poisson: batches are Poisson samples, so that one must not be released twice.
+        poisson: whether batches are Poisson samples, none of which may be released twice.
     """
 
     def __init__(self, poisson: bool) -> None:
         self._poisson = poisson
-        self._drawn: Any = None
+        self._current: Any = None
         self._released: Any = None
         self._waiting = 0
 
     def begin(self, batch: Any, context: DefenseContext) -> None:
-        """A batch comes.
+        """Begin a batch.
 
         Raises:
             DefenseError: it was released already, or the one before it was not.
         """
         check_loader(context)
-        self._drawn = drawn_batch(context, batch)
-        if self._poisson and self._released is not None and same_draw(self._drawn, self._released):
+        self._current = drawn_batch(context, batch)
+        repeated = self._released is not None and same_draw(self._current, self._released)
+        if self._poisson and repeated:
             raise DefenseError(
                 "DPSGD: this batch was released already (a second optimizer step on it, in an "
                 "overridden optimizer_step perhaps). Every release is accounted as a Poisson "
@@ -374,18 +82,18 @@ class DrawnBatches:
             )
 
     def released(self) -> None:
-        """It has left the client."""
-        self._released, self._waiting = self._drawn, 0
+        """Note that the current batch was released."""
+        self._released, self._waiting = self._current, 0
 
 
 class LossCheck:
-    """Looks at the loss: its form in every step, the rest where something is new, and at times.
+    """Checks of the loss: its form in every step, the graph when something is new and at times.
 
     Args:
-        trusted: the user has proved that the loss is a mean of per-sample means.
+        trusted: whether the user has proved that the loss is a mean of per-sample means.
 
     Attributes:
-        unchecked: something in the step since the last release was new.
+        unchecked: whether something in the step since the last release was new.
         weights: see :class:`FormCheck`.
     """
 
@@ -396,15 +104,15 @@ class LossCheck:
         self._form = FormCheck()
         self._top: list[Call] = []
         self._separate = False
-        self._seen: set[Kind] = set()
-        self._looked = 0
+        self._checked_forms: set[StepForm] = set()
+        self._last_check = 0
 
     def is_due(self, releases: int) -> bool:
-        """Whether the next release is to be checked for what is not checked in all of them."""
+        """Return whether the next release is to be checked for what is checked now and then."""
         return self.unchecked or releases % CHECK_EVERY == 0
 
     def check_form(self, loss: Tensor, recorder: Recorder) -> None:
-        """Looks from the loss down to the layers.
+        """Follow the graph from the loss down to the layers.
 
         Args:
             loss: scalar with a graph.
@@ -421,27 +129,29 @@ class LossCheck:
             self._separate = self._form.separate
             self.weights = self._form.weights
 
-    def look(
+    def check_graph(
         self, loss: Tensor, recorder: Recorder, releases: int, team: Team, *, counts: bool = True
     ) -> None:
-        """Looks at the network, and at the loss where its form leaves it open, if it is time to.
+        """Check that neither network nor loss mixes samples, if it is time to.
 
-        All processes of the client look where one of them has to, because backward may be a
+        All processes of the client check where one of them has to, because backward may be a
         collective.
 
         Args:
-            loss: as in :meth:`check_form`, which comes before.
+            loss: as in :meth:`check_form`, which comes first.
             recorder: the same.
             releases: how many were made.
             team: the processes of this client.
-            counts: whether this process has samples of its own.
+            counts: whether the samples of this process count.
 
         Raises:
             DefenseError: samples are mixed.
         """
         layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
-        kind = layouts, self._form.form
-        new = counts and (kind not in self._seen or releases >= self._looked + CHECK_EVERY)
+        form = layouts, self._form.form
+        new = counts and (
+            form not in self._checked_forms or releases >= self._last_check + CHECK_EVERY
+        )
         due = new and recorder.samples > 1
         new, due, joint = map(bool, team.largest([new, due, not self._separate]))
         self.unchecked = self.unchecked or new
@@ -449,7 +159,7 @@ class LossCheck:
         if not due:
             return
         with team.together(), recorder.looking():
-            seen = check_isolation(
+            conclusive = check_isolation(
                 under_ddp(loss),
                 top,
                 recorder.calls,
@@ -458,45 +168,32 @@ class LossCheck:
                 # FSDP2 shards them after any backward, and not all of them know of the next one.
                 restore=functools.partial(unshard, whole_layers(recorder.root)),
             )
-        if recorder.samples == 1 or seen:
-            self._looked = releases
-        if recorder.samples > 1 and seen:
-            self._seen.add(kind)
-
-
-def zero_on_the_graph(root: nn.Module) -> Tensor:
-    """What an empty batch has for a loss."""
-    parameter = next(p for p in root.parameters() if p.requires_grad)
-    return parameter.flatten()[:1].sum() * 0.0
-
-
-def times_zero(output: Any) -> Any:
-    """What ``training_step`` gave, with a loss of zero on the same graph."""
-    if isinstance(output, Mapping):
-        return {**output, "loss": output["loss"] * 0.0}
-    return output * 0.0
+        if recorder.samples == 1 or conclusive:
+            self._last_check = releases
+        if recorder.samples > 1 and conclusive:
+            self._checked_forms.add(form)
 
 
 class WatchedStep:
-    """Stands around the training steps of one fit, one after the other.
+    """The training steps of one fit, one after the other, recorded and checked.
 
     Args:
         root: the module that is trained; hooks are put on its layers.
         team: the processes of this client.
-        clip: how long a sample's gradient may be.
+        clip: clip norms of the layers.
         clipping: in which form per-sample gradients are kept.
-        poisson: batches are Poisson samples.
-        trusted: the user has proved that the loss is a mean of per-sample means.
-        most: rows that are run at once; None for all.
-        row: tells the number of the next release in its mechanism.
+        poisson: whether batches are Poisson samples.
+        trusted: whether the user has proved that the loss is a mean of per-sample means.
+        max_rows: rows that are run at once; None for all.
+        row: returns the number of the next release in its mechanism.
 
     Attributes:
-        check: looks at the loss.
-        moves: looks at whether the weights move by a release.
-        weights: looks at whether they move otherwise.
+        check: checks the loss.
+        moves: checks that the weights move by a release.
+        weights: checks that they do not move otherwise.
         canaries: how many were released beside this step.
-        clip: how long a sample's gradient may be.
-        row: as given.
+        clip: as passed.
+        row: as passed.
     """
 
     def __init__(
@@ -508,7 +205,7 @@ class WatchedStep:
         clipping: Clipping,
         poisson: bool,
         trusted: bool,
-        most: int | None = None,
+        max_rows: int | None = None,
         row: Callable[[], int] = int,
     ) -> None:
         self.row = row
@@ -520,32 +217,32 @@ class WatchedStep:
         self.clip = clip
         self._clipping: Clipping = clipping
         self._batches = DrawnBatches(poisson)
-        self._compiled_anew = ExitStack()
-        self._compiled_anew.enter_context(_compiled_anew(root))
+        self._compilation = ExitStack()
+        self._compilation.enter_context(_compiled_with_hooks(root))
         self._recorder = Recorder(root)
         self._clipped: ClippedSum | None = None
-        self._gathered: Gathered | None = None
+        self._earlier: EarlierPieces | None = None
         self._users: Sequence[int] | None = None
-        self._most = most
-        self._begun = False
+        self._max_rows = max_rows
+        self._in_logical_batch = False
         self._stands_in = False
-        self._refused: Exception | None = None
-        self._compared: int | None = None
+        self._failure: Exception | None = None
+        self._last_comparison: int | None = None
 
     def adopt(self) -> None:
-        """Learns anew which parameters hang on which layer; to be called before training."""
+        """Read which parameters belong to which layer; to be called before training."""
         self._recorder.adopt()
         self.weights.restart()
 
-    def given(self, batch: Any, sampling: Sampling, context: DefenseContext) -> Any:
-        """The batch to run: one example that does not count in the place of none."""
-        self._stands_in, self._refused = False, None
+    def batch_to_run(self, batch: Any, sampling: Sampling, context: DefenseContext) -> Any:
+        """Return the batch, or one example that does not count in place of an empty one."""
+        self._stands_in, self._failure = False, None
         try:
             if count_samples(batch) == 0:
                 batch = on_device(sampling.placeholder(), context)
                 self._stands_in = True
-        except Exception as error:  # raised with the other processes, in `run`
-            self._refused = error
+        except Exception as error:  # raised with the other processes, in `_begin`
+            self._failure = error
         return batch
 
     def run_whole(
@@ -556,67 +253,67 @@ class WatchedStep:
         releases: int,
         context: DefenseContext,
     ) -> Any:
-        """Runs a logical batch, in pieces where it has more rows than are to be run at once.
+        """Run a logical batch, in pieces where it has more rows than are to be run at once.
 
         Args:
-            step: gives a batch to ``training_step``, with :meth:`run` around it.
+            step: passes a batch to ``training_step``, with :meth:`run` around it.
             batch: the logical one.
             sampling: how it was drawn.
             releases: how many were made.
-            context: where.
+            context: where the step runs.
 
         Returns:
-            What ``training_step`` gives for the whole batch.
+            What ``training_step`` returns for the whole batch.
 
         Raises:
             DefenseError: as :meth:`run`.
         """
         self._begin(batch, sampling, context)
         samples = 0 if self._stands_in else count_samples(batch)
-        self._begun = True
+        self._in_logical_batch = True
         try:
-            if self._most is None:
+            if self._max_rows is None:
                 return step(batch)
-            pieces = pieces_of(batch, samples, self._most, self._team, self._users)
+            pieces = pieces_of(batch, samples, self._max_rows, self._team, self._users)
             if len(pieces) == 1:
                 return step(batch)
-            parameters = _released(context)
-
+            parameters = _released_parameters(context)
             by_user = self._users is not None
 
-            def before(piece: Piece) -> None:
+            def begin(piece: Piece) -> None:
                 self._stands_in, self._clipped = not piece.rows, None
-                whole = [] if by_user and not piece.rows else piece.users
-                self._users = None if piece.of else whole
+                users = [] if by_user and not piece.rows else piece.users
+                self._users = None if piece.user_rows else users
 
-            def after(piece: Piece) -> None:
-                if self._gathered is None:
+            def end(piece: Piece) -> None:
+                if self._earlier is None:
                     due = self.check.is_due(releases)
-                    self._gathered = Gathered(samples, context.device, probed=due)
+                    self._earlier = EarlierPieces(samples, context.device, probed=due)
                 with self._team.together():
                     clipped = self.clipped(parameters, context)
-                self._gathered.positions += self._recorder.positions
-                self._gathered.add(clipped, parameters, piece, self._team)
+                self._earlier.positions += self._recorder.positions
+                self._earlier.add(clipped, parameters, piece, self._team)
                 self._clipped = None
                 self._recorder.clear()
 
-            ddp = is_ddp(context) and not _static(context)
-            return run_pieces(pieces, step, context, before=before, after=after, reduced_last=ddp)
+            reduced_last = is_ddp(context) and not _has_static_graph(context)
+            return run_pieces(
+                pieces, step, context, begin_piece=begin, end_piece=end, reduced_last=reduced_last
+            )
         finally:
-            self._begun = self._stands_in = False
+            self._in_logical_batch = self._stands_in = False
 
     def _begin(self, batch: Any, sampling: Sampling, context: DefenseContext) -> None:
-        """A logical batch comes."""
         with self._team.together():
-            if self._refused is not None:
-                raise self._refused
+            if self._failure is not None:
+                raise self._failure
             self._batches.begin(batch, context)
             self.weights.begin(context.root)
             samples = 0 if self._stands_in else count_samples(batch)
             sampling.check_size(samples)
             sampling.check_turn(self.row(), samples)
             self._users = sampling.users_in(samples)
-        self._clipped = self._gathered = None
+        self._clipped = self._earlier = None
 
     def run(
         self,
@@ -626,45 +323,46 @@ class WatchedStep:
         releases: int,
         context: DefenseContext,
     ) -> Any:
-        """Records the forward pass and looks at the loss; an empty batch gives a loss of zero.
+        """Record the forward pass and check the loss; an empty batch has a loss of zero.
 
         Args:
             training_step: of the module.
             batch: that it gets: a logical one, or a piece of it within :meth:`run_whole`.
             sampling: how it was drawn.
             releases: how many were made.
-            context: where.
+            context: where the step runs.
 
         Returns:
-            What ``training_step`` gave, with a loss of zero where the batch does not count.
+            What ``training_step`` returned, with a loss of zero where the batch does not count.
 
         Raises:
             DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
-                samples are mixed, a buffer was changed, or weights are not finite; here or in
-                another process.
+                samples are mixed, a buffer was changed, or weights are not finite; in this process
+                or another.
         """
         recorder, team = self._recorder, self._team
-        if not self._begun:
+        if not self._in_logical_batch:
             self._begin(batch, sampling, context)
         samples = count_samples(batch)
         if samples == 0:
             recorder.clear()
             return zero_on_the_graph(context.root)
-        contents = self._compared is None or releases >= self._compared + CHECK_EVERY
-        self._compared = releases if contents else self._compared
+        last = self._last_comparison
+        contents = last is None or releases >= last + CHECK_EVERY
+        self._last_comparison = releases if contents else last
         buffers = Buffers(context.root, contents=contents)
-        sent = buffers.sent_first() if is_ddp(context) else nullcontext()
+        synchronized = buffers.read_at_root_call() if is_ddp(context) else nullcontext()
         # A batch of few samples, where most have more, may be joined as it is by chance.
-        tells = samples >= TELLING or sampling.expected < 8
-        given = tensors_of(batch) if tells else ()
-        with recorder.step(samples, counts=not self._stands_in, given=given), sent:
+        comparable = samples >= DISTINCT or sampling.expected < USUAL_SAMPLES
+        tensors = tensors_of(batch) if comparable else ()
+        with recorder.step(samples, counts=not self._stands_in, tensors=tensors), synchronized:
             output = training_step()
         with team.together():
             recorder.check()
             buffers.check_unchanged()
             loss = loss_with_graph(output, samples)
             self.check.check_form(loss, recorder)
-        self.check.look(loss, recorder, releases, team, counts=not self._stands_in)
+        self.check.check_graph(loss, recorder, releases, team, counts=not self._stands_in)
         recorder.calls = []
         if self._stands_in:
             recorder.clear()
@@ -672,16 +370,16 @@ class WatchedStep:
         return output
 
     def clipped(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> ClippedSum:
-        """Norms and clip factors of this step's samples in this process; computed once.
+        """Return this step's samples in this process with their clip factors; computed once.
 
         Raises:
             DefenseError: per-sample gradients could not be recorded.
         """
         if self._clipped is None:
-            recorder, gathered = self._recorder, self._gathered
+            recorder, earlier = self._recorder, self._earlier
             recorder.check()
-            if gathered is not None and gathered.parameters is not None:
-                _check_same(gathered.parameters, parameters)
+            if earlier is not None and earlier.parameters is not None:
+                _check_same(earlier.parameters, parameters)
             self._clipped = ClippedSum(
                 parameters,
                 recorder.parts,
@@ -691,45 +389,86 @@ class WatchedStep:
                 context,
                 half=recorder.half,
                 weights=self.check.weights if recorder.samples else None,
-                gathered=gathered,
+                earlier=earlier,
                 users=self._users,
             )
         return self._clipped
 
     @property
     def can_compare(self) -> bool:
-        """Whether all pieces' gradients are known well enough to be compared with autograd's."""
-        return self._gathered is None or self._gathered.probed
+        """Return whether the gradients of all pieces can be compared with autograd's."""
+        return self._earlier is None or self._earlier.probed
 
     def released(self, releases: int, *, unchecked: bool = False) -> None:
-        """It has left the client: lets go of all that was recorded.
+        """Discard all that was recorded for a release that was made.
 
         Args:
             releases: how many were made, with this one.
-            unchecked: what is checked now and then could not be, and is to be in the next release.
+            unchecked: whether a check that was due could not be made, and is due again.
         """
         positions = self._recorder.positions
-        positions += 0 if self._gathered is None else self._gathered.positions
+        positions += 0 if self._earlier is None else self._earlier.positions
         self.weights.released(releases, positions)
         self._batches.released()
         self.canaries = 0
         self.check.unchecked = unchecked
-        self._clipped = self._gathered = None
+        self._clipped = self._earlier = None
         self._recorder.clear()
 
     def remove(self) -> None:
-        """Takes the hooks out."""
+        """Remove the hooks."""
         self._recorder.remove()
         self.weights.remove()
-        self._compiled_anew.close()
+        self._compilation.close()
+
+
+def _released_parameters(context: DefenseContext) -> list[nn.Parameter]:
+    """Return what the optimizer step will release, in its order; without a Trainer all trained."""
+    optimizers = getattr(trainer_of(context), "optimizers", None)
+    groups = [g["params"] for o in optimizers or () for g in o.param_groups]
+    parameters = [p for group in groups for p in group] if optimizers else context.root.parameters()
+    return [p for p in parameters if p.requires_grad]
+
+
+def _check_same(earlier: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> None:
+    trained = [p for p in parameters if p.requires_grad]
+    if {id(p) for p in trained} != {id(p) for p in earlier}:
+        raise DefenseError(
+            "DPSGD: what is trained changed between the first piece of a batch and its release, "
+            "so samples were clipped without it. Freeze or unfreeze in on_train_batch_end, or in "
+            "a callback at the start of an epoch; nothing was released."
+        )
+
+
+def is_ddp(context: DefenseContext) -> bool:
+    """Return whether DistributedDataParallel runs ``training_step``."""
+    strategy = getattr(trainer_of(context), "strategy", None)
+    return isinstance(getattr(strategy, "model", None), DistributedDataParallel)
+
+
+def _has_static_graph(context: DefenseContext) -> bool:
+    return bool(getattr(trainer_of(context).strategy.model, "static_graph", False))
+
+
+def zero_on_the_graph(root: nn.Module) -> Tensor:
+    """Return the loss of an empty batch: 0, with a graph."""
+    parameter = next(p for p in root.parameters() if p.requires_grad)
+    return parameter.flatten()[:1].sum() * 0.0
+
+
+def times_zero(output: Any) -> Any:
+    """Return the output of ``training_step`` with its loss times 0, on the same graph."""
+    if isinstance(output, Mapping):
+        return {**output, "loss": output["loss"] * 0.0}
+    return output * 0.0
 
 
 @contextmanager
-def _compiled_anew(root: nn.Module) -> Iterator[None]:
-    """Within it compiled code runs the hooks, and can be gone through backward more than once.
+def _compiled_with_hooks(root: nn.Module) -> Iterator[None]:
+    """Let compiled code run the hooks within this context, and backward run more than once.
 
-    The checks do so before the user's own backward. What is compiled with donated buffers gives
-    their memory away in the first.
+    The checks run backward before the user does. Code that was compiled with donated buffers frees
+    its memory in the first backward.
     """
     if not is_compiled(root):
         yield
@@ -738,16 +477,3 @@ def _compiled_anew(root: nn.Module) -> Iterator[None]:
     with functorch.patch(donated_buffer=False):
         yield
     reset_compiled(root)
-
-
-__all__ = [
-    "Buffers",
-    "DrawnBatches",
-    "LossCheck",
-    "WatchedStep",
-    "Weights",
-    "is_ddp",
-    "printed",
-    "times_zero",
-    "zero_on_the_graph",
-]

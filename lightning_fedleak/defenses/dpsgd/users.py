@@ -1,4 +1,4 @@
-"""Whose a row is: the unit of privacy where it is a user with all of their rows."""
+"""The user of each row, where the unit of privacy is a user with all rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ GroupBy = str | Callable[[Any], Any] | Sequence[Any]
 
 
 def users_of(dataset: Any, group_by: GroupBy) -> list[list[int]]:
-    """As :func:`rows_by_user`, without the keys."""
+    """Return the rows of every user, without the keys of :func:`rows_by_user`."""
     return [*rows_by_user(dataset, group_by).values()]
 
 
 def rows_by_user(dataset: Any, group_by: GroupBy) -> dict[Any, list[int]]:
-    """The rows of every user by key, in the order in which users are met.
+    """Return the rows of every user by key, in the order of each user's first row.
 
     Args:
         dataset: map-style.
@@ -36,36 +36,36 @@ def rows_by_user(dataset: Any, group_by: GroupBy) -> dict[Any, list[int]]:
     users: dict[Any, list[int]] = {}
     for row, key in enumerate(keys):
         try:
-            told = _told(key)
-            if told is not None:
-                users.setdefault(told, []).append(row)
+            user = _comparable(key)
+            if user is not None:
+                users.setdefault(user, []).append(row)
         except (TypeError, ValueError, RuntimeError) as error:  # also arrays, and pandas' NA
             raise DefenseError(
-                f"DPSGD: row {row}'s {_name(group_by)} is a {type(key).__name__}, which tells no "
-                "user from another; give a number or a string"
+                f"DPSGD: row {row}'s {_name(group_by)} is a {type(key).__name__}, by which users "
+                "cannot be compared; give a number or a string"
             ) from error
-        if told is None:
+        if user is None:
             raise DefenseError(
-                f"DPSGD: row {row} has no {_name(group_by)} (it is {key!r}), so whose it is cannot "
-                "be told. Leave such rows out of the dataset, or give them a key."
+                f"DPSGD: row {row} has no {_name(group_by)} (it is {key!r}), so its user is not "
+                "known. Leave such rows out of the dataset, or give them a key."
             )
     return users
 
 
 def digest_of(users: Sequence[Sequence[int]]) -> int:
-    """48 bits of which rows are together."""
+    """Return a digest, of 48 bits, of the rows of every user."""
     text = ";".join(",".join(map(str, rows)) for rows in users)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
-def _told(key: Any) -> Any:
-    """What users are told apart by; None for None, NaN, "" and what holds one of them.
+def _comparable(key: Any) -> Any:
+    """Return a key by which users are compared; None for None, NaN, "" and what holds one of them.
 
     Raises:
         TypeError: it is equal to itself alone, or has no hash.
     """
     if isinstance(key, tuple | frozenset):
-        parts = [_told(part) for part in key]
+        parts = [_comparable(part) for part in key]
         kind = tuple if isinstance(key, tuple) else frozenset
         return None if any(part is None for part in parts) else kind(parts)
     key = key.item() if getattr(key, "shape", None) in ((), (1,)) else key
@@ -90,9 +90,9 @@ def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
         ordered = hasattr(group_by, "__len__") and hasattr(group_by, "__getitem__")
         if not ordered or isinstance(group_by, Mapping):
             raise DefenseError(
-                f"DPSGD: group_by is a {type(group_by).__name__}, of which it cannot be told which "
-                "key is which row's. Give the name of a column, a function of an example, or a "
-                "list with one key for each row."
+                f"DPSGD: group_by is a {type(group_by).__name__}, whose keys have no order. "
+                "Give the name of a column, a function of an example, or a list with one key for "
+                "each row."
             )
         return group_by
     names = getattr(dataset, "column_names", None)
@@ -105,19 +105,16 @@ def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
     for row in range(len(dataset)):
         example = dataset[row]
         if not isinstance(example, Mapping) or group_by not in example:
-            known = [*example] if isinstance(example, Mapping) else []
-            raise _no_column(group_by, known, row)
+            names = [*example] if isinstance(example, Mapping) else []
+            raise _no_column(group_by, names, row)
         keys.append(example[group_by])
     return keys
 
 
-def _no_column(name: str, known: Sequence[Any], row: int | None = None) -> DefenseError:
-    where = "the dataset has" if row is None else f"row {row} has"
-    has = f"; {where} {', '.join(map(repr, known))}" if known else ""
+def _no_column(name: str, names: Sequence[Any], row: int | None = None) -> DefenseError:
+    owner = "the dataset has" if row is None else f"row {row} has"
+    columns = f"; {owner} {', '.join(map(repr, names))}" if names else ""
     return DefenseError(
-        f"DPSGD: unit='user' needs to know whose each row is, and {where} no column '{name}'{has}. "
+        f"DPSGD: unit='user' needs the user of each row, and {owner} no column '{name}'{columns}. "
         "Give group_by the name of one, a function of an example, or one key for each row."
     )
-
-
-__all__ = ["GroupBy", "digest_of", "rows_by_user", "users_of"]

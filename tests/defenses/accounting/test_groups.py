@@ -73,7 +73,7 @@ def test_large_groups_and_little_noise_are_told_or_infinite() -> None:
     assert group_epsilon([(1.0, 0.1, 10)], 1e-5, 10**6) == math.inf
     assert 0 < group_epsilon([(500.0, 0.1, 10)], 1e-5, 300) < 10
     for wrong in (0, 2.5, True):
-        with pytest.raises(DefenseError, match="rows="):
+        with pytest.raises(DefenseError, match="rows must be"):
             group_epsilon([(1.0, 0.1, 1)], 1e-5, wrong)  # type: ignore[arg-type]
     with pytest.raises(DefenseError, match="delta"):
         group_epsilon([(1.0, 0.1, 1)], 0.0, 2)

@@ -66,7 +66,7 @@ def test_each_step_takes_out_the_variances_so_far_also_where_they_change() -> No
             optimizer = DPAdamBC([parameter], lr=1.0)
             optimizer.load_state_dict(state)
         parameter.grad = torch.tensor(gradient)
-        optimizer.told_noise({parameter: variance})
+        optimizer.set_noise({parameter: variance})
         optimizer.step()
     expected = by_hand(gradients, variances, weights)
     np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-5)
@@ -80,7 +80,7 @@ def test_the_second_moment_is_that_of_the_signal() -> None:
     optimizer = DPAdamBC([parameter], lr=1.0, betas=(0.0, 0.9999), floor=1e-6)
     for _ in range(300):
         parameter.grad = signal + std * torch.randn(n)
-        optimizer.told_noise({parameter: std**2})
+        optimizer.set_noise({parameter: std**2})
         optimizer.step()
     state = optimizer.state[parameter]
     correction = 1 - 0.9999**300
@@ -99,13 +99,13 @@ class Told(Callback):
 
     def on_train_start(self, run: Any, module: Any) -> None:
         [optimizer] = run.optimizers
-        right = optimizer.told_noise
+        right = optimizer.set_noise
 
         def told(variances: Any) -> None:
             self.told.append(next(iter(variances.values())))
             right(variances)
 
-        optimizer.told_noise = told
+        optimizer.set_noise = told
         run.strategy.add_tap(self.tap)
 
     def tap(self, stage: Stage, optimizer: Any) -> None:
@@ -190,11 +190,11 @@ def test_it_refuses_to_run_without_known_noise() -> None:
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     optimizer = DPAdamBC([parameter])
-    optimizer.told_noise({parameter: 1.0})
+    optimizer.set_noise({parameter: 1.0})
     optimizer.step()
     with pytest.raises(DefenseError, match="no DPSGD has said"):
         optimizer.step()  # it was told of one release
-    optimizer.told_noise({nn.Parameter(torch.ones(1)): 1.0})
+    optimizer.set_noise({nn.Parameter(torch.ones(1)): 1.0})
     with pytest.raises(DefenseError, match="not released by DPSGD"):
         optimizer.step()
 
@@ -211,10 +211,10 @@ def test_a_step_at_a_learning_rate_of_zero_creates_state_alone() -> None:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"lr": -1.0}, "lr="),
-        ({"betas": (0.9, 1.0)}, r"betas\[1\]="),
-        ({"eps": math.nan}, "eps="),
-        ({"floor": 0.0}, "floor="),
+        ({"lr": -1.0}, "lr must be"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be .* below 1"),
+        ({"eps": math.nan}, "eps must be"),
+        ({"floor": 0.0}, "floor must be"),
         ({"dtype": torch.bfloat16}, "half precision|bfloat16"),
     ],
 )

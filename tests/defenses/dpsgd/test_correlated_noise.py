@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses import DPSGD, DefenseError
-from lightning_fedleak.defenses.dpsgd.correlated_noise import Plan
+from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan
 from lightning_fedleak.defenses.dpsgd.factorization import banded, banded_inverse
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.defenses.noise import noise_key, standard_normal
@@ -178,7 +178,7 @@ def test_epsilon_that_is_asked_for_is_spent_in_the_planned_steps() -> None:
     for _ in range(7):
         run.step(first(5))
     assert 1.9 < defense.privacy.epsilon <= 2.0
-    assert Plan("banded", 2, 7, 2, N).rounds == 4 == defense.privacy.releases
+    assert NoisePlan("banded", 2, 7, 2, N).rounds == 4 == defense.privacy.releases
 
 
 @pytest.mark.parametrize("mechanism", ["banded", "banded_inverse"])
@@ -466,11 +466,11 @@ def test_a_parameter_that_was_not_trained_in_the_step_before_is_refused() -> Non
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"mechanism": "bands"}, "mechanism='bands' must be one of"),
-        ({"mechanism": "banded", "bands": None}, "bands=None must be at least 1"),
-        ({"mechanism": "banded_inverse", "bands": 0}, "bands=0 must be at least 1"),
+        ({"mechanism": "bands"}, "mechanism must be .*, got 'bands'"),
+        ({"mechanism": "banded", "bands": None}, "bands must be .* at least 1, got None"),
+        ({"mechanism": "banded_inverse", "bands": 0}, "bands must be .* at least 1, got 0"),
         ({"mechanism": "independent", "bands": 3}, "leave bands out"),
-        ({"poisson": False}, "settles itself how batches are drawn"),
+        ({"poisson": False}, "decides itself how batches are drawn"),
         (
             {"accountant": "filter", "target_epsilon": 1.0, "target_delta": 1e-3},
             "accountant='filter' is there to turn it up",

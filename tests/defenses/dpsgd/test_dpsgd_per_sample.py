@@ -18,7 +18,7 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     Outer,
     Part,
     Rows,
-    chosen,
+    in_form,
     in_full,
     probe,
     squared_norms,
@@ -142,7 +142,7 @@ def ours(
     with recorder.step(samples):
         value = loss(model, batch)
     value.backward()
-    parts = {p: chosen(own, p.shape, clipping) for p, own in recorder.parts.items()}
+    parts = {p: in_form(own, p.shape, clipping) for p, own in recorder.parts.items()}
     recorder.remove()
     squares = torch.stack([squared_norms(own).double() for own in parts.values()])
     norms = samples * squares.sum(0).sqrt()
@@ -270,7 +270,7 @@ def test_every_form_says_the_same(
     full = in_full(parts, shape)
     weights, left, right = normal(samples), normal(7), normal(3)
     for clipping in ("auto", "per_sample", "ghost"):
-        form = chosen(parts, shape, clipping)
+        form = in_form(parts, shape, clipping)
         squares = full.flatten(1).square().sum(1)
         torch.testing.assert_close(squared_norms(form), squares, rtol=1e-9, atol=1e-9)
         expected = torch.tensordot(weights, full, dims=1)
@@ -278,7 +278,7 @@ def test_every_form_says_the_same(
         value, terms = probe(form, left, right)
         torch.testing.assert_close(value, left @ full.sum(0) @ right)
         torch.testing.assert_close(terms, sum(map(squared_terms, form), start=left.new_zeros(())))
-    ghost = chosen(parts, shape, "ghost")
+    ghost = in_form(parts, shape, "ghost")
     assert all(isinstance(p, Dense) for p in ghost) == ("dense" in kinds)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.dpsgd import step as buffers
+from lightning_fedleak.defenses.dpsgd import weights
 from tests.defenses.dpsgd.test_dpsgd import Run, first
 from tests.defenses.dpsgd.test_dpsgd_silent import noisy
 
@@ -84,8 +84,8 @@ def test_weights_written_outside_of_the_optimizers_step_are_refused(
 
 def make_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     """All weights count as too many to read in every step."""
-    monkeypatch.setattr(buffers, "LITTLE", 0)
-    monkeypatch.setattr(buffers, "CHEAP", math.inf)
+    monkeypatch.setattr(weights, "FEW_WEIGHTS", 0)
+    monkeypatch.setattr(weights, "WORK", math.inf)
 
 
 def average(root: nn.Module) -> list[Tensor]:
@@ -127,7 +127,7 @@ def test_large_weights_are_read_in_one_interval_of_a_hundred(
     runs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_dear(monkeypatch)
-    monkeypatch.setattr(buffers, "FEW", 1)
+    monkeypatch.setattr(weights, "SAMPLED", 1)
     run = runs()
     for _ in range(100):
         run.step(first(5))
@@ -143,7 +143,7 @@ def test_after_a_swap_large_weights_are_read_in_every_step(
     runs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_dear(monkeypatch)
-    monkeypatch.setattr(buffers, "FEW", 1)
+    monkeypatch.setattr(weights, "SAMPLED", 1)
     run = runs()
     for _ in range(3):
         run.step(first(5))
@@ -178,12 +178,12 @@ def test_a_broken_sample_does_not_look_like_weights_that_are_not_finite(runs: An
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (16, 8)])
 def test_a_print_tells_any_number_that_changes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(1, math.prod(shape) + 1).reshape(shape).to(dtype)
-    before = buffers.printed(tensor)
+    before = weights.fingerprint(tensor)
     for i in range(tensor.numel()):
         other = tensor.clone()
         other.view(-1)[i] += 1
-        assert not torch.equal(buffers.printed(other), before)
+        assert not torch.equal(weights.fingerprint(other), before)
     if len(shape) == 2:
         across = torch.empty(shape[::-1], dtype=dtype).t().copy_(tensor)
-        assert torch.equal(buffers.printed(across), before)
-        assert torch.equal(buffers.printed(torch.cat([tensor, tensor])[shape[0] :]), before)
+        assert torch.equal(weights.fingerprint(across), before)
+        assert torch.equal(weights.fingerprint(torch.cat([tensor, tensor])[shape[0] :]), before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_fedleak.defenses.dpsgd.correlated_noise import Plan
+from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan
 from lightning_fedleak.defenses.dpsgd.factorization import Factorization, banded
 
 pytest.importorskip("jax_privacy", reason="jax-privacy is an extra of its own: [jax-privacy]")
@@ -61,6 +61,6 @@ def test_rounds_are_the_events_of_jax_privacy(releases: int, bands: int) -> None
     from jax_privacy.experimental.accounting import amplified_bandmf_event
 
     event = amplified_bandmf_event(2.0, releases, num_bands=bands, sampling_prob=0.1)
-    assert event.count == Plan("banded", bands, releases, bands, 100).rounds
+    assert event.count == NoisePlan("banded", bands, releases, bands, 100).rounds
     assert event.event.sampling_probability == 0.1
     assert event.event.event.noise_multiplier == 2.0

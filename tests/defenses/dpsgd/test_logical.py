@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import BatchEncoding
 
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError
-from lightning_fedleak.defenses.dpsgd.logical import _gathered, pieces_of
+from lightning_fedleak.defenses.dpsgd.logical import _combined, pieces_of
 from lightning_fedleak.defenses.processes import Team
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, clipped, first
 
@@ -81,8 +81,8 @@ def test_what_training_step_gives_is_put_together_by_rows() -> None:
         {"loss": torch.tensor(1.0), "rows": torch.ones(3, 2), "odd": torch.ones(2), "n": 3},
         {"loss": torch.tensor(5.0), "rows": torch.zeros(1, 2), "odd": torch.zeros(2), "n": 1},
     ]
-    found = _gathered(None, given[0], 0, 3, 4)
-    found = _gathered(found, given[1], 3, 1, 4)
+    found = _combined(None, given[0], 0, 3, 4)
+    found = _combined(found, given[1], 3, 1, 4)
     assert float(found["loss"]) == 2.0
     assert found["rows"].tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]
     assert found["odd"].tolist() == [0.0, 0.0]
@@ -255,9 +255,9 @@ def test_an_example_decides_about_no_look_by_where_it_stands() -> None:
 def test_one_copy_of_what_is_trained_is_kept_between_pieces() -> None:
     run = Pieces(quiet(4))
     run.backward(first(12))
-    gathered = run.defense._step._gathered  # type: ignore[union-attr]
+    gathered = run.defense._step._earlier  # type: ignore[union-attr]
     assert gathered is not None
     assert {p: t.shape for p, t in gathered.sums.items()} == {p: p.shape for p in run.parameters}
     assert all(t.dtype == torch.float32 for t in gathered.sums.values())
     run.release()
-    assert run.defense._step._gathered is None  # type: ignore[union-attr]
+    assert run.defense._step._earlier is None  # type: ignore[union-attr]

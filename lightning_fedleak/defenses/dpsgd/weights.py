@@ -1,0 +1,325 @@
+"""The weights and buffers of a model that only the optimizer may change while DP-SGD trains it.
+
+Noise covers the optimizer's updates and nothing else. What is written to a model in another way
+leaves with it uncovered, so each class here compares contents and refuses such a write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.processes import Team, local_part
+
+SMALL = 1 << 20  # numbers in a buffer; larger ones are compared now and then. Not tuned
+FEW_WEIGHTS = 1 << 18  # trained numbers; more are compared in part, see WORK. Not tuned
+WORK = 4000  # products per trained number in a step; comparing all then costs 0.1% of it on a CPU
+SAMPLED = 256  # numbers of each weight that are compared in every step; more find more. Not tuned
+PATIENCE = 3  # releases in a row that may not leave all weights still. Not tuned
+COMPARED = 4  # first numbers of each weight by which a movement is seen. Not tuned
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Buffers:
+    """The buffers and parameters of a model, to see whether a training step writes to one.
+
+    Averages of activations, codebooks, or embedding rows that ``max_norm`` shortens are computed
+    from training data without noise. Only the write is seen, not its content, so a step counter is
+    refused too. A tensor's version counts every write but one by ``.data``, so contents are
+    compared as well: those of small buffers in every step, of large ones and of parameters where
+    ``contents`` is set, of sparse ones never. FSDP2 writes to parameters itself, and there they
+    are not compared.
+
+    Args:
+        root: the module that is trained.
+        contents: whether to compare the contents of large buffers and of parameters too.
+    """
+
+    def __init__(self, root: nn.Module, *, contents: bool) -> None:
+        self._root = root
+        self._contents = contents
+        self._read()
+
+    def _read(self) -> None:
+        self._buffers: dict[str, tuple[Tensor, int, Tensor | None]] = {}
+        parameters: dict[nn.Parameter, str] = {}
+        sharded = False
+        for name, module in self._root.named_modules():  # one pass: a large model has many
+            prefix = f"{name}." if name else ""
+            sharded = sharded or isinstance(module, FSDPModule)
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    copy = buffer.detach().clone() if self._compares(buffer) else None
+                    self._buffers[prefix + key] = buffer, _version(buffer), copy
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    parameters.setdefault(parameter, prefix + key)
+        self._parameters = [
+            (name, p, _version(p), fingerprint(p) if self._contents else None)
+            for p, name in ({} if sharded else parameters).items()
+        ]
+
+    def _compares(self, buffer: Tensor) -> bool:
+        dense = buffer.layout == torch.strided and not buffer.is_meta
+        return dense and (self._contents or buffer.numel() <= SMALL)
+
+    @contextmanager
+    def read_at_root_call(self) -> Iterator[None]:
+        """Read everything again when the root is called within this context.
+
+        DistributedDataParallel runs ``training_step`` as the root's call, and before it the
+        processes of the client send each other buffers.
+        """
+
+        def read_once(*_: Any) -> None:
+            self._read()
+            handle.remove()
+
+        handle = self._root.register_forward_pre_hook(read_once)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def check_unchanged(self) -> None:
+        """Raise an error where a buffer or parameter was written to, replaced or added.
+
+        Raises:
+            DefenseError: names it.
+        """
+        for name, buffer in self._root.named_buffers():
+            original, version, copy = self._buffers.get(name, (None, 0, None))
+            same = buffer is original and _version(buffer) == version
+            if not same or (copy is not None and not _equal(buffer, copy)):
+                raise DefenseError(
+                    f"DPSGD: training_step changed the buffer '{name}', which leaves with the "
+                    "model and which no noise covers. Put the layer that keeps it into eval mode, "
+                    "or keep what training data do not decide (a step counter) in a plain "
+                    "attribute or outside of training_step."
+                )
+        for name, parameter, version, content in self._parameters:
+            changed = content is not None and not torch.equal(fingerprint(parameter), content)
+            if changed or _version(parameter) != version:
+                raise DefenseError(
+                    f"DPSGD: training_step wrote to the parameter '{name}' itself, which leaves "
+                    "with the model, while noise covers the optimizer's updates alone. Let a "
+                    "gradient train it, build an embedding without max_norm, or move what follows "
+                    "from the weights alone (an average of them) to on_train_batch_end."
+                )
+
+
+class Weights:
+    """The trained weights as the optimizer's last step left them, to see another write to them.
+
+    An average that is swapped in for validation, and out again before the next batch, is no such
+    write. All numbers are compared in every step where there are few of them, or few for the work
+    of a step (:data:`FEW_WEIGHTS`, :data:`WORK`). Else all are compared from the first batch to the
+    first release and in one of ``every`` intervals, and :data:`SAMPLED` numbers of each weight in
+    the others. Where a weight's version shows a write that these do not show, all are compared from
+    then on.
+
+    Args:
+        every: releases from one comparison of all numbers to the next.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._states: dict[nn.Parameter, tuple[int, Tensor]] = {}
+        self._compares_all = True
+        self._written = False
+        self._trained: list[nn.Parameter] | None = None
+        self._released = False
+        self._not_finite: list[nn.Parameter] = []
+        self._work = self._size = 0
+        self._handle = register_optimizer_step_post_hook(self._after_step)
+
+    def remove(self) -> None:
+        """Remove the hook on optimizers."""
+        self._handle.remove()
+
+    def restart(self) -> None:
+        """Read the weights again at the next batch: training starts, perhaps from a checkpoint."""
+        self._states, self._trained, self._compares_all, self._not_finite = {}, None, True, []
+
+    def begin(self, root: nn.Module) -> None:
+        """Begin a batch.
+
+        Raises:
+            DefenseError: the optimizer's last step made weights that are not finite. This follows
+                from releases alone, so it may end the run.
+        """
+        self._released = False
+        if self._trained is None:
+            self._trained = [p for p in root.parameters() if p.requires_grad]
+            self._size = sum(p.numel() for p in root.parameters())
+            self._read(self._trained)
+        if self._not_finite:
+            raise DefenseError(
+                "DPSGD: weights are not finite after the last release "
+                f"({_names(self._not_finite, root)}). What was released is clipped and finite, so "
+                "the learning rate is too high for the noise, or for the weights' precision. Lower "
+                "it."
+            )
+
+    def check(self, parameters: Sequence[nn.Parameter], root: nn.Module) -> None:
+        """Raise an error unless the weights are as the optimizer's last step left them.
+
+        Raises:
+            DefenseError: names those that are not.
+        """
+        parameters = [p for p in parameters if p in self._states]
+        if not parameters:
+            return
+        contents = self._fingerprints(parameters)
+        expected = torch.stack([self._states[p][1] for p in parameters])
+        changed = (contents != expected).nonzero().flatten().tolist()
+        if changed:
+            raise DefenseError(
+                "DPSGD: weights were written to since the optimizer's last step "
+                f"({_names([parameters[i] for i in changed], root)}), by a callback or hook "
+                "perhaps. Noise covers the optimizer's updates alone, and nothing was released. "
+                "Write to a copy of the weights, and swap averages out before the next batch."
+            )
+        if not (self._written or self._compares_all):
+            plain = (p for p in parameters if not isinstance(p, DTensor))
+            self._written = any(_version(p) != self._states[p][0] for p in plain)
+
+    def released(self, releases: int, positions: int) -> None:
+        """Prepare for the optimizer step that follows a release.
+
+        Args:
+            releases: how many were made, with this one.
+            positions: of all samples together, in the layer that has most.
+        """
+        trained = sum(local_part(p).numel() for p in self._trained or ())
+        self._work = max(self._work, positions * self._size)
+        cheap = trained <= FEW_WEIGHTS or self._work >= WORK * trained
+        self._compares_all = cheap or self._written or releases % self._every == 0
+        self._states, self._released = {}, True
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._released and self._trained is not None:
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._read([p for p in self._trained if id(p) in stepped])
+
+    @torch.no_grad()
+    def _read(self, parameters: Sequence[nn.Parameter]) -> None:
+        if not parameters:
+            return
+        for parameter, content in zip(parameters, self._fingerprints(parameters), strict=True):
+            self._states[parameter] = _version(parameter), content
+        floating = [p for p in parameters if p.is_floating_point() and p.element_size() > 1]
+        sums = [_compared_numbers(p, self._compares_all).sum(dtype=torch.float32) for p in floating]
+        self._not_finite = []
+        if sums and not bool(_stacked(sums).isfinite().all()):
+            self._not_finite = [p for p in floating if not bool(local_part(p).isfinite().all())]
+
+    def _fingerprints(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        return _stacked([fingerprint(p, whole=self._compares_all) for p in parameters])
+
+
+class Moves:
+    """Whether the weights move from release to release."""
+
+    def __init__(self) -> None:
+        self._numbers: Tensor | None = None
+        self._still = 0
+
+    def remember(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Store a few numbers of each parameter, as they are before the update."""
+        self._numbers = _first_numbers(parameters)
+
+    def check(
+        self, parameters: Sequence[nn.Parameter], optimizers: Sequence[Any], team: Team
+    ) -> None:
+        """Raise an error where noise was released and no weight of the client has moved by it.
+
+        Raises:
+            DefenseError: three times in a row, at a learning rate above zero.
+        """
+        if self._numbers is None:
+            return
+        numbers, earlier = _first_numbers(parameters), self._numbers
+        rates = [group.get("lr", 0.0) for o in optimizers for group in o.param_groups]
+        differ = numbers.shape != earlier.shape or not torch.equal(numbers, earlier)
+        (any_differ,) = team.largest([differ])
+        self._still = 0 if any_differ or not any(rate > 0 for rate in rates) else self._still + 1
+        if self._still >= PATIENCE:
+            raise DefenseError(
+                f"DPSGD: the weights did not move in {PATIENCE} steps although noise was released "
+                "to the optimizer: what it applies is not what is accounted, or the learning rate "
+                "is too small for the weights' precision."
+            )
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor, *, whole: bool = True) -> Tensor:
+    """Return the sum of a tensor's bits, 64 at a time: an integer that differs with the content.
+
+    It is the same wherever the content lies, and 0 for a tensor without bits to read.
+
+    Args:
+        tensor: of any type; of a DTensor this process's part.
+        whole: whether to read all numbers, or :data:`SAMPLED` of them.
+    """
+    part = local_part(tensor.detach())
+    if part.is_meta or part.layout != torch.strided:
+        return torch.zeros((), dtype=torch.int64)
+    if part.is_complex():
+        part = torch.view_as_real(part)
+    bits = part.view(_INTEGERS[part.element_size()]).flatten()
+    if not whole:
+        return bits[:: max(1, len(bits) // SAMPLED)].sum()
+    per_word = 8 // bits.element_size()
+    end = len(bits) // per_word * per_word
+    aligned = bits if bits.storage_offset() % per_word == 0 else bits.clone()
+    return aligned[:end].view(torch.int64).sum() + bits[end:].sum()
+
+
+def _compared_numbers(parameter: Tensor, whole: bool) -> Tensor:
+    part = local_part(parameter.detach())
+    return part if whole else part.flatten()[:: max(1, part.numel() // SAMPLED)]
+
+
+def _first_numbers(parameters: Sequence[nn.Parameter]) -> Tensor:
+    if not parameters:
+        return torch.zeros(0)
+    device = parameters[0].device
+    firsts = [local_part(p.detach()).flatten()[:COMPARED] for p in parameters]
+    return torch.cat([numbers.to(device, torch.float32) for numbers in firsts])
+
+
+def _stacked(scalars: Iterable[Tensor]) -> Tensor:
+    scalars = list(scalars)
+    return torch.stack([scalar.to(scalars[0].device) for scalar in scalars])
+
+
+def _names(parameters: Sequence[nn.Parameter], root: nn.Module) -> str:
+    names = {p: name for name, p in root.named_parameters(remove_duplicate=False)}
+    texts = [f"'{names.get(p, tuple(p.shape))}'" for p in parameters[:5]]
+    return ", ".join(texts) + (" and others" if len(parameters) > 5 else "")
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are equal bit for bit, with NaN equal to NaN."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if torch.equal(first, second):
+        return True
+    if not (first.is_floating_point() or first.is_complex()):
+        return False
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())

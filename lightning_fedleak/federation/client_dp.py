@@ -180,7 +180,7 @@ class ClientDP(Defense):
             harden_factor=harden_factor,
             most_notches=most_notches,
             sampling=accounted_as,
-            of="ClientDP",
+            owner="ClientDP",
         )
         self.ledger = None if ledger is None else str(ledger)
         if ledger is not None:

@@ -1,13 +1,13 @@
-"""What releases of DP-SGD have cost: epsilon at a delta, on Opacus' accountants.
+"""The epsilon of DP-SGD's releases at a delta, by Opacus' accountants.
 
 The unit of privacy is one training example, added or removed. A release is a sum of per-sample
-gradients of norm at most C, of a batch into which every example of the client came independently
-with chance ``sample_rate`` (Poisson sampling), plus Gaussian noise of standard deviation
-``noise_multiplier * C``. What is not a release is not covered: leakage logs, validation metrics,
-and decisions taken in sight of the data.
+gradients of norm at most C, of a batch that holds every example of the client independently with
+chance ``sample_rate`` (Poisson sampling), plus Gaussian noise of standard deviation
+``noise_multiplier * C``. Only releases are covered, not leakage logs, validation metrics, and
+decisions that depend on the data.
 
-- ``"rdp"``: Renyi DP of the sampled Gaussian mechanism (Mironov, Talwar & Zhang 2019), added up
-  order by order and converted after Balle et al. 2020, Theorem 21. Microseconds a step.
+- ``"rdp"``: Renyi DP of the sampled Gaussian mechanism (Mironov, Talwar & Zhang 2019), added up for
+  each order and converted by Balle et al. 2020, Theorem 21. Microseconds a step.
 - ``"prv"``: numerical composition of privacy loss random variables (Gopi, Lee & Wutschitz 2021).
   Tighter and slower. The upper end of its error interval counts, and never more than RDP's
   epsilon, which is an upper bound too. Where delta is so small that float64's rounding matters
@@ -20,10 +20,9 @@ and decisions taken in sight of the data.
 
 Below a noise multiplier of :data:`LEAST_NOISE`, and from :data:`LARGEST_EPSILON` on, epsilon is
 reported as infinite and PRV is not called: its mesh covers the whole range of the privacy loss,
-which grows with ``1 / noise_multiplier ** 2`` (at 1e-3 it asks for terabytes), and ``exp`` of a
-loss beyond 709 is no float64. Nothing is lost by it: one full-batch step at a noise multiplier of
-0.05 has an epsilon of 284 at delta 1e-5, and (200, delta)-DP rules out nothing that anybody could
-observe.
+which grows with ``1 / noise_multiplier ** 2`` (at 1e-3 it needs terabytes), and ``exp`` of a loss
+above 709 is no float64. Such an epsilon means no protection: one full-batch step at a noise
+multiplier of 0.05 has an epsilon of 284 at delta 1e-5.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ ORDERS: tuple[float, ...] = (
 )
 """Renyi orders that are tried."""
 
-PRV_POINTS = 2**21
-PRV_ERROR = 0.002
-PRV_LARGEST_LOSS = 650.0
+PRV_POINTS = 2**21  # points of PRV's mesh, about; more take longer and make the error smaller
+PRV_ERROR = 0.002  # error of PRV's answer over the scale that it is called with. Not tuned
+PRV_LARGEST_LOSS = 650.0  # privacy loss; exp of one above 709 is no float64
 
 Kind = Literal["prv", "rdp"]
 Trust = Literal["local", "central"]
@@ -71,25 +70,22 @@ Sampling = Literal["poisson", "without_replacement"]
 History = tuple[tuple[float, float, int], ...]
 """Noise multiplier, sample rate and count of every kind of release."""
 
-LEAST_NOISE = 0.05
-"""Below this noise multiplier epsilon is infinite."""
-LARGEST_EPSILON = 200.0
-"""Above this epsilon is infinite."""
-MOST_NOISE = 1e6
-"""Largest noise multiplier that :func:`noise_multiplier_for` considers."""
-KEPT = 64
-_MOST_WHOLE = 128
-_HUGE = 700.0
+LEAST_NOISE = 0.05  # noise multiplier below which epsilon is infinite; see the module's docstring
+LARGEST_EPSILON = 200.0  # above it epsilon is infinite, because it means no protection
+MOST_NOISE = 1e6  # largest noise multiplier that noise_multiplier_for tries. Not tuned
+CACHED = 64  # histories whose PRV epsilon an accountant stores. Not tuned
+LARGEST_ORDER = 128  # of the bound without replacement; larger orders take longer. Not tuned
+LARGEST_EXPONENT = 700.0  # exp of more than 709 is no float64
 
 
 def rdp_of(noise_multiplier: float, sample_rate: float, sampling: Sampling = "poisson") -> Floats:
-    """(len(ORDERS),) Renyi DP of one release at :data:`ORDERS`; read-only.
+    """Return (len(ORDERS),) Renyi DP of one release at :data:`ORDERS`; read-only.
 
     Args:
-        noise_multiplier: standard deviation of the noise over how far two neighbours' sums may be
-            apart.
+        noise_multiplier: standard deviation of the noise over the largest distance between the sums
+            of two neighbouring datasets.
         sample_rate: share of the examples in a batch, by chance or of a fixed number.
-        sampling: which.
+        sampling: how batches are drawn.
     """
     if sampling == "without_replacement" and sample_rate < 1:
         return _rdp_without_replacement(noise_multiplier, sample_rate)
@@ -98,18 +94,18 @@ def rdp_of(noise_multiplier: float, sample_rate: float, sampling: Sampling = "po
 
 @functools.lru_cache(maxsize=256)
 def _rdp_without_replacement(noise_multiplier: float, sample_rate: float) -> Floats:
-    """Theorem 27 of Wang et al. 2019 at whole orders, between them by convexity.
+    """Return the bound of Theorem 27 of Wang et al. 2019, between whole orders by convexity.
 
-    No order costs more than without sampling; orders above 128 cost as much.
+    No order costs more than without sampling; orders above :data:`LARGEST_ORDER` cost as much.
     """
     if noise_multiplier == 0:
         rdp = np.full(len(ORDERS), np.inf)
     else:
-        most = int(max(order for order in ORDERS if order <= _MOST_WHOLE))
-        sums = _log_moments(noise_multiplier, sample_rate, most)
+        largest = int(max(order for order in ORDERS if order <= LARGEST_ORDER))
+        sums = _log_moments(noise_multiplier, sample_rate, largest)
         rdp = np.asarray(ORDERS) / 2 / noise_multiplier**2
         for i, order in enumerate(ORDERS):
-            if order <= most:
+            if order <= largest:
                 low, part = int(order), order - int(order)
                 high = sums[low + 1] if part else 0.0
                 rdp[i] = min(rdp[i], ((1 - part) * sums[low] + part * high) / (order - 1))
@@ -117,45 +113,46 @@ def _rdp_without_replacement(noise_multiplier: float, sample_rate: float) -> Flo
     return rdp
 
 
-def _log_moments(noise_multiplier: float, sample_rate: float, most: int) -> list[float]:
-    """The log of the bound on the moment of each whole order up to ``most``; 0 at 0 and 1."""
-    logs = _log_differences(noise_multiplier, most + 1)
+def _log_moments(noise_multiplier: float, sample_rate: float, largest: int) -> list[float]:
+    """Return the log of the bound on each whole order's moment up to the largest; 0 at 0 and 1."""
+    logs = _log_differences(noise_multiplier, largest + 1)
     ratio = 1 / noise_multiplier**2
-    second = ratio + math.log(-math.expm1(-ratio)) if ratio < _HUGE else ratio
+    second = ratio + math.log(-math.expm1(-ratio)) if ratio < LARGEST_EXPONENT else ratio
     terms = [min(math.log(4) + second, math.log(2) + ratio)]
-    for j in range(3, most + 1):
+    for j in range(3, largest + 1):
         mean = (logs[2 * (j // 2)] + logs[2 * ((j + 1) // 2)]) / 2
         terms.append(min(math.log(4) + mean, math.log(2) + j * (j - 1) / 2 * ratio))
-    js = np.arange(2, most + 1)
+    js = np.arange(2, largest + 1)
     bounds = np.asarray(terms) + js * math.log(sample_rate) - gammaln(js + 1)
     sums = [0.0, 0.0]
-    for order in range(2, most + 1):
+    for order in range(2, largest + 1):
         n = order - 1
-        chosen = math.lgamma(order + 1) - gammaln(order - js[:n] + 1)
-        found = float(logsumexp(np.append(bounds[:n] + chosen, 0.0)))
+        log_choose = math.lgamma(order + 1) - gammaln(order - js[:n] + 1)
+        log_moment = float(logsumexp(np.append(bounds[:n] + log_choose, 0.0)))
         # Sampling never costs more than none.
-        sums.append(min(found, order * (order - 1) / 2 * ratio))
+        sums.append(min(log_moment, order * (order - 1) / 2 * ratio))
     return sums
 
 
-def _log_differences(noise_multiplier: float, most: int) -> dict[int, float]:
-    """The log of ``E_P[(Q / P - 1)^l]`` of two Gaussians one apart, for even l up to ``most + 1``.
+def _log_differences(noise_multiplier: float, least: int) -> dict[int, float]:
+    """Return the log of ``E_P[(Q / P - 1)^l]`` of two Gaussians one apart, for even l.
 
-    An alternating sum that cancels: in decimal numbers of as many digits as that takes.
+    The largest l is ``least`` or the next even number. The alternating sum cancels, so it is
+    computed in decimal numbers with enough digits.
     """
-    largest = most + most % 2
+    largest = least + least % 2
     digits = 60 + math.ceil(largest * (0.61 + math.log10(max(noise_multiplier, 1.0))))
     with localcontext() as context:
         context.prec, context.Emax, context.Emin = digits, MAX_EMAX, MIN_EMIN
         ratio = 1 / Decimal(noise_multiplier) ** 2
         moments = [(ratio * (i * (i - 1)) / 2).exp() for i in range(largest + 1)]
-        found = {}
+        logs = {}
         for order in range(2, largest + 1, 2):
             signed = (
                 (-1) ** i * math.comb(order, i) * m for i, m in enumerate(moments[: order + 1])
             )
-            found[order] = float(sum(signed, Decimal(0)).ln())
-    return found
+            logs[order] = float(sum(signed, Decimal(0)).ln())
+    return logs
 
 
 @functools.lru_cache(maxsize=1024)
@@ -179,19 +176,19 @@ def _rdp_of_poisson(noise_multiplier: float, sample_rate: float) -> Floats:
 
 
 def epsilons_of_rdp(rdp: Floats, delta: float) -> Floats:
-    """Epsilon by each order of :data:`ORDERS` (Balle et al. 2020, Theorem 21); not below 0."""
+    """Return epsilon by each of :data:`ORDERS` (Balle et al. 2020, Theorem 21), at least 0."""
     return np.maximum(rdp + conversion(delta), 0.0)
 
 
 def conversion(delta: float) -> Floats:
-    """What is added to the Renyi DP of :data:`ORDERS` to get epsilon at ``delta``."""
+    """Return what is added to the Renyi DP of :data:`ORDERS` to get epsilon at ``delta``."""
     orders = np.asarray(ORDERS)
-    added: Floats = np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
-    return added
+    terms: Floats = np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
+    return terms
 
 
 def check_opacus() -> None:
-    """Refuses with :class:`DefenseError` where Opacus is missing."""
+    """Raise a :class:`DefenseError` where Opacus is missing."""
     try:
         import opacus.accountants  # noqa: F401
     except ImportError as error:
@@ -199,10 +196,10 @@ def check_opacus() -> None:
 
 
 def tightened(epsilon: float, prv: Callable[[float], float]) -> float:
-    """The bound that PRV gives with an error below 0.6% of itself, where its mesh allows.
+    """Return the bound of PRV with an error below 0.6% of itself, where its mesh allows.
 
-    The error is a share (``PRV_ERROR``) of the scale that PRV is called with. RDP's bound may be
-    many times the answer, at a small sample rate most of all; then the answer sets the scale.
+    The error is a share (``PRV_ERROR``) of the scale that PRV is called with. Where RDP's bound is
+    many times the answer, as at a small sample rate, PRV is called again with the answer for scale.
     """
     scale = epsilon
     while True:
@@ -215,17 +212,17 @@ def tightened(epsilon: float, prv: Callable[[float], float]) -> float:
 def prv_epsilon(
     history: Sequence[tuple[float, float, int]], delta: float, epsilon: float, rdp: Floats
 ) -> float:
-    """Upper bound by PRV with a mesh as fine as the answer asks for, ``inf`` where it has none.
+    """Return PRV's upper bound on epsilon, ``inf`` where it has none.
 
-    As ``opacus.accountants.PRVAccountant``, of the same parts, but with stored Renyi divergences
-    (which take most of the time there), a mesh that is neither finer than ``PRV_ERROR`` of the
-    answer asks for nor larger than about ``PRV_POINTS``, and an allowance for rounding: the T-th
-    power of a Fourier transform in float64 shifts delta by up to about ``0.3 T eps`` (measured
+    It uses the parts of ``opacus.accountants.PRVAccountant`` with three differences. Renyi
+    divergences, which take most of the time there, are stored. The mesh is as fine as ``PRV_ERROR``
+    of the answer needs, and not larger than about ``PRV_POINTS``. And rounding is allowed for: the
+    T-th power of a Fourier transform in float64 shifts delta by up to about ``0.3 T eps`` (measured
     against the Gaussian mechanism), by which Opacus understates epsilon at a tiny delta (3.6% at
-    delta 1e-13 after 10,000 releases). Six times that is allowed for.
+    delta 1e-13 after 10,000 releases). Six times that is added.
 
     Args:
-        history: of releases.
+        history: noise multiplier, sample rate and count of every kind of release.
         delta: of the answer.
         epsilon: about as large as the answer, or larger.
         rdp: of all releases together, at ``ORDERS``.
@@ -254,9 +251,9 @@ def prv_epsilon(
             warnings.simplefilter("ignore")
             width = error / root
             points = _fast_length(2 * math.ceil(half / width) + 4)
-            half = (points / 2 - 1.5) * width  # create_aligned rounds it up to `points` in all
+            half = (points / 2 - 1.5) * width  # create_aligned rounds it up to `points` points
             mesh = prv.Domain.create_aligned(-half, half, width)
-            single = [
+            releases = [
                 prv.discretize(
                     prv.TruncatedPrivacyRandomVariable(
                         prv.PoissonSubsampledGaussianPRV(rate, sigma), mesh.t_min, mesh.t_max
@@ -265,10 +262,10 @@ def prv_epsilon(
                 )
                 for sigma, rate, _ in history
             ]
-            whole = prv.compose_heterogeneous(
-                dprvs=single, num_self_compositions=[row[2] for row in history]
+            composed = prv.compose_heterogeneous(
+                dprvs=releases, num_self_compositions=[row[2] for row in history]
             )
-            found = float(whole.compute_epsilon(delta, delta_error, error)[2])
+            bound = float(composed.compute_epsilon(delta, delta_error, error)[2])
     except (RuntimeError, ValueError) as reason:
         warnings.warn(
             f"PRV has no answer for {list(history)} at delta {delta:g} ({reason}); the epsilon of "
@@ -276,11 +273,11 @@ def prv_epsilon(
             stacklevel=2,
         )
         return math.inf
-    return max(found, 0.0) if math.isfinite(found) else math.inf
+    return max(bound, 0.0) if math.isfinite(bound) else math.inf
 
 
 def _fast_length(least: int) -> int:
-    """The next even number that an FFT takes quickly: others cost several times as much."""
+    """Return the next even length of a fast FFT; others take several times as long."""
     length = int(next_fast_len(least, real=True))
     while length % 2:
         length = int(next_fast_len(length + 1, real=True))
@@ -288,11 +285,11 @@ def _fast_length(least: int) -> int:
 
 
 class Accountant:
-    """Counts releases and says what they have cost.
+    """A count of releases, and their cost.
 
-    :meth:`step` comes before the release. The noise must not have been chosen in sight of earlier
-    releases: for that there is :class:`~lightning_fedleak.defenses.RenyiFilter`.
-    Hence a second noise multiplier or sample rate is refused unless ``planned``.
+    :meth:`step` comes before the release. The noise must not depend on earlier releases, for which
+    there is :class:`~lightning_fedleak.defenses.RenyiFilter`, so a second noise multiplier or
+    sample rate is refused unless ``planned``.
 
     Args:
         kind: ``"prv"`` (tight) or ``"rdp"`` (fast).
@@ -318,17 +315,17 @@ class Accountant:
         self.kind: Kind = kind
         self.sampling: Sampling = sampling
         self._ledger = Ledger(ledger)
-        self._known: dict[tuple[float, History], float] = {}
+        self._epsilons: dict[tuple[float, History], float] = {}
         self._search: tuple[object, _Search] | None = None
 
     @property
     def steps(self) -> int:
-        """Number of releases."""
+        """Return the number of releases."""
         return len(self._ledger)
 
     @property
     def history(self) -> History:
-        """Noise multiplier, sample rate and count of every kind of release."""
+        """Return noise multiplier, sample rate and count of every kind of release."""
         return self._ledger.rows
 
     def step(
@@ -339,33 +336,33 @@ class Accountant:
         *,
         planned: bool = False,
     ) -> None:
-        """Counts releases that are about to happen.
+        """Count releases that are about to happen.
 
         Args:
             noise_multiplier: standard deviation of the noise over the clip norm.
             sample_rate: chance of each example to be in the batch.
             count: how many such releases.
-            planned: another noise multiplier or rate than before, but settled before the run began.
+            planned: whether a change of noise multiplier or rate was fixed before the run began.
 
         Raises:
-            DefenseError: a value out of range, or one that changed without being ``planned``.
+            DefenseError: a value out of range, or a change that was not ``planned``.
         """
         kinds = self._ledger.kinds
         if kinds and not planned and (noise_multiplier, sample_rate) not in kinds:
             raise DefenseError(
                 f"noise_multiplier={noise_multiplier!r}, sample_rate={sample_rate!r} differ from "
-                f"those of earlier releases, {sorted(kinds)}. If they were settled before the run, "
+                f"those of earlier releases, {sorted(kinds)}. If they were fixed before the run, "
                 "pass planned=True. If they were chosen in the run (a gate that turns noise up), "
                 f"accountant='{self.kind}' does not hold: use a RenyiFilter."
             )
         self._ledger.record(noise_multiplier, sample_rate, count)
 
     def epsilon(self, delta: float, *, slack: float = 0.0) -> float:
-        """The epsilon of all releases so far, at ``delta``: an upper bound.
+        """Return the epsilon of all releases so far, at ``delta``: an upper bound.
 
-        RDP takes microseconds. PRV takes a tenth of a second to a second where the history is new;
-        with ``slack`` it looks ahead instead: the epsilon of up to ``1 + slack`` times as many
-        releases of the latest kind bounds every count until then and is computed once.
+        RDP takes microseconds. PRV takes a tenth of a second to a second for a new history. With
+        ``slack`` the epsilon of up to ``1 + slack`` times as many releases of the latest kind is
+        computed once, which bounds every count until then.
 
         Args:
             delta: in (0, 1).
@@ -383,13 +380,13 @@ class Accountant:
         history = self.history
         if self.kind == "rdp" or not history:
             return epsilon_of(history, delta, self.kind, self.sampling)
-        *before, (noise_multiplier, sample_rate, count) = history
-        ahead: History = (*before, (noise_multiplier, sample_rate, _milestone(count, slack)))
-        if (delta, ahead) not in self._known:
-            if len(self._known) >= KEPT:
-                self._known.clear()
-            self._known[delta, ahead] = epsilon_of(ahead, delta, self.kind, self.sampling)
-        return self._known[delta, ahead]
+        *earlier, (noise_multiplier, sample_rate, count) = history
+        ahead: History = (*earlier, (noise_multiplier, sample_rate, _milestone(count, slack)))
+        if (delta, ahead) not in self._epsilons:
+            if len(self._epsilons) >= CACHED:
+                self._epsilons.clear()
+            self._epsilons[delta, ahead] = epsilon_of(ahead, delta, self.kind, self.sampling)
+        return self._epsilons[delta, ahead]
 
     def allows(
         self,
@@ -399,10 +396,10 @@ class Accountant:
         sample_rate: float,
         count: int = 1,
     ) -> bool:
-        """Whether ``count`` more releases keep the whole within (epsilon, delta). Counts nothing.
+        """Return whether ``count`` more releases stay within (epsilon, delta); count none.
 
-        Exact for both kinds. PRV is called about ``2 log2(T)`` times in T steps: what allows more
-        releases allows fewer.
+        It is exact for both kinds. PRV is called about ``2 log2(T)`` times in T steps, because a
+        budget that allows more releases allows fewer.
 
         Raises:
             DefenseError: a value out of range.
@@ -425,11 +422,11 @@ class Accountant:
         return self._search[1].answer(wanted, fits)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """For the checkpoint: ``releases``, (K, 3) float64."""
+        """Return ``releases``, (K, 3) float64, for the checkpoint."""
         return self._ledger.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on counting: of every kind of release the larger count stays."""
+        """Continue counting: of every kind of release the larger count stays."""
         self._ledger.load_state_dict(state)
 
 
@@ -439,7 +436,7 @@ def epsilon_of(
     kind: Kind,
     sampling: Sampling = "poisson",
 ) -> float:
-    """Epsilon of releases whose noise was settled beforehand, at ``delta``: an upper bound.
+    """Return the epsilon of releases with fixed noise, at ``delta``: an upper bound.
 
     Args:
         history: noise multiplier, sample rate and count of every kind of release, in any order.
@@ -463,8 +460,8 @@ def epsilon_of(
         return 0.0
     if min(row[0] for row in history) < LEAST_NOISE:
         return math.inf
-    each = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
-    rdp = sum(each, np.zeros(1))
+    terms = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
+    rdp = sum(terms, np.zeros(1))
     epsilon = float(epsilons_of_rdp(rdp, delta).min())
     if kind == "prv" and 0 < epsilon < math.inf:
         epsilon = tightened(epsilon, lambda bound: prv_epsilon(history, delta, bound, rdp))
@@ -479,9 +476,9 @@ def noise_multiplier_for(
     kind: Kind = "prv",
     sampling: Sampling = "poisson",
 ) -> float:
-    """The noise multiplier at which ``steps`` releases cost at most ``target_epsilon``.
+    """Return the noise multiplier at which ``steps`` releases cost at most ``target_epsilon``.
 
-    Found to within 1e-4, rounded up: the epsilon of what is returned never exceeds the target.
+    It is right to 1e-4 and rounded up: its epsilon never exceeds the target.
 
     Args:
         target_epsilon: in (0, LARGEST_EPSILON].
@@ -509,52 +506,52 @@ def noise_multiplier_for(
     )
 
     @functools.cache
-    def excess(log_noise: float, which: Kind) -> float:
+    def excess(log_noise: float, accountant: Kind) -> float:
         event = math.exp(log_noise), sample_rate, steps
-        epsilon = epsilon_of([event], target_delta, which, sampling)
+        epsilon = epsilon_of([event], target_delta, accountant, sampling)
         return math.log(max(epsilon, 1e-12) / target_epsilon) if epsilon < math.inf else 100.0
 
-    least, most = math.log(LEAST_NOISE), math.log(MOST_NOISE)
-    if excess(most, "rdp") > 0:
+    lowest, highest = math.log(LEAST_NOISE), math.log(MOST_NOISE)
+    if excess(highest, "rdp") > 0:
         raise DefenseError(
             f"target_epsilon={target_epsilon!r} cannot be reached in {steps} steps at sample_rate="
             f"{sample_rate!r} with a noise multiplier below {MOST_NOISE:g}. Raise target_epsilon "
             "or target_delta, or lower the number of steps or the sample rate."
         )
-    if excess(least, "rdp") <= 0:
+    if excess(lowest, "rdp") <= 0:
         raise DefenseError(
-            f"target_epsilon={target_epsilon!r} asks for a noise multiplier below {LEAST_NOISE}, "
+            f"target_epsilon={target_epsilon!r} needs a noise multiplier below {LEAST_NOISE}, "
             f"which is accounted as no noise. Lower target_epsilon, or pass noise_multiplier="
             f"{LEAST_NOISE}."
         )
-    high = _first_below(functools.partial(excess, which="rdp"), least, most)
+    high = _find_root(functools.partial(excess, accountant="rdp"), lowest, highest)
     if kind == "prv":
         low = high - 0.2
-        while low > least and excess(low, which="prv") <= 0:
+        while low > lowest and excess(low, accountant="prv") <= 0:
             low, high = 3 * low - 2 * high, low
-        high = _first_below(functools.partial(excess, which="prv"), max(least, low), high)
+        high = _find_root(functools.partial(excess, accountant="prv"), max(lowest, low), high)
     return math.exp(high)
 
 
 def effective_noise_multiplier(
     noise_multiplier: float, clients: int, trust: Trust, *, colluding: int = 0
 ) -> float:
-    """The noise multiplier to account, given what the server sees.
+    """Return the noise multiplier to account, which depends on what the server sees.
 
-    Each of ``clients`` clients clips the gradients of its own examples to C, adds noise of standard
-    deviation ``noise_multiplier * C`` of its own to their sum and sends the result.
+    Each of ``clients`` clients clips the gradients of its examples to C, adds noise of standard
+    deviation ``noise_multiplier * C`` to their sum and sends the result.
 
-    - ``"local"``: the server sees each client's update. An example is in one of them, and nothing
-      but that client's own noise hides it: ``noise_multiplier``.
+    - ``"local"``: the server sees each client's update. An example is in one of them, and that
+      client's noise alone hides it: ``noise_multiplier``.
     - ``"central"``: the server sees *only the sum* of all updates, by secure aggregation or a
       trusted aggregator. Independent noises add up to a standard deviation of
       ``noise_multiplier * sqrt(clients) * C`` while one example still changes the sum by C:
-      ``noise_multiplier * sqrt(clients)``. Plain averaging by the server, as in DDP's all-reduce
-      where any rank or the server can see what each rank sends, is *not* central. Clients that
-      collude with the server know their own noise and can take it out, and clients that drop out
-      send none: ``noise_multiplier * sqrt(clients - colluding)``.
+      ``noise_multiplier * sqrt(clients)``. Averaging by the server, as in DDP's all-reduce where a
+      rank or the server can see what each rank sends, is *not* central. Clients that collude with
+      the server know their noise and can subtract it, and clients that drop out send none:
+      ``noise_multiplier * sqrt(clients - colluding)``.
 
-    The sample rate is the same in both: the chance of an example to be in its own client's batch.
+    The sample rate is the same in both: the chance of an example to be in its client's batch.
 
     Args:
         noise_multiplier: of each client's noise.
@@ -583,17 +580,17 @@ def effective_noise_multiplier(
 
 
 def joint_noise_multiplier(clips: Sequence[float], stds: Sequence[float]) -> float:
-    """Noise multiplier of the one Gaussian mechanism that several, released together, are.
+    """Return the noise multiplier of several Gaussian mechanisms that are released together.
 
     Args:
-        clips: C_l, how much of one sample is in the l-th.
+        clips: C_l, the clip norm of each.
         stds: standard deviation of the noise on each number of it.
 
     Returns:
         ``1 / sqrt(sum (C_l / s_l)^2)``; 0 where one of them has no noise.
 
     Raises:
-        DefenseError: numbers out of range, or not as many of the one as of the other.
+        DefenseError: numbers out of range, or not equally many of both.
     """
     fits = len(clips) == len(stds) > 0 and all(0 < c < math.inf for c in clips)
     if not fits or not all(0 <= s < math.inf for s in stds):
@@ -605,7 +602,7 @@ def joint_noise_multiplier(clips: Sequence[float], stds: Sequence[float]) -> flo
 
 
 def check_delta_for(delta: float, examples: int) -> None:
-    """Refuses a delta that would allow the release of a random example.
+    """Raise an error for a delta that would allow the release of a random example.
 
     Args:
         delta: of the guarantee.
@@ -624,12 +621,13 @@ def check_delta_for(delta: float, examples: int) -> None:
 
 
 class _Search:
-    """Answers whether n fits, for growing n, in few calls; what fits, fits for every smaller n."""
+    """A search for the largest n that fits, in few calls, because every smaller n fits too."""
 
     def __init__(self) -> None:
         self._fits, self._too_many = 0, 0
 
     def answer(self, n: int, fits: Callable[[int], bool]) -> bool:
+        """Return whether n fits; n grows from call to call."""
         while n > self._fits and not (self._too_many and n >= self._too_many):
             probe = 2 * n
             if self._too_many:
@@ -642,15 +640,15 @@ class _Search:
 
 
 def _milestone(count: int, slack: float) -> int:
-    """Smallest of a fixed sequence of growing numbers that is at least ``count``."""
+    """Return the smallest number of a fixed growing sequence that is at least ``count``."""
     milestone = 1
     while milestone < count:
         milestone = max(milestone + 1, int(milestone * (1 + slack)))
     return milestone
 
 
-def _first_below(excess: Callable[[float], float], low: float, high: float) -> float:
-    """Where a falling function crosses 0, from the side where it is not positive."""
+def _find_root(excess: Callable[[float], float], low: float, high: float) -> float:
+    """Return where a falling function crosses 0, from the side where it is not positive."""
     if excess(low) <= 0:
         return low
     root = float(brentq(excess, low, high, xtol=5e-5, rtol=1e-12))

@@ -1,4 +1,4 @@
-"""What DP-SGD's releases have cost and may cost: noise, account, and when the budget is spent."""
+"""The budget of DP-SGD: its noise, the account of its releases, and whether one more fits."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.base import DefenseError, Privacy, State
 
-EPSILON_SLACK = 0.02
-"""The epsilon that is reported may be that of up to 2% more releases: PRV is called less."""
+EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; saves calls of PRV
 _ACCOUNT = "accountant/"
 
 Account = Kind | Literal["filter"]
@@ -37,21 +36,21 @@ class Budget:
 
     Args:
         kind: how to account.
-        noise_multiplier: sigma to begin with; None to find it from ``target_epsilon``.
+        noise_multiplier: sigma at the beginning; None to find it from ``target_epsilon``.
         target_epsilon: what the whole run may cost; None for no limit.
         target_delta: delta of the guarantee; None for a tenth of one over the examples.
-        seeded: the noise can be guessed, so that epsilon is infinite.
-        harden_factor: what a notch multiplies the noise by.
-        most_notches: how often it may be turned up; None for as often as a gate asks.
+        seeded: whether the noise can be guessed, so that epsilon is infinite.
+        harden_factor: by which a hardening multiplies the noise.
+        most_notches: hardenings that are allowed; None for no limit.
         sampling: how batches are drawn.
-        of: whose budget it is, for what is said of it.
+        owner: class of the defence, for messages.
 
     Attributes:
         accountant: counts releases.
         noise_multiplier: sigma that the run begins with; None until it is found.
         notches: how often the noise was turned up.
         rate: chance of each example to be in a batch; None until the training data are known.
-        delta: of the guarantee; None until then, unless given.
+        delta: of the guarantee; None until then, unless it was passed.
     """
 
     def __init__(
@@ -65,9 +64,9 @@ class Budget:
         harden_factor: float,
         most_notches: int | None,
         sampling: Sampling = "poisson",
-        of: str = "DPSGD",
+        owner: str = "DPSGD",
     ) -> None:
-        self._of = of
+        self._owner = owner
         self._sampling: Sampling = sampling
         self.kind: Account = kind
         self.noise_multiplier = noise_multiplier
@@ -81,19 +80,19 @@ class Budget:
         self.delta = target_delta
         self.accountant = self._new_accountant(None)
         self._calibrates = noise_multiplier is None
-        self._found = False
+        self._calibrated = False
         self._covered = 0
         self._covered_rate: float | None = None
 
     @property
     def privacy(self) -> Privacy:
-        """Epsilon and delta of the releases so far, and the noise of the next.
+        """Return epsilon and delta of the releases so far, and the noise of the next.
 
         Raises:
             DefenseError: before the training data are known.
         """
         if self.rate is None or self.delta is None or self.noise_multiplier is None:
-            raise DefenseError(f"{self._of}.privacy is known once a fit has begun")
+            raise DefenseError(f"{self._owner}.privacy is known once a fit has begun")
         account, epsilon = self.accountant, math.inf
         if isinstance(account, RenyiFilter):
             epsilon = account.epsilon
@@ -105,7 +104,7 @@ class Budget:
 
     @property
     def share_spent(self) -> float | None:
-        """How much of a filter's budget is used up; None with another accountant.
+        """Return the share of a filter's budget that is spent; None with another accountant.
 
         Raises:
             DefenseError: before the training data are known.
@@ -114,61 +113,62 @@ class Budget:
 
     @property
     def noise_now(self) -> float:
-        """Sigma of the next release, as it is turned up now.
+        """Return sigma of the next release, with all hardenings.
 
         Raises:
             DefenseError: before the training data are known, where sigma is found from them.
         """
         if self.noise_multiplier is None:
-            raise DefenseError(f"{self._of}: no training data yet, so no noise is settled")
+            raise DefenseError(f"{self._owner}: no training data yet, so the noise is not known")
         return self.noise_multiplier * self.harden_factor**self.notches
 
     @property
     def can_harden(self) -> bool:
-        """Only with a filter: the others hold for noise settled beforehand."""
+        """Return whether noise may be turned up: all but a filter need it fixed before the run."""
         return self.kind == "filter" and self.most_notches != 0
 
     def harden(self) -> str | None:
-        """Multiplies the noise by ``harden_factor``, from the next release on; says what changed.
+        """Multiply the noise by ``harden_factor``, from the next release on.
 
-        None where the noise is as large as it gets.
+        Returns:
+            What changed, in words; None where the noise may not be larger.
         """
         if not self.can_harden or self.notches == self.most_notches:
             return None
-        before = self.noise_now
-        if before * self.harden_factor > MOST_NOISE:
+        previous = self.noise_now
+        if previous * self.harden_factor > MOST_NOISE:
             return None
         self.notches += 1
-        return f"{self._of.lower()}: noise multiplier {before:g} -> {self.noise_now:g}"
+        return f"{self._owner.lower()}: noise multiplier {previous:g} -> {self.noise_now:g}"
 
     def open_ledger(self, path: str | os.PathLike[str]) -> None:
-        """Remembers every release in a file from now on, and goes on with what is in it.
+        """Record every release in a file from now on, and continue with its releases.
 
         Raises:
             DefenseError: the file holds something else, or cannot be written.
         """
-        remembered = self._new_accountant(path)
-        remembered.load_state_dict(self.accountant.state_dict())
-        self.accountant = remembered
+        accountant = self._new_accountant(path)
+        accountant.load_state_dict(self.accountant.state_dict())
+        self.accountant = accountant
 
     def account_state(self) -> State:
-        """What was released so far."""
+        """Return the state of the accountant."""
         return self.accountant.state_dict()
 
     def adopt(self, account: State) -> None:
-        """Knows of releases that another process of the client knows of."""
+        """Add the releases that another process of the client has counted."""
         self.accountant.load_state_dict(account)
 
     def settle(self, rate: float, delta: float, planned_steps: Callable[[], int]) -> None:
-        """Finds the noise, now that the training data are known.
+        """Find the noise, now that the training data are known.
 
-        Noise that was found before is found anew as long as nothing was released with it: the data
-        or the number of steps may be others by now.
+        Noise of an earlier call is found again as long as nothing was released with it, because the
+        data or the number of steps may have changed.
 
         Args:
             rate: chance of each example to be in a batch.
             delta: of the guarantee.
-            planned_steps: how many releases the run is going to make; asked where it matters.
+            planned_steps: returns how many releases the run is going to make; called if needed.
 
         Raises:
             DefenseError: no noise fits the target, not one release fits the filter's budget, or
@@ -176,7 +176,7 @@ class Budget:
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
         """
         self.rate, self.delta = rate, delta
-        if self.noise_multiplier is None or (self._found and self.accountant.steps == 0):
+        if self.noise_multiplier is None or (self._calibrated and self.accountant.steps == 0):
             assert self.target_epsilon is not None
             steps = planned_steps()
             kind: Kind = "prv" if self.kind == "prv" else "rdp"
@@ -185,15 +185,15 @@ class Budget:
             )
             self._covered = steps if self.accountant.steps == 0 else 0
             self._covered_rate = rate
-            self._found = True
+            self._calibrated = True
         if isinstance(self.accountant, RenyiFilter):
             self.accountant.begin(self.noise_multiplier, rate)
         self.check_not_overdrawn()
 
     def check_not_overdrawn(self) -> None:
-        """Refuses to begin where ``target_epsilon`` was passed already, under another target.
+        """Raise an error where the releases so far cost more than ``target_epsilon``.
 
-        A filter sees to that in every release.
+        A filter checks that in every release.
 
         Raises:
             DefenseError: the earlier releases were made with another noise or rate.
@@ -208,10 +208,10 @@ class Budget:
         epsilon = account.epsilon(self.delta)
         if epsilon > self.target_epsilon:
             raise BudgetSpent(
-                f"{self._of}: the {account.steps} releases of the checkpoint or ledger cost "
+                f"{self._owner}: the {account.steps} releases of the checkpoint or ledger cost "
                 f"epsilon={epsilon:.4g} at delta={self.delta} already, more than target_epsilon="
-                f"{self.target_epsilon}. They cannot be taken back: raise target_epsilon, or begin "
-                "a new run from a model that this data did not train."
+                f"{self.target_epsilon}. Raise target_epsilon, or begin a new run from a model "
+                "that this data did not train."
             )
 
     def _check_unchanged(self) -> None:
@@ -224,28 +224,29 @@ class Budget:
         same = [math.isclose(noise, row[0], rel_tol=1e-9) and self.rate == row[1] for row in rows]
         if not any(same):
             raise DefenseError(
-                f"{self._of}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
+                f"{self._owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
                 f"not those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
                 f"{rows[-1][1]:g} (noise of a seed counts as 0). accountant={self.kind!r} holds "
-                "for noise and rate that were settled beforehand: go on with the noise, batch_size "
-                "and data of then, use accountant='filter' from the start, or begin a new run."
+                "for noise and rate that are fixed before the run: go on with the noise, "
+                "batch_size and data of then, use accountant='filter' from the start, or begin a "
+                "new run."
             )
 
     def check_affords_another(self) -> None:
-        """Refuses a release that the budget does not cover.
+        """Raise an error for a release that the budget does not cover.
 
         Raises:
             BudgetSpent: says how many were made.
         """
         if not self.affords_another():
             raise BudgetSpent(
-                f"{self._of}: after {self.accountant.steps} releases one more would cost more than "
-                f"target_epsilon={self.target_epsilon} at delta={self.delta}. It was not made; "
-                "the weights are those of the last one."
+                f"{self._owner}: after {self.accountant.steps} releases one more would cost more "
+                f"than target_epsilon={self.target_epsilon} at delta={self.delta}. It was not made; the "
+                "weights are those of the last one."
             )
 
     def affords_another(self) -> bool:
-        """Whether one more release fits, with the noise as it is now."""
+        """Return whether one more release fits, with the present noise."""
         if self.target_epsilon is None:
             return True
         if self.rate is None or self.delta is None or self.noise_multiplier is None:
@@ -259,25 +260,25 @@ class Budget:
         )
 
     def record(self, accounted: float) -> None:
-        """Counts a release that is about to happen; one whose noise can be guessed as without any.
+        """Count a release that is about to happen; noise that can be guessed counts as 0.
 
         Args:
             accounted: its noise multiplier, from the noise that all clients add together. It may
-                differ by an ulp from the one that was settled, by a root and its square.
+                differ by an ulp from the planned one, because of a root and its square.
 
         Raises:
-            DefenseError: it is another one, or the account cannot be kept.
+            DefenseError: it differs by more, or the account cannot be written.
         """
-        settled = self.noise_now
-        if not math.isclose(accounted, settled, rel_tol=1e-9):
+        planned = self.noise_now
+        if not math.isclose(accounted, planned, rel_tol=1e-9):
             raise DefenseError(
-                f"{self._of}: noise multiplier {accounted} is not {settled}, as settled"
+                f"{self._owner}: noise multiplier {accounted} is not {planned}, as planned"
             )
         assert self.rate is not None
-        self.accountant.step(0.0 if self.seeded else settled, self.rate)
+        self.accountant.step(0.0 if self.seeded else planned, self.rate)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """What releases were accounted as, and the noise: as settled, and how turned up."""
+        """Return what releases were accounted as, the noise, and its hardenings."""
         state: dict[str, Tensor | int | float | str] = {}
         if self.rate is not None and self.delta is not None:
             state["rate"], state["delta"] = self.rate, self.delta
@@ -294,17 +295,17 @@ class Budget:
         return state
 
     def load_state_dict(self, state: State, releases: int) -> int:
-        """Goes on counting; the account never runs backwards.
+        """Continue the account, in which no count ever decreases.
 
-        Noise that was found from ``target_epsilon`` stays what it is. Under another target the
-        releases that it may make are counted anew.
+        Noise that was found from ``target_epsilon`` stays. Under another target it is counted again
+        how many releases may be made with it.
 
         Args:
-            state: what :meth:`state_dict` gave.
+            state: a result of :meth:`state_dict`.
             releases: how many had been made by then.
 
         Returns:
-            How many releases the state has accounted; more may be known.
+            How many releases the state has accounted; a ledger may hold more.
 
         Raises:
             DefenseError: they were made under another kind of accountant or, with a filter, under
@@ -314,19 +315,19 @@ class Budget:
         filtered = "orders" in account
         if releases and filtered != (self.kind == "filter"):
             raise DefenseError(
-                f"{self._of}: the checkpoint's {releases} releases were "
+                f"{self._owner}: the checkpoint's {releases} releases were "
                 f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
                 f"accountant={self.kind!r}. A budget holds from the first release on: go on with "
                 "the accountant of the checkpoint, or begin a new run."
             )
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self.rate is None and "rate" in state:
-            # Until the data are known here: for who asks what the releases have cost.
+            # Until the data are known, `privacy` needs them.
             self.rate = float(state["rate"])
             self.delta = float(state["delta"]) if self.delta is None else self.delta
         if self._calibrates and "noise_multiplier" in state:
             self.noise_multiplier = float(state["noise_multiplier"])
-            self._found = True
+            self._calibrated = True
             same = state.get("covered_target") == self._target and "covered_rate" in state
             self._covered = int(state["covered"]) if same else 0
             self._covered_rate = float(state["covered_rate"]) if same else None
@@ -336,11 +337,11 @@ class Budget:
 
     @property
     def _target(self) -> str:
-        """What the noise was found for: with another one it covers another number of releases."""
+        """Return the target that the noise was found for, which decides how many releases fit."""
         return f"{self.kind} {self.target_epsilon!r} {self.target_delta!r}"
 
     def _is_covered(self, releases: int) -> bool:
-        """Whether so many are within what the noise was found for, all of that noise and rate."""
+        """Return whether the noise was found for so many releases, all of its noise and rate."""
         event = self.noise_multiplier, self.rate
         return (
             releases <= self._covered
@@ -361,7 +362,7 @@ class Budget:
 def guarantee_of(
     trust: Trust, poisson: bool, seed: int | None, fixed_budget: bool, unit: str = "example"
 ) -> str:
-    """What DP-SGD with these settings guarantees, against whom, in plain words."""
+    """Return what DP-SGD with these settings guarantees, and against whom."""
     if seed is not None:
         return "none: with a seed the noise can be guessed and subtracted"
     server = (
@@ -369,8 +370,8 @@ def guarantee_of(
         if trust == "local"
         else "whoever sees only the sum of all clients' updates (secure aggregation)"
     )
-    how = "added or removed" if poisson else "put in the place of nothing"
-    one = "one example" if unit == "example" else "one user with all of their rows,"
+    change = "added or removed" if poisson else "put in the place of nothing"
+    protected = "one example" if unit == "example" else "one user with all of their rows,"
     shared = "an example" if unit == "example" else "a user"
     budget = (
         "with the budget (`target_epsilon`, `target_delta`) that was fixed before the run, at "
@@ -379,7 +380,7 @@ def guarantee_of(
         else "with the epsilon that `privacy` gives"
     )
     return (
-        f"against {server}: (epsilon, delta)-differential privacy of {one} {how}, for all "
+        f"against {server}: (epsilon, delta)-differential privacy of {protected} {change}, for all "
         f"releases together, {budget}. If several clients hold {shared}, add their epsilons. "
         "Give each client separate data. Not covered: what is logged or sent otherwise, and "
         "decisions taken in sight of the data."

@@ -1,9 +1,9 @@
-"""What releases have cost a group: all rows of a person, say, where rows are the unit of privacy.
+"""The cost of releases to a group of examples, as all rows of a person.
 
-A group of k examples comes into a Poisson batch with j of them, j binomial, and moves a clipped sum
-by at most j C. So a release is at most as telling as a mixture of Gaussians at 0, 1, ..., k clip
-norms, weighed by the binomial law, beside one at 0 (Ganesh 2024, arXiv 2401.10294, Theorem 3.1).
-Its Renyi divergences, in both directions, are integrals over one number.
+A Poisson batch holds j of a group's k examples, j binomial, and they move a clipped sum by at most
+j C. So a release reveals at most what a mixture of Gaussians at 0, 1, ..., k clip norms, weighed by
+the binomial law, reveals beside one at 0 (Ganesh 2024, arXiv 2401.10294, Theorem 3.1). Its Renyi
+divergences, in both directions, are integrals over one number.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from lightning_fedleak.defenses.accounting.ledger import (
     check_sample_rate,
 )
 
-MOST_TERMS = 1 << 26
-"""Numbers that one release's divergences are summed from; large orders are left out beyond."""
-STEPS, TAIL = 4, 12
-"""Of the integral: steps in a standard deviation, and where it ends beyond its furthest peak."""
+MOST_TERMS = 1 << 26  # terms of a release's divergences; orders that need more are not computed
+STEPS = 4  # of the integral in a standard deviation; more take longer. Not tuned
+TAIL = 12  # standard deviations beyond the last peak where the integral ends; the rest is 1e-32
 
 
 def group_epsilon(history: Sequence[tuple[float, float, int]], delta: float, rows: int) -> float:
-    """Epsilon of a group of examples that are added or removed together: an upper bound, by RDP.
+    """Return an upper bound, by RDP, on the epsilon of examples added or removed together.
 
     Args:
-        history: noise multiplier, sample rate and count of every kind of release, settled
-            beforehand, as :attr:`Accountant.history
+        history: noise multiplier, sample rate and count of every kind of release, fixed before the
+            run, as :attr:`Accountant.history
             <lightning_fedleak.defenses.accounting.Accountant.history>` gives it.
         delta: in (0, 1).
         rows: k, examples of the group.
@@ -71,7 +70,7 @@ def group_epsilon(history: Sequence[tuple[float, float, int]], delta: float, row
 
 @functools.lru_cache(maxsize=64)
 def group_rdp(noise_multiplier: float, sample_rate: float, rows: int) -> Floats:
-    """(2, len(ORDERS)) Renyi DP of one release, of a group removed and of one added; read-only.
+    """Return (2, len(ORDERS)) Renyi DP of a release, of a group removed and one added; read-only.
 
     Args:
         noise_multiplier: sigma.
@@ -79,11 +78,11 @@ def group_rdp(noise_multiplier: float, sample_rate: float, rows: int) -> Floats:
         rows: k.
     """
     orders, width = np.asarray(ORDERS), noise_multiplier / STEPS
-    found = np.full((2, len(orders)), np.inf)
+    rdp = np.full((2, len(orders)), np.inf)
     if sample_rate == 1:
-        found[:] = orders * (rows / noise_multiplier) ** 2 / 2
-        found.flags.writeable = False
-        return found
+        rdp[:] = orders * (rows / noise_multiplier) ** 2 / 2
+        rdp.flags.writeable = False
+        return rdp
     ends = np.ceil((orders * rows / noise_multiplier + TAIL) * STEPS)
     usable = np.flatnonzero(ends * 2 * (rows + 1) <= MOST_TERMS)
     if len(usable):
@@ -94,8 +93,8 @@ def group_rdp(noise_multiplier: float, sample_rate: float, rows: int) -> Floats:
         base = -((x / noise_multiplier) ** 2) / 2 - math.log(STEPS * math.sqrt(2 * math.pi))
         for i in usable:
             order = orders[i]
-            found[0, i] = logsumexp(base + order * loss) / (order - 1)
-            found[1, i] = logsumexp(base - (order - 1) * loss) / (order - 1)
-    np.maximum(found, 0.0, out=found)
-    found.flags.writeable = False
-    return found
+            rdp[0, i] = logsumexp(base + order * loss) / (order - 1)
+            rdp[1, i] = logsumexp(base - (order - 1) * loss) / (order - 1)
+    np.maximum(rdp, 0.0, out=rdp)
+    rdp.flags.writeable = False
+    return rdp

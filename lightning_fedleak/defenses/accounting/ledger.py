@@ -1,4 +1,4 @@
-"""What a client has released so far: a count that never runs backwards, also through a crash."""
+"""A count of a client's releases that never decreases, also through a crash."""
 
 from __future__ import annotations
 
@@ -20,32 +20,29 @@ from lightning_fedleak.validate import check_integer, check_number
 Event = tuple[float, float]
 """Noise multiplier and sample rate of a release."""
 
-MOST_RELEASES = 10**12
-"""Of one kind; a count beyond is a mistake."""
-LONGEST_LINE = 80
-"""Bytes; two floats, a count and the line's end are shorter."""
-_SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+MOST_RELEASES = 10**12  # of one kind; a larger count is a mistake
+LONGEST_LINE = 80  # bytes; two floats, a count and the line's end are shorter
+_OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class Ledger:
-    """Counts releases by their noise multiplier and sample rate.
+    """Counts of releases by their noise multiplier and sample rate.
 
-    Composition does not ask for the order, so the counts are all that an accountant needs. A
-    checkpoint forgets what was released after it was written and before a crash. A ledger with a
-    file does not: every release is a line on the disk before :meth:`record` returns. Record first,
-    release after: then nothing that left the client is missing, and at worst one release is counted
-    that never came to be.
+    Composition does not depend on the order, so an accountant needs nothing else. A checkpoint
+    misses what was released between it and a crash. A ledger with a file does not: every release is
+    a line on the disk before :meth:`record` returns. Record before you release: then no release is
+    missing, and at worst one is counted that was not made.
 
     Args:
         path: file to append to, one for each client; its folder must exist. A file of an earlier
-            process is read and gone on with, so a new run needs a new path. One run at a time: a
-            file that something else wrote to, cut or removed since is refused. None for no file.
-            Nothing is written before the first release: half a line at the end, of a crash, stays
-            until then, and is cut off only where every line before it is a ledger's.
+            process is read and continued, so a new run needs a new path. A file that something else
+            wrote to, cut or removed since is refused. None for no file. Nothing is written before
+            the first release. Half a line at the end, from a crash, is then removed, if every line
+            before it is a ledger's.
 
     Raises:
         DefenseError: the path is a folder, a link, a device or a pipe, or the file holds something
-            else or cannot be read. It is left as it was.
+            else or cannot be read. It does not change.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -56,30 +53,30 @@ class Ledger:
             self._counts, self._size, self._half = _read(self.path)
 
     def __len__(self) -> int:
-        """Number of releases."""
+        """Return the number of releases."""
         return sum(self._counts.values())
 
     def __iter__(self) -> Iterator[tuple[float, float, int]]:
-        """Noise multiplier, sample rate and count of every kind of release."""
+        """Yield noise multiplier, sample rate and count of every kind of release."""
         for (noise_multiplier, sample_rate), count in self._counts.items():
             yield noise_multiplier, sample_rate, count
 
     @property
     def rows(self) -> tuple[tuple[float, float, int], ...]:
-        """The same at once: ``tuple(ledger)`` would take room for as many as there are releases."""
+        """Return the kinds of releases; ``tuple(ledger)`` would allocate ``len(ledger)`` places."""
         return tuple(row for row in self)
 
     @property
     def kinds(self) -> frozenset[Event]:
-        """The pairs (noise multiplier, sample rate) that were released with."""
+        """Return the pairs (noise multiplier, sample rate) of all releases."""
         return frozenset(self._counts)
 
     def record(self, noise_multiplier: float, sample_rate: float, count: int = 1) -> None:
-        """Counts releases that are about to happen.
+        """Count releases that are about to happen.
 
         Raises:
-            DefenseError: a value out of range, or the file cannot be written or is not as it was
-                left; nothing is counted.
+            DefenseError: a value out of range, or the file cannot be written or has changed;
+                nothing is counted.
         """
         check_noise_multiplier(noise_multiplier)
         check_sample_rate(sample_rate)
@@ -95,14 +92,12 @@ class Ledger:
         self._counts[event] = total
 
     def state_dict(self) -> dict[str, Tensor]:
-        """``releases``: (K, 3) float64, noise multiplier, sample rate and count."""
+        """Return ``releases``: (K, 3) float64, noise multiplier, sample rate and count."""
         rows = [[sigma, rate, float(count)] for sigma, rate, count in self]
         return {"releases": torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)}
 
     def load_state_dict(self, state: State) -> None:
-        """Takes the larger count of every kind of release: nothing counted is ever forgotten.
-
-        An empty state changes nothing.
+        """Set every kind of release to the larger count; an empty state changes nothing.
 
         Raises:
             DefenseError: not the state of a ledger.
@@ -121,25 +116,26 @@ class Ledger:
             check_count(count, "a count in the accountant's state")
             _added({}, (sigma, rate), int(count))
         for sigma, rate, count in rows.tolist():
-            known = self._counts.get((sigma, rate), 0)
-            if count > known:
-                self.record(sigma, rate, int(count) - known)
+            counted = self._counts.get((sigma, rate), 0)
+            if count > counted:
+                self.record(sigma, rate, int(count) - counted)
 
 
 def client_path(
     path: str | os.PathLike[str], client: int, clients: int, unit: str = "example"
 ) -> Path:
-    """The file of one client: with several ``.<client>-of-<clients>`` is appended.
+    """Return the file of one client.
 
-    Before it ``.users`` is where the unit of privacy is a user: other releases are accounted so.
+    Where the unit of privacy is a user, ``.users`` is appended, and with several clients
+    ``.<client>-of-<clients>``.
 
     Raises:
-        DefenseError: there are files of another number of clients. An example may have been another
-            client's then, and what it paid there would be forgotten. Or of another unit.
+        DefenseError: there are files of another unit, or of another number of clients: an example
+            may have been another client's then, and its cost there would not be counted.
     """
     path = Path(path)
     by_user = path.with_name(f"{path.name}.users")
-    if others := _of_unit(by_user if unit == "example" else path, by_user):
+    if others := _unit_files(by_user if unit == "example" else path, by_user):
         raise DefenseError(
             f"ledger={str(others[0])!r} was kept for another unit of privacy than {unit!r}, and no "
             "epsilon holds for releases of both. Go on with the unit of before, or begin a new run "
@@ -149,9 +145,9 @@ def client_path(
     if clients > 1:
         _is_there(path)
     ending = f"-of-{clients}"
-    own = path if clients == 1 else path.with_name(f"{path.name}.{client}{ending}")
-    found = path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
-    others = [p for p in found if clients == 1 or not p.name.endswith(ending)]
+    client_file = path if clients == 1 else path.with_name(f"{path.name}.{client}{ending}")
+    files = path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
+    others = [p for p in files if clients == 1 or not p.name.endswith(ending)]
     if clients > 1 and path.exists():
         others.append(path)
     if others:
@@ -160,14 +156,14 @@ def client_path(
             "an example may have been in another client's releases. Go on with as many clients as "
             "before, or begin a new run from a model that this data did not train, with a new path"
         )
-    return own
+    return client_file
 
 
-def _of_unit(path: Path, by_user: Path) -> list[Path]:
-    """The files that are there of a ledger, of all numbers of clients."""
-    found = [path] if path.is_file() else []
-    found += path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
-    return [p for p in found if path == by_user or not p.name.startswith(f"{by_user.name}.")]
+def _unit_files(path: Path, by_user: Path) -> list[Path]:
+    """Return the existing files of a ledger, of all numbers of clients."""
+    files = [path] if path.is_file() else []
+    files += path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
+    return [p for p in files if path == by_user or not p.name.startswith(f"{by_user.name}.")]
 
 
 def check_noise_multiplier(value: float) -> None:
@@ -193,7 +189,7 @@ def check_count(value: float, name: str) -> None:
 
 
 def _added(counts: dict[Event, int], event: Event, count: int) -> int:
-    """How many releases of a kind there are with ``count`` more."""
+    """Return the count of a kind of release with ``count`` more."""
     total = counts.get(event, 0) + count
     if total > MOST_RELEASES:
         raise DefenseError(
@@ -204,10 +200,10 @@ def _added(counts: dict[Event, int], event: Event, count: int) -> int:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is a file, without opening it: that may wait for ever, or wind a tape.
+    """Return whether there is a file, without opening it, which blocks on a pipe or device.
 
     Raises:
-        DefenseError: what is there is no file, or cannot be looked at.
+        DefenseError: the path is something else, or cannot be read.
     """
     try:
         mode = os.lstat(path).st_mode
@@ -223,12 +219,12 @@ def _check_file(path: Path, mode: int) -> None:
     if stat.S_ISREG(mode):
         return
     if stat.S_ISDIR(mode):
-        what = "is a folder: give the path of a file in it, which need not exist yet"
+        reason = "is a folder: give the path of a file in it, which need not exist yet"
     elif stat.S_ISLNK(mode):
-        what = "is a link: give the path of the file itself"
+        reason = "is a link: give the path of the file itself"
     else:
-        what = "is no file but a device, a pipe or a socket: give the path of a file on a disk"
-    raise DefenseError(f"ledger={str(path)!r} {what}")
+        reason = "is no file but a device, a pipe or a socket: give the path of a file on a disk"
+    raise DefenseError(f"ledger={str(path)!r} {reason}")
 
 
 def _unreadable(path: Path, error: Exception) -> DefenseError:
@@ -239,16 +235,16 @@ def _unreadable(path: Path, error: Exception) -> DefenseError:
 
 
 def _read(path: Path) -> tuple[dict[Event, int], int, int]:
-    """Counts by event, the file's bytes, and how many of these are half a line at its end.
+    """Return counts by event, the file's bytes, and how many of these are half a line at its end.
 
-    A line without its end was never released.
+    The release of a line without its end was never made.
     """
     counts: dict[Event, int] = {}
     size = 0
     if not _is_there(path):
         return counts, 0, 0
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | _SAFELY), "rb") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
             _check_file(path, os.fstat(file.fileno()).st_mode)
             for number in itertools.count(1):
                 line = file.readline(LONGEST_LINE)
@@ -258,16 +254,16 @@ def _read(path: Path) -> tuple[dict[Event, int], int, int]:
                     event, more = _release(line)
                     counts[event] = _added(counts, event, more)
                 except ValueError:
-                    raise _not_own(path, number) from None
+                    raise _not_a_ledger(path, number) from None
                 size += len(line)
     except OSError as error:
         raise _unreadable(path, error) from error
     if line and not (counts and _begins_a_release(line)):
-        raise _not_own(path, number)
+        raise _not_a_ledger(path, number)
     return counts, size + len(line), len(line)
 
 
-def _not_own(path: Path, number: int) -> DefenseError:
+def _not_a_ledger(path: Path, number: int) -> DefenseError:
     return DefenseError(
         f"ledger={str(path)!r} is not a ledger: its line {number} is no release. It is left as it "
         "was. Give a path that nothing else writes to, or that does not exist yet"
@@ -275,7 +271,7 @@ def _not_own(path: Path, number: int) -> DefenseError:
 
 
 def _release(line: bytes) -> tuple[Event, int]:
-    """Event and count of a line that :meth:`Ledger.record` wrote.
+    """Return event and count of a line that :meth:`Ledger.record` wrote.
 
     Raises:
         ValueError: it writes no such line.
@@ -291,7 +287,7 @@ def _release(line: bytes) -> tuple[Event, int]:
 
 
 def _begins_a_release(half: bytes) -> bool:
-    """Whether a crash may have left this of a line."""
+    """Return whether these bytes may be the beginning of a line."""
     *whole, last = half.removesuffix(b"\r").split(b" ")
     filled = [*whole, *(b"1.0", b"1.0", b"1")[len(whole) :]]
     try:
@@ -302,30 +298,30 @@ def _begins_a_release(half: bytes) -> bool:
 
 
 def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
-    """Adds a whole line or none of it, and returns once it would survive a loss of power.
+    """Append a whole line or none of it, and return once it would survive a loss of power.
 
     Args:
-        path: of the file; it is made where no bytes are expected.
+        path: of the file; it is created where no bytes are expected.
         line: with its end.
         expected: bytes that the file must hold.
-        cut: of these, how many at the end go first.
+        cut: how many of these are removed from the end first.
 
     Returns:
-        How many it holds now.
+        The bytes of the file.
     """
     data = line.encode("ascii")
-    kept = expected - cut
+    start = expected - cut
     try:
         _is_there(path)
-        flags = os.O_WRONLY | os.O_APPEND | _SAFELY | (0 if expected else os.O_CREAT)
+        flags = os.O_WRONLY | os.O_APPEND | _OPEN_FLAGS | (0 if expected else os.O_CREAT)
         descriptor = os.open(path, flags, 0o600)
         try:
-            found = os.fstat(descriptor)
-            _check_file(path, found.st_mode)
-            if found.st_size != expected:
+            status = os.fstat(descriptor)
+            _check_file(path, status.st_mode)
+            if status.st_size != expected:
                 raise _changed(path)
             if cut:
-                os.ftruncate(descriptor, kept)
+                os.ftruncate(descriptor, start)
             written = 0
             try:
                 written = os.write(descriptor, data)
@@ -333,8 +329,8 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
                     raise OSError(errno.ENOSPC, f"{written} of {len(data)} bytes fit on the disk")
                 os.fsync(descriptor)
             except OSError:
-                if os.fstat(descriptor).st_size == kept + written:
-                    os.ftruncate(descriptor, kept)
+                if os.fstat(descriptor).st_size == start + written:
+                    os.ftruncate(descriptor, start)
                 raise
             size = os.fstat(descriptor).st_size
         finally:
@@ -346,7 +342,7 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
             f"ledger={str(path)!r} cannot be written ({error}): the release was not made. Give a "
             "path in a folder that exists and has room"
         ) from error
-    if size != kept + len(data):
+    if size != start + len(data):
         raise _changed(path)
     return size
 
@@ -360,7 +356,7 @@ def _changed(path: Path) -> DefenseError:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a new file's name last as well; nothing where folders cannot be opened (Windows)."""
+    """Write a new file's name to the disk; do nothing where folders cannot be opened (Windows)."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -1,4 +1,4 @@
-"""A budget for noise that is chosen while training, in sight of what was released before."""
+"""A budget for noise that is chosen while training, with the earlier releases known."""
 
 from __future__ import annotations
 
@@ -32,30 +32,28 @@ DEFAULT_ORDERS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 12
 
 
 class RenyiFilter:
-    """Keeps a run within (epsilon, delta) although its noise is chosen on the way.
+    """A budget that keeps a run within (epsilon, delta) although its noise is chosen in the run.
 
     Fully adaptive composition (Feldman & Zrnic 2021, Theorem 3.1 and Sect. 4.1; Lecuyer 2021): at a
-    fixed order ``a`` releases may each be chosen in sight of all before, as long as the sum of
-    their Renyi divergences stays within a budget that was fixed beforehand. The budget of an order
-    is what converts to (epsilon, delta)-DP by Balle et al. 2020, Theorem 21. With K orders a
-    release is allowed while *any* of them has room, and each converts at ``delta / K``: which order
-    is the last with room may hang on the data, and the union over orders pays for that.
+    fixed order each release may depend on all before, as long as the sum of their Renyi divergences
+    stays within a budget that was fixed before the run. The budget of an order is what converts to
+    (epsilon, delta)-DP by Balle et al. 2020, Theorem 21. With K orders a release is allowed while
+    *any* of them has budget, and each converts at ``delta / K``, because the data may decide which
+    order is the last.
 
     The guarantee is (epsilon, delta) for the whole run, from the start; there is no smaller epsilon
-    "so far". It covers the releases. It does not cover *why* the noise was turned up, if that was
-    decided by data that were not released, such as a leakage metric against the true batch.
+    "so far". It covers the releases. It does not cover *why* the noise was turned up, if data
+    decided that which were not released, as a leakage metric against the true batch does.
 
-    Unlike with :class:`~lightning_fedleak.defenses.accounting.accounting.Accountant` PRV is of no
-    use here: its composition is proven for noise that was settled beforehand only.
+    PRV does not apply: its composition is proven for noise that was fixed before the run.
 
     Args:
         epsilon: of the whole run.
         delta: of the whole run.
-        orders: Renyi orders above 1. One alone pays no union: :func:`best_order` finds the one for
-            the noise that the run begins with. None: :meth:`begin` fixes that one.
+        orders: Renyi orders above 1. With one order all of delta is its own: :func:`best_order`
+            returns the one for the noise that the run begins with. None: :meth:`begin` fixes it.
         ledger: as for :class:`~lightning_fedleak.defenses.accounting.accounting.Accountant`. It
-            remembers releases, not the budget, which a checkpoint does: begin again with the same
-            one.
+            stores releases, not the budget: begin again with the same one.
         sampling: how batches are drawn.
 
     Raises:
@@ -77,21 +75,21 @@ class RenyiFilter:
         self.delta = delta
         self.sampling: Sampling = sampling
         self.orders: tuple[float, ...] = ()
-        self._given = orders is not None
+        self._orders_fixed = orders is not None
         if orders is not None:
             self._fix(orders)
         self._ledger = Ledger(ledger)
 
     def begin(self, noise_multiplier: float, sample_rate: float) -> None:
-        """Fixes the order for the noise that the run begins with; given or restored orders stay.
+        """Fix the order for the noise that the run begins with, unless orders were set or restored.
 
         It stays from the first release on. Where a ledger holds releases of an earlier process, it
-        is the one for the noise of the first of them: that with which the run began.
+        is the order for the noise of the first of them.
 
         Raises:
             DefenseError: not one such release fits in the budget at any order.
         """
-        if not self.orders or not (self._given or self.steps):
+        if not self.orders or not (self._orders_fixed or self.steps):
             for sigma, rate, _ in self._ledger:
                 noise_multiplier, sample_rate = sigma, rate
                 break
@@ -100,21 +98,21 @@ class RenyiFilter:
 
     @property
     def steps(self) -> int:
-        """Number of releases."""
+        """Return the number of releases."""
         return len(self._ledger)
 
     @property
     def history(self) -> History:
-        """Noise multiplier, sample rate and count of every kind of release."""
+        """Return noise multiplier, sample rate and count of every kind of release."""
         return self._ledger.rows
 
     @property
     def share_spent(self) -> float:
-        """How much of the budget is used up, by the order with the most room; 1 is all of it."""
+        """Return the share of the budget that is spent, by the order with the most left."""
         return self._share(self._spent())
 
     def allows(self, noise_multiplier: float, sample_rate: float, count: int = 1) -> bool:
-        """Whether ``count`` more such releases fit in the budget. Counts nothing.
+        """Return whether ``count`` more such releases fit in the budget; count none.
 
         Raises:
             DefenseError: a value out of range.
@@ -126,7 +124,7 @@ class RenyiFilter:
         return self._share(spent + count * self._rdp(noise_multiplier, sample_rate)) <= 1
 
     def step(self, noise_multiplier: float, sample_rate: float, count: int = 1) -> None:
-        """Counts releases that are about to happen.
+        """Count releases that are about to happen.
 
         Raises:
             DefenseError: they do not fit; nothing is counted, and they must not happen.
@@ -140,13 +138,13 @@ class RenyiFilter:
         self._ledger.record(noise_multiplier, sample_rate, count)
 
     def state_dict(self) -> dict[str, Tensor | float]:
-        """For the checkpoint: ``releases``, (K, 3) float64; the budget and (K,) ``orders``."""
+        """Return ``releases``, (K, 3) float64, the budget, and (K,) ``orders``."""
         orders = torch.tensor(self.orders, dtype=torch.float64)
         budget: dict[str, Tensor | float] = {"epsilon": self.epsilon, "delta": self.delta}
         return {**self._ledger.state_dict(), **budget, "orders": orders}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on counting: of every kind of release the larger count stays.
+        """Continue counting: of every kind of release the larger count stays.
 
         Raises:
             DefenseError: the state is of another budget or of other orders, which are fixed before
@@ -157,7 +155,7 @@ class RenyiFilter:
             fixed = tuple(torch.as_tensor(state["orders"], dtype=torch.float64).tolist())
             if fixed and not self.orders:
                 self._fix(fixed)
-                self._given = True
+                self._orders_fixed = True
             elif fixed and fixed != self.orders:
                 raise DefenseError(
                     f"orders={self.orders} differ from those of the checkpoint, {fixed}: they are "
@@ -180,15 +178,15 @@ class RenyiFilter:
                 f"orders={tuple(orders)!r}: give at least one, out of renyi.ORDERS"
                 + (f"; {unknown} are not in it" if unknown else "")
             )
-        known = tuple(sorted(set(orders)))
-        places = np.array([ORDERS.index(order) for order in known])
-        budget = self.epsilon - conversion(self.delta / len(known))[places]
+        orders = tuple(sorted(set(orders)))
+        places = np.array([ORDERS.index(order) for order in orders])
+        budget = self.epsilon - conversion(self.delta / len(orders))[places]
         if not (budget > 0).any():
             raise DefenseError(
                 f"epsilon={self.epsilon!r} at delta={self.delta!r} leaves no budget at the orders "
-                f"{known}: take larger orders, or a larger epsilon or delta"
+                f"{orders}: take larger orders, or a larger epsilon or delta"
             )
-        self.orders, self._places, self._budget = known, places, budget
+        self.orders, self._places, self._budget = orders, places, budget
 
     def _rdp(self, noise_multiplier: float, sample_rate: float) -> Floats:
         if noise_multiplier < LEAST_NOISE:
@@ -205,8 +203,8 @@ class RenyiFilter:
         return spent
 
     def _share(self, spent: Floats) -> float:
-        open_ = self._budget > 0
-        return float((spent[open_] / self._budget[open_]).min())
+        positive = self._budget > 0
+        return float((spent[positive] / self._budget[positive]).min())
 
 
 @functools.lru_cache(maxsize=64)
@@ -217,9 +215,9 @@ def best_order(
     sample_rate: float,
     sampling: Sampling = "poisson",
 ) -> float:
-    """The order at which the most releases of one kind fit in (epsilon, delta).
+    """Return the order at which the most releases of one kind fit in (epsilon, delta).
 
-    To be chosen before the run, for the noise it begins with.
+    It must be chosen before the run, for the noise that it begins with.
 
     Raises:
         DefenseError: not one release fits at any order.

@@ -26,11 +26,12 @@ class DPAdamBC(Optimizer):
     Its update is ``m / (sqrt(max(v - phi, floor phi)) + eps)``: m and v are Adam's bias-corrected
     moments, phi the same running mean of the noise's variance. ``DPSGD`` passes it the variance
     with every release, for each layer. Without noise it is AdamW. Return it from
-    ``configure_optimizers``:
+    ``configure_optimizers``.
 
-    >>> import torch
-    >>> from lightning_fedleak import DPAdamBC
-    >>> optimizer = DPAdamBC(torch.nn.Linear(4, 2).parameters(), lr=1e-3)
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak import DPAdamBC
+        >>> optimizer = DPAdamBC(torch.nn.Linear(4, 2).parameters(), lr=1e-3)
 
     Args:
         params: parameters or groups, as of every optimizer; float32 or float64.

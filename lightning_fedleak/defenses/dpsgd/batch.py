@@ -92,9 +92,9 @@ def loss_with_graph(output: Any, samples: int) -> Tensor:
     returned = "a loss that needs no gradient" if isinstance(loss, Tensor) else "no loss"
     raise DefenseError(
         f"DPSGD: training_step returned {returned} for a batch of {samples} samples. If what a "
-        "batch holds decides whether it counts, one sample can remove what all others add, which no "
-        "clip bounds. Return a loss for every batch: filter the dataset instead, and let a sample "
-        "without labels count as zero, as mean_of_sample_means does."
+        "batch holds decides whether it counts, one sample can remove what all others add, which "
+        "no clip bounds. Return a loss for every batch: filter the dataset instead, and let a "
+        "sample without labels count as zero, as mean_of_sample_means does."
     )
 
 

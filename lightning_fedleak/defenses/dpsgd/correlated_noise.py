@@ -109,8 +109,8 @@ def places_of(
     last = len(dataset) - 1
     places_read = sorted({last * i // (READ - 1) for i in range(READ)})
     with preserve_process():
-        first, second = (_contents(dataset, places_read) for _ in range(2))
-    return Places(order.hexdigest(), {f: d for f, d in first.items() if second.get(f) == d})
+        contents, repeated = (_contents(dataset, places_read) for _ in range(2))
+    return Places(order.hexdigest(), {f: d for f, d in contents.items() if repeated.get(f) == d})
 
 
 def values_in(example: Any) -> Iterator[str]:

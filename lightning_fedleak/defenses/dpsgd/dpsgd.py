@@ -74,12 +74,13 @@ class DPSGD(Defense):
     release. ``docs/dpsgd.md`` says what the guarantee covers, what is refused and why, what it
     costs, and how several processes train as one client.
 
-    >>> import lightning as L
-    >>> from lightning_fedleak import DPSGD, DefendedStrategy
-    >>> defense = DPSGD(max_grad_norm=1.0, target_epsilon=8, target_delta=1e-5)
-    >>> trainer = L.Trainer(max_epochs=3, strategy=DefendedStrategy("auto", [defense]))
-    >>> print(defense.guarantee.partition(":")[0])
-    against whoever sees every client's shared updates
+    Examples:
+        >>> import lightning as L
+        >>> from lightning_fedleak import DPSGD, DefendedStrategy
+        >>> defense = DPSGD(max_grad_norm=1.0, target_epsilon=8, target_delta=1e-5)
+        >>> trainer = L.Trainer(max_epochs=3, strategy=DefendedStrategy("auto", [defense]))
+        >>> print(defense.guarantee.partition(":")[0])
+        against whoever sees every client's shared updates
 
     Args:
         max_grad_norm: C, or norms by the names of layers (``""`` for the rest), or ``"auto"``: then

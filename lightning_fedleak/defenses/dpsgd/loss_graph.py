@@ -1,29 +1,28 @@
-"""Whether a loss is a mean over samples of terms that depend on one sample each.
+"""Checks that a loss is a mean over samples of terms that depend on one sample each.
 
-Clipping bounds what a sample adds to the sum only if the sample's gradient does not depend on who
-else is in the batch. Three looks at the autograd graph, before backward. They follow gradients and
-nothing else: they find mistakes, and prove nothing about a loss that was built to pass them.
+Clipping bounds a sample's addend only if the sample's gradient does not depend on the others in the
+batch. Three checks of the autograd graph, before backward, follow gradients and nothing else. They
+find mistakes, and prove nothing about a loss that was built to pass them.
 
-- *form*, in every step: from the loss down to the outputs of layers, the reduction is a
-  mean over equally many terms of every sample. A token mean is not, where samples have different
-  numbers of labels: where nothing else enters the loss and a sample's labels stand together,
-  :attr:`FormCheck.weights` makes each sample's gradient that of its own mean; joined with another
-  term it is refused whatever the labels are. An operation
-  above the mean that is not known is let through where it changes no number of terms, and then the
-  next look is taken in that step.
+- *form*, in every step: from the loss down to the outputs of layers, the reduction is a mean over
+  equally many terms of every sample. A token mean is not, where samples have different numbers of
+  labels. If it is all of the loss and a sample's labels are adjacent, :attr:`FormCheck.weights`
+  makes each sample's gradient that of its own mean; with another term it is refused. An unknown
+  operation above the mean may pass where it keeps the number of terms; then the next check is made
+  in that step.
 - *loss*, whenever layers are used in a new way or the loss has a new :attr:`~FormCheck.form`, and
-  now and then: each operation from the mean down to the layers
-  works on one sample's numbers at a time, as in all losses above. Where that cannot be seen, the
-  second derivative between one sample's output and the others' must be zero; it is not for
-  contrastive losses. (It takes several times the memory of the logits, hence not always.)
-- *network*, then too: the gradient of one sample's output is zero in all rows of all layers that
-  are taken for other samples' rows. It is not where samples are mixed (attention over the batch,
-  batch statistics), or where the first dimension of a layer's output counts something else.
+  now and then: each operation from the mean down to the layers works on one sample's numbers at a
+  time. Where that does not follow from its name, the second derivative between one sample's output
+  and the others' must be zero, which it is not for contrastive losses. It takes several times the
+  memory of the logits, so it is not computed always.
+- *network*, in the same steps: the gradient of one sample's output is zero in all rows of all
+  layers that are taken for other samples' rows. It is not where samples are mixed (attention over
+  the batch, batch statistics), or where the first dimension of a layer's output counts something
+  else.
 
-Not seen is whatever reaches a sample's term without a gradient: statistics of the batch that were
-detached (whitening by a detached mean, buffers, negatives without gradient), and factors with
-several elements that need no gradient. ``mask / mask.sum()`` is such a factor: it looks as weights
-of each sample's own do, and cannot be told from them.
+What reaches a sample's term without a gradient is not found: detached statistics of the batch
+(whitening by a detached mean, buffers, negatives without gradient), and factors with several
+elements that need no gradient, as ``mask / mask.sum()``, which looks like weights of each sample.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ _STEPS = (
     *("Abs", "Clamp", "Hard", "LeakyRelu", "Max", "Min", "NanToNum", "Prelu", "Relu", "Rrelu"),
     *("Sign", "Softshrink", "Threshold", "Where"),
 )
-"""Beginnings of operations whose slope hangs on the batch, which no second derivative shows."""
+"""Beginnings of operations whose slope depends on the batch, which no second derivative shows."""
 _REENTRANT = "CheckpointFunctionBackward"
 _MEAN = 1
 _ALONG = ("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1")
@@ -86,18 +85,17 @@ _CHECKPOINTING = (
 
 
 class FormCheck:
-    """Looks at the form of every loss; remembers numbers that must stay what they are.
+    """A check of the form of every loss, and of numbers in it that must be constant.
 
-    A number that scales the loss, be it a Python number or a float64 tensor without dimensions,
-    must not change from step to step: ``mask.sum().item()`` is one too. A factor with several
-    elements is taken as it is where it needs no gradient, whatever it was computed from.
+    A number that scales the loss, a Python number or a float64 tensor without dimensions, must not
+    change from step to step, because ``mask.sum().item()`` is one too. A factor with several
+    elements may be anything that needs no gradient.
 
     Attributes:
-        separate: whether it is seen from the last loss's operations that samples stay apart.
-        weights: (B,) by which each sample's gradient is to be multiplied to be that of its own
-            mean; None where it is.
-        form: the last loss's operations down to the layers: which stands on which, along which
-            dimensions.
+        separate: whether the last loss's operations show that samples stay separate.
+        weights: (B,) by which each sample's gradient becomes that of its own mean; None for ones.
+        form: pairs of the last loss's operations down to the layers, each with the one above it,
+            and the dimensions that they work along.
     """
 
     def __init__(self) -> None:
@@ -108,15 +106,12 @@ class FormCheck:
         self._constants: dict[str, float] = {}
 
     def __call__(self, loss: Tensor, calls: Sequence[Call], samples: int) -> list[Call]:
-        """Checks one loss.
+        """Check one loss, and return the calls that it is computed from directly.
 
         Args:
             loss: scalar with a graph.
             calls: of layers in this step.
             samples: B, at least 1.
-
-        Returns:
-            The calls that the loss is computed from directly.
 
         Raises:
             DefenseError: its form is not known to be a mean over equal numbers of terms.
@@ -128,7 +123,7 @@ class FormCheck:
         assert first is not None
         outputs = {call.edge.node: call for call in calls}
         top: dict[int, Call] = {}
-        seen: set[tuple[Node, bool]] = set()
+        visited: set[tuple[Node, bool]] = set()
         self.separate, self.weights = True, None
         self._means.clear()
         form: set[tuple[str, str]] = set()
@@ -136,11 +131,11 @@ class FormCheck:
         while stack:
             node, reduced, path, above = stack.pop()
             name = node.name()
-            own = f"layer {outputs[node].name}" if node in outputs else _signature(node, name)
-            form.add((above, own))
-            if (node, reduced) in seen:
+            label = f"layer {outputs[node].name}" if node in outputs else _signature(node, name)
+            form.add((above, label))
+            if (node, reduced) in visited:
                 continue
-            seen.add((node, reduced))
+            visited.add((node, reduced))
             if node in outputs:
                 if not reduced:
                     raise _unknown("a layer's output reaches the loss without a mean over samples")
@@ -158,13 +153,13 @@ class FormCheck:
             reduced = self._passes(node, name, reduced, samples, path)
             for index, (below, _) in enumerate(node.next_functions):
                 if below is not None:
-                    stack.append((below, reduced, f"{path}/{name}.{index}", own))
+                    stack.append((below, reduced, f"{path}/{name}.{index}", label))
         self.form = frozenset(form)
         self.weights = _weights(self._means, samples, ordered=self.separate)
         return list(top.values())
 
     def _passes(self, node: Any, name: str, reduced: bool, samples: int, path: str) -> bool:
-        """Whether a mean has been taken, after this node; refuses a node that breaks it."""
+        """Return whether a mean has been taken at this node; raise an error if it breaks one."""
         if name in _SCALES:
             self._check_scale(node, f"{path}/{name}", samples)
         if name in _SUMS:
@@ -172,8 +167,8 @@ class FormCheck:
         if reduced:
             if name in _SELECTIONS:
                 raise _unknown(
-                    f"{name} chooses terms before the mean, and how many of each sample cannot be "
-                    "seen"
+                    f"{name} selects terms before the mean, and it is not known how many of each "
+                    "sample"
                 )
             return True
         if name in _LIKELIHOODS:
@@ -199,13 +194,13 @@ class FormCheck:
             return False
         if name.startswith("CompiledFunction"):
             raise _unknown(
-                "torch.compile has compiled it, so that its form cannot be seen. Compile what "
-                "gives the logits alone (the model's blocks, say), and not training_step"
+                "torch.compile has compiled it, so that its form is hidden. Compile what computes "
+                "the logits alone (the model's blocks, say), and not training_step"
             )
         raise _unknown(f"{name} stands between the loss and its mean over samples")
 
     def _check_scale(self, node: Any, path: str, samples: int) -> None:
-        """A factor for all samples alike must be a plain number, and stay what it is."""
+        """Raise an error unless a factor of all samples is a plain number, and constant."""
         for attribute in ("_saved_other", "_saved_self"):
             factor = getattr(node, attribute, None)
             if not isinstance(factor, Tensor) or factor.numel() != 1:
@@ -218,19 +213,19 @@ class FormCheck:
             self._check_constant(f"{path}{attribute}", float(factor))
 
     def _check_constant(self, path: str, value: float) -> None:
-        before = self._constants.setdefault(path, value)
-        if before != value:
+        earlier = self._constants.setdefault(path, value)
+        if earlier != value:
             raise _unknown(
-                f"it is scaled by a number that was {before:g} in an earlier step and is {value:g} "
-                "now, such as a count that depends on the batch (a weight that follows a schedule "
-                "may, but cannot be told from one)"
+                f"it is scaled by a number that was {earlier:g} in an earlier step and is now "
+                f"{value:g}, such as a count that depends on the batch (the weight of a schedule "
+                "looks the same)"
             )
 
 
 def under_ddp(loss: Tensor) -> Tensor | GradientEdge:
-    """Where a loss stands in the graph without what DistributedDataParallel puts above it.
+    """Return a loss's place in the graph below the node that DistributedDataParallel adds.
 
-    That is a node that hands on what it gets, and tells the reducer of the first backward.
+    That node passes the gradient on, and starts the reducer at the first backward.
     """
     start: Tensor | GradientEdge = loss
     node, number = loss.grad_fn, loss.output_nr
@@ -242,23 +237,23 @@ def under_ddp(loss: Tensor) -> Tensor | GradientEdge:
 
 
 def _signature(node: Any, name: str) -> str:
-    """An operation and the dimensions it works along."""
+    """Return an operation's name and the dimensions it works along."""
     along = (getattr(node, attribute, None) for attribute in _ALONG)
     return f"{name} {[dims for dims in along if isinstance(dims, int | tuple)]}"
 
 
 def outputs_of(loss: Tensor, calls: Sequence[Call]) -> list[Call]:
-    """The calls of layers that a loss of unknown form is computed from directly."""
+    """Return the calls of layers that a loss of unknown form is computed from directly."""
     outputs = {call.edge.node: call for call in calls}
     top: dict[int, Call] = {}
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     start = under_ddp(loss)
     stack = [start.grad_fn if isinstance(start, Tensor) else start.node]
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if node in outputs:
             top[id(node)] = outputs[node]
         else:
@@ -275,50 +270,51 @@ def check_isolation(
     separate: bool = False,
     restore: Callable[[], None] | None = None,
 ) -> bool:
-    """Refuses a loss or a network in which one sample's gradient depends on another sample.
+    """Raise an error where one sample's gradient depends on another sample.
 
-    One more backward pass, without gradients of parameters; ``p.grad`` is not touched. Where
-    backward sends something (FSDP2) all processes must ask, with the same ``separate``, and raise
-    only when all are through.
+    It takes one more backward pass, without gradients of parameters, and does not change
+    ``p.grad``. Where backward is a collective (FSDP2) all processes must call this, with the same
+    ``separate``, and errors are raised after the last backward.
 
     Args:
-        loss: scalar with a graph, which is kept.
+        loss: scalar with a graph, which stays.
         top: the calls that it is computed from directly.
         calls: all calls of layers.
-        samples: B; of one alone nothing can be told.
-        separate: look at the network only: it is known that the loss keeps samples apart.
+        samples: B; the check shows nothing of a single sample.
+        separate: whether the loss is known to keep samples separate, so that only the network is
+            checked.
         restore: called after each backward: makes the model what it was after forward.
 
     Returns:
-        Whether two samples' gradients were finite, without which nothing is seen. What is NaN or
-        infinite tells nothing: zeros of other samples become NaN at a sample's infinite slope.
+        Whether the check was conclusive: two samples' gradients were finite. Others show nothing,
+        because zeros of other samples become NaN at a sample's infinite slope.
 
     Raises:
-        DefenseError: samples are mixed, or it cannot be told.
+        DefenseError: samples are mixed, or that cannot be checked.
     """
     edges = [call.edge for call in top]
     try:
         gradients = torch.autograd.grad(loss, edges, retain_graph=True, create_graph=not separate)
     except RuntimeError as error:
-        raise _unknown(f"its gradient cannot be looked at ({error})") from error
+        raise _unknown(f"its gradient cannot be computed ({error})") from error
     if restore is not None:
         restore()
-    whole = [g.isfinite().reshape(samples, -1).all(1).nonzero().flatten() for g in gradients]
-    rows = sorted(functools.reduce(operator.and_, (set(own.tolist()) for own in whole)))
-    chosen = rows[len(rows) // 2] if rows else 0
-    mixed = None if separate else _mixing_loss(gradients, top, edges, chosen, samples)
+    finite = [g.isfinite().reshape(samples, -1).all(1).nonzero().flatten() for g in gradients]
+    rows = sorted(functools.reduce(operator.and_, (set(layer.tolist()) for layer in finite)))
+    sample = rows[len(rows) // 2] if rows else 0
+    mixed = None if separate else _mixing_error(gradients, top, edges, sample, samples)
     if restore is not None:
         restore()
     above = {edge.node for edge in edges}
     below = [call for call in calls if call.trained and call.edge.node not in above]
-    masked = [_only(g.detach(), chosen, samples) for g in gradients]
+    masked = [_mask_others(g.detach(), sample, samples) for g in gradients]
     del gradients
     if not below:
         if mixed is not None:
             raise mixed
         return len(rows) > 1
     try:
-        found = torch.autograd.grad(
+        reached = torch.autograd.grad(
             edges, [call.edge for call in below], masked, retain_graph=True, allow_unused=True
         )
     except RuntimeError as error:
@@ -329,10 +325,10 @@ def check_isolation(
         restore()
     if mixed is not None:
         raise mixed
-    for call, gradient in zip(below, found, strict=True):
-        if gradient is not None and _spread(gradient, chosen, samples):
+    for call, gradient in zip(below, reached, strict=True):
+        if gradient is not None and _reaches_others(gradient, sample, samples):
             raise DefenseError(
-                f"DPSGD: the gradient of sample {chosen} reaches rows of '{call.name}' that belong "
+                f"DPSGD: the gradient of sample {sample} reaches rows of '{call.name}' that belong "
                 f"to other samples of the batch of {samples}. Either samples are mixed before it "
                 "(statistics or attention over the batch), or the first dimension of its input "
                 "does not count samples. Let the first dimension be the samples in every trainable "
@@ -341,31 +337,31 @@ def check_isolation(
     return len(rows) > 1
 
 
-def _mixing_loss(
+def _mixing_error(
     gradients: Sequence[Tensor],
     top: Sequence[Call],
     edges: Sequence[Any],
-    chosen: int,
+    sample: int,
     samples: int,
 ) -> DefenseError | None:
-    """Why the loss is refused, if it is."""
+    """Return the error of a loss that mixes samples, None where it does not."""
     generator = torch.Generator(device=gradients[0].device).manual_seed(0)
     total: Tensor | None = None
     for gradient in gradients:
         if not gradient.requires_grad:
             continue
-        own = gradient.reshape(samples, -1)[chosen].float()
-        direction = torch.randn(own.shape, generator=generator, device=own.device)
-        term = (own * direction).sum()
+        row = gradient.reshape(samples, -1)[sample].float()
+        direction = torch.randn(row.shape, generator=generator, device=row.device)
+        term = (row * direction).sum()
         total = term if total is None else total + term
     if total is None:
         return None
     try:
         second = torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
-        raise _unknown(f"its second derivative cannot be looked at ({error})") from error
+        raise _unknown(f"its second derivative cannot be computed ({error})") from error
     for call, gradient in zip(top, second, strict=True):
-        if gradient is not None and _spread(gradient, chosen, samples):
+        if gradient is not None and _reaches_others(gradient, sample, samples):
             return _unknown(
                 f"the loss of one sample depends on the output of '{call.name}' for the others, as "
                 "in contrastive learning"
@@ -374,11 +370,11 @@ def _mixing_loss(
 
 
 def _keeps_apart(node: Any, name: str, samples: int) -> bool:
-    """Whether an operation is seen to work on one sample's numbers at a time.
+    """Return whether an operation is known to work on one sample's numbers at a time.
 
-    Views keep the order of numbers, so a sample's are one block of B equal ones throughout.
+    Views keep the order of numbers, so a sample's are one of B equal blocks throughout.
     """
-    ways = sum(below is not None for below, _ in node.next_functions)
+    inputs = sum(below is not None for below, _ in node.next_functions)
     if name == "LogSoftmaxBackward0":
         shape = node._saved_result.shape
         last = node._saved_dim % 2**64 in (len(shape) - 1, 2**64 - 1)
@@ -387,24 +383,25 @@ def _keeps_apart(node: Any, name: str, samples: int) -> bool:
         return 0 not in node._saved_dim and -len(node._saved_self_sym_sizes) not in [
             dim - 2**64 if dim >= 2**63 else dim for dim in node._saved_dim
         ]
-    known = _SHAPES | _SUMS | _SCALES | _ELEMENTWISE | _ROWWISE | {"NllLossBackward0"}
-    return ways == 1 and name in known - {"StackBackward0", "SelectBackward0"}
+    operations = _SHAPES | _SUMS | _SCALES | _ELEMENTWISE | _ROWWISE | {"NllLossBackward0"}
+    single_input = operations - {"StackBackward0", "SelectBackward0"}
+    return inputs == 1 and name in single_input
 
 
-def _only(gradient: Tensor, chosen: int, samples: int) -> Tensor:
+def _mask_others(gradient: Tensor, sample: int, samples: int) -> Tensor:
     masked = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
-    masked.view(samples, -1)[chosen] = gradient.reshape(samples, -1)[chosen]
+    masked.view(samples, -1)[sample] = gradient.reshape(samples, -1)[sample]
     return masked
 
 
-def _spread(gradient: Tensor, chosen: int, samples: int) -> bool:
+def _reaches_others(gradient: Tensor, sample: int, samples: int) -> bool:
     rows = torch.linalg.vector_norm(gradient.detach().reshape(samples, -1), ord=math.inf, dim=1)
-    rows[chosen] = 0
+    rows[sample] = 0
     return bool((rows.isfinite() & (rows != 0)).any())
 
 
 def _label_counts(node: Any, samples: int) -> Tensor:
-    """(B, labels a sample may have) bool: those that count, of a mean cross-entropy."""
+    """Return (B, labels of a sample) booleans: which labels of a mean cross-entropy count."""
     if node._saved_reduction != _MEAN:
         raise _unknown("its cross-entropy is a sum over the batch")
     if node._saved_weight is not None:
@@ -419,49 +416,45 @@ def _label_counts(node: Any, samples: int) -> Tensor:
 
 
 def _weights(means: Sequence[Tensor | None], samples: int, *, ordered: bool) -> Tensor | None:
-    """What makes each sample's gradient that of its own mean.
+    """Return the factors that make each sample's gradient that of its own mean; None for ones.
 
-    Of a mean over the N labels of a batch sample i has ``n_i / N`` in place of ``1 / B``. Where
-    that mean is all that enters the loss, its gradient is off by a factor and nothing else.
+    In a mean over the N labels of a batch sample i has the weight ``n_i / N``, not ``1 / B``. Where
+    that mean is all of the loss, the gradient is wrong by this factor alone.
 
     Args:
-        means: of each mean that enters the loss, which labels count; None where it is no
+        means: for each mean that enters the loss, which labels count; None where it is no
             cross-entropy.
         samples: B.
-        ordered: it is seen that a sample's labels stand together, in the samples' order.
+        ordered: whether a sample's labels are known to be adjacent, in the samples' order.
     """
-    alone = len(means) == 1
+    single = len(means) == 1
     for counted in means:
         if counted is None:
             continue
         counts = counted.sum(1).double()
-        if alone and ordered:
+        if single and ordered:
             return (counts.sum() / (samples * counts)).masked_fill(counts == 0, 1.0)
-        if (counted.shape[1] > 1 and not alone) or bool((counts != counts[0]).any()):
-            joined = (
-                "whose labels stand in an order that cannot be seen"
-                if alone
-                else ("joined with another term")
-            )
+        if (counted.shape[1] > 1 and not single) or bool((counts != counts[0]).any()):
+            reason = "in an unknown order" if single else "joined with another term"
             raise _unknown(
-                f"it is a mean over all labels of the batch, {joined}: each sample's gradient "
+                f"it is a mean over all labels of the batch, {reason}: each sample's gradient "
                 "depends on how many labels the others have"
             )
     return None
 
 
 def _keeps_numbers(node: Any, name: str) -> bool:
-    """Whether an operation that is not known makes as many numbers of one tensor as that has.
+    """Return whether an unknown operation has one input and as many outputs as inputs.
 
-    What factor it puts to them, if any, its second derivative shows, unless it is made of steps.
+    If it scales them, its second derivative shows that, unless its slope is piecewise constant.
     """
     built_in = name.endswith(("Backward0", "Backward1")) and not name.startswith(_STEPS)
     inputs = [below for below, _ in node.next_functions]
     if not built_in or len(inputs) != 1 or inputs[0] is None:
         return False
     [(below, index)] = node.next_functions
-    made, taken = node._input_metadata[0].shape, below._input_metadata[index].shape
-    return bool(math.prod(made) == math.prod(taken))
+    output, source = node._input_metadata[0].shape, below._input_metadata[index].shape
+    return bool(math.prod(output) == math.prod(source))
 
 
 def _check_mean(is_mean: bool, shape: Sequence[int], samples: int, name: str) -> None:
@@ -472,16 +465,16 @@ def _check_mean(is_mean: bool, shape: Sequence[int], samples: int, name: str) ->
 
 
 def _scalar(node: Any) -> bool:
-    """Whether a mean is taken over numbers that are losses already, stacked."""
+    """Return whether a node stacks numbers that are losses."""
     return bool(node.name() == "StackBackward0" and node._saved_dim == 0) and all(
         below is None or below.name() in _LIKELIHOODS | _ELEMENTWISE | {"MeanBackward0"}
         for below, _ in node.next_functions
     )
 
 
-def _unknown(what: str) -> DefenseError:
+def _unknown(reason: str) -> DefenseError:
     return DefenseError(
-        f"DPSGD: the loss is not known to be a mean of per-sample means: {what}. {MEND}"
+        f"DPSGD: the loss is not known to be a mean of per-sample means: {reason}. {MEND}"
     )
 
 
@@ -493,22 +486,26 @@ def mean_of_sample_means(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Cross-entropy, averaged over each sample's labels first and over samples then.
+    """Return the cross-entropy averaged over each sample's labels, then over samples.
 
-    The mean over all tokens of a batch, which Hugging Face models return, is another number where
-    samples differ in their number of labels: there each sample's gradient is scaled by how many
-    labels the *others* have. DPSGD undoes that where such a mean is all of the loss. A sample
-    without any label counts as a loss of zero.
+    It is the loss that DPSGD clips sample by sample. The mean over all tokens of a batch, which
+    Hugging Face models return, scales each sample's gradient by how many labels the *others* have.
+    DPSGD corrects that where such a mean is all of the loss. A sample without labels has a loss of
+    zero.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak import mean_of_sample_means
+        >>> logits, labels = torch.zeros(2, 5, 10), torch.ones(2, 5, dtype=torch.long)
+        >>> mean_of_sample_means(logits, labels, causal=True)
+        tensor(2.3026)
 
     Args:
         logits: (B, T, V) or, of a classifier, (B, V).
         labels: (B, T) or (B,) integers, beside the inputs they belong to.
         causal: whether position t predicts label t + 1, as in Hugging Face's causal models.
-        ignore_index: label that is left out.
+        ignore_index: label that does not count.
         label_smoothing: in [0, 1], as in torch's cross-entropy.
-
-    Returns:
-        A scalar.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -523,7 +520,7 @@ def mean_of_sample_means(
             raise ValueError(
                 "mean_of_sample_means: causal=True needs logits (B, T, V) of two positions or more"
             )
-        # Labels are moved, not logits: these would be copied, and their gradients once more.
+        # Labels are shifted, not logits, which would be copied with their gradients.
         labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
     samples = len(labels)
     wide = logits if logits.dtype == torch.float64 else logits.float()

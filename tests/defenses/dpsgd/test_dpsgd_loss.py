@@ -241,7 +241,7 @@ def weighted(net: nn.Module) -> Tensor:
 BAD: list[tuple[str, Callable[[], nn.Module], Loss, str]] = [
     ("token mean and a term", tiny_gpt2, joined(RAGGED), "joined with another term"),
     ("equal counts and a term", tiny_gpt2, joined(IDS), "joined with another term"),
-    ("time first, ragged", tiny_gpt2, time_first(RAGGED), "order that cannot be seen"),
+    ("time first, ragged", tiny_gpt2, time_first(RAGGED), "in an unknown order"),
     ("a mean, squared", Net, lambda n: squared(n).pow(2), "for the others"),
     ("a mean in exp", Net, lambda n: squared(n).exp(), "for the others"),
     ("a mean, cut off", Net, lambda n: squared(n).clamp(max=9.0), "ClampBackward1 stands between"),
@@ -249,7 +249,7 @@ BAD: list[tuple[str, Callable[[], nn.Module], Loss, str]] = [
     ("a mean by hand", Net, lambda n: Halved.apply(squared(n)), "HalvedBackward stands between"),
     ("masked by hand", Net, masked_by_hand, "tensor that may depend on the batch"),
     ("rescaled by hand", Net, rescaled_by_hand, "tensor that may depend on the batch"),
-    ("chosen tokens", tiny_gpt2, selected, "IndexBackward0 chooses terms"),
+    ("chosen tokens", tiny_gpt2, selected, "IndexBackward0 selects terms"),
     ("class weights", Net, weighted, "class weights"),
     ("a sum", Net, lambda n: n(X).square().sum(), "SumBackward0 stands between"),
     ("a sum of cross-entropies", Net, lambda n: F.mse_loss(n(X), X[:, :3], reduction="sum"), "sum"),

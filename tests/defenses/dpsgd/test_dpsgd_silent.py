@@ -190,7 +190,7 @@ def test_equal_rows(data: Any) -> None:
 )
 @pytest.mark.parametrize("poisson", [True, False])
 def test_an_example_in_two_places_of_the_dataset_is_refused(twice: Any, poisson: bool) -> None:
-    with pytest.raises(DefenseError, match="stands at another place too"):
+    with pytest.raises(DefenseError, match="is at another place too"):
         Run(noisy(poisson=poisson), loader=DataLoader(twice(data()), batch_size=2))
 
 

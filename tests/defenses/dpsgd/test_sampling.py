@@ -200,5 +200,5 @@ def test_rows_in_order_are_taken_and_random_numbers_left_as_they_were(
 
 @pytest.mark.parametrize(("collate", "lengths"), [(noise, VARIOUS), (masked, [30] * 20)])
 def test_an_order_that_cannot_be_seen_is_said(collate: Any, lengths: Sequence[int]) -> None:
-    with pytest.warns(UserWarning, match="could not be seen.*trusted"):
+    with pytest.warns(UserWarning, match="could not be checked.*trusted"):
         by_user(collate, Texts(lengths))

@@ -241,8 +241,8 @@ class Budget:
         if not self.affords_another():
             raise BudgetSpent(
                 f"{self._owner}: after {self.accountant.steps} releases one more would cost more "
-                f"than target_epsilon={self.target_epsilon} at delta={self.delta}. It was not made; the "
-                "weights are those of the last one."
+                f"than target_epsilon={self.target_epsilon} at delta={self.delta}. It was not "
+                "made; the weights are those of the last one."
             )
 
     def affords_another(self) -> bool:

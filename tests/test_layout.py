@@ -51,7 +51,7 @@ ALLOWED = {
     "finetuning": GROUND | {"defenses", "lightning_packages"},
     "studies": GROUND | {"attacks", "metrics", "games", "defenses", "finetuning"},
     "studies.sweep": GROUND
-    | {"attacks", "metrics", "defenses", "strategies", "callbacks", "finetuning"},
+    | {"attacks", "metrics", "defenses", "strategies", "callbacks", "finetuning", "records"},
     "records": GROUND,
     "report": {"records", "auditing", "defenses"},
     "federation": GROUND

@@ -8,7 +8,14 @@ from lightning_fedleak.records.families import (
     Family,
 )
 from lightning_fedleak.records.fields import Record, Releases, as_json, named
-from lightning_fedleak.records.files import RECORD, RESULTS, FileLines, parse_json, read_lines
+from lightning_fedleak.records.files import (
+    RECORD,
+    RESULTS,
+    FileLines,
+    parse_json,
+    read_lines,
+    read_results,
+)
 from lightning_fedleak.records.results import MetricValue, ResultLine
 from lightning_fedleak.records.run import (
     AttackFacts,
@@ -62,4 +69,5 @@ __all__ = [
     "named",
     "parse_json",
     "read_lines",
+    "read_results",
 ]

@@ -72,6 +72,11 @@ def read_lines(path: Path) -> FileLines:
     return FileLines(lines, problems)
 
 
+def read_results(path: Path) -> list[ResultLine]:
+    """Return the lines of a ``leakage.jsonl`` that can be read; none where there is no file."""
+    return [line for line in read_lines(path).lines if isinstance(line, ResultLine)]
+
+
 def _read_line(content: dict[str, Any], name: str) -> ResultLine | RunLine:
     if name == RESULTS:
         return ResultLine.from_json(content)

@@ -11,6 +11,7 @@ from lightning_fedleak.cli import main
 from lightning_fedleak.commands.options import DEFENSES
 from lightning_fedleak.commands.sweep import SweepCommand, explanation
 from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.records import MetricValue, ResultLine
 from lightning_fedleak.studies.defense_specs import parse_defenses
 from lightning_fedleak.studies.names import SWEEP_ATTACKS
 from lightning_fedleak.studies.sweep.cell import (
@@ -117,10 +118,12 @@ def test_a_folder_that_cannot_be_made(model: str, tmp_path: Path) -> None:
         SweepCommand(model=model, out=tmp_path / "file" / "x").run()
 
 
-def line(value: float | None, unknown: str | None = None, **more: float) -> dict[str, object]:
-    metrics = {"f1": {"value": value, "low": 0.1, "high": 0.9}}
-    metrics |= {name: {"value": v} for name, v in more.items()}  # type: ignore[misc]
-    return {"metrics": metrics, "exposed": True, "unknown": unknown}
+def line(value: float | None, unknown: str | None = None, **more: float) -> ResultLine:
+    metrics = {"f1": MetricValue(value, 0.1, 0.9)}
+    metrics |= {name: MetricValue(v) for name, v in more.items()}
+    return ResultLine(
+        step=0, stage="shared", attack="a", exposed=True, metrics=metrics, unknown=unknown
+    )
 
 
 def test_unknown_looks_are_in_no_mean_and_are_told() -> None:

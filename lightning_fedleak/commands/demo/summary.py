@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from lightning_fedleak.records import read_results
 
 
 @dataclass(frozen=True)
@@ -36,26 +37,19 @@ class Reading:
 
 
 def read_back(path: Path) -> list[Reading]:
-    """The shared stage's results in a ``leakage.jsonl``; none where the file does not exist."""
-    if not path.exists():
-        return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Return the shared stage's results of a ``leakage.jsonl``; none where there is no file."""
     return [
         Reading(
-            attack=line["attack"],
-            step=line["step"],
-            n=line["n"],
-            recall=_value(line, "recall"),
-            precision=_value(line, "precision"),
-            exposed=line["exposed"],
+            attack=line.attack,
+            step=line.step,
+            n=line.n or 0,
+            recall=line.value("recall"),
+            precision=line.value("precision"),
+            exposed=line.was_shared,
         )
-        for line in lines
-        if line["stage"] == "shared"
+        for line in read_results(path)
+        if line.stage == "shared"
     ]
-
-
-def _value(line: dict[str, dict[str, dict[str, float | None]]], metric: str) -> float | None:
-    return line["metrics"].get(metric, {}).get("value")
 
 
 def summary(readings: Sequence[Reading], batch_size: int) -> str:

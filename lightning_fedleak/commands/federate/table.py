@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -16,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from lightning_fedleak.federation import SUM
+from lightning_fedleak.records import RECORD, RESULTS, GateLine, read_lines, read_results
 
 HEADLINES = {"f1": "words, F1", "auc": "membership, AUC"}
 """Of the families that read updates: the metric that stands for one, and how a table names it."""
@@ -43,7 +42,7 @@ class Round:
     number: int
     loss: float
     found: Mapping[str, Mapping[str | int, float]]
-    withheld: frozenset[int]
+    withheld: frozenset[str | int]
     absent: Mapping[int, str]
     epsilon: float | None
     noise: float | None = None
@@ -59,31 +58,28 @@ def read_back(
 ) -> Round:
     """A round, of all files below ``folder``; the rest is as :class:`Round` has it."""
     found: dict[str, dict[str | int, float]] = {name: {} for name in HEADLINES}
-    for line in _lines(folder, "leakage.jsonl"):
-        if line["round"] != number or line["client"] == "all":
-            continue
-        metrics = line["metrics"]
-        headline = "auc" if "auc" in metrics else "f1"  # a game has an F1 too
-        of_round = metrics.get(f"{headline}_of_this_look", metrics.get(headline, {}))
-        given = of_round.get("value")
-        value = math.nan if given is None else float(given)
-        before = found[headline].get(line["client"], math.nan)
-        found[headline][line["client"]] = value if math.isnan(before) else max(before, value)
-    withheld: set[int] = set()
-    for line in _lines(folder, "run.jsonl"):
-        if (
-            line["kind"] == "gate"
-            and line["step"] == number
-            and line["did"] in ("withheld", "raise")
-        ):
-            withheld.add(line["client"])
+    for path in sorted(folder.rglob(RESULTS)):
+        for line in read_results(path):
+            if line.round != number or line.client is None or line.client == "all":
+                continue
+            headline = "auc" if "auc" in line.metrics else "f1"  # a game has an F1 too
+            value = line.value_of_this_look(headline)
+            before = found[headline].get(line.client, math.nan)
+            if value is None or before > value:
+                value = before
+            found[headline][line.client] = value
+    withheld: set[str | int] = set()
+    for path in sorted(folder.rglob(RECORD)):
+        for decision in read_lines(path).lines:
+            if (
+                isinstance(decision, GateLine)
+                and decision.step == number
+                and decision.did in ("withheld", "raise")
+                and decision.client is not None
+            ):
+                withheld.add(decision.client)
     shown = {name: by_client for name, by_client in found.items() if by_client}
     return Round(number, loss, shown, frozenset(withheld), absent, epsilon, noise)
-
-
-def _lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    files = sorted(folder.rglob(name))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 class RoundsTable:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
 import shutil
@@ -33,6 +32,7 @@ from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.callbacks.channels.base import family_of
 from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.records import ResultLine, read_results
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.studies.defense_specs import DefenseSpec
 from lightning_fedleak.studies.names import SWEEP_ATTACKS
@@ -259,38 +259,35 @@ def _public_text(model: str | None, length: int, seed: int) -> PublicText:
 
 
 def leakage_of(path: Path, attacks: Sequence[Attack]) -> dict[str, Leakage]:
-    """What a run's ``leakage.jsonl`` says of each attack, at the shared stage."""
-    lines: list[dict[str, Any]] = []
-    if path.exists():
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found = {}
-    for attack in attacks:
-        own = [x for x in lines if x["attack"] == attack.name and x["stage"] == "shared"]
-        found[attack.name] = _leakage(family_of(attack).headline, own)
-    return found
+    """Return what a run's ``leakage.jsonl`` says of each attack, at the shared stage."""
+    lines = [line for line in read_results(path) if line.stage == "shared"]
+    return {
+        attack.name: _leakage(
+            family_of(attack).headline, [line for line in lines if line.attack == attack.name]
+        )
+        for attack in attacks
+    }
 
 
-def _leakage(metric: str, lines: Sequence[Mapping[str, Any]]) -> Leakage:
-    rates = [line["metrics"].get(metric, {}) for line in lines]
-    known = [rate for rate in rates if rate.get("value") is not None]
-    exposed = all(line["exposed"] for line in lines)
-    reasons = [line["unknown"] for line in lines if line["unknown"]]
+def _leakage(metric: str, lines: Sequence[ResultLine]) -> Leakage:
+    known = [rate for line in lines if (rate := line.metric(metric)) is not None]
+    reasons = [line.unknown for line in lines if line.unknown]
     nothing = Leakage(
         metric,
         value=None,
         low=None,
         high=None,
         looks=len(known),
-        unknown=len(rates) - len(known),
-        exposed=exposed,
+        unknown=len(lines) - len(known),
+        exposed=all(line.was_shared for line in lines),
         why=reasons[-1] if reasons else None,
     )
     if not known:
         return nothing
-    if any(f"{metric}_of_this_look" in line["metrics"] for line in lines):
+    if any(line.is_pooled(metric) for line in lines):
         last = known[-1]  # pooled over the looks of the run
-        return replace(nothing, value=last["value"], low=last["low"], high=last["high"])
-    values = [rate["value"] for rate in known]
+        return replace(nothing, value=last.value, low=last.low, high=last.high)
+    values = [rate.value for rate in known if rate.value is not None]
     mean, low, high = _student(values)
     return replace(nothing, value=mean, low=low, high=high)
 

@@ -79,7 +79,7 @@ $(VENV)/.docs: $(READY)
 	@touch $@
 
 smoke: $(READY)
-	@$(BIN)/python benchmarks/smoke.py $(ARGS)
+	@$(BIN)/python -m benchmarks.smoke $(ARGS)
 
 papers: $(READY)  # goes on where it was stopped; a table that fails stops none
 	@test -n "$(ENCODER)" -a -n "$(STORIES)" || { echo "Name folders of two models: make papers ENCODER=DIR STORIES=DIR"; exit 1; }
@@ -90,7 +90,7 @@ papers: $(READY)  # goes on where it was stopped; a table that fails stops none
 	$$run --docs docs/papers.md $(ARGS) || failed=1; exit $$failed
 
 gpu: $(READY)
-	@$(BIN)/python benchmarks/gpu.py --docs docs/gpu.md $(ARGS)
+	@$(BIN)/python -m benchmarks.cost.gpu --docs docs/gpu.md $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -1,8 +1,8 @@
 """Commands of the docs, stored beside what they printed: for tables that no log of a script holds.
 
-    python benchmarks/record.py --model stories15M=DIR smollm2=DIR           # what was not run yet
-    python benchmarks/record.py --model stories15M=DIR smollm2=DIR --again   # all anew
-    python benchmarks/record.py --show
+    python -m benchmarks.record --model stories15M=DIR smollm2=DIR           # what was not run yet
+    python -m benchmarks.record --model stories15M=DIR smollm2=DIR --again   # all anew
+    python -m benchmarks.record --show
 
 ``recorded.jsonl`` beside this file has a line for each command: the pages whose tables are made of
 it, the command as it stands there, with ``<name>`` for a folder, and what it printed, when and

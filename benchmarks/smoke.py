@@ -1,7 +1,7 @@
 """Runs every script in this folder and below in its smallest setting: does it still work?
 
     make smoke
-    python benchmarks/smoke.py overhead dpsgd        # these alone
+    python -m benchmarks.smoke overhead dpsgd        # these alone
 
 A script says in ``SMOKE`` how it is run: a tuple of argument strings, one for each run. In these
 ``{model}`` stands for a folder with the embedded model, ``{text}`` for a file with the embedded
@@ -109,15 +109,14 @@ def imported() -> ForkServerContext:
 
 
 def as_script(path: Path, arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
-    """``python path arguments`` in ``folder``; what it prints goes to ``<folder>/printed``."""
+    """``python -m`` with the script in ``folder``; what it prints goes to ``<folder>/printed``."""
     gc.freeze()  # what was imported is no garbage
     for stream in (1, 2):
         os.dup2(os.open(folder / PRINTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    others = [place for place in sys.path if place != str(Path(__file__).parent)]
-    sys.path[:] = [str(path.parent), str(HERE.parent), *others]
+    sys.path.insert(0, str(HERE.parent))
     sys.argv = [str(path), *arguments]
     runpy.run_path(str(path), run_name="__main__")
 

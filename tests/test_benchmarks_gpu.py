@@ -17,11 +17,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for name in ("gpu", "overhead", "dpsgd"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import gpu
+def gpu() -> ModuleType:
+    from benchmarks.cost import gpu
 
     return gpu
 

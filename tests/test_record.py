@@ -106,8 +106,7 @@ def test_what_was_not_run_is_run_and_kept(
 def test_the_tables_of_federations_are_what_their_log_shows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = ROOT / "benchmarks"
-    monkeypatch.syspath_prepend(str(folder))
+    folder = ROOT / "benchmarks" / "federation"
     log = str(folder / "federation_table.jsonl")
     monkeypatch.setattr(sys, "argv", ["federation_table.py", "--log", log, "--show"])
     runpy.run_path(str(folder / "federation_table.py"), run_name="__main__")

@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from defenses import READINGS, clipped_batch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig
 from transformers import BartForConditionalGeneration as Bart
-from word_recovery import (
+
+from benchmarks.attacks.word_recovery import (
     REGRESSION_SHAPES,
     composed_batches,
     long_enough,
@@ -38,7 +38,7 @@ from word_recovery import (
     score,
     tokens_of,
 )
-
+from benchmarks.defenses.update_defenses import READINGS, clipped_batch
 from benchmarks.papers.cells import Cell, Row
 from benchmarks.papers.tables import (
     Found,

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from word_recovery import read_texts
 
+from benchmarks.attacks.word_recovery import read_texts
 from benchmarks.papers.cells import Cell, Row
 from benchmarks.papers.membership import start_of
 from benchmarks.papers.tables import Found, Grid, Paper, Shown, Table, finding, number, rate_of

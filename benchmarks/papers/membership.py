@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from membership_games import attention, halves, joined
-from token_ldp_games import Bench, Job
 from transformers import AutoTokenizer
 
+from benchmarks.attacks.membership_games import attention, halves, joined
+from benchmarks.defenses.token_ldp_games import Bench, Job
 from benchmarks.papers.cells import Cell, Row
 from benchmarks.papers.lemma import retrieval_error
 from benchmarks.papers.membership_theory import LAWS, LENGTHS, beta_of

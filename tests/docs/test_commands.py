@@ -175,7 +175,6 @@ def _parser_of(path: Path) -> argparse.ArgumentParser:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse)
         patch.setattr("sys.argv", [str(path)])
-        patch.syspath_prepend(str(path.parent))
         with pytest.raises(_Read) as read:
             runpy.run_path(str(path), run_name="__main__")
     parser = read.value.args[0]
@@ -231,16 +230,20 @@ def commands_of(path: Path) -> list[list[str]]:
         if first in COMMANDS:
             found += variants(code)
         elif script_named(first):
-            found.append(["python", f"benchmarks/{Path(first).name}"])
+            found.append(["python", *script_named(first)])
     programs = [words for words in found if words[0] in ("fedleak", "python") and len(words) > 1]
     return [words for words in programs if not words[1].startswith("your_")]
 
 
-def script_named(word: str) -> Path | None:
-    """The script of benchmarks/ that a word names, with its folder or without."""
-    path = ROOT / "benchmarks" / Path(word).name
-    there = path.suffix == ".py" and path.is_file()
-    return path if there and "ArgumentParser" in path.read_text("utf-8") else None
+@cache
+def script_named(word: str) -> tuple[str, str] | tuple[()]:
+    """Return how Python is told to run the script of benchmarks/ that a word names."""
+    if not word.endswith(".py"):
+        return ()
+    for path in (ROOT / "benchmarks").rglob(Path(word).name):
+        if "ArgumentParser" in path.read_text("utf-8"):
+            return "-m", ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return ()
 
 
 def parts_of(path: Path) -> Iterator[str]:
@@ -261,7 +264,7 @@ def understood(part: str, commands: Sequence[Sequence[str]]) -> bool:
     if len(words) == 1:
         return words[0] in set().union(*map(_option_names, [["fedleak"], *commands]))
     if script := script_named(words[0]):
-        return _is_read(["python", f"benchmarks/{script.name}", *words[1:]])
+        return _is_read(["python", *script, *words[1:]])
     numbers = [re.sub(r"^[A-Z]+$", "1", word) for word in words]
     for command in commands:
         head = 3 if command[1] == "-m" else 2
@@ -309,7 +312,7 @@ def test_parts_of_commands_are_understood_by_a_program_of_their_page(path, capsy
         ("--rank 8 --layers 1", False),
         ("passive_membership.py --model DIR --shapes 1x64 --warm 5,30", True),
         ("passive_membership.py --shapes 1x64", False),
-        ("benchmarks/subspace_words.py --layers 1", False),
+        ("benchmarks/attacks/subspace_words.py --layers 1", False),
         ("table2 --layers 10 20 30 --paper-games 8", False),
         ("membership table2 --set layers=10,20,30", True),
         ("membership table2 --set paper_games=8", False),
@@ -323,7 +326,7 @@ def test_parts_of_commands_are_understood_by_a_program_of_their_page(path, capsy
 )
 def test_parts_that_no_program_of_the_page_has_are_found(part, right, capsys):
     commands = [
-        ["python", "benchmarks/subspace_words.py", "--model", "DIR"],
+        ["python", "-m", "benchmarks.attacks.subspace_words", "--model", "DIR"],
         ["python", "-m", "benchmarks.papers", "membership", "table2", "--model", "DIR"],
     ]
     assert understood(part, commands) is right
@@ -341,7 +344,7 @@ def test_parts_that_no_program_of_the_page_has_are_found(part, right, capsys):
         "pip install '.[coffee]'",
         "pip install coffee",
         "python benchmarks/no_such.py",
-        "python benchmarks/setups.py --no-such-option",
+        "python -m benchmarks.attacks.setups --no-such-option",
         "python -m benchmarks.no_such",
         "python -m benchmarks.papers membership table2 --model DIR --set no_such=1",
         "python -m benchmarks.papers membership no_such_table --model DIR",

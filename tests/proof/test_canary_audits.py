@@ -1,4 +1,4 @@
-"""Whole fits under DPSGD, audited by canary texts; ``benchmarks/one_run_audit.py --texts``."""
+"""Whole fits under DPSGD, audited by canary texts; the long form: ``one_run_audit.py --texts``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.defenses.dp_sgd_games import Refutations, refutations
 from lightning_fedleak.auditing import audit_canaries
 from lightning_fedleak.canaries import (
     CanaryScorer,
@@ -22,7 +23,6 @@ from lightning_fedleak.defenses.dpsgd.clipped_sum import NoiseGauge
 from lightning_fedleak.finetuning.data import PadRight
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.models import tiny_llama
-from tests.proof.dp_sgd import Refutations, refutations
 from tests.strategies.dpsgd_runs import CausalLM
 
 pytestmark = pytest.mark.slow

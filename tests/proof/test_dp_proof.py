@@ -1,6 +1,6 @@
 """The guarantee of DP-SGD, proved by games: exact AUCs, and lower bounds against the accountant.
 
-``benchmarks/accounting.py --proof`` is the long form.
+``benchmarks/defenses/accounting.py --proof`` is the long form.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from scipy import integrate
 from torch import Tensor
 
-from lightning_fedleak.auditing import audit_scores, gaussian_epsilon
-from lightning_fedleak.defenses.accounting.accounting import Accountant, epsilon_of
-from lightning_fedleak.metrics.clustered import auc
-from tests.helpers.models import tiny_gpt2
-from tests.proof.dp_sgd import (
+from benchmarks.defenses.dp_sgd_games import (
     log_likelihood_ratios,
     play_add_remove,
     refutations,
     sampled_gaussian_auc,
 )
-from tests.proof.planted import PlantedNeuron
+from benchmarks.defenses.planted import PlantedNeuron
+from lightning_fedleak.auditing import audit_scores, gaussian_epsilon
+from lightning_fedleak.defenses.accounting.accounting import Accountant, epsilon_of
+from lightning_fedleak.metrics.clustered import auc
+from tests.helpers.models import tiny_gpt2
 
 pytest.importorskip("opacus")
 

@@ -1,4 +1,4 @@
-"""DPSGD itself under audit, whole runs of it; ``benchmarks/audit.py`` is the long form."""
+"""DPSGD itself under audit, whole runs of it; ``benchmarks/defenses/audit.py`` is the long form."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import scipy.stats
 import torch
 
+from benchmarks.defenses.dp_sgd_games import Refutations, best_threshold, refutations
+from benchmarks.defenses.planted_gradients import PlantedGradients, owners
 from lightning_fedleak.auditing import audit_gaussian_scores, audit_scores
 from lightning_fedleak.defenses import DPSGD, DefenseError, noise
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, EarlierPieces, NoiseGauge
 from lightning_fedleak.defenses.dpsgd.factorization import banded
-from tests.proof.dp_sgd import Refutations, best_threshold, refutations
-from tests.proof.planted_gradients import PlantedGradients, owners
 
 pytest.importorskip("opacus")
 

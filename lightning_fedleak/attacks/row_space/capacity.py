@@ -33,8 +33,8 @@ class Capacity:
 def predict_capacity(width: int, tokens: int, rank: int) -> float:
     """Types that ``rank`` rows tell apart: ``width / (1 + ln(tokens) / (2.5 rank))``.
 
-    A fit, no theorem: of planted sets of equally likely types (``benchmarks/capacity.py``). Never
-    a promise that more types than that are safe.
+    A fit, no theorem: of planted sets of equally likely types (``benchmarks/attacks/capacity.py``).
+    Never a promise that more types than that are safe.
 
     Args:
         width: dimensions of the input, less what is no word.

@@ -1,0 +1,204 @@
+"""Is this text in the batch, asked by a server that adds nothing.
+
+    python -m benchmarks.attacks.passive_membership --model DIR --rank 8 --targets q_proj,v_proj \
+        --shapes 8x64 --batches 10 --attacks gradient subspace
+    python -m benchmarks.attacks.passive_membership --model DIR --rank 8 --shapes 4x32 \
+        --warm 5,100 --update AdamW --steps 10 --batches 5 --asked 8 --attacks gradient
+
+Settings as in subspace_words.py, whose functions this uses. ``--update`` shares in place of
+gradients the weight change of a round: ``--steps`` of that optimizer, each on a batch of its own,
+from a fresh state. Against each batch's texts (or ``--asked`` of a round's) stand as many other
+texts of the same set, the same texts with their tokens in another order, with one word replaced (by
+a word of another text, and by a word that the batch holds elsewhere), and with the last word
+replaced. A replaced word is another token than the text's own. Prints the AUC of each with its 95%
+interval (games of a round are one cluster), milliseconds that a candidate costs, beside those of a
+forward pass, and how many rounds are unknown, which count in no AUC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.attacks.subspace_words import (
+    Source,
+    Training,
+    add_source_options,
+    backward,
+    built,
+    facts_of,
+    observed,
+    updated,
+)
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks import (
+    GradientMembership,
+    Query,
+    SubspaceMembership,
+    UnusableObservation,
+)
+from lightning_fedleak.metrics import membership_rates
+
+SMOKE = (
+    "--model {model} --private {text} --public {text} --rank 4 --targets q_proj,v_proj "
+    "--shapes 2x8 --batches 1",
+    "--model {model} --private {text} --public {text} --rank 4 --shapes 2x8 --batches 2 "
+    "--warm 1,2 --update AdamW --steps 2 --asked 2 --attacks gradient",
+)
+ATTACKS = {"gradient": GradientMembership, "subspace": SubspaceMembership}
+KINDS = (
+    "other text",
+    "another order",
+    "a word of another text",
+    "a word of the batch",
+    "another last word",
+)
+
+
+def variants(
+    ids: Tensor, others: Tensor, words: Tensor, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Texts that are not in the batch, by kind: each (B, L)."""
+    rows, length = ids.shape
+    order = torch.stack([row[torch.randperm(length, generator=generator)] for row in ids])
+    places = torch.randint(length - 1, (rows,), generator=generator)
+    foreign, own, end = ids.clone(), ids.clone(), ids.clone()
+    for row, place in enumerate(places.tolist()):
+        foreign[row, place] = _another(ids[row, place], others[row], generator)
+        own[row, place] = _another(ids[row, place], words, generator)
+        end[row, -1] = _another(ids[row, -1], others[row], generator)
+    return dict(zip(KINDS, (others, order, foreign, own, end), strict=True))
+
+
+def _another(word: Tensor, words: Tensor, generator: torch.Generator) -> Tensor:
+    """One of the words, drawn at random, that is not this one."""
+    rest = words[words != word]
+    return rest[int(torch.randint(len(rest), (1,), generator=generator))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    add_source_options(parser)
+    parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=ATTACKS)
+    parser.add_argument("--tokens", type=int, default=64, help="of a text that are read at most")
+    parser.add_argument("--noise", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, default=1, help="of a round, with --update")
+    parser.add_argument("--asked", type=int, help="texts of a round that are asked for")
+    options = parser.parse_args()
+    options.config, options.padded, options.chat = None, False, False
+    if options.steps > 1 and not options.update:
+        parser.error("--steps are those of a round: give --update too")
+    torch.set_num_threads(options.threads)
+    print(f"# {platform.machine()}, {options.threads} thread(s), {options.device}, {date.today()}")
+    for shape in options.shapes.split(","):
+        texts, length = map(int, shape.split("x"))
+        model = built(options)
+        anatomy = find_anatomy(model)
+        private = Source(options.private, options, anatomy.vocab_size)
+        public = Source(options.public, options, anatomy.vocab_size)
+        training = Training(model, public, (texts, length), options.device)
+        given = public.batch(24, length).input_ids.tolist()
+        for warm in map(int, options.warm.split(",")):
+            training.until(warm if options.rank else 0)
+            attacks = {
+                name: ATTACKS[name](given, tokens=options.tokens) for name in options.attacks
+            }
+            roles: set[str] = set()
+            for attack in attacks.values():
+                if options.update:
+                    attack.meet(facts_of(options.update, options.steps))
+                roles |= {*attack.needs(anatomy).gradients}
+            training.read_only(sorted(roles))
+            for attack in attacks.values():
+                attack.prepare(anatomy)
+            generator = torch.Generator().manual_seed(options.seed)
+            measure(attacks, tuple(sorted(roles)), training, private, generator, options)
+
+
+def measure(
+    attacks: dict[str, GradientMembership | SubspaceMembership],
+    roles: tuple[str, ...],
+    training: Training,
+    private: Source,
+    generator: torch.Generator,
+    options: argparse.Namespace,
+) -> None:
+    """Play on rounds (or single gradients) at the weights as they are, and print what was read."""
+    model, (texts, length) = training.model, training.shape
+    anatomy = find_anatomy(model)
+    scores: dict[str, dict[str, list[Tensor]]] = {
+        name: {kind: [] for kind in ("member", *KINDS)} for name in attacks
+    }
+    forward: list[float] = []
+    candidate: dict[str, list[float]] = {name: [] for name in attacks}
+    for number in range(options.batches):
+        batches = [private.batch(texts, length) for _ in range(options.steps)]
+        if options.update:
+            view = updated(model, anatomy, roles, options.update, batches, options.device)
+        else:
+            backward(model, batches[0], options.device)
+            view = observed(anatomy, roles, options.noise, number)
+        trained = torch.cat([batch.input_ids for batch in batches])
+        members = trained[torch.randperm(len(trained), generator=generator)[: options.asked]]
+        others = private.batch(len(members), length).input_ids
+        kinds = variants(members, others, trained[:, :-1].unique(), generator)
+        query = torch.cat([members, *kinds.values()])
+        with torch.no_grad():
+            began = time.perf_counter()
+            model(input_ids=query.to(options.device))
+            forward.append((time.perf_counter() - began) / len(query))
+        for name, attack in attacks.items():
+            attack.refresh(anatomy, number)
+            try:
+                began = time.perf_counter()
+                attack.run(view, Query(query[:1]))
+                one = time.perf_counter() - began
+                said = attack.run(view, Query(query))
+                every = time.perf_counter() - began - one
+            except UnusableObservation:
+                continue
+            candidate[name].append((every - one) / (len(query) - 1))
+            for kind, found in zip(scores[name], said.scores.split(len(members)), strict=True):
+                scores[name][kind].append(found)
+    for name, of in scores.items():
+        rounds = len(of["member"])
+        setting = (
+            f"{Path(options.model).name} {options.private} r {options.rank} "
+            f"{options.targets if options.rank else 'whole'} {texts}x{length} "
+            f"{f'{options.update} {options.steps} steps' if options.update else 'gradient'} | "
+            f"after {training.steps} steps | {name}"
+        )
+        print(f"{setting} | {options.batches - rounds} of {options.batches} unknown", flush=True)
+        if not rounds:
+            continue
+        sizes = torch.tensor([len(found) for found in of["member"]])
+        cluster = torch.arange(rounds).repeat_interleave(sizes).repeat(2)
+        member = torch.cat(of["member"])
+        for kind in KINDS:
+            both = torch.cat([member, *of[kind]])
+            bits = torch.arange(len(both)) < len(member)
+            auc = membership_rates(both, bits, cluster)["auc"]
+            print(
+                f"{setting} | {kind} | {len(member)} members | AUC {auc.value:.3f} "
+                f"({auc.low:.3f} to {auc.high:.3f})",
+                flush=True,
+            )
+        cost = 1000 * torch.tensor(candidate[name]).median()
+        print(
+            f"{name}: {cost:.0f} ms a candidate; a forward pass "
+            f"{1000 * torch.tensor(forward).median():.0f} ms (medians)",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,482 @@
+"""What a set-up gives away: words, membership, texts; by what is trained and what is shared.
+
+    python -m benchmarks.attacks.setups --model DIR --shape 8x64 --out FILE
+    python -m benchmarks.attacks.setups --model DIR --setups whole "lora 8 q,v" \
+        --columns gradient AdamW:1 --out FILE
+    python -m benchmarks.attacks.setups --model DIR --setups whole --columns gradient \
+        --defenses dpsgd:max_grad_norm=1,noise_multiplier=0.5/1 --out FILE
+    python -m benchmarks.attacks.setups --model DIR --shape 1x32 --columns texts --out FILE
+    python -m benchmarks.attacks.setups --model DIR --shape 4x32 --head texts \
+        --setups whole "lora 8 q,v" --columns gradient AdamW:1 --out FILE
+    python -m benchmarks.attacks.setups --table FILE
+
+A cell is a fit with ``LeakageMonitor()``, whose attacks choose themselves, calibrated on
+``--public``. It looks at ``--batches`` gradients, one after the other, or at as many rounds. A
+column is ``gradient`` (of every step of AdamW), or the weight change of a round: an optimizer of
+torch.optim, from a fresh state, and its steps. ``texts`` is ``gradient`` again, looked at by
+``SubspaceTexts`` alone, which does not choose itself, in ``--texts-seconds`` a look. Before, the
+set-up is trained by ``--warm`` steps of AdamW on public text, so that no adapter is at its start.
+Dropout is 0 where the set-up does not say otherwise.
+
+``--head texts`` and ``--head tokens`` put a new head of two classes on the model (a class a text,
+or a token), which is trained too; classes are drawn at random. ``--bert`` takes a BERT of the
+model's sizes with random weights in its place, of which ``--model`` gives the tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import platform
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BertConfig,
+    PreTrainedModel,
+)
+
+from benchmarks.attacks.word_recovery import read_texts
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
+from lightning_fedleak.attacks import PublicText, SubspaceTexts
+from lightning_fedleak.callbacks import Games, LeakageMonitor
+from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.studies.defense_specs import parse_defenses
+from lightning_fedleak.studies.sweep.cell import quiet
+
+SMOKE = (
+    "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
+    "--setups whole adapters --columns SGD:2 --out {out}/cells.jsonl",
+    "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
+    "--setups 'lora 4 q,v' --columns gradient --defenses gradient_noise:clip=1,sigma=0.01 "
+    "--out {out}/cells.jsonl",
+    "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
+    "--head tokens --bert --setups 'lora 4 q,v' --columns gradient --out {out}/cells.jsonl",
+    "--model {model} --private {text} --public {text} --shape 1x8 --batches 2 --warm 1 "
+    "--setups whole norms --columns texts --texts-seconds 5 --out {out}/cells.jsonl",
+)
+HEAD_CLASSES = {
+    "next": AutoModelForCausalLM,
+    "texts": AutoModelForSequenceClassification,
+    "tokens": AutoModelForTokenClassification,
+}
+TASKS = {
+    "ForSequenceClassification": TaskType.SEQ_CLS,
+    "ForTokenClassification": TaskType.TOKEN_CLS,
+}
+RATES = {"AdamW": 1e-4, "SGD": 1e-3}
+VALUES = {"words": "f1", "texts": "token_accuracy"}
+HEADS = {"words": "words F1", "membership": "membership AUC", "texts": "tokens in place"}
+VIRTUAL_TOKENS = 16
+BOTTLENECK = 32
+
+
+# ---- what is trained ------------------------------------------------------------------------
+
+
+class Bottleneck(nn.Module):
+    """A layer with a Houlsby adapter behind it: ``y + up(relu(down(y)))`` of its output y."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(width, BOTTLENECK)
+        self.up = nn.Linear(BOTTLENECK, width)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's output, adapted."""
+        y = self.layer(*args, **kwargs)
+        return y + self.up(self.down(y).relu())
+
+
+def whole(model: PreTrainedModel) -> nn.Module:
+    return model
+
+
+def frozen_ends(model: PreTrainedModel) -> nn.Module:
+    anatomy = find_anatomy(model)
+    for role in (HEAD_WEIGHT, EMBEDDING_WEIGHT):
+        anatomy.parameter(role).requires_grad_(False)
+    return model
+
+
+def adapters(model: PreTrainedModel) -> nn.Module:
+    model.requires_grad_(False)
+    for block in model.get_decoder().layers:
+        block.mlp = Bottleneck(block.mlp, model.config.hidden_size)
+    return model
+
+
+def bitfit(model: PreTrainedModel) -> nn.Module:
+    model.requires_grad_(False)
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    if not biases:
+        raise NothingToTrain("the model has no biases")
+    for bias in biases:
+        bias.requires_grad_(True)
+    return model
+
+
+def norms(model: PreTrainedModel) -> nn.Module:
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return model
+
+
+def prompts(model: PreTrainedModel) -> nn.Module:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL_TOKENS)
+    return get_peft_model(model, config)
+
+
+def lora(rank: int, targets: list[str] | str, dropout: float = 0.0):
+    def made(model: PreTrainedModel) -> nn.Module:
+        bert = {"q_proj": "query", "v_proj": "value"} if model.config.model_type == "bert" else {}
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=2 * rank,
+            target_modules=targets
+            if isinstance(targets, str)
+            else [bert.get(t, t) for t in targets],
+            lora_dropout=dropout,
+            task_type=next((t for n, t in TASKS.items() if type(model).__name__.endswith(n)), None),
+        )
+        return get_peft_model(model, config)
+
+    return made
+
+
+def first_block_frozen(model: PreTrainedModel) -> nn.Module:
+    adapted = lora(8, ["q_proj", "v_proj"])(model)
+    for name, parameter in adapted.named_parameters():
+        if ".layers.0." in name:
+            parameter.requires_grad_(False)
+    return adapted
+
+
+class NothingToTrain(Exception):
+    """A set-up has nothing to train in this model."""
+
+
+SETUPS: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
+    "whole": whole,
+    "head and embeddings frozen": frozen_ends,
+    **{f"lora {r} q,v": lora(r, ["q_proj", "v_proj"]) for r in (4, 8, 16, 32)},
+    **{f"lora {r} all-linear": lora(r, "all-linear") for r in (4, 8, 16, 32)},
+    "lora 8 q,v, dropout .05": lora(8, ["q_proj", "v_proj"], 0.05),
+    "lora 8 q,v, first block frozen": first_block_frozen,
+    "norms": norms,
+    "adapters": adapters,
+    "bitfit": bitfit,
+    "prompt tuning": prompts,
+}
+
+
+# ---- a fit ----------------------------------------------------------------------------------
+
+
+class Client(L.LightningModule):
+    """Trains what a set-up leaves trainable with one optimizer of torch.optim."""
+
+    def __init__(self, model: nn.Module, optimizer: str) -> None:
+        super().__init__()
+        self.model = model.train()
+        self.optimizer = optimizer
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return getattr(torch.optim, self.optimizer)(trained, lr=RATES[self.optimizer])
+
+
+class FreshRounds(Callback):
+    """Every round begins with a fresh optimizer, as a federated client's does."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step % self.steps == 0:
+            for optimizer in trainer.optimizers:
+                optimizer.state.clear()
+
+
+def tokens(name: str, tokenizer, options: argparse.Namespace) -> list[list[int]]:
+    """Ids of texts in random order."""
+    texts = read_texts(name)
+    generator = torch.Generator().manual_seed(options.seed)
+    order = torch.randperm(len(texts), generator=generator).tolist()[: options.pool]
+    front = [] if options.bos is None else [options.bos]
+    return [front + tokenizer(texts[i])["input_ids"] for i in order]
+
+
+def warm(
+    model: nn.Module, public: list[list[int]], texts: int, length: int, options: argparse.Namespace
+) -> None:
+    """Trains the set-up on public text."""
+    long = [ids[:length] for ids in public if len(ids) >= length]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATES["AdamW"])
+    for step in range(options.warm):
+        rows = [long[(step * texts + i) % len(long)] for i in range(texts)]
+        ids = torch.tensor(rows, device=options.device)
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=labels_of(ids, options.head)).loss.backward()
+        optimizer.step()
+
+
+def labels_of(ids: Tensor, head: str) -> Tensor:
+    """What texts (n, L) are labelled with: themselves, or classes drawn at random."""
+    if head == "next":
+        return ids
+    shape = ids.shape if head == "tokens" else ids.shape[:1]
+    return torch.randint(2, shape, device=ids.device)
+
+
+def loaded(options: argparse.Namespace, tokenizer: Any) -> PreTrainedModel:
+    """The model, with its head."""
+    kind = HEAD_CLASSES[options.head]
+    if not options.bert:
+        model = kind.from_pretrained(options.model, dtype=torch.float32)
+        if options.head == "texts":
+            model.config.pad_token_id = tokenizer.pad_token_id or 0
+        return model
+    like = AutoConfig.from_pretrained(options.model)
+    sizes = {
+        name: getattr(like, name)
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+        )
+    }
+    config = BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return kind.from_config(config)
+
+
+def mean_and_half(values: list[float]) -> tuple[float, float]:
+    """Mean and half of its 95% interval."""
+    x = torch.tensor(values, dtype=torch.float64)
+    if len(x) < 2:
+        return float(x.mean()), math.nan
+    half = float(stats.t.ppf(0.975, len(x) - 1)) * float(x.std()) / len(x) ** 0.5
+    return float(x.mean()), half
+
+
+def run_cell(
+    setup: str, column: str, defense: str, options: argparse.Namespace, folder: str
+) -> list[dict]:
+    """The lines of ``leakage.jsonl`` of one fit.
+
+    Raises:
+        NothingToTrain: the set-up has nothing to train in this model.
+    """
+    torch.manual_seed(options.seed)
+    texts, length = map(int, options.shape.split("x"))
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    private = torch.tensor(
+        [ids[:length] for ids in tokens(options.private, tokenizer, options) if len(ids) >= length]
+    )
+    public = tokens(options.public, tokenizer, options)
+    model = SETUPS[setup](loaded(options, tokenizer)).to(options.device)
+    warm(model, public, texts, length, options)
+    optimizer, _, count = column.partition(":")
+    steps = int(count or 1)
+    inside, outside = private.tensor_split(2)
+    if column == "texts":
+        reader = SubspaceTexts(budget_seconds=options.texts_seconds)
+        monitor = LeakageMonitor(reader, every_n_steps=1, texts=texts, log_dir=folder)
+    else:
+        monitor = LeakageMonitor(
+            every_n_steps=steps,
+            local_steps=int(count) if count else None,
+            public_text=PublicText(public),
+            games=Games(held_out=PublicText(outside), targets=2 * texts),
+            look_seconds=options.look_seconds,
+            cache=False,
+            log_dir=folder,
+        )
+    given = [built for spec in parse_defenses(defense) for built in spec.build()]
+    trainer = L.Trainer(
+        max_steps=options.batches * steps,
+        accelerator="cpu" if options.device == "cpu" else "auto",
+        devices=1,
+        strategy=DefendedStrategy("auto", defenses=given) if given else "auto",
+        callbacks=[*([FreshRounds(steps)] if count else []), monitor],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    columns = zip(inside, labels_of(inside, options.head), strict=True)
+    rows = [{"input_ids": ids, "labels": labels} for ids, labels in columns]
+    trainer.fit(Client(model, optimizer if count else "AdamW"), DataLoader(rows, batch_size=texts))
+    lines = (Path(folder) / "leakage.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def family_of(attack: str) -> str:
+    """Of an attack by its name in the logs."""
+    if attack == SubspaceTexts.default_name:
+        return "texts"
+    return "membership" if "membership" in attack else "words"
+
+
+def families_in(column: str) -> tuple[str, ...]:
+    """What a column measures."""
+    return ("texts",) if column == "texts" else ("words", "membership")
+
+
+def summary(lines: list[dict]) -> dict[str, dict]:
+    """By attack: mean and interval, and in how many looks it was unknown and why."""
+    found: dict[str, dict] = {}
+    for attack in dict.fromkeys(line["attack"] for line in lines):
+        mine = [line for line in lines if line["attack"] == attack]
+        unknown = [line["unknown"] for line in mine if line["unknown"]]
+        known = [line["metrics"] for line in mine if not line["unknown"] and line["exposed"]]
+        of: dict[str, Any] = {"looks": len(known), "unknown": len(unknown)}
+        of["why"] = unknown[-1] if unknown else "" if known else "what it reads is not shared"
+        family = family_of(attack)
+        of["family"] = family
+        if known and family == "membership":
+            of |= known[-1]["auc"]
+        elif known:
+            mean, half = mean_and_half([metrics[VALUES[family]]["value"] for metrics in known])
+            of |= {"value": mean, "low": mean - half, "high": mean + half}
+        if known and family == "texts":
+            for name in ("exact_sentences", "certified"):
+                values = [metrics[name]["value"] for metrics in known if name in metrics]
+                of[name] = sum(values) / len(values) if values else None
+        found[attack] = of
+    return found
+
+
+def shown(cell: dict[str, Any], family: str) -> str:
+    """What the best attack of a family found."""
+    if "skipped" in cell:
+        return f"not run: {cell['skipped']}"
+    mine = {n: of for n, of in cell["attacks"].items() if family_of(n) == family}
+    known = [of for of in mine.values() if "value" in of]
+    if not known:
+        tried = any(
+            of["unknown"] and not of["why"].startswith("not played") for of in mine.values()
+        )
+        return "*unknown*" if tried else "none reads it"
+    best = max(known, key=lambda of: of["value"])
+    if family != "membership":
+        text = f"{best['value']:.3f} ± {(best['high'] - best['low']) / 2:.3f}"
+    else:
+        text = f"{best['value']:.3f} ({best['low']:.2f} to {best['high']:.2f})"
+    text = re.sub(r"\b0\.", ".", text)
+    return text + (f", {best['unknown']} looks unknown" if best["unknown"] else "")
+
+
+def print_table(path: Path) -> None:
+    """For each model and shape: set-ups and defences by what is shared."""
+    cells = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    for model, shape in dict.fromkeys((cell["model"], cell["shape"]) for cell in cells):
+        mine = [c for c in cells if (c["model"], c["shape"]) == (model, shape)]
+        columns = list(dict.fromkeys(c["column"] for c in mine))
+        print(
+            f"{model}, {shape}, {mine[-1]['day']}, {sum(c['seconds'] for c in mine) / 60:.0f} min"
+        )
+        pairs = [(column, family) for column in columns for family in families_in(column)]
+        heads = " | ".join(f"{column}: {HEADS[family]}" for column, family in pairs)
+        print(f"\n| trained | {heads} |\n|---|{'---|' * len(pairs)}")
+        for setup, defense in dict.fromkeys((c["setup"], c["defense"]) for c in mine):
+            found = {c["column"]: c for c in mine if (c["setup"], c["defense"]) == (setup, defense)}
+            row = [
+                shown(found[column], family) if column in found else "not run"
+                for column, family in pairs
+            ]
+            label = setup if defense == "none" else f"{setup}; {defense}"
+            print(f"| {label} | {' | '.join(row)} |")
+        print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--model")
+    parser.add_argument("--head", default="next", choices=HEAD_CLASSES)
+    parser.add_argument("--bert", action="store_true")
+    parser.add_argument("--private", default="imdb")
+    parser.add_argument("--public", default="wikitext2")
+    parser.add_argument("--shape", default="8x64")
+    parser.add_argument("--setups", nargs="+", default=list(SETUPS), choices=SETUPS)
+    columns = ["gradient", "SGD:10", "AdamW:1", "AdamW:10"]
+    parser.add_argument("--columns", nargs="+", default=columns)
+    parser.add_argument("--defenses", nargs="+", default=["none"])
+    parser.add_argument("--batches", type=int, default=10)
+    parser.add_argument("--warm", type=int, default=5)
+    parser.add_argument("--look-seconds", type=float, default=600.0)
+    parser.add_argument("--texts-seconds", type=float, default=60.0)
+    parser.add_argument("--bos", type=int)
+    parser.add_argument("--pool", type=int, default=2000)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.table is not None:
+        print_table(options.table)
+        return
+    if options.model is None or options.out is None:
+        parser.error("give --model DIR and --out FILE, or --table FILE")
+    torch.set_num_threads(1)
+    print(f"# {platform.machine()}, one thread, {options.device}, {date.today()}")
+    done = options.out.read_text("utf-8").splitlines() if options.out.is_file() else []
+    have = {tuple(json.loads(line)["key"]) for line in done}
+    defenses = [str(spec) for text in options.defenses for spec in parse_defenses(text)]
+    model = Path(options.model).name
+    if options.head != "next":
+        model = f"{'BERT like ' * options.bert}{model}, classes of {options.head}"
+    for setup, column, defense in itertools.product(options.setups, options.columns, defenses):
+        key = [model, options.shape, setup, column, defense]
+        if tuple(key) in have:
+            continue
+        cell = dict(zip(("model", "shape", "setup", "column", "defense"), key, strict=True))
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            try:
+                cell["attacks"] = summary(run_cell(setup, column, defense, options, folder))
+            except NothingToTrain as nothing:
+                cell["skipped"] = str(nothing)
+        cell["seconds"] = time.perf_counter() - began
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"key": key, "day": str(date.today()), **cell}) + "\n")
+        print(setup, column, defense, f"{cell['seconds']:.0f} s", cell.get("skipped", ""))
+        for attack, of in cell.get("attacks", {}).items():
+            value = f"{of['value']:.3f} ({of['low']} to {of['high']})" if "value" in of else ""
+            print(f"    {attack} {value} unknown {of['unknown']} {of['why'][:200]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Whole texts off the projections' gradients, LoRA or whole: real text, nothing given.
+
+    python -m benchmarks.attacks.subspace_texts --model DIR --rank 0 --shapes 8x32 --batches 10
+    python -m benchmarks.attacks.subspace_texts --model DIR --rank 16 \
+        --targets q_proj,k_proj,v_proj --shapes 1x48
+    python -m benchmarks.attacks.subspace_texts --model DIR --rank 8 --targets q_proj,v_proj \
+        --shapes 1x32
+    python -m benchmarks.attacks.subspace_texts --model DIR --classes 2 --rank 0 --shapes 1x32,2x32
+    python -m benchmarks.attacks.subspace_texts --model DIR --rank 0 --shapes 8x32 \
+        --defenses none,noise:.001,dpsgd:.01,bf16,int8,topk:.1,sgd:1,sgd:4
+
+Settings as in subspace_words.py, whose functions this uses. ``--classes`` makes it a classifier,
+which an encoder has to be, of two classes that alternate over the batch. Prints for each shape and
+defence: the share of tokens that are in their place (the last token of each causal text, which is
+not in these gradients, does not count) and of texts that are exact, with 95% intervals over texts;
+how often the attack certified its texts, and how often that was wrong; and the median of a look's
+processor seconds.
+
+``--config gpt2`` is that shape (two blocks of it) with random weights and Zipf-distributed tokens.
+
+``--defenses``: ``noise:s`` adds Gaussian noise of s times the rms of the gradients that are read;
+``dpsgd:s`` clips each text's gradient of all that is trained to norm 1 and adds noise of s to their
+sum; ``int8`` rounds each tensor to 255 evenly spaced values: the attack is told how much noise that
+is, the most of all tensors. ``bf16`` rounds the gradients, which shows. It is not told that
+``topk:p`` keeps a share p of each tensor's entries, the largest. ``sgd:k`` shares the weight change
+of k plain steps of SGD (learning rate ``--lr``), each on texts of its own, k times as many in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from benchmarks.attacks.subspace_words import Source, built
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.attacks import RunFacts, SubspaceTexts, UnusableObservation
+from lightning_fedleak.metrics import TextReconstruction
+from lightning_fedleak.metrics.texts import in_true_order
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+
+SMOKE = (
+    "--model {model} --private {text} --public {text} --rank 0 --shapes 2x8 --batches 1 --budget 1",
+    "--model {model} --private {text} --public {text} --rank 8 --targets q_proj,k_proj,v_proj "
+    "--shapes 1x8 --batches 1 --budget 1 --defenses bf16,int8,topk:.1,dpsgd:.1,sgd:1",
+)
+
+
+def classifier(options: argparse.Namespace) -> nn.Module:
+    """A model with a head for classes, as :func:`built` otherwise."""
+    torch.manual_seed(options.seed)
+    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
+        options.model, num_labels=options.classes, dtype=torch.float32
+    )
+    if options.rank:
+        targets = options.targets.split(",")
+        config = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=targets)
+        model = get_peft_model(model, config)
+        for name, parameter in model.named_parameters():
+            if ".classifier." in name:
+                parameter.requires_grad_(True)
+    return model.to(options.device).eval()
+
+
+def texts_of(source: Source, rows: int, length: int, options: argparse.Namespace) -> Tensor:
+    """(rows, length) token ids; a classifier's end as its tokenizer ends them."""
+    ids = source.batch(rows, length).input_ids
+    if options.classes:
+        end = AutoTokenizer.from_pretrained(options.model).sep_token_id
+        ids[:, -1] = ids[:, -1] if end is None else end
+    return ids.to(options.device)
+
+
+def backward(model: nn.Module, ids: Tensor, options: argparse.Namespace) -> None:
+    """The gradient of the mean loss of texts (B, L)."""
+    model.zero_grad()
+    labels = torch.arange(len(ids), device=ids.device) % options.classes if options.classes else ids
+    model(input_ids=ids, labels=labels).loss.backward()
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def shared(
+    anatomy: Anatomy, roles: tuple[str, ...], ids: Tensor, defense: str, number: int, options
+) -> Observation:
+    """What the server is shown of a batch; the model is left as it was."""
+    model = anatomy.root
+    kind, _, value = defense.partition(":")
+    generator = torch.Generator(ids.device).manual_seed(number)
+
+    def normal(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator, device=like.device)
+
+    if kind == "sgd":
+        parts = list(ids.chunk(int(value)))
+        held = [p.detach().clone() for p in trained(model)]
+        before = {r: anatomy.parameter(r).detach().clone() for r in roles}
+        optimizer = torch.optim.SGD(trained(model), lr=options.lr)
+        for part in parts:
+            backward(model, part, options)
+            optimizer.step()
+        moved = {r: (before[r] - anatomy.parameter(r).detach()) / options.lr for r in roles}
+        with torch.no_grad():
+            for parameter, old in zip(trained(model), held, strict=True):
+                parameter.copy_(old)
+        update = UpdateSnapshot(
+            number, Stage.SHARED, moved, local_steps=len(parts), learning_rate=options.lr
+        )
+        return Observation((update,))
+    std = told = 0.0
+    if kind == "dpsgd":
+        found = {r: torch.zeros_like(anatomy.parameter(r)) for r in roles}
+        for row in ids:
+            backward(model, row[None], options)
+            norm = torch.stack([p.grad.norm() for p in trained(model) if p.grad is not None]).norm()
+            for role in roles:
+                found[role] += anatomy.parameter(role).grad / norm.clamp_min(1.0)
+        std = float(value)
+    else:
+        backward(model, ids, options)
+        found = {r: anatomy.parameter(r).grad.clone() for r in roles}
+    if kind == "noise":
+        flat = torch.cat([g.flatten() for g in found.values()])
+        std = float(value) * float(flat.square().mean().sqrt())
+    for role, g in found.items():
+        if std:
+            found[role] = g + std * normal(g)
+        elif kind == "bf16":
+            found[role] = g.bfloat16()
+        elif kind == "int8":
+            step = g.abs().max() / 127
+            found[role] = (g / step).round() * step
+            told = max(told, float(step) / 12**0.5)
+        elif kind == "topk":
+            least = g.abs().flatten().topk(max(1, int(float(value) * g.numel()))).values[-1]
+            found[role] = g.where(g.abs() >= least, 0.0)
+    return Observation((GradientSnapshot(number, Stage.SHARED, found, noise_std=max(std, told)),))
+
+
+def cells(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    for shape in options.shapes.split(","):
+        for defense in options.defenses.split(","):
+            yield shape, defense
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model")
+    parser.add_argument("--config", choices=("gpt2",))
+    parser.add_argument("--private", default="imdb")
+    parser.add_argument("--public", default="wikitext2")
+    parser.add_argument("--classes", type=int, default=0)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--targets", default="q_proj,v_proj")
+    parser.add_argument("--shapes", default="1x32")
+    parser.add_argument("--batches", type=int, default=10)
+    parser.add_argument("--blocks", type=int)
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds of a look")
+    parser.add_argument("--defenses", default="none")
+    parser.add_argument("--lr", type=float, default=1e-3, help="of sgd:k")
+    parser.add_argument("--bos", type=int)
+    parser.add_argument("--pool", type=int, default=2000)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    options.padded, options.dropout, options.chat = False, 0.0, False
+    if (options.model is None) == (options.config is None):
+        parser.error("give --model DIR or --config")
+    torch.set_num_threads(options.threads)
+    print(f"# {platform.machine()}, {options.threads} thread(s), {options.device}, {date.today()}")
+    for shape, defense in cells(options):
+        kind, _, value = defense.partition(":")
+        steps = int(value) if kind == "sgd" else 1
+        rows, length = map(int, shape.split("x"))
+        model = classifier(options) if options.classes else built(options)
+        anatomy = find_anatomy(model)
+        private = Source(options.private, options, anatomy.vocab_size)
+        public = Source(options.public, options, anatomy.vocab_size)
+        if options.rank:
+            optimizer = torch.optim.AdamW(trained(model), lr=2e-4)
+            backward(model, texts_of(public, rows, length, options), options)
+            optimizer.step()
+        attack = SubspaceTexts(blocks=options.blocks, budget_seconds=options.budget)
+        if kind == "sgd":
+            attack.meet(
+                RunFacts(optimizer="SGD", optimizer_settings={"lr": options.lr}, local_steps=steps)
+            )
+        roles = tuple(sorted(attack.needs(anatomy).gradients))
+        attack.prepare(anatomy)
+        metric = TextReconstruction()
+        certified = wrong = unknown = 0
+        seconds: list[float] = []
+        for number in range(options.batches):
+            ids = texts_of(private, rows * steps, length, options)
+            attack.refresh(anatomy, number)
+            view = shared(anatomy, roles, ids, defense, number, options)
+            began = time.process_time()
+            truth = (ids if options.classes else ids[:, :-1]).cpu()
+            said = torch.full_like(truth, -1)
+            sure, extra = False, False
+            try:
+                guess = attack.run(view)
+                said = in_true_order(guess.tokens, truth)
+                sure = bool(guess.certified)
+                extra = guess.tokens.shape != truth.shape
+            except UnusableObservation:
+                unknown += 1
+            seconds.append(time.process_time() - began)
+            certified += sure
+            wrong += sure and (extra or not torch.equal(said, truth))
+            metric.update(said, truth)
+        rates = metric.rates()
+        place, exact = rates["token_accuracy"], rates["exact_sentences"]
+        print(
+            f"{options.config or Path(options.model).name} {options.private} r {options.rank} "
+            f"{options.targets if options.rank else 'whole'} {shape} {defense} | "
+            f"in place {place.value:.3f} ({place.low:.3f} to {place.high:.3f}) | "
+            f"exact {exact.value:.3f} ({exact.low:.3f} to {exact.high:.3f}) | "
+            f"certified {certified} of {options.batches}, wrongly {wrong}, unknown {unknown} | "
+            f"{torch.tensor(seconds).median():.1f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""Words off the first projections' gradients: LoRA or whole, real text, nothing given.
+
+    python -m benchmarks.attacks.subspace_words --model DIR --rank 8 --targets q_proj,v_proj \
+        --private imdb --shapes 8x25,8x64 --batches 10
+    python -m benchmarks.attacks.subspace_words --config gpt2 --rank 8 --targets c_attn \
+        --shapes 8x64
+    python -m benchmarks.attacks.subspace_words --model DIR --rank 0 --noise 0,1e-3,1e-2,1e-1
+    python -m benchmarks.attacks.subspace_words --model DIR --rank 8 --update AdamW \
+        --shapes 1x64,8x64
+    python -m benchmarks.attacks.subspace_words --model DIR --rank 8 --update AdamW --shapes 4x32 \
+        --warm 5,30,100,300
+
+``--rank 0`` trains the projections whole. Adapters are PEFT's, moved by ``--warm`` steps of AdamW
+on ``--public`` text first. Several numbers are points of one training: the same private batches are
+read at each of them. ``--dropout`` is that in front of the adapters, in training and in the shared
+gradients. ``--chat`` trains and shares chats with masked prompts: the first half of a text is the
+user's turn, the second the assistant's, in the tokenizer's chat template, and only the second has
+labels. ``--config gpt2`` and ``bert`` are those architectures at their own size
+with random weights and Zipf-distributed tokens. Every shape is texts x tokens; ``--padded`` takes
+shorter texts as they are. ``--noise`` adds Gaussian noise of so many times the rms of the gradients
+that are read, which the attack is told. ``--prior`` tells it how often public text has each token.
+``--update`` shares in place of gradients the weight change of one step of that optimizer of
+torch.optim, with its own settings and a learning rate of 2e-4, from a fresh state.
+
+Prints for each shape: types in a batch, F1 with its 95% interval over batches (Student's t),
+precision, the share of true types among the n likeliest where n is given, the share of batches with
+a certificate, seconds of a look on one core, and how many looks are unknown. These count in none of
+the means. Unknown is a look at which the attack refuses, and one that names no type without noise:
+something is shared there, so that it is no finding. Types are those with a part in the gradient:
+not a causal text's last token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from scipy import stats
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
+
+from benchmarks.attacks.word_recovery import read_texts
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.attacks import RunFacts, SubspaceWords, UnusableObservation, WordGuess
+from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+
+SMOKE = (
+    "--model {model} --private {text} --public {text} --rank 4 --targets q_proj,v_proj "
+    "--shapes 1x8 --batches 1",
+    "--model {model} --private {text} --public {text} --rank 4 --shapes 1x8 --batches 1 "
+    "--update AdamW --warm 1,3 --dropout .05 --chat",
+)
+RATE = 2e-4
+# Of tokenizers that have no chat template: turns between words that every vocabulary can spell.
+PLAIN_TURNS = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+def built(options: argparse.Namespace) -> nn.Module:
+    """The model, its adapters on it, what is read trainable and nothing else."""
+    torch.manual_seed(options.seed)
+    if options.config == "gpt2":
+        model: nn.Module = GPT2LMHeadModel(GPT2Config(n_layer=2))
+    elif options.config == "bert":
+        model = BertForMaskedLM(BertConfig(num_hidden_layers=2))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    if options.rank:
+        targets = options.targets if options.targets == "all-linear" else options.targets.split(",")
+        config = LoraConfig(
+            r=options.rank,
+            lora_alpha=2 * options.rank,
+            target_modules=targets,
+            lora_dropout=options.dropout,
+        )
+        model = get_peft_model(model, config)
+    return model.to(options.device).train(options.dropout > 0)
+
+
+class Training:
+    """Steps of AdamW on public text, which move adapters from their start.
+
+    Args:
+        model: what of it can be trained now is trained.
+        public: gives the batches.
+        shape: texts and tokens of a batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, public: Source, shape: tuple[int, int], device: str
+    ) -> None:
+        self.model, self.public, self.shape, self.device = model, public, shape, device
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=RATE)
+        self.steps = 0
+
+    def until(self, steps: int) -> None:
+        """Train on until so many steps are taken in all."""
+        for parameter in self.trained:
+            parameter.requires_grad_(True)
+        for _ in range(self.steps, steps):
+            backward(self.model, self.public.batch(*self.shape), self.device)
+            self.optimizer.step()
+        self.steps = max(self.steps, steps)
+
+    def read_only(self, roles: Sequence[str]) -> None:
+        """Leave trainable what an attack reads alone."""
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in roles)
+
+
+class Source:
+    """Batches of text as ids, or of Zipf-distributed ids."""
+
+    def __init__(self, name: str, options: argparse.Namespace, vocabulary: int) -> None:
+        self.options = options
+        self.vocabulary = vocabulary
+        self.generator = torch.Generator().manual_seed(options.seed)
+        self.ids: list[list[int]] = []
+        if options.config is None:
+            self.tokenizer = AutoTokenizer.from_pretrained(options.model)
+            self.tokenizer.chat_template = self.tokenizer.chat_template or PLAIN_TURNS
+            front = [] if options.bos is None else [options.bos]
+            texts = read_texts(name)
+            order = torch.randperm(len(texts), generator=self.generator).tolist()
+            pool = [texts[i] for i in order[: options.pool]]
+            self.ids = [front + self.tokenizer(text)["input_ids"] for text in pool]
+        self.next = 0
+
+    def chat(self, text: list[int], length: int) -> tuple[list[int], int]:
+        """Return a chat of at most so many tokens, and how many of them are the prompt."""
+        half = self.tokenizer.decode(text[: length // 4], skip_special_tokens=True)
+        rest = self.tokenizer.decode(text[length // 4 :], skip_special_tokens=True)
+        user = [{"role": "user", "content": half}]
+        both = [*user, {"role": "assistant", "content": rest}]
+        prompt = self.tokenizer.apply_chat_template(user, return_dict=False)
+        return self.tokenizer.apply_chat_template(both, return_dict=False)[:length], len(prompt)
+
+    def batch(self, rows: int, length: int) -> TokenBatch:
+        """(rows, length) ids, padded with 0 on the right where ``--padded`` allows it."""
+        kind = "masked" if self.options.config == "bert" else "causal"
+        if not self.ids:
+            odds = 1 / torch.arange(1, self.vocabulary + 1).float()
+            ids = torch.multinomial(odds, rows * length, True, generator=self.generator)
+            return TokenBatch(ids.view(rows, length), ids.view(rows, length), None, kind)
+        chosen: list[list[int]] = []
+        prompts: list[int] = []
+        while len(chosen) < rows:
+            text, prompt = self.ids[self.next % len(self.ids)], 0
+            if self.options.chat and len(text) > length:
+                text, prompt = self.chat(text, length)
+            text = text[:length]
+            self.next += 1
+            if len(text) == length > prompt or (self.options.padded and len(text) > 1):
+                chosen.append(text)
+                prompts.append(prompt)
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(t) for t in chosen], batch_first=True)
+        place = torch.arange(ids.shape[1])[None]
+        mask = place < torch.tensor([[len(t)] for t in chosen])
+        labelled = mask & (place >= torch.tensor(prompts)[:, None])
+        return TokenBatch(ids, ids.masked_fill(~labelled, IGNORE_INDEX), mask.long(), kind)
+
+
+def backward(model: nn.Module, batch: TokenBatch, device: str) -> None:
+    """The gradient of the mean token loss, as Hugging Face models compute it."""
+    model.zero_grad()
+    mask = None if batch.attention_mask is None else batch.attention_mask.to(device)
+    ids, labels = batch.input_ids.to(device), batch.labels.to(device)
+    model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+
+
+def observed(anatomy: Anatomy, roles: tuple[str, ...], noise: float, seed: int) -> Observation:
+    """What the attack reads, with noise of ``noise`` times its rms."""
+    found = {r: anatomy.parameter(r).grad.clone() for r in roles}
+    flat = torch.cat([g.flatten() for g in found.values()])
+    std = noise * float(flat.square().mean().sqrt())
+    generator = torch.Generator(flat.device).manual_seed(seed)
+    if std:
+        for g in found.values():
+            g += std * torch.randn(g.shape, generator=generator, device=g.device)
+    return Observation((GradientSnapshot(0, Stage.SHARED, found, noise_std=std),))
+
+
+def updated(
+    model: nn.Module,
+    anatomy: Anatomy,
+    roles: tuple[str, ...],
+    kind: str,
+    batches: Sequence[TokenBatch],
+    device: str,
+) -> Observation:
+    """The weight change of a step on each batch; the weights are put back."""
+    parameters = {r: anatomy.parameter(r) for r in roles}
+    before = {r: p.detach().clone() for r, p in parameters.items()}
+    optimizer = getattr(torch.optim, kind)(list(parameters.values()), lr=RATE)
+    for batch in batches:
+        backward(model, batch, device)
+        optimizer.step()
+    with torch.no_grad():
+        found = {r: (before[r] - p) / RATE for r, p in parameters.items()}
+        for r, p in parameters.items():
+            p.copy_(before[r])
+    steps = len(batches)
+    update = UpdateSnapshot(0, Stage.SHARED, found, local_steps=steps, learning_rate=RATE)
+    return Observation((update,))
+
+
+def facts_of(kind: str, steps: int) -> RunFacts:
+    """What a server knows of rounds of an optimizer with its own settings."""
+    optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(1))], lr=RATE)
+    group = optimizer.param_groups[0]
+    settings = {name: value for name, value in group.items() if name != "params"}
+    return RunFacts(optimizer=kind, optimizer_settings=settings, local_steps=steps)
+
+
+def f1_of(found: set[int], truth: set[int]) -> float:
+    return 2 * len(found & truth) / (len(found) + len(truth))
+
+
+def mean_and_half(values: list[float]) -> tuple[float, float]:
+    """Mean and half of its 95% interval."""
+    x = torch.tensor(values, dtype=torch.float64)
+    if len(x) < 2:
+        return (float(x.mean()) if values else float("nan")), float("nan")
+    half = float(stats.t.ppf(0.975, len(x) - 1)) * float(x.std()) / len(x) ** 0.5
+    return float(x.mean()), half
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the model, its adapters, the texts, and the training before."""
+    parser.add_argument("--private", default="imdb")
+    parser.add_argument("--public", default="wikitext2")
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--targets", default="q_proj,v_proj")
+    parser.add_argument("--dropout", type=float, default=0.0, help="in front of the adapters")
+    parser.add_argument("--shapes", default="8x64")
+    parser.add_argument("--batches", type=int, default=10)
+    parser.add_argument("--warm", default="1", help="steps of training before; several: 5,30,100")
+    parser.add_argument("--update", help="an optimizer of torch.optim; default gradients")
+    parser.add_argument("--bos", type=int)
+    parser.add_argument("--pool", type=int, default=2000)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model")
+    parser.add_argument("--config", choices=("gpt2", "bert"))
+    add_source_options(parser)
+    parser.add_argument("--noise", default="0")
+    parser.add_argument("--padded", action="store_true")
+    parser.add_argument("--chat", action="store_true", help="chats with masked prompts")
+    parser.add_argument("--prior", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if (options.model is None) == (options.config is None):
+        parser.error("give --model DIR or --config")
+    torch.set_num_threads(options.threads)
+    rows = []
+    print(f"# {platform.machine()}, {options.threads} thread(s), {options.device}, {date.today()}")
+    for shape in options.shapes.split(","):
+        texts, length = map(int, shape.split("x"))
+        model = built(options)
+        anatomy = find_anatomy(model)
+        private = Source(options.private, options, anatomy.vocab_size)
+        public = Source(options.public, options, anatomy.vocab_size)
+        batches = [private.batch(texts, length) for _ in range(options.batches)]
+        training = Training(model, public, (texts, length), options.device)
+        for warm in map(int, options.warm.split(",")):
+            training.until(warm if options.rank else 0)
+            attack = SubspaceWords(public.ids[:500] if options.prior else None, capacity_seconds=0)
+            if options.update:
+                attack.meet(facts_of(options.update, 1))
+            roles = attack.needs(anatomy).gradients
+            training.read_only(roles)
+            attack.prepare(anatomy)
+            for noise in map(float, options.noise.split(",")):
+                row = measured(attack, model, anatomy, roles, batches, noise, options)
+                rows.append({"shape": shape, "warm": warm, "noise": noise, **row})
+                print(described(rows[-1], options), flush=True)
+    if options.json:
+        options.json.write_text(
+            json.dumps({"options": vars(options) | {"json": None}, "rows": rows})
+        )
+
+
+def measured(
+    attack: SubspaceWords,
+    model: nn.Module,
+    anatomy: Anatomy,
+    roles: tuple[str, ...],
+    batches: Sequence[TokenBatch],
+    noise: float,
+    options: argparse.Namespace,
+) -> dict[str, object]:
+    """Return the means over batches with half of their intervals, and how many are unknown."""
+    scores: dict[str, list[float]] = {
+        name: [] for name in ("types", "f1", "precision", "ranked", "certified", "seconds")
+    }
+    for number, batch in enumerate(batches):
+        truth = set(batch.context_ids().tolist())
+        attack.refresh(anatomy, number)
+        if options.update:
+            view = updated(model, anatomy, roles, options.update, [batch], options.device)
+        else:
+            backward(model, batch, options.device)
+            view = observed(anatomy, roles, noise, number)
+        start = time.perf_counter()
+        guess = _guess(attack, view)
+        scores["seconds"].append(time.perf_counter() - start)
+        scores["types"].append(len(truth))
+        if guess is None or not (len(guess.types) or noise):
+            continue
+        found = set(guess.types.tolist())
+        ranked = set() if guess.scores is None else _first(guess.scores, len(truth))
+        scores["f1"].append(f1_of(found, truth))
+        scores["precision"].append(len(found & truth) / max(1, len(found)))
+        scores["ranked"].append(len(ranked & truth) / len(truth))
+        scores["certified"].append(float(bool(guess.certified)))
+    row: dict[str, object] = {name: mean_and_half(values) for name, values in scores.items()}
+    return row | {"n": len(batches), "unknown": len(batches) - len(scores["f1"])}
+
+
+def described(row: dict[str, Any], options: argparse.Namespace) -> str:
+    """Return a line for people."""
+    known = row["n"] > row["unknown"]
+    words = (
+        f"F1 {row['f1'][0]:.4f} +- {row['f1'][1]:.4f} | precision {row['precision'][0]:.3f} | "
+        f"n given {row['ranked'][0]:.3f} | certified {row['certified'][0]:.2f}"
+    )
+    dropout = f" dropout {options.dropout:g}" if options.dropout else ""
+    chats = " chats" if options.chat else ""
+    return (
+        f"{options.config or Path(options.model).name} {options.private}{chats} r {options.rank} "
+        f"{options.targets if options.rank else 'whole'}{dropout} {row['shape']} noise "
+        f"{row['noise']:g} {options.update or 'gradient'} | after {row['warm']} steps | types "
+        f"{row['types'][0]:.0f} | {words if known else 'unknown'} | {row['seconds'][0]:.1f} s | "
+        f"{row['unknown']} of {row['n']} unknown"
+    )
+
+
+def _guess(attack: SubspaceWords, view: Observation) -> WordGuess | None:
+    """What the attack says; None where it says that it cannot."""
+    try:
+        return attack.run(view)
+    except UnusableObservation:
+        return None
+
+
+def _first(scores: Tensor, n: int) -> set[int]:
+    return set(scores.topk(n).indices.tolist())
+
+
+if __name__ == "__main__":
+    main()

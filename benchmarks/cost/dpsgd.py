@@ -1,0 +1,308 @@
+"""What a step of DP-SGD costs, against Opacus' own engine and a plain step, in turn, in one run.
+
+    python -m benchmarks.cost.dpsgd                      # GPT-2 6 x 384 untied, V = 50,257, 8 x 64
+    python -m benchmarks.cost.dpsgd --lora               # the same with LoRA of rank 8 on c_attn
+    python -m benchmarks.cost.dpsgd --tied               # tied: Opacus' ghost clipping refuses it
+    python -m benchmarks.cost.dpsgd --memory ours        # peak resident memory of one arm alone
+    python -m benchmarks.cost.dpsgd --pieces 8 --logical 8 64 512           # time of an example
+    python -m benchmarks.cost.dpsgd --pieces 8 --batch 4096 64 --memory ours
+
+``ours`` is a step of Lightning's Trainer under DefendedStrategy, from on_train_batch_start to
+on_train_batch_end, monitors' seams and checks included; ``plain`` and the two of Opacus (per-sample
+hooks and ghost clipping) are bare loops outside of Lightning. Opacus' steps get position ids of
+shape (B, T): with GPT-2's own (1, T) its clipped sums are wrong. Fixed batches, one thread, SGD.
+With ``--pieces`` a batch is run so many rows at a time, by all (Opacus' optimizer skips all steps
+but the last), and ``--logical`` compares logical batches of several sizes. Processor time, with
+``--device cuda`` elapsed time and the GPU's memory; medians over rounds. A ratio is the median over
+rounds of ours over the peer's in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import logging
+import platform
+import resource
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
+from lightning_fedleak.strategies import DefendedStrategy
+
+SMOKE = (
+    "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1",
+    "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1 --pieces 2 --logical 2 4",
+)
+
+CLIP, SIGMA, LR = 1.0, 1.0, 1e-3
+Step = Callable[[], None]
+
+
+def clock(device: str) -> float:
+    """Seconds: the processor's, of a GPU those that went by once it is done."""
+    if device != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def build(options: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=options.layers,
+        n_embd=options.width,
+        n_head=6,
+        tie_word_embeddings=options.tied,
+        vocab_size=options.vocabulary,
+    )
+    model: nn.Module = GPT2LMHeadModel(config)
+    if options.lora:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True)
+        model = get_peft_model(model, lora)
+    return model.train().to(options.device)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+class FineTuning(L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return mean_of_sample_means(self.model(batch[0]).logits, batch[0], causal=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(trained(self), lr=LR)
+
+
+def plain(model: nn.Module, ids: Tensor, rows: int) -> Step:
+    optimizer = torch.optim.SGD(trained(model), lr=LR)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for some in ids.split(rows):
+            loss = mean_of_sample_means(model(some).logits, some, causal=True)
+            (loss * (len(some) / len(ids))).backward()
+        optimizer.step()
+
+    return step
+
+
+def opacus(model: nn.Module, ids: Tensor, mode: str, rows: int) -> Step:
+    from opacus import PrivacyEngine
+
+    optimizer = torch.optim.SGD(trained(model), lr=LR)
+    samples, length = ids.shape
+    positions = torch.arange(length, device=ids.device).repeat(rows, 1)
+    loader = DataLoader(TensorDataset(ids), batch_size=samples)
+    settings: dict[str, Any] = {
+        "module": model,
+        "optimizer": optimizer,
+        "data_loader": loader,
+        "noise_multiplier": SIGMA,
+        "max_grad_norm": CLIP,
+        "poisson_sampling": False,
+        "grad_sample_mode": mode,
+    }
+    if mode == "ghost":
+        settings["criterion"] = nn.CrossEntropyLoss()
+        private, optimizer, criterion, _ = PrivacyEngine().make_private(**settings)
+    else:
+        private, optimizer, _ = PrivacyEngine().make_private(**settings)
+        criterion = None
+
+    def step() -> None:
+        for start in range(0, samples, rows):
+            some = ids[start : start + rows]
+            optimizer.zero_grad()
+            labels = nn.functional.pad(some[:, 1:], (0, 1), value=-100).flatten()
+            given = {"input_ids": some, "position_ids": positions[: len(some)]}
+            logits = private(**given).logits.flatten(0, 1)
+            if criterion is None:
+                nn.functional.cross_entropy(logits, labels).backward()
+            else:
+                criterion(logits, labels, shape=(len(some), length)).backward()
+            if rows < samples:
+                optimizer.signal_skip_step(do_skip=start + rows < samples)
+            optimizer.step()
+
+    return step
+
+
+def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
+    model = build(options)
+    found: dict[str, Step] = {}
+    for name in options.peers:
+        own = copy.deepcopy(model) if len(options.peers) > 1 else model
+        try:
+            rows = options.pieces or len(ids)
+            step = plain(own, ids, rows) if name == "plain" else opacus(own, ids, name, rows)
+            step()
+        except NotImplementedError as error:
+            print(f"{name}: refused by Opacus: {str(error)[:100]}")
+            continue
+        found[name] = step
+    return found
+
+
+class InTurn(L.Callback):
+    """Times this step, then one of each peer."""
+
+    def __init__(self, peers: dict[str, Step], device: str) -> None:
+        self.peers, self.device = peers, device
+        self.times: dict[str, list[float]] = {"ours": [], **{name: [] for name in peers}}
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.start = clock(self.device)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.times["ours"].append(clock(self.device) - self.start)
+        for name, step in self.peers.items():
+            start = clock(self.device)
+            step()
+            self.times[name].append(clock(self.device) - start)
+
+
+def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) -> DPSGD:
+    defense = DPSGD(
+        CLIP,
+        noise_multiplier=SIGMA,
+        clipping=options.clipping,
+        poisson=False,
+        max_physical_batch=options.pieces,
+    )
+    trainer = L.Trainer(
+        strategy=DefendedStrategy("auto", [defense]),
+        accelerator=options.device,
+        devices=1,
+        max_steps=options.rounds + 1,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    )
+    loader = DataLoader(TensorDataset(ids), batch_size=len(ids))
+    trainer.fit(FineTuning(build(options)), loader)
+    return defense
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--vocabulary", type=int, default=50257)
+    parser.add_argument("--batch", type=int, nargs=2, default=(8, 64), metavar=("B", "T"))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--clipping", choices=("auto", "per_sample", "ghost"), default="auto")
+    parser.add_argument("--peers", nargs="*", default=["plain", "hooks", "ghost"])
+    parser.add_argument("--pieces", type=int, help="rows that ours runs at once")
+    parser.add_argument("--logical", type=int, nargs="*", help="sizes of logical batches")
+    parser.add_argument("--memory", choices=("ours", "plain", "hooks", "ghost"))
+    return parser
+
+
+def batch(options: argparse.Namespace) -> Tensor:
+    """The ids that every step trains on."""
+    generator = torch.Generator().manual_seed(1)
+    shape = tuple(options.batch)
+    return torch.randint(0, options.vocabulary, shape, generator=generator).to(options.device)
+
+
+def peak(options: argparse.Namespace, ids: Tensor) -> tuple[float, float]:
+    """GiB of one arm alone, three steps long: resident memory, of a GPU what tensors took of it.
+
+    And how much of it came after the packages were loaded and the model was built once.
+    """
+    build(options)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    options.rounds = 2
+    if options.memory == "ours":
+        ours(options, ids, [])
+    else:
+        options.peers = [options.memory]
+        for step in arms(options, ids).values():
+            step()
+            step()
+    if options.device == "cuda":
+        most = torch.cuda.max_memory_allocated() / 2**30
+        return most, most
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return most, most - before
+
+
+def timed(options: argparse.Namespace, ids: Tensor) -> dict[str, list[float]]:
+    """Seconds of every step, by arm; the first of ours holds the checks."""
+    turns = InTurn(arms(options, ids), options.device)
+    ours(options, ids, [turns])
+    return turns.times
+
+
+def paired(ours: list[float], peers: list[float]) -> float:
+    """Median over rounds of ours over the peer's; without the first, which holds the checks."""
+    return statistics.median(a / b for a, b in zip(ours[1:], peers[1:], strict=True))
+
+
+def logical(options: argparse.Namespace) -> None:
+    """Prints milliseconds of an example, by the size of the logical batch."""
+    print(f"{'rows':>6}  {'ms an example':>14}   ours over")
+    for size in options.logical:
+        options.batch[0] = size
+        times = timed(options, batch(options))
+        each = 1e3 * statistics.median(times["ours"][1:]) / size
+        peers = {name: paired(times["ours"], own) for name, own in times.items() if name != "ours"}
+        ratios = ", ".join(f"{name} {ratio:.3f}" for name, ratio in peers.items())
+        print(f"{size:>6}  {each:14.2f}   {ratios}", flush=True)
+
+
+def main() -> None:
+    options = parser().parse_args()
+    options.batch = [*options.batch]
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    ids = batch(options)
+    where = f"{platform.machine()}, one thread, {options.device}, {datetime.date.today()}"
+    if options.memory:
+        most, grown = peak(options, ids)
+        rows = f"{len(ids)} rows" + (f" in pieces of {options.pieces}" if options.pieces else "")
+        print(f"{options.memory}, {rows}: peak {most:.3f} GiB, {grown:.3f} in the fit ({where})")
+        return
+    if options.logical:
+        print(f"{where}; T {ids.shape[1]}, pieces of {options.pieces}, {options.rounds} rounds")
+        logical(options)
+        return
+    found = timed(options, ids)
+    medians = {name: statistics.median(times[1:]) for name, times in found.items()}
+    print(f"{where}; B x T {tuple(ids.shape)}, {options.rounds} rounds; ", end="")
+    print(f"first step of ours (with the checks) {found['ours'][0]:.2f} s")
+    for name, seconds in medians.items():
+        spread = f"{min(found[name][1:]):.3f} to {max(found[name][1:]):.3f}"
+        ratio = paired(found["ours"], found[name])
+        print(f"{name:>6} {seconds:7.3f} s ({spread})   ours/{name} {ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""What a look costs: steps with and without it, in turn, in one run; and the memory of both.
+
+    python -m benchmarks.cost.overhead                       # GPT-2 6 x 384, V = 50,257, 8 x 64
+    python -m benchmarks.cost.overhead --model DIR           # any causal LM, SmolLM2-135M say
+    python -m benchmarks.cost.overhead --attacks inversion --layer 2 --budget 1
+    python -m benchmarks.cost.overhead --memory              # peak resident memory, two processes
+
+Three kinds of steps take turns: ``off`` (the monitor's hooks return at once), ``idle`` (the
+monitor is there, the step is not looked at) and ``look`` (every attack runs). Medians, and ratios
+to ``off``, with a bootstrap 95% interval, of elapsed and of processor time; the latter is the one
+to read where others use the machine too. The processor time in the monitor's own hooks is printed
+as well: its share of a step is known far more closely than a difference of two steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from lightning_fedleak import AlignedFlatChat, FlatChat, LeakageMonitor, PublicText
+from lightning_fedleak.attacks import PrefixInversion
+from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak.attacks.texts import base as sent
+
+SMOKE = (
+    "--model {model} --steps 1 --shape 2x8 --attacks flatchat,sign,membership,inversion "
+    "--layer 1 --device cpu --out {out}",
+    "--memory --model {model} --shape 2x8 --layer 1 --device cpu --out {out}",
+)
+
+ARMS = ("off", "idle", "look")
+
+
+class FineTuning(L.LightningModule):
+    """Plain fine-tuning with AdamW."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model.train()
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = self.model(**batch).loss
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class InTurn(LeakageMonitor):
+    """A monitor whose steps are off, idle and looked at in turn."""
+
+    def __init__(self, arms: tuple[str, ...], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.arms = arms
+        self.hooks = 0.0
+
+    def arm(self, trainer: L.Trainer) -> str:
+        return self.arms[trainer.global_step % len(self.arms)]
+
+    @contextmanager
+    def owned(self):
+        """Adds the processor time of a hook to what the monitor uses beside its looks."""
+        started = time.process_time() - self.processor_seconds
+        yield
+        self.hooks += time.process_time() - self.processor_seconds - started
+
+    @property
+    def own(self) -> float:
+        """Processor seconds that the monitor itself has used."""
+        return self.hooks + self.processor_seconds
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.now = self.arm(trainer)
+        self.cadence.next_step = trainer.global_step + (self.now != "look")
+        if self.now != "off":
+            with self.owned():
+                super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_batch_end(self, trainer, *args):
+        if self.now != "off":
+            with self.owned():
+                super().on_train_batch_end(trainer, *args)
+
+
+class Clock(L.Callback):
+    """Times whole steps by arm; stands first, so that it sees the monitor's hooks too."""
+
+    def __init__(self, monitor: InTurn, device: torch.device, warmup: int) -> None:
+        self.monitor, self.device, self.warmup = monitor, device, warmup
+        self.times: dict[str, list[tuple[float, float, float]]] = {arm: [] for arm in monitor.arms}
+        self.started: tuple[str, float, float, float] | None = None
+
+    def on_train_batch_start(self, trainer, *args):
+        self.lap(trainer)
+
+    def on_train_end(self, trainer, *args):
+        self.lap(trainer)
+
+    def lap(self, trainer: L.Trainer) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = (time.perf_counter(), time.process_time(), self.monitor.own)
+        if self.started is not None and trainer.global_step > self.warmup:
+            arm, *then = self.started
+            self.times[arm].append(tuple(a - b for a, b in zip(now, then, strict=True)))
+        self.started = (self.monitor.arm(trainer), *now)
+
+
+def build(arguments: argparse.Namespace) -> tuple[torch.nn.Module, int]:
+    torch.manual_seed(0)
+    if arguments.model:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    else:
+        layers, width = arguments.size
+        size = {"n_layer": layers, "n_embd": width, "n_head": width // 64, "n_positions": 128}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=arguments.vocabulary, **size))
+    return model, model.config.vocab_size
+
+
+def model_name(arguments: argparse.Namespace) -> str:
+    return "GPT-2 {} x {}, V = {:,}".format(*arguments.size, arguments.vocabulary)
+
+
+def attacks(arguments: argparse.Namespace, vocab: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    public = PublicText(torch.randint(0, vocab, (64, 64), generator=generator))
+    chosen = {
+        "flatchat": lambda: FlatChat(public, shapes=((2, 16), (4, 32))),
+        "sign": lambda: AlignedFlatChat(public, readout="sign", name="aligned_sign"),
+        "learned": lambda: AlignedFlatChat(public, name="aligned_learned"),
+        "membership": lambda: FCMembership(layer=arguments.layer),
+        "inversion": lambda: PrefixInversion(
+            arguments.layer, public, budget_seconds=arguments.budget
+        ),
+    }
+    return [chosen[name]() for name in arguments.attacks.split(",")]
+
+
+def fit(arguments: argparse.Namespace, callbacks: list[L.Callback], steps: int) -> None:
+    model, vocab = build(arguments)
+    b, length = (int(x) for x in arguments.shape.split("x"))
+    ids = torch.randint(0, vocab, (b * 8, length), generator=torch.Generator().manual_seed(2))
+    rows = [{"input_ids": x, "labels": x} for x in ids]
+    trainer = L.Trainer(
+        accelerator=arguments.device, devices=1, max_steps=steps, callbacks=callbacks,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, precision=arguments.precision,
+        default_root_dir=arguments.out,
+    )  # fmt: skip
+    trainer.fit(FineTuning(model), DataLoader(rows, batch_size=b))
+
+
+def interval(looked: list[float], plain: list[float]) -> tuple[float, float]:
+    """Bootstrap 95% interval of the ratio of medians."""
+    generator = torch.Generator().manual_seed(3)
+    a, b = torch.tensor(looked), torch.tensor(plain)
+    ratios = []
+    for _ in range(2000):
+        i = torch.randint(len(a), (len(a),), generator=generator)
+        j = torch.randint(len(b), (len(b),), generator=generator)
+        ratios.append((a[i].median() / b[j].median()).item())
+    ratios.sort()
+    return ratios[50], ratios[1950]
+
+
+def timed(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float, float]]]:
+    """Elapsed seconds, processor seconds and the monitor's own of every step, by arm."""
+    _, vocab = build(arguments)
+    monitor = InTurn(ARMS, attacks(arguments, vocab))
+    clock = Clock(monitor, torch.device(arguments.device), warmup=2 * len(ARMS))
+    fit(arguments, [clock, monitor], len(ARMS) * (arguments.steps + 2) + 1)
+    return clock.times
+
+
+def time_steps(arguments: argparse.Namespace) -> None:
+    found = timed(arguments)
+    print(f"\n{platform.platform()}, {torch.get_num_threads()} threads, torch {torch.__version__},")
+    print(f"{datetime.date.today()}, {arguments.model or model_name(arguments)}, batch")
+    print(f"{arguments.shape}, {arguments.precision}, attacks {arguments.attacks}\n")
+    print("| time | step | n | median (s) | ratio to off | 95% interval |")
+    print("|---|---|---|---|---|---|")
+    for column, name in enumerate(("elapsed", "processor")):
+        times = {arm: [row[column] for row in rows] for arm, rows in found.items()}
+        medians = {arm: statistics.median(seconds) for arm, seconds in times.items()}
+        plain = medians["off"]
+        for arm, seconds in times.items():
+            low, high = interval(seconds, times["off"])
+            print(
+                f"| {name} | {arm} | {len(seconds)} | {medians[arm]:.4f} "
+                f"| {medians[arm] / plain:.4f} | {low:.4f} to {high:.4f} |"
+            )
+        average = (medians["look"] + 49 * medians["idle"]) / 50 / plain
+        print(f"| {name} | one look in 50 steps | | | {average:.4f} | |")
+    print("\nProcessor time in the monitor's own hooks (median), and the plain step with it:")
+    for arm in ("idle", "look"):
+        own = statistics.median(row[2] for row in found[arm])
+        print(f"{arm} {own * 1e3:.2f} ms, {1 + own / plain:.4f}")
+    print(f"one look in 50 steps {1 + own / 50 / plain:.4f}")
+
+
+def peak_memory(arguments: argparse.Namespace) -> None:
+    same = ["--attacks", arguments.attacks, "--shape", arguments.shape, "--device", "cpu"]
+    same += ["--precision", arguments.precision, "--threads", str(arguments.threads)]
+    same += ["--layer", str(arguments.layer), "--budget", str(arguments.budget)]
+    same += ["--size", *map(str, arguments.size), "--vocabulary", str(arguments.vocabulary)]
+    same += ["--model", arguments.model] if arguments.model else []
+    peaks = {}
+    for arm in ("off", "look"):
+        command = [sys.executable, "-m", "benchmarks.cost.overhead", "--peak", arm, *same]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks[arm] = int(done.stdout.split()[-1])
+    model, vocab = build(arguments)
+    head = vocab * model.get_output_embeddings().weight.shape[1] * 4
+    more = peaks["look"] - peaks["off"]
+    print(f"peak resident memory: plain {peaks['off'] / 2**20:.0f} MiB, ", end="")
+    print(f"monitored {peaks['look'] / 2**20:.0f} MiB, difference {more / 2**20:.0f} MiB, ", end="")
+    print(f"head gradient {head / 2**20:.0f} MiB, ratio {more / head:.2f}")
+
+
+def one_peak(arguments: argparse.Namespace) -> None:
+    _, vocab = build(arguments)
+    callbacks = []
+    if arguments.peak == "look":
+        callbacks = [LeakageMonitor(attacks(arguments, vocab), every_n_steps=1)]
+    fit(arguments, callbacks, 4)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder or hub id of a causal LM")
+    parser.add_argument(
+        "--size", type=int, nargs=2, default=(6, 384), help="blocks and width of the GPT-2"
+    )
+    parser.add_argument("--vocabulary", type=int, default=50_257, help="of the GPT-2")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each kind")
+    parser.add_argument("--shape", default="8x64")
+    parser.add_argument(
+        "--attacks", default="flatchat,sign", help="also: learned, membership, inversion"
+    )
+    parser.add_argument("--layer", type=int, default=6, help="of membership and inversion")
+    parser.add_argument("--budget", type=float, default=1.0, help="budget_seconds of inversion")
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="count that budget in processor time, as it is on a machine of one's own",
+    )
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", default="fedleak_runs/overhead")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--peak", choices=("off", "look"), help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    torch.set_num_threads(arguments.threads)
+    warnings.simplefilter("ignore")
+    if arguments.shared:
+        sent.time = SimpleNamespace(monotonic=time.process_time)
+    if arguments.peak:
+        one_peak(arguments)
+    elif arguments.memory:
+        peak_memory(arguments)
+    else:
+        time_steps(arguments)
+
+
+if __name__ == "__main__":
+    main()

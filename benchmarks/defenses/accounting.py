@@ -1,0 +1,223 @@
+"""Accounting of DP-SGD: against Google's dp-accounting, its price, and the proof that it holds.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --grid
+    OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --price
+    OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --proof
+
+``--grid`` compares epsilon with dp-accounting (extra ``test``) for the same events, alternating:
+RDP at the same orders, PRV with Google's PLD; left out is what Google puts above 200, where
+epsilon is reported as infinite here. Times are of the processor. ``--price`` times what happens in
+a step. ``--proof`` inserts a crafted neuron into a small GPT-2, plays games of one release each
+under ``DPSGD``, and holds the releases against what they must be: the AUC of the target's
+membership against ``Phi(1 / (sigma sqrt 2))``, the noise's standard deviation against sigma, and
+100 audits of 100 games each against the accounted epsilon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import scipy.stats
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from benchmarks.defenses.dp_sgd_games import play_add_remove, refutations, sampled_gaussian_auc
+from benchmarks.defenses.planted import PlantedNeuron
+from lightning_fedleak.auditing import audit_scores, gaussian_epsilon
+from lightning_fedleak.defenses import DPSGD
+from lightning_fedleak.defenses.accounting.accounting import (
+    LARGEST_EPSILON,
+    ORDERS,
+    Accountant,
+    epsilon_of,
+    rdp_of,
+)
+from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
+from lightning_fedleak.metrics.clustered import auc
+
+SMOKE = (
+    "--price --steps 3",
+    "--proof --sigmas 1.0 --games 40 --audits 2",
+)
+
+SIGMAS = (0.5, 1.0, 2.0, 4.0)
+GRID = [
+    (sigma, rate, steps, delta)
+    for sigma in (0.7, 1.0, 2.0, 5.0)
+    for rate in (0.001, 0.01, 1 / 32, 0.2)
+    for steps in (10, 1000, 10_000)
+    for delta in (1e-5, 1e-7)
+]
+
+
+def timed(call: Callable[[], float]) -> tuple[float, float]:
+    start = time.process_time()
+    value = call()
+    return value, time.process_time() - start
+
+
+def google(kind: str, sigma: float, rate: float, steps: int, delta: float) -> float:
+    import dp_accounting as dp
+    from dp_accounting.pld import PLDAccountant
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant(ORDERS) if kind == "rdp" else PLDAccountant()
+    event = dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(sigma))
+    accountant.compose(dp.SelfComposedDpEvent(event, steps))
+    return float(accountant.get_epsilon(delta))
+
+
+def grid() -> None:
+    print("epsilon over Google's; cells by Google's epsilon")
+    print(
+        f"{'kind':5} {'epsilon':>11} {'cells':>5} {'min':>8} {'median':>8} {'max':>8} "
+        f"{'within 1%':>9} {'time':>7}"
+    )
+    for kind in ("rdp", "prv"):
+        rows = []
+        for sigma, rate, steps, delta in GRID:
+            cell = sigma, rate, steps
+            rdp_of.cache_clear()
+            ours, t_ours = timed(lambda c=cell, d=delta, k=kind: epsilon_of([c], d, k))
+            theirs, t_theirs = timed(lambda c=cell, d=delta, k=kind: google(k, *c, d))
+            rows.append((theirs, ours / theirs if theirs else math.nan, t_ours / t_theirs))
+        for low, high in ((0.001, 0.1), (0.1, 10), (10, LARGEST_EPSILON)):
+            ratios = [ratio for theirs, ratio, _ in rows if low <= theirs < high]
+            times = [time for theirs, _, time in rows if low <= theirs < high]
+            close = sum(abs(ratio - 1) <= 0.01 for ratio in ratios)
+            print(
+                f"{kind:5} {low:5g}-{high:<5g} {len(ratios):5} {min(ratios):8.4f} "
+                f"{statistics.median(ratios):8.4f} {max(ratios):8.4f} "
+                f"{close:4}/{len(ratios):<4} {statistics.median(times):7.2f}",
+                flush=True,
+            )
+
+
+def price(steps: int) -> None:
+    for kind in ("rdp", "prv"):
+        accountant = Accountant(kind)
+        start = time.perf_counter()
+        for _ in range(steps):
+            accountant.step(1.0, 0.01)
+            accountant.epsilon(1e-5, slack=0.02)
+        seconds = time.perf_counter() - start
+        print(f"{kind}: step and epsilon, {steps} steps: {1e3 * seconds / steps:.3f} ms a step")
+        accountant = Accountant(kind)
+        start = time.perf_counter()
+        for _ in range(steps):
+            accountant.allows(8.0, 1e-5, 1.0, 0.01)
+            accountant.step(1.0, 0.01)
+        seconds = time.perf_counter() - start
+        print(f"{kind}: budget checked, {steps} steps: {1e3 * seconds / steps:.3f} ms a step")
+    with tempfile.TemporaryDirectory() as folder:
+        accountant = Accountant("rdp", ledger=Path(folder) / "ledger")
+        start = time.perf_counter()
+        for _ in range(500):
+            accountant.step(1.0, 0.01)
+        print(f"ledger on disk: {1e3 * (time.perf_counter() - start) / 500:.3f} ms a step")
+    for n in (25_000, 1_000_000):
+        sampler = PoissonBatchSampler(range(n), 32 / n, 1, entropy=os.urandom(32), client=0)
+        ours, theirs = [], []
+        for step in range(15):
+            ours.append(timed(lambda s=step, p=sampler: float(len(p.draw(s))))[1])
+            theirs.append(
+                timed(lambda n=n: float((torch.rand(n) < 32 / n).nonzero().flatten().sum()))[1]
+            )
+        ours_ms, theirs_ms = (1e3 * statistics.median(times) for times in (ours, theirs))
+        print(
+            f"Poisson draw of {n}: SHAKE-256 {ours_ms:.2f} ms, torch.rand {theirs_ms:.2f} ms, "
+            f"ratio {ours_ms / theirs_ms:.1f}"
+        )
+
+
+def small_gpt2() -> GPT2LMHeadModel:
+    config = GPT2Config(
+        vocab_size=97,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=8,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(config).train()
+
+
+def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: int) -> None:
+    ids = torch.randint(3, 97, (4, 6), generator=torch.Generator().manual_seed(0))
+    print(
+        f"{'sigma':>5} {'q':>4} {'AUC':>7} {'95% interval':>16} {'closed form':>11} "
+        f"{'noise/sigma':>11} {'refuted':>9} {'p':>6} {'median bound':>12} {'accounted':>9}"
+    )
+    for sigma, rate in [*((sigma, 1.0) for sigma in sigmas), (sigmas[0], 0.5)]:
+
+        def defense(sigma: float = sigma) -> DPSGD:
+            return DPSGD(1e-3, noise_multiplier=sigma, target_delta=delta, loss="trusted")
+
+        own = int(10 * sigma) + 1000 * seed
+        neuron = PlantedNeuron(small_gpt2(), ids, defense, sample_rate=rate, seed=own)
+        played = play_add_remove(neuron.release, games, seed=own)
+        scores, members = played.scores, played.members
+        code, rng = np.arange(games), np.random.default_rng(0)
+        found = auc(scores.numpy(), members.numpy(), code, 0.05, 200, rng)
+        outside = scores if rate == 1 else scores[~members]
+        noise = outside - (members.double() if rate == 1 else 0.0)
+        spread = float(noise.square().mean().sqrt()) / sigma
+        epsilon = gaussian_epsilon(sigma=sigma, delta=delta) if rate == 1 else math.nan
+        accountant = Accountant("prv")
+        accountant.step(sigma, rate)
+        accounted = accountant.epsilon(delta)
+        assert rate < 1 or epsilon <= accounted
+        claim, cut = ("gaussian", 0.5) if rate == 1 else ("dp", "union")
+        bounds = [
+            audit_scores(scores[own], members[own], delta=delta, claim=claim, threshold=cut).epsilon
+            for own in torch.arange(games).split(games // audits)[:audits]
+        ]
+        count = refutations(bounds, accounted)
+        print(
+            f"{sigma:5} {rate:4} {found.value:7.4f} [{found.low:.4f}, {found.high:.4f}] "
+            f"{sampled_gaussian_auc(sigma, rate):11.4f} {spread:11.4f} "
+            f"{count.refuted:4}/{count.audits} {count.p_value:6.3f} {np.median(bounds):12.3f} "
+            f"{accounted:9.3f}",
+            flush=True,
+        )
+        if rate == 1:
+            law = scipy.stats.kstest((noise / sigma).numpy(), "norm")
+            print(f"      Kolmogorov-Smirnov against the normal law: p = {law.pvalue:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--grid", action="store_true")
+    parser.add_argument("--price", action="store_true")
+    parser.add_argument("--proof", action="store_true")
+    parser.add_argument("--steps", type=int, default=2000, help="of --price")
+    parser.add_argument("--sigmas", type=float, nargs="+", default=SIGMAS)
+    parser.add_argument("--games", type=int, default=10_000)
+    parser.add_argument("--audits", type=int, default=100)
+    parser.add_argument("--delta", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    if args.grid:
+        grid()
+    if args.price:
+        price(args.steps)
+    if args.proof:
+        proof(args.sigmas, args.games, args.audits, args.delta, args.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Audits of DPSGD by add/remove games: how often does a lower bound exceed the accounted epsilon?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.defenses.audit
+    OMP_NUM_THREADS=1 python -m benchmarks.defenses.audit --broken --audits 100
+
+Each audit is a seeded repetition: a whole run of ``DPSGD`` with entropy of its own, in which every
+example is a planted gradient on an axis of its own, there or not by a coin: as many games as
+examples (see ``planted_gradients.py``). The score is the best there is, the threshold
+settled beforehand, and the result a 95% lower bound on epsilon. PRV says what epsilon is of what
+the defence has accounted. A right claim is exceeded in 5% of audits at most; ``p`` is the binomial
+chance of so many or more. ``median`` is the median bound over epsilon, ``pooled`` the one bound of
+the games of all audits together over epsilon: how near an audit of this kind comes.
+
+Two claims are audited. ``dp`` is (epsilon, delta)-DP and nothing else, at a small delta and at one
+at which a few hundred games show most. ``gaussian``, where inclusion is given, says that nothing
+does better than against a Gaussian mechanism, as is exactly so.
+
+``--broken`` breaks the defence, one way a row, and leaves the account as it is: the audit must see
+it, at the delta of 0.1 or by the claim of a Gaussian mechanism, in far more than 5% of audits.
+DPSGD's own measurement of its noise is switched off for that: it sees half the noise by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.defenses.dp_sgd_games import Games, best_threshold, refutations
+from benchmarks.defenses.planted_gradients import PlantedGradients
+from lightning_fedleak.auditing import audit_scores
+from lightning_fedleak.auditing.lower_bounds import Claim
+from lightning_fedleak.defenses import DPSGD, noise
+from lightning_fedleak.defenses.accounting.accounting import Accountant, epsilon_of
+from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, NoiseGauge
+
+SMOKE = ("--audits 2 --games 40 --rows 0",)
+
+SMALL, LARGE = 1e-3, 0.1
+MOST_GAMES = 20_000
+"""For which a threshold is looked for; it hardly moves beyond."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting of DPSGD.
+
+    Attributes:
+        sigma: noise multiplier.
+        rate: share of the examples in a batch, on average.
+        steps: releases of a run.
+        poisson: False: the loader's batches as they are, here all examples in each.
+    """
+
+    sigma: float
+    rate: float
+    steps: int
+    poisson: bool = True
+
+    def __str__(self) -> str:
+        rate = f"{self.rate:g}" if self.poisson else "none"
+        return f"{self.sigma:5g} {rate:>5} {self.steps:5}"
+
+
+ROWS = (
+    Row(0.5, 1.0, 1, poisson=False),
+    Row(1.0, 1.0, 1, poisson=False),
+    Row(2.0, 1.0, 4),
+    Row(0.5, 0.5, 1),
+    Row(0.7, 0.2, 4),
+    Row(1.0, 0.5, 4),
+    Row(2.0, 0.5, 10),
+)
+BROKEN = (ROWS[1], ROWS[5])
+
+
+def audits(row: Row, count: int, games: int, seed: int) -> tuple[list[Games], PlantedGradients]:
+    def defense() -> DPSGD:
+        return DPSGD(0.7, noise_multiplier=row.sigma, target_delta=SMALL, poisson=row.poisson)
+
+    planted = PlantedGradients(
+        defense,
+        targets=games,
+        batch_size=round(row.rate * games),
+        steps=row.steps,
+        seed=seed,
+    )
+    return [planted.games(number, row.sigma, row.rate) for number in range(count)], planted
+
+
+def report(row: Row, label: str, count: int, games: int, seed: int) -> None:
+    audits(row, 1, games, seed)
+    start = time.process_time()
+    played, planted = audits(row, count, games, seed)
+    each = 1e3 * (time.process_time() - start) / count
+    scores = torch.cat([own.scores for own in played])
+    members = torch.cat([own.members for own in played])
+    claims: list[tuple[Claim, float]] = [("dp", SMALL), ("dp", LARGE)]
+    if row.rate == 1:
+        claims.append(("gaussian", SMALL))
+    for claim, delta in claims:
+        epsilon = epsilon_of(planted.history, delta, "prv")
+
+        def bound(scores: Tensor, members: Tensor, claim: Claim = claim, d: float = delta) -> float:
+            n = min(len(scores), MOST_GAMES)
+            cut = 0.0 if claim == "gaussian" else threshold(row, n, d)
+            return audit_scores(scores, members, delta=d, claim=claim, threshold=cut).epsilon
+
+        bounds = [bound(own.scores, own.members) for own in played]
+        found = refutations(bounds, epsilon)
+        print(
+            f"{row} {label:14} {claim:>8} {delta:6g} {epsilon:7.3f} "
+            f"{statistics.median(bounds) / epsilon:7.2f} {found.refuted:4}/{found.audits:<4} "
+            f"{found.p_value:8.2g} {bound(scores, members) / epsilon:7.3f} {each:6.1f}",
+            flush=True,
+        )
+
+
+@functools.cache
+def threshold(row: Row, games: int, delta: float) -> float:
+    return best_threshold(row.sigma, row.rate, row.steps, games=games, delta=delta)
+
+
+# ---- broken on purpose ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def half_the_noise() -> Iterator[None]:
+    right = noise._fill
+
+    def half(block: Tensor, generator: Any) -> None:
+        right(block, generator)
+        block.div_(2)
+
+    with (
+        mock.patch.object(noise, "_fill", half),
+        mock.patch.object(NoiseGauge, "measured", return_value=None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def twice_the_clip() -> Iterator[None]:
+    right = ClippedSum.__init__
+
+    def loose(self: ClippedSum, *given: Any, **named: Any) -> None:
+        right(self, *given, **named)
+        self.factors *= 2
+
+    with mock.patch.object(ClippedSum, "__init__", loose):
+        yield
+
+
+@contextlib.contextmanager
+def drawn_twice_as_often() -> Iterator[None]:
+    right = DPSGD.on_dataloader
+
+    def often(self: DPSGD, dataloader: Any, context: Any) -> Any:
+        loader = right(self, dataloader, context)
+        loader.batch_sampler.rate *= 2
+        return loader
+
+    with mock.patch.object(DPSGD, "on_dataloader", often):
+        yield
+
+
+@contextlib.contextmanager
+def every_second_release_forgotten() -> Iterator[None]:
+    right, odd = Accountant.step, itertools.cycle((True, False))
+
+    def forgetful(self: Accountant, *arguments: Any) -> None:
+        if next(odd):
+            right(self, *arguments)
+
+    with mock.patch.object(Accountant, "step", forgetful):
+        yield
+
+
+BREAKS: tuple[tuple[str, Callable[[], contextlib.AbstractContextManager[None]]], ...] = (
+    ("half the noise", half_the_noise),
+    ("clip at 2 C", twice_the_clip),
+    ("rate doubled", drawn_twice_as_often),
+    ("half forgotten", every_second_release_forgotten),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--audits", type=int, default=1000)
+    parser.add_argument("--games", type=int, default=500, help="of each audit")
+    parser.add_argument("--broken", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of the rows, from 0")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    print(f"{args.audits} audits of {args.games} games a row")
+    print(
+        f"{'sigma':>5} {'q':>5} {'steps':>5} {'':14} {'claim':>8} {'delta':>6} {'epsilon':>7} "
+        f"{'median':>7} {'exceeded':>9} {'p':>8} {'pooled':>7} {'ms':>6}"
+    )
+    chosen = BROKEN if args.broken else ROWS
+    for number in args.rows if args.rows is not None else range(len(chosen)):
+        row = chosen[number]
+        if not args.broken:
+            report(row, "", args.audits, args.games, args.seed)
+            continue
+        for label, broken in BREAKS:
+            if (broken is drawn_twice_as_often and row.rate == 1) or (
+                broken is every_second_release_forgotten and row.steps % 2
+            ):
+                continue
+            with broken():
+                report(row, label, args.audits, args.games, args.seed)
+
+
+if __name__ == "__main__":
+    main()

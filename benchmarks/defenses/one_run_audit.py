@@ -1,0 +1,236 @@
+"""Three lower bounds on epsilon from one run of DPSGD: planted gradients, or canary texts.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.defenses.one_run_audit
+    # with jax-privacy installed
+    OMP_NUM_THREADS=1 python -m benchmarks.defenses.one_run_audit --jax
+    OMP_NUM_THREADS=1 python -m benchmarks.defenses.one_run_audit --texts --canaries 200 --audits 8
+
+Every audit is a whole run of ``DPSGD`` in which 500 planted gradients are there or not, each by a
+coin of its own (see ``planted_gradients.py``). A score is what was released along the
+gradient, summed over steps. The three bounds are of the same scores:
+
+- ``guesses``: ``audit_one_run``, of (epsilon, delta)-DP and nothing else;
+- ``curve``: the same, by the whole trade-off curve of a Gaussian mechanism (``claim="gaussian"``);
+- ``sums``: ``audit_gaussian_scores``.
+
+For each, the median bound over the epsilon that PRV says of what was accounted, and how many of the
+audits exceed it: 5% may, binomial ``p`` beside. ``refused`` are audits whose scores are plainly not
+those of one Gaussian mechanism. ``--jax`` adds jax-privacy's bound by the same curve.
+
+With ``--texts`` each audit is a fit by SGD of a language model (the embedded one, or ``--model``)
+on a few texts and the canaries, whole or with ``--lora``: canaries with a token of their own,
+samples of the model at temperatures, and held-out texts of the data's kind. ``apart`` is how far
+the mean scores of those in and out lie apart, in standard deviations, times sigma: planted
+gradients have 1 in one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import logging
+import statistics
+import warnings
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from benchmarks.defenses.dp_sgd_games import refutations
+from benchmarks.defenses.planted_gradients import PlantedGradients
+from lightning_fedleak.auditing import audit_gaussian_scores, audit_one_run
+from lightning_fedleak.canaries import (
+    CanaryScorer,
+    high_temperature_canaries,
+    new_token_canaries,
+    with_canaries,
+)
+from lightning_fedleak.defenses import DPSGD
+from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.finetuning.data import PadRight
+from lightning_fedleak.finetuning.module import load_model
+from lightning_fedleak.strategies import DefendedStrategy
+
+SMOKE = (
+    "--audits 2 --canaries 60 --rows 1 3",
+    "--texts --audits 2 --canaries 42 --rows 1 --data 4",
+    "--texts --audits 1 --canaries 42 --rows 1 --data 4 --lora --kinds new_token",
+)
+
+DELTA = 1e-5
+ROWS = ((0.5, 1.0, 1), (1.0, 1.0, 1), (2.0, 1.0, 1), (1.0, 0.5, 4), (1.0, 0.2, 25))
+"""Noise multiplier, sample rate, steps."""
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "new_token": {"row_norm": 1.0},
+    "small_row": {"row_norm": 0.1},
+    "temperature_1": {"length": 5, "temperature": 1.0},
+    "temperature_2": {"length": 5, "temperature": 2.0},
+    "held_out": {},
+}
+LENGTH = 6
+"""Tokens of the other texts, and of those held out."""
+
+
+class Fit(CausalLMFineTuning):
+    """By SGD, so that a release is what weights move by."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def texts_of(kind: str, model: Any, rows: list[Tensor], args: argparse.Namespace) -> list[Tensor]:
+    """Canaries of a kind; those with a token of their own change the model."""
+    settings = KINDS[kind]
+    if "temperature" in settings:
+        return high_temperature_canaries(model, args.canaries, seed=args.seed, **settings)
+    if kind == "held_out":
+        return [*{tuple(r.tolist()): r for r in rows[args.data :]}.values()][: args.canaries]
+    return new_token_canaries(model, args.canaries, seed=args.seed, **settings)
+
+
+def fitted(
+    kind: str,
+    row: tuple[float, float, int],
+    number: int,
+    rows: list[Tensor],
+    args: argparse.Namespace,
+) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
+    """Scores and coins of one fit, by how they are scored, and its epsilon."""
+    sigma, rate, steps = row
+    language_model = load_model(args.model)
+    texts = texts_of(kind, language_model, rows, args)
+    train = with_canaries(rows[: args.data], texts, seed=1000 * args.seed + number)
+    ways = ["loss"] if args.lora or "row_norm" not in KINDS[kind] else ["loss", "row"]
+    scorers = {by: CanaryScorer(train.canaries, by, every_n_steps=1) for by in ways}
+    module = Fit(language_model, args.rate, peft="lora" if args.lora else None, loss="sample_mean")
+    for part in module.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    defense = DPSGD(1.0, noise_multiplier=sigma, target_delta=DELTA, max_physical_batch=256)
+    L.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        strategy=DefendedStrategy("auto", [defense]),
+        callbacks=[*scorers.values()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, DataLoader(train, round(rate * len(train)), collate_fn=PadRight(0)))
+    found = {by: (s.scores(), train.canaries.included) for by, s in scorers.items()}
+    return found, defense.accountant.epsilon(DELTA)
+
+
+def report_texts(sigma: float, rate: float, steps: int, args: argparse.Namespace) -> None:
+    data = TextDataModule(tokenizer=args.model, length=LENGTH)
+    data.setup()
+    rows = [row for row in data.train_dataloader().dataset if len(row) == LENGTH]
+    for kind in args.kinds:
+        bounds: dict[str, dict[str, list[float]]] = {}
+        refused: dict[str, int] = collections.Counter()
+        for number in range(args.audits):
+            found, epsilon = fitted(kind, (sigma, rate, steps), number, rows, args)
+            for by, given in found.items():
+                own = bounds.setdefault(by, collections.defaultdict(list))
+                scores, members = given
+                held, others = scores[members], scores[~members]
+                spread = ((held.var() + others.var()) / 2).sqrt()
+                own["apart"].append(float((held.mean() - others.mean()) / spread) * sigma)
+                refused[by] += not bound(own, given, epsilon)
+        for by, own in bounds.items():
+            apart = own.pop("apart")
+            error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
+            print(
+                f"sigma {sigma:g}, rate {rate:g}, {steps} steps, {kind} by {by}: "
+                f"apart {statistics.mean(apart):.2f} ± {error:.2f}",
+                *(
+                    f"{name} {statistics.median(each):.2f} ({sum(b > 1 for b in each)} exceed)"
+                    for name, each in own.items()
+                    if each
+                ),
+                f"refused {refused[by]} of {args.audits}",
+                sep=", ",
+                flush=True,
+            )
+
+
+def bound(own: dict[str, list[float]], given: tuple[Tensor, Tensor], epsilon: float) -> bool:
+    """Adds the three bounds over epsilon; False where the last is refused."""
+    own["guesses"].append(audit_one_run(*given, delta=DELTA).epsilon / epsilon)
+    own["curve"].append(audit_one_run(*given, delta=DELTA, claim="gaussian").epsilon / epsilon)
+    try:
+        sums = audit_gaussian_scores(*given, delta=DELTA).epsilon / epsilon
+    except ValueError:
+        return False
+    own["sums"].append(sums)
+    return True
+
+
+def jax_bound(scores: torch.Tensor, members: torch.Tensor) -> float:
+    from jax_privacy.auditing import CanaryScoreAuditor
+
+    auditor = CanaryScoreAuditor(scores[members].numpy(), scores[~members].numpy())
+    return float(auditor.epsilon_one_run_fdp(0.05, DELTA))
+
+
+def report(sigma: float, rate: float, steps: int, args: argparse.Namespace) -> None:
+    planted = PlantedGradients(
+        lambda: DPSGD(0.7, noise_multiplier=sigma, target_delta=DELTA),
+        targets=args.canaries,
+        batch_size=round(rate * args.canaries),
+        steps=steps,
+        seed=args.seed,
+    )
+    bounds = collections.defaultdict(list)
+    refused = 0
+    for number in range(args.audits):
+        members = planted.coins(number)
+        given = planted.run(members, number).sum(0), members
+        bounds["guesses"].append(audit_one_run(*given, delta=DELTA).epsilon)
+        bounds["curve"].append(audit_one_run(*given, delta=DELTA, claim="gaussian").epsilon)
+        if args.jax:
+            bounds["jax-privacy"].append(jax_bound(*given))
+        try:
+            bounds["sums"].append(audit_gaussian_scores(*given, delta=DELTA).epsilon)
+        except ValueError:
+            refused += 1
+    epsilon = epsilon_of(planted.history, DELTA, "prv")
+    print(f"sigma {sigma:g}, rate {rate:g}, {steps} steps: epsilon {epsilon:.3f}", end="")
+    print(f", sums refused in {refused} of {args.audits}" if refused else "")
+    for name, own in bounds.items():
+        found = refutations(own, epsilon)
+        print(
+            f"  {name:12} median {statistics.median(own) / epsilon:.3f}   exceed {found.refuted:3} "
+            f"of {found.audits}, p {found.p_value:.2g}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--audits", type=int, default=1000)
+    parser.add_argument("--canaries", type=int, default=500)
+    parser.add_argument("--rows", type=int, nargs="*", default=[*range(len(ROWS))])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jax", action="store_true")
+    parser.add_argument("--texts", action="store_true", help="canary texts, in fits of a model")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--model", help="folder of a causal model; default the embedded one")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--data", type=int, default=20, help="texts beside the canaries")
+    parser.add_argument("--rate", type=float, default=0.2, help="learning rate of SGD")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    for row in args.rows:
+        (report_texts if args.texts else report)(*ROWS[row], args)
+
+
+if __name__ == "__main__":
+    main()

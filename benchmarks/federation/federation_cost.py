@@ -1,0 +1,331 @@
+"""What it costs to watch a federation: time and memory of a client, and time by the clients.
+
+``share``: rounds of one client, in a plain loop, that a mod without a gate watches at most so often
+as ``max_overhead`` lets it: processor time of training, of looks, and of what a round costs that is
+not looked at. Calibration is told apart::
+
+    OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost share --model DIR --text FILE
+
+``memory``: bytes of tensors that live at the peak of a round and after it, in units of one update,
+beside the model, the optimizer, and what was sent and returned::
+
+    python -m benchmarks.federation.federation_cost memory --rank 0
+
+``clients``: processor and elapsed time and peak memory of ``fedleak federate`` by the number of
+clients, each in a process of its own; its least-squares line, and how far the times are from it.
+With ``--engine flower`` the processor time leaves out Ray's workers::
+
+    OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost clients --counts 4 16 64
+    OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost clients --counts 4 \
+        --rounds 3 --steps 10 --optimizer adamw --rows 4 --length 32 --engine flower
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import io
+import itertools
+import json
+import math
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.federation.rounds import OPTIMIZERS, batches, model_of, optimizer_of, train
+from lightning_fedleak.attacks import GradientMembership, PublicText
+from lightning_fedleak.callbacks import Games
+from lightning_fedleak.federation import OutgoingUpdates, RoundObserver, trained_state
+from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
+from lightning_fedleak.finetuning.data import load_tokenizer
+from lightning_fedleak.finetuning.texts import read_texts
+
+SMOKE = (
+    "share --rounds 2 --steps 1 --rank 4 --rows 2 --length 12 --texts 24 --targets 2 "
+    "--attacks membership",
+    "memory --steps 1 --rank 4 --rows 2 --length 12 --texts 24 --targets 2 --attacks membership",
+)
+
+
+class Client:
+    """One client of a federation, and who watches it."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, share: float | None) -> None:
+        tokenizer = load_tokenizer(args.model)
+        texts = read_texts(args.text or str(EMBEDDED_MESSAGES))[: args.texts]
+        rows = [r for t in texts if len(r := tokenizer(t)["input_ids"]) >= 4]
+        half = len(rows) // 2
+        aside = [torch.tensor(r[: args.length]) for r in rows[half:]]
+        outside, known = aside[: len(aside) // 2], aside[len(aside) // 2 :]
+        self.optimizer = optimizer_of(args.optimizer, args.rank)
+        self.steps = args.steps
+        self.model = model_of(args.model, args.rank).float()
+        chosen: dict[str, Any] = {"public_text": PublicText(known), "tokenizer": tokenizer}
+        if args.attacks == "membership":
+            chosen = {"attacks": [GradientMembership(PublicText(known))]}
+        self.observer = RoundObserver(
+            copy.deepcopy(self.model),
+            self.optimizer,
+            args.steps,
+            folder=folder,
+            **chosen,
+            games=Games(targets=args.targets, held_out=PublicText(outside)),
+            look_seconds=600.0,
+            tensorboard=False,
+            cache=False,
+            max_overhead=share,
+        )
+        self.out = OutgoingUpdates(self.observer)
+        pad = tokenizer.pad_token_id or 0
+        generator = torch.Generator().manual_seed(0)
+        self.source = batches(rows[:half], args.rows, args.length, pad, generator)
+
+    def round(self) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Tensor]]]:
+        """What was sent, what is to be returned, and what it was trained on."""
+        sent = trained_state(self.model)
+        data = list(itertools.islice(self.source, self.steps))
+        train(self.model, data, self.optimizer)
+        return sent, trained_state(self.model), data
+
+
+# ---- the share of a round -----------------------------------------------------------------------
+
+
+def measure_share(args: argparse.Namespace) -> None:
+    """Prints a line for each look, and what all rounds have cost."""
+    with tempfile.TemporaryDirectory() as folder:
+        client = Client(args, Path(folder), args.share)
+        began = time.process_time()
+        client.observer.begin(0, trained_state(client.model))
+        print(f"calibration {time.process_time() - began:8.1f} s", flush=True)
+        training, looked, passed = [], [], []
+        for round_ in range(args.rounds):
+            started, elapsed = time.process_time(), time.perf_counter()
+            sent, returned, data = client.round()
+            trained, took = time.process_time(), time.perf_counter() - elapsed
+            leaving = client.out.leaves(round_, sent, returned, data, seconds=took)
+            cost = time.process_time() - trained
+            training.append(trained - started)
+            (passed if leaving.look is None else looked).append(cost)
+            if leaving.look is not None:
+                print(
+                    f"round {round_:3d}: training {training[-1]:7.1f} s, look {cost:7.1f} s; next "
+                    f"look in round {client.observer.next_look[0]}",
+                    flush=True,
+                )
+        due = client.observer.next_look[0]
+    spent, worked = sum(looked) + sum(passed), sum(training)
+    round_, look, rest = worked / args.rounds, sum(looked) / len(looked), _mean(passed)
+    print(
+        f"{args.rounds} rounds (the next look is due in round {due}): training {round_:.2f} s a "
+        f"round, {len(looked)} looks of {look:.2f} s, {rest:.3f} s where there is none; observer "
+        f"and mod over training {spent / worked:.2%}"
+    )
+    pause = math.ceil(look / max(args.share * round_ - rest, 1e-9))
+    share = (look + (pause - 1) * rest) / (pause * round_)
+    print(f"at that cost a look in {pause} rounds is {share:.2%} of training")
+
+
+def _mean(values: list[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of tensors that operations inside have made and that are still alive, and their peak.
+
+    Attributes:
+        now: bytes.
+        peak: largest value of ``now`` so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        }
+        found = func(*args, **(kwargs or {}))
+        for made in tree_leaves(found):
+            if isinstance(made, Tensor):
+                self._add(made.untyped_storage(), given)
+        return found
+
+    def _add(self, storage: Any, given: set[int]) -> None:
+        key = storage._cdata
+        if key in given or key in self._known:
+            return
+        self._known.add(key)
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def measure_memory(args: argparse.Namespace) -> None:
+    """Prints the peak of each part of a round, and what is kept after it."""
+    with tempfile.TemporaryDirectory() as folder:
+        client = Client(args, Path(folder), share=1e-9)  # one look, and then none that is due
+        sent = trained_state(client.model)
+        update = sum(t.numel() * t.element_size() for t in sent.values())
+        print(f"one update: {update / 2**20:.2f} MiB")
+
+        def measured(what: str, does: Any) -> Any:
+            with LiveBytes() as live:
+                found = does()
+                peak, kept = live.peak / update, live.now / update
+            del found
+            print(
+                f"{what:<44} peak {peak:8.2f} updates, kept {kept:8.2f}, and "
+                f"{live.now / update:8.2f} once what is returned is gone",
+                flush=True,
+            )
+
+        measured("calibration", lambda: client.observer.begin(0, sent))
+        sent, returned, data = client.round()
+        client.out.leaves(1, sent, returned, data, seconds=1.0)  # is looked at
+        sent, returned, data = client.round()
+        measured(
+            "a round that is not looked at",
+            lambda: client.out.leaves(2, sent, returned, data, seconds=1.0),
+        )
+        client.observer.next_look.clear()
+        client.observer.begin(3, sent)
+        measured("reading the update alone", lambda: client.observer.update(returned))
+        measured(
+            "a round that is looked at",
+            lambda: client.out.leaves(3, sent, returned, data, seconds=1.0),
+        )
+
+
+# ---- by the number of clients -------------------------------------------------------------------
+
+
+def measure_clients(args: argparse.Namespace) -> None:
+    """Prints a line for each number of clients, and the line that fits them best."""
+    found = []
+    for count in args.counts:
+        module = "benchmarks.federation.federation_cost"
+        given = [sys.executable, "-m", module, *sys.argv[1:], "--one", str(count)]
+        told = subprocess.run(given, stdout=subprocess.PIPE, text=True, check=True).stdout
+        one = json.loads(told.splitlines()[-1])
+        found.append((count, one["processor"]))
+        print(
+            f"{count:4d} clients: processor {one['processor']:7.1f} s, elapsed "
+            f"{one['elapsed']:6.0f} s, peak of a process {one['mebibytes']:6.0f} MiB",
+            flush=True,
+        )
+    if len(found) > 1:
+        x = torch.tensor([[1.0, n] for n, _ in found], dtype=torch.float64)
+        y = torch.tensor([t for _, t in found], dtype=torch.float64)
+        line = torch.linalg.lstsq(x, y).solution
+        off = float(((x @ line - y) / y).abs().max())
+        print(f"{float(line[0]):.1f} s + {float(line[1]):.2f} s a client; off by at most {off:.0%}")
+
+
+def one_federation(args: argparse.Namespace) -> None:
+    """Runs one, and prints what it has cost as JSON."""
+    from rich.console import Console
+
+    from lightning_fedleak.commands.federate.command import FederateCommand
+
+    began, started = processor_seconds(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        FederateCommand(
+            clients=args.one,
+            rounds=args.rounds,
+            local_steps=args.steps,
+            batch_size=args.rows,
+            length=args.length,
+            members=args.targets,
+            optimizer=args.optimizer,
+            peft="lora",
+            model=args.model,
+            text=args.text,
+            gate=args.gate,
+            engine=args.engine,
+            out=Path(folder),
+        ).run(Console(file=io.StringIO()))
+    of = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    told = {
+        "processor": processor_seconds() - began,
+        "elapsed": time.perf_counter() - started,
+        "mebibytes": max(resource.getrusage(who).ru_maxrss for who in of) / 1024,
+    }
+    print(json.dumps(told))
+
+
+def processor_seconds() -> float:
+    """Of this process and of those of its children that have ended."""
+    of = (resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(used.ru_utime + used.ru_stime for used in of)
+
+
+def main() -> None:
+    """Measures what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    which = parser.add_subparsers(dest="which", required=True)
+    share = which.add_parser("share")
+    share.add_argument("--rounds", type=int, default=40)
+    share.add_argument("--share", type=float, default=0.05, help="max_overhead")
+    memory = which.add_parser("memory")
+    clients = which.add_parser("clients")
+    clients.add_argument("--counts", type=int, nargs="+", default=[4, 16, 64])
+    clients.add_argument("--rounds", type=int, default=1)
+    clients.add_argument("--gate", type=float)
+    clients.add_argument("--engine", choices=["local", "flower"], default="local")
+    clients.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    small = {"steps": 2, "rows": 2, "length": 12, "targets": 2, "optimizer": "sgd"}
+    usual = {"steps": 10, "rows": 4, "length": 32, "targets": 16, "optimizer": "adamw"}
+    for one in (share, memory, clients):
+        given = small if one is clients else usual
+        one.add_argument("--model", help="folder of a causal model; default the embedded one")
+        one.add_argument("--text", help="default the embedded messages")
+        one.add_argument("--steps", type=int, default=given["steps"], help="local steps of a round")
+        one.add_argument("--rows", type=int, default=given["rows"], help="texts in a batch")
+        one.add_argument(
+            "--length", type=int, default=given["length"], help="tokens of a text, at most"
+        )
+        one.add_argument("--targets", type=int, default=given["targets"], help="members asked for")
+        one.add_argument("--optimizer", choices=list(OPTIMIZERS), default=given["optimizer"])
+        if one is not clients:
+            one.add_argument("--rank", type=int, default=8, help="of LoRA; 0: the whole model")
+            one.add_argument("--texts", type=int, default=400)
+            one.add_argument("--attacks", choices=["auto", "membership"], default="auto")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    if getattr(args, "one", None):
+        one_federation(args)
+        return
+    print(
+        f"{' '.join(sys.argv[1:])}; {platform.machine()}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, {datetime.date.today()}"
+    )
+    {"share": measure_share, "memory": measure_memory, "clients": measure_clients}[args.which](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,433 @@
+"""When does federation alone protect? Every optimizer, number of local steps, rank, and sum.
+
+A cell is a federation of clients that train a causal model for a round of local steps. Attacked are
+the update of one client and the mean of all: by the attacks that choose themselves on updates of a
+causal model with a tied head, and by :class:`~lightning_fedleak.attacks.SubspaceTexts` within
+``--budget`` seconds of wall time. A round of ``--before`` steps comes before and is left out: a
+LoRA's B is zero in its first step, and how much an update says depends on how far it is trained::
+
+    OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_table --model DIR --text FILE \
+        --log FILE
+    python -m benchmarks.federation.federation_table --log FILE --show
+    python -m benchmarks.federation.federation_table --model DIR --text FILE --log FILE \
+        --clients 1 --optimizers adamw --steps 1 --ranks 8 32 --before 5 30 100 300
+
+Words: F1. Texts: share of tokens in their places, and of texts that are exact, of up to four texts
+a look. Membership: AUC. Each is the median over rounds, with the lowest and highest. Of several
+attacks the highest counts. A value is *unknown* where it is in every round. Texts off the sum, and
+all under DP, are looked for in the first round that counts alone. A star: the loss is not finite,
+or has doubled.
+
+``--epsilon`` attacks the same updates under client-level DP too, as
+:class:`~lightning_fedleak.federation.ClientDP` makes and accounts it for ``--of`` clients and
+``--planned`` rounds:
+
+- the update of one client with noise of its own (trust ``local``: against the server too). Under
+  secure aggregation with shares of noise the sum has as much noise as this update;
+- the mean of ``--clients`` with the noise of a trusted server (``central``, clients drawn by
+  Poisson sampling: against whoever sees the models and does not know who took part).
+
+The clip norm is the median of the clients' norms in the first round that counts. The model goes on
+without noise.
+
+The best test is the AUC of whoever knows a client's whole clipped update, and asks whether it is in
+a round: that of a Gaussian mechanism whose noise multiplier is sigma, Phi(1 / (sigma sqrt 2)).
+*Blind* is the F1 of naming the types that are most frequent in public text, as many as there are.
+
+Cells that the log holds are not run again; ``--optimizers``, ``--steps``, ``--ranks`` and
+``--clients`` choose. A rank of 0 is the whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import itertools
+import json
+import math
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.federation.rounds import OPTIMIZERS, batches, model_of, optimizer_of, rate_of, train
+from lightning_fedleak.attacks import (
+    AlignedFlatChat,
+    Attack,
+    GradientMembership,
+    PublicText,
+    SubspaceTexts,
+    SubspaceWords,
+)
+from lightning_fedleak.callbacks import Games
+from lightning_fedleak.federation import (
+    SUM,
+    ClientDP,
+    RoundLook,
+    RoundObserver,
+    difference,
+    joint_norm,
+    moved,
+    recording,
+    trained_on,
+    trained_state,
+)
+from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
+from lightning_fedleak.finetuning.data import load_tokenizer
+from lightning_fedleak.finetuning.texts import read_texts
+
+SMOKE = (
+    "--log {out}/table.jsonl --optimizers sgd --steps 1 --ranks 4 --clients 2 --rounds 1 --rows 2 "
+    "--length 12 --texts 24 --targets 2 --budget 1 --epsilon 8 --of 20 --planned 4",
+)
+ONE, MEAN = "one client", "sum"
+OWN, SERVER = "one client, local DP", "sum, central DP"
+ROWS = (ONE, MEAN, OWN, SERVER)
+FAMILIES = {"f1": "words", "token_accuracy": "texts", "exact_sentences": "exact texts"}
+
+Update = Mapping[str, Tensor]
+
+
+class Private:
+    """Client-level DP of a round's updates, by who adds the noise."""
+
+    def __init__(self, args: argparse.Namespace, clip: float) -> None:
+        common = {
+            "clients": args.of,
+            "target_delta": 0.1 / args.of,
+            "target_epsilon": args.epsilon,
+            "rounds": args.planned,
+        }
+        self.by_row = {OWN: ClientDP(clip, trust="local", **common)}
+        if args.clients > 1:
+            central = {"sampling": "poisson", "per_round": args.clients}
+            self.by_row[SERVER] = ClientDP(clip, **central, **common)
+
+    def released(self, updates: Sequence[Update]) -> dict[str, tuple[Update, float]]:
+        """What leaves by row, and the standard deviation of the noise on each of its numbers."""
+        like = updates[0]
+        out: dict[str, tuple[Update, float]] = {}
+        for row, dp in self.by_row.items():
+            if row == OWN:
+                out[row] = dp.privatized(like, like), dp.own_noise_std
+            else:
+                out[row] = dp.mean(dict(enumerate(updates)), like).update, dp.mean_noise_std
+        return out
+
+    def facts(self) -> dict[str, Any]:
+        """For the log."""
+        one = self.by_row[OWN]
+        noise = {row: round(dp.noise_multiplier, 3) for row, dp in self.by_row.items()}
+        return {"clip": one.clip, "noise_multiplier": noise, "delta": one.target_delta}
+
+
+def side_by_side(drawn: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    """The batches of all clients, who take their steps at the same time."""
+    with recording() as together:
+        for client, batches in enumerate(drawn):
+            for batch in batches:
+                trained_on(batch, step=client == 0)
+    return together
+
+
+def mean_of(updates: Sequence[Update]) -> dict[str, Tensor]:
+    return {n: torch.stack([u[n] for u in updates]).mean(0) for n in updates[0]}
+
+
+def cell(
+    args: argparse.Namespace, optimizer: str, steps: int, rank: int, before: int
+) -> dict[str, Any]:
+    """What was found by row, the losses of one client's rounds, and the settings of DP."""
+    tokenizer = load_tokenizer(args.model)
+    bos = [] if args.bos is None else [args.bos]
+    texts = read_texts(args.text or str(EMBEDDED_MESSAGES))[: args.texts]
+    rows = [bos + r for t in texts if len(r := tokenizer(t)["input_ids"]) >= 4]
+    half = len(rows) // 2
+    aside = [torch.tensor(r[: args.length]) for r in rows[half:]]
+    outside, known = aside[: len(aside) // 2], aside[len(aside) // 2 :]
+    make = optimizer_of(optimizer, rank)
+    model = model_of(args.model, rank)
+    pad = tokenizer.pad_token_id or 0
+    sources = [
+        batches(
+            rows[client : half : args.clients], args.rows, args.length, pad,
+            torch.Generator().manual_seed(args.seed + client),
+        )
+        for client in range(args.clients)
+    ]  # fmt: skip
+    found: dict[str, Found] = {row: Found() for row in ROWS}
+    losses: list[float] = []
+    blind: dict[str, list[float]] = {}
+    spent: list[float] = []
+    private: Private | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        shared = {"tokenizer": tokenizer, "tensorboard": False}
+        observers = [
+            RoundObserver(
+                copy.deepcopy(model), make, steps, folder=f"{folder}/chosen", **shared,
+                attacks=chosen(PublicText(known), rank, words=not args.without_words),
+                games=Games(targets=args.targets, held_out=PublicText(outside)),
+            ),
+            RoundObserver(
+                copy.deepcopy(model), make, steps, folder=f"{folder}/texts", **shared,
+                attacks=SubspaceTexts(budget_seconds=args.budget),
+            ),
+        ]  # fmt: skip
+        for round_ in range(args.rounds + 1):
+            sent = trained_state(model)
+            drawn, updates = [], []
+            for client, source in enumerate(sources):
+                model.load_state_dict(sent, strict=False)
+                drawn.append(list(itertools.islice(source, steps if round_ else before)))
+                loss = train(model, drawn[-1], make)
+                losses += [loss] if client == 0 and round_ else []
+                updates.append(difference(sent, trained_state(model)))
+            mean = mean_of(updates)
+            if round_ == 1 and args.epsilon:
+                private = Private(args, statistics.median(map(joint_norm, updates)))
+            if round_:
+                seen: dict[str, tuple[Update, float]] = {ONE: (updates[0], 0.0)}
+                if args.clients > 1:
+                    seen[MEAN] = mean, 0.0
+                if private is not None and round_ == 1:
+                    seen |= private.released(updates)
+                for observer in observers:
+                    observer.begin(round_, sent)
+                    for row, (update, noise) in seen.items():
+                        of_texts = observer is observers[1]
+                        if of_texts and row == MEAN and round_ > 1:
+                            continue
+                        own = row in (ONE, OWN)
+                        trained = drawn[0] if own else side_by_side(drawn)
+                        began = time.process_time()
+                        look = observer.look(
+                            moved(sent, update),
+                            SUM if row == MEAN else row,
+                            batches=trained,
+                            noise_std=noise,
+                        )
+                        found[row].note(look)
+                        if of_texts:
+                            spent.append(time.process_time() - began)
+                        elif not noise:
+                            blind.setdefault(row, []).append(blindly(trained, known))
+            model.load_state_dict(moved(sent, mean), strict=False)
+        for observer in observers:
+            observer.end()
+    return {
+        "found": {row: f.facts() for row, f in found.items() if f.rounds},
+        "blind": {row: [round(v, 3) for v in values] for row, values in blind.items()},
+        "texts_processor": [round(x, 1) for x in spent],
+        "losses": [round(x, 3) if math.isfinite(x) else None for x in losses],
+        "dp": None if private is None else private.facts(),
+    }
+
+
+def chosen(public: PublicText, rank: int, *, words: bool) -> list[Attack]:
+    """On words and membership. Only a whole model shares its head."""
+    if not words:
+        return [GradientMembership(public)]
+    head: list[Attack] = [] if rank else [AlignedFlatChat(public)]
+    return [*head, SubspaceWords(public, capacity_seconds=0), GradientMembership(public)]
+
+
+def blindly(data: Sequence[Mapping[str, Tensor]], public: Sequence[Tensor]) -> float:
+    """F1 of naming the most frequent types of public text, as many as the batches have."""
+    there = {int(i) for batch in data for i in batch["input_ids"][batch["attention_mask"] > 0]}
+    common = Counter(torch.cat(list(public)).tolist()).most_common(len(there))
+    return sum(token in there for token, _ in common) / len(there)
+
+
+class Found:
+    """What is read off one row's updates in each round."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[str, list[float | None]] = {}
+        self.unknown: dict[str, str] = {}
+
+    def note(self, look: RoundLook) -> None:
+        """Keeps the highest of each family in a round, and why attacks said nothing."""
+        highest: dict[str, float] = {}
+        for name, value in look.now.items():
+            root, _, metric = name.rpartition("/")
+            asked = f"{root}/auc" in look.now
+            family = ("membership" if metric == "auc" else "") if asked else FAMILIES.get(metric)
+            if not family or "/worst" in name:
+                continue
+            highest.setdefault(family, math.nan)
+            if not math.isnan(value):
+                highest[family] = max(value, -math.inf, highest[family])
+        for family, value in highest.items():
+            self.rounds.setdefault(family, []).append(None if math.isnan(value) else value)
+        self.unknown |= {name.rpartition("/")[-1]: why for name, why in look.unknown.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """For the log: NaN is None."""
+        return self.rounds | {"unknown": self.unknown}
+
+
+# ---- what is shown ------------------------------------------------------------------------------
+
+
+def shown(lines: Sequence[dict]) -> str:
+    """Of each model and family a table: a line for optimizers and steps, columns for the rest."""
+    out = []
+    models = dict.fromkeys((line["model"], line["epsilon"]) for line in lines)
+    for model, epsilon in models:
+        own = [line for line in lines if (line["model"], line["epsilon"]) == (model, epsilon)]
+        groups = [(ROWS[:2], "")]
+        if epsilon:
+            groups.append((ROWS[2:], f", client-level DP at epsilon {epsilon:g}"))
+        for rows, suffix in groups:
+            for family in (*FAMILIES.values(), "membership"):
+                out += [f"\n{model}: {family}{suffix}", "", _table(own, family, rows)]
+        out += ["", *_facts(own)]
+    return "\n".join(out)
+
+
+def _table(lines: Sequence[dict], family: str, rows: Sequence[str]) -> str:
+    ranks = sorted({line["rank"] for line in lines}, key=lambda r: (r == 0, r))
+    columns = [
+        (rank, row)
+        for rank in ranks
+        for row in rows
+        if any(line["rank"] == rank and row in line["found"] for line in lines)
+    ]
+    names = [f"{'whole' if rank == 0 else f'LoRA {rank}'}, {row}" for rank, row in columns]
+    out = [f"| optimizer, local steps | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+    for optimizer in OPTIMIZERS:
+        mine = [x for x in lines if x["optimizer"] == optimizer]
+        for steps, before in sorted({(x["steps"], x["before"]) for x in mine}):
+            cells = []
+            for rank, row in columns:
+                key = {"optimizer": optimizer, "steps": steps, "rank": rank, "before": before}
+                of = [x for x in lines if key.items() <= x.items() and row in x["found"]]
+                # One client is in a federation of one, and in those with a sum: the latter counts.
+                of.sort(key=lambda x: x["clients"])
+                cells.append(_cell(of[-1], family, row) if of else "not run")
+            later = f", after {before}" if before > 1 else ""
+            out.append(f"| {optimizer}, {steps}{later} | {' | '.join(cells)} |")
+    return "\n".join(out)
+
+
+def _cell(line: dict, family: str, row: str) -> str:
+    found, star = line["found"][row], "" if _trained(line["losses"]) else " *"
+    if family == "words" and line.get("without_words"):
+        return "not run"
+    values = [v for v in found.get(family, []) if v is not None]
+    if not values:
+        return "unknown" + star
+    few = "" if len(values) == len(found[family]) else f", {len(values)} of {len(found[family])}"
+    spread = f" ({min(values):.2f} to {max(values):.2f}{few})" if len(found[family]) > 1 else ""
+    return f"{statistics.median(values):.2f}{spread}{star}"
+
+
+def _trained(losses: Sequence[float | None]) -> bool:
+    known = [x for x in losses if x is not None]
+    return len(known) == len(losses) and known[-1] < 2 * known[0]
+
+
+def _facts(lines: Sequence[dict]) -> list[str]:
+    """Settings that a table's caption tells, each once."""
+    names = ("clients", "rounds", "shape", "targets", "budget", "seed", "date", "machine")
+    out = []
+    for name in names:
+        values = dict.fromkeys(line[name] for line in lines)
+        out.append(f"{name}: {', '.join(map(str, values))}")
+    rates: dict[str, set[float]] = {}
+    for x in lines:
+        what = "LoRA" if x["rank"] else "whole"
+        rates.setdefault(f"{x['optimizer']}, {what}", set()).add(x["rate"])
+    for what, values in sorted(rates.items()):
+        out.append(f"learning rate, {what}: {', '.join(f'{v:g}' for v in sorted(values))}")
+    for row in ROWS[2:]:
+        of = [x["found"][row].get("membership", []) for x in lines if row in x["found"]]
+        known = [statistics.median(v) for v in of if v and None not in v]
+        if known:
+            out.append(
+                f"membership, {row}: mean of {len(known)} cells {statistics.mean(known):.2f}, "
+                f"standard deviation {statistics.pstdev(known):.2f}"
+            )
+    for row in ROWS[:2]:
+        blind = [v for x in lines for v in x["blind"].get(row, [])]
+        if blind:
+            out.append(f"blind, {row}: {min(blind):.2f} to {max(blind):.2f}")
+    spent = [v for x in lines for v in x["texts_processor"]]
+    out.append(f"processor of a look for texts: {min(spent):.1f} to {max(spent):.1f} s")
+    noise = {row: v for x in lines if x["dp"] for row, v in x["dp"]["noise_multiplier"].items()}
+    for row, sigma in noise.items():
+        best = statistics.NormalDist().cdf(1 / (sigma * 2**0.5))
+        out.append(
+            f"{row}: noise multiplier {sigma}; the best test of a client, one round: {best:.2f}"
+        )
+    out.append(f"processor: {sum(line['seconds'] for line in lines) / 60:.0f} min")
+    return out
+
+
+def main() -> None:
+    """Runs what the log lacks, and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder of a causal model; default the embedded one")
+    parser.add_argument("--text", help="default the embedded messages")
+    parser.add_argument("--bos", type=int, help="token id before every text")
+    parser.add_argument("--log", type=Path, required=True, help="results, one JSON object a line")
+    parser.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=[*OPTIMIZERS])
+    parser.add_argument("--steps", nargs="+", type=int, default=[1, 10, 100])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 32, 0])
+    parser.add_argument("--clients", type=int, default=10, help="of the sum; 1: no sum")
+    parser.add_argument("--rows", type=int, default=4, help="texts in a batch")
+    parser.add_argument("--length", type=int, default=32, help="tokens of a text, at most")
+    parser.add_argument("--rounds", type=int, default=3, help="besides the first")
+    parser.add_argument(
+        "--before", nargs="+", type=int, default=[1], help="steps of the round that is left out"
+    )
+    parser.add_argument("--texts", type=int, default=2000)
+    parser.add_argument("--targets", type=int, default=16)
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds of a look for texts")
+    parser.add_argument("--epsilon", type=float, default=0.0, help="of client-level DP; 0: none")
+    parser.add_argument(
+        "--without-words", action="store_true", help="where calibrating AlignedFlatChat takes hours"
+    )
+    parser.add_argument("--of", type=int, default=1000, help="clients of the federation under DP")
+    parser.add_argument("--planned", type=int, default=100, help="rounds that epsilon covers")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    lines = []
+    if args.log.exists():
+        # Lines of before --before was there are of one step.
+        lines = [{"before": 1} | json.loads(line) for line in args.log.read_text().splitlines()]
+    named = {"model": Path(args.model or "embedded").name, "clients": args.clients}
+    named["epsilon"] = args.epsilon
+    grid = itertools.product(args.optimizers, sorted(args.steps), args.ranks, args.before)
+    for optimizer, steps, rank, before in () if args.show else grid:
+        key = {"optimizer": optimizer, "steps": steps, "rank": rank, "before": before} | named
+        if any(key.items() <= line.items() for line in lines):
+            continue
+        began = time.process_time()
+        lines.append(
+            key
+            | cell(args, optimizer, steps, rank, before)
+            | {"seconds": round(time.process_time() - began, 1), "rounds": args.rounds}
+            | {"rate": rate_of(optimizer, rank), "without_words": args.without_words}
+            | {"shape": f"{args.rows} x {args.length}", "targets": args.targets}
+            | {"of": args.of, "planned": args.planned, "budget": args.budget, "seed": args.seed}
+            | {"date": str(datetime.date.today()), "machine": platform.machine()}
+        )
+        with args.log.open("a") as log:
+            log.write(json.dumps(lines[-1]) + "\n")
+    print(shown(lines))
+
+
+if __name__ == "__main__":
+    main()

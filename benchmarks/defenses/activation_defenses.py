@@ -126,7 +126,7 @@ def main() -> None:
     model = load_model(args.model).eval()
     anatomy = find_anatomy(model)
     texts = messages() if args.text == "embedded" else read_texts(args.text)
-    rows = [r for r in TokenRows.of(texts, tokenizer, args.length) if len(r) == args.length]
+    rows = [r for r in TokenRows.tokenize(texts, tokenizer, args.length) if len(r) == args.length]
     rows = torch.stack(rows[: 2 * args.utility_texts])
     private, public = rows[: args.utility_texts], rows[args.utility_texts :]
     print(

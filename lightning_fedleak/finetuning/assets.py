@@ -1,4 +1,4 @@
-"""What the package brings along, and whether a name is meant as a place on this machine."""
+"""The model and messages of the package, and the check of names of models and files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ FOLDER = Path(__file__).parent
 EMBEDDED_MODEL = FOLDER / "model"
 EMBEDDED_MESSAGES = FOLDER / "private_messages.jsonl"
 
-_TELLING = ("config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json")
-"""Files of which a folder with a model or a tokenizer has one."""
+# A folder with a model or a tokenizer has one of these files.
+_MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json")
 
 
 class SourceError(ValueError):
-    """A model, text or folder cannot be used; says what was looked for and what to give."""
+    """A model, text or folder cannot be used; the message says what to give instead."""
 
 
 def is_path(name: str) -> bool:
-    """Whether a name cannot be one of the Hugging Face hub, ``name`` or ``owner/name``."""
+    """Return whether a name cannot be one of the Hugging Face hub, ``name`` or ``owner/name``."""
     return (
         name.startswith((".", "~"))
         or Path(name).is_absolute()
@@ -33,10 +33,10 @@ def is_path(name: str) -> bool:
 
 
 def as_path(name: str | Path) -> Path:
-    """A name as a path, its ``~`` written out.
+    """Return a name as a path, with ``~`` expanded.
 
     Raises:
-        SourceError: no file or folder has this name, or one cannot tell.
+        SourceError: no file or folder can have this name, or it cannot be looked for.
     """
     try:
         path = Path(name).expanduser()
@@ -56,25 +56,24 @@ def as_path(name: str | Path) -> Path:
 
 
 def check_model(name: str | Path | None) -> None:
-    """Refuses a model that is no folder of this machine, and cannot be had from the hub either.
+    """Raise an error unless a model can be loaded from a folder, the cache or the hub.
 
     Args:
         name: folder or name on the hub; None for the embedded model.
 
     Raises:
-        SourceError: there is no such folder, or nothing of a model in it; or the name is one of the
-            hub, whose cache does not have it, and which cannot be reached. That takes 5 seconds at
-            most.
+        SourceError: there is no such folder, or no model in it; or the name is one of the hub,
+            whose cache does not have it, and which cannot be reached within 5 seconds.
     """
     if name is None:
         return
     path = as_path(name)
     if path.is_dir():
         try:
-            held = any((path / file).exists() for file in _TELLING)
+            is_model = any((path / file).exists() for file in _MODEL_FILES)
         except OSError as error:
             raise SourceError(f"'{name}' cannot be looked into ({error.strerror}).") from error
-        if not held:
+        if not is_model:
             raise SourceError(_holds_none(path))
         return
     if path.is_file():
@@ -82,25 +81,25 @@ def check_model(name: str | Path | None) -> None:
     if is_path(str(name)):
         raise SourceError(f"there is no folder '{name}'{nearest(path)}")
     try:
-        kept = hub.model_is_kept(str(name))
+        cached = hub.model_is_cached(str(name))
     except ValueError:
         raise SourceError(
             f"'{name}' is no folder, and no model of the hub can have that name{nearest(path)}"
         ) from None
-    if not kept and (why := hub.why_unreachable()) is not None:
+    if not cached and (why := hub.why_unreachable()) is not None:
         raise SourceError(hub.unreachable(str(name), "folder that holds the model", why))
 
 
 def model_source(name: str | Path | None) -> tuple[str, dict[str, Any]]:
-    """What to load a model or its tokenizer from, and the settings of ``from_pretrained`` for it.
+    """Return a model's source for ``from_pretrained``, and the settings that it needs.
 
-    Where the hub cannot be reached, its cache is all that is asked, without retries.
+    Where the hub cannot be reached, only its cache is read, without retries.
 
     Args:
         name: folder or name on the hub; None for the embedded model.
 
     Raises:
-        SourceError: as :func:`check_model`.
+        SourceError: the model cannot be loaded, see :func:`check_model`.
     """
     check_model(name)
     folder = EMBEDDED_MODEL if name is None else as_path(name)
@@ -111,20 +110,22 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, Any]]:
 
 
 def _holds_none(path: Path) -> str:
-    """That a folder holds no model, and what may have been meant."""
-    what = f"the folder '{path}' holds no model (no config.json)"
+    """Return the message that a folder holds no model, with a guess at what was meant."""
+    start = f"the folder '{path}' holds no model (no config.json)"
     if inside := sorted(path.glob("*/config.json")):
-        return f"{what}, but '{inside[0].parent}' does; give that."
+        return f"{start}, but '{inside[0].parent}' does; give that."
     if checkpoints := sorted(path.glob("*.ckpt")):
         return (
-            f"{what}. '{checkpoints[0].name}' in it is a checkpoint of a Trainer: load it there, "
+            f"{start}. '{checkpoints[0].name}' in it is a checkpoint of a Trainer: load it there, "
             "write the model out by model.save_pretrained(folder), and give that folder."
         )
-    return f"{what}. model.save_pretrained(folder) and tokenizer.save_pretrained(folder) write one."
+    return (
+        f"{start}. model.save_pretrained(folder) and tokenizer.save_pretrained(folder) write one."
+    )
 
 
 def nearest(path: Path) -> str:
-    """Where a path was looked for, and what there is of a similar name."""
+    """Return where a path was looked for, and a similar name that exists."""
     folder = path.expanduser().parent
     if not folder.is_dir():
         return f" (there is no folder '{path.parent}' either; looked from {Path.cwd()})"

@@ -1,4 +1,4 @@
-"""Any text as batches for causal language models, for either package of Lightning."""
+"""The data module that turns any text into batches for causal language models."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from lightning_fedleak.finetuning.assets import (
 )
 from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.lightning_packages import mixed
+from lightning_fedleak.validate import check_integer, check_number
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, Trainer
 else:
     LightningDataModule = object
 
-IGNORED = -100
+IGNORED = -100  # label without a loss: torch's cross_entropy and Hugging Face's models
 
 
 def load_tokenizer(name: str | Path | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model on the hub or in a folder, of the embedded model for None.
+    """Return the tokenizer of a model on the hub or in a folder; None for the embedded one.
 
     Raises:
         SourceError: there is no such tokenizer, or no way to reach it.
@@ -45,14 +46,16 @@ def load_tokenizer(name: str | Path | None) -> PreTrainedTokenizerBase:
 
 
 class TokenRows(Dataset[Tensor]):
-    """Texts as rows of token ids; a text longer than a row goes on in the next one."""
+    """Texts as rows of token ids; a text longer than a row continues in the next one."""
 
     def __init__(self, rows: Sequence[Tensor]) -> None:
         self.rows = rows
 
     @classmethod
-    def of(cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> TokenRows:
-        """Tokenises; a rest of fewer than two tokens has nothing to predict and is left out."""
+    def tokenize(
+        cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int
+    ) -> TokenRows:
+        """Return the rows of texts; rests of fewer than two tokens have nothing to predict."""
         rows = [
             torch.tensor(ids[start : start + length])
             for ids in tokenizer(list(texts), verbose=False)["input_ids"]
@@ -69,17 +72,17 @@ class TokenRows(Dataset[Tensor]):
 
 
 class PadRight:
-    """Rows of unequal length to a batch as Hugging Face models take it.
+    """A function from rows of unequal length to a batch for Hugging Face models.
 
     Args:
-        pad_id: token id written behind the end of a row; masked and never a label.
+        pad_id: token id behind the end of a row; masked and never a label.
     """
 
     def __init__(self, pad_id: int) -> None:
         self.pad_id = pad_id
 
     def __call__(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Gives ``input_ids``, ``attention_mask`` and ``labels``, each (B, longest row)."""
+        """Return ``input_ids``, ``attention_mask`` and ``labels``, each (B, longest row)."""
         shape = (len(rows), max(len(row) for row in rows))
         batch = {
             "input_ids": torch.full(shape, self.pad_id),
@@ -96,7 +99,7 @@ class PadRight:
 class TextBatches(LightningDataModule):
     """Any text as batches for a causal language model, split into train and validation.
 
-    Texts, split and order follow from ``seed`` alone, never from the global random numbers.
+    Texts, split and order depend on ``seed`` alone, never on the global random numbers.
 
     For a Trainer of ``lightning`` it is :class:`lightning_fedleak.finetuning.TextDataModule`, for
     one of ``pytorch_lightning``
@@ -107,8 +110,8 @@ class TextBatches(LightningDataModule):
             takes it; None for the embedded private messages.
         tokenizer: name, folder or object; None for the embedded model's.
         batch_size: rows a batch.
-        length: tokens a row, at most; longer texts go on in the next row.
-        val_fraction: share of the texts kept for validation.
+        length: tokens a row, at most; longer texts continue in the next row.
+        val_fraction: share of the texts for validation.
         column: the field of the file or dataset that holds the text.
         seed: of the split and of the order.
 
@@ -128,12 +131,9 @@ class TextBatches(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if length < 2:
-            raise ValueError(f"length must be at least 2 (a token and the next), got {length}")
-        if not 0 < val_fraction < 1:
-            raise ValueError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
+        check_integer("batch_size", batch_size)
+        check_integer("length", length, at_least=2, hint="a token and the next")
+        check_number("val_fraction", val_fraction, above=0, below=1)
         self.text = text
         self._tokenizer = tokenizer
         self.batch_size = batch_size
@@ -146,7 +146,7 @@ class TextBatches(LightningDataModule):
 
     @property
     def trainer(self) -> Trainer | None:
-        """The Trainer that has it; None so far."""
+        """The Trainer of this data module, or None."""
         return self._trainer
 
     @trainer.setter
@@ -163,7 +163,7 @@ class TextBatches(LightningDataModule):
         return self._tokenizer
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads, splits and tokenises the texts, once.
+        """Read, split and tokenize the texts, once.
 
         Raises:
             SourceError: the text cannot be read, or is too little for one batch and one
@@ -185,8 +185,8 @@ class TextBatches(LightningDataModule):
             )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
         n_val = max(1, round(len(texts) * self.val_fraction))
-        train = TokenRows.of([texts[i] for i in order[n_val:]], self.tokenizer, self.length)
-        val = TokenRows.of([texts[i] for i in order[:n_val]], self.tokenizer, self.length)
+        train = TokenRows.tokenize([texts[i] for i in order[n_val:]], self.tokenizer, self.length)
+        val = TokenRows.tokenize([texts[i] for i in order[:n_val]], self.tokenizer, self.length)
         if len(train) < self.batch_size or not len(val):
             raise SourceError(
                 f"'{source}' gives {len(train)} rows of at most {self.length} tokens for training "
@@ -209,9 +209,9 @@ class TextBatches(LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Whole batches in an order that follows from ``seed``."""
+        """Return whole batches in an order that depends on ``seed``."""
         return self._loader(self._train, train=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """The validation rows in order."""
+        """Return the validation rows in order."""
         return self._loader(self._val, train=False)

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, asked in seconds; its client retries for minutes."""
+"""A check within seconds whether the Hugging Face hub can be reached; its client needs minutes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
-SECONDS = 5.0
-_ANSWER_HOLDS_SECONDS = 60.0
+SECONDS = 5.0  # wait for the hub; slower networks count as unreachable
+_ANSWER_SECONDS = 60.0  # that an answer is used again; more miss a network that comes back
 
 
 def why_unreachable() -> str | None:
-    """Why the hub cannot be reached; None where it answers. Takes 5 seconds at most.
+    """Return why the hub cannot be reached, or None where it answers within 5 seconds.
 
-    An answer is kept for a minute. Where only the hub's own client can tell (a proxy of a kind that
-    Python does not speak, a certificate that Python does not know), that is left to it: None.
+    An answer is used again for a minute. The result is also None where only the hub's client can
+    find out (a proxy or a certificate that Python does not support).
     """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    return _asked(constants.ENDPOINT, int(time.monotonic() // _ANSWER_HOLDS_SECONDS))
+    return _ask_in_thread(constants.ENDPOINT, int(time.monotonic() // _ANSWER_SECONDS))
 
 
-def model_is_kept(name: str) -> bool:
-    """Whether the hub's cache on this machine has the model, its configuration at least.
+def model_is_cached(name: str) -> bool:
+    """Return whether the hub's cache has the model, its configuration at least.
 
     Raises:
         ValueError: no model of the hub can have this name.
@@ -42,8 +42,8 @@ def model_is_kept(name: str) -> bool:
     return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
-def dataset_is_kept(name: str) -> bool:
-    """Whether a cache on this machine has something of the dataset."""
+def dataset_is_cached(name: str) -> bool:
+    """Return whether a cache on this machine has a part of the dataset."""
     from huggingface_hub import constants
 
     prepared = os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets")
@@ -51,26 +51,26 @@ def dataset_is_kept(name: str) -> bool:
     return (Path(prepared) / name.replace("/", "___")).is_dir() or downloaded.is_dir()
 
 
-def unreachable(name: str, what: str, why: str) -> str:
-    """The message for a model or dataset that is neither here nor to be had.
+def unreachable(name: str, instead: str, why: str) -> str:
+    """Return the message for a model or dataset that is on no disk and cannot be loaded.
 
     Args:
-        name: as the user gave it.
-        what: ``"folder that holds the model"`` or the like: what to give instead.
+        name: as the user wrote it.
+        instead: what to give instead, such as ``"folder that holds the model"``.
         why: from :func:`why_unreachable`.
     """
     from huggingface_hub import constants
 
     return (
         f"'{name}' is not on this machine ({Path.cwd()}), nor in the cache of the Hugging Face hub "
-        f"({constants.HF_HOME}), and the hub could not be reached ({why}): give a {what}, set "
+        f"({constants.HF_HOME}), and the hub could not be reached ({why}): give a {instead}, set "
         "HF_HOME to a cache that has it, or connect to the network."
     )
 
 
 @functools.lru_cache(maxsize=4)
-def _asked(endpoint: str, minute: int) -> str | None:
-    """In a thread of its own: looking a host's name up knows no time limit."""
+def _ask_in_thread(endpoint: str, minute: int) -> str | None:
+    """Ask in a thread, because looking up a host's name has no time limit."""
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=lambda: answers.put(_ask(endpoint)), daemon=True).start()
     try:
@@ -81,8 +81,8 @@ def _asked(endpoint: str, minute: int) -> str | None:
 
 def _ask(endpoint: str) -> str | None:
     proxies = urllib.request.getproxies()
-    own = proxies.get(urlsplit(endpoint).scheme)
-    if not (own or "http").startswith("http") or (own is None and "all" in proxies):
+    proxy = proxies.get(urlsplit(endpoint).scheme)
+    if not (proxy or "http").startswith("http") or (proxy is None and "all" in proxies):
         return None
     try:
         request = urllib.request.Request(endpoint, method="HEAD")

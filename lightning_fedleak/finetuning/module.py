@@ -1,4 +1,4 @@
-"""Fine-tuning of a causal language model, whole or in part, for either package of Lightning."""
+"""The module that fine-tunes a causal language model, for either package of Lightning."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lightning_fedleak.defenses import mean_of_sample_means
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError, model_source
+from lightning_fedleak.validate import check_choice
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -19,7 +20,7 @@ else:
 
 
 def load_model(name: str | None) -> PreTrainedModel:
-    """A causal language model of the hub or of a folder in fp32, the embedded one for None.
+    """Return a causal language model of the hub or of a folder in fp32; None for the embedded.
 
     Raises:
         SourceError: there is no such model, or no way to reach it.
@@ -38,9 +39,9 @@ def load_model(name: str | None) -> PreTrainedModel:
 
 
 class NextTokenTraining(LightningModule):
-    """AdamW on the next-token loss of any Hugging Face causal language model.
+    """The training of any Hugging Face causal language model by AdamW on the next-token loss.
 
-    Logs ``train_loss`` each step and ``val_loss`` at each validation.
+    It logs ``train_loss`` at each step and ``val_loss`` at each validation.
 
     For a Trainer of ``lightning`` it is
     :class:`lightning_fedleak.finetuning.CausalLMFineTuning`, for one of ``pytorch_lightning``
@@ -52,8 +53,9 @@ class NextTokenTraining(LightningModule):
         weight_decay: of AdamW.
         peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``), ``"bitfit"`` the
             biases only; None trains everything.
-        loss: ``"token_mean"`` over all tokens of a batch, as Hugging Face models return it, or
-            ``"sample_mean"``: over each text's tokens first, then over texts, which DP-SGD needs.
+        loss: ``"token_mean"`` is the mean over all tokens of a batch, as Hugging Face models return
+            it; ``"sample_mean"`` is the mean over texts of the mean over a text's tokens, which
+            DP-SGD needs.
 
     Raises:
         ValueError: an unknown ``loss``.
@@ -70,8 +72,7 @@ class NextTokenTraining(LightningModule):
         loss: Literal["token_mean", "sample_mean"] = "token_mean",
     ) -> None:
         super().__init__()
-        if loss not in ("token_mean", "sample_mean"):
-            raise ValueError(f"loss must be 'token_mean' or 'sample_mean', got {loss!r}")
+        check_choice("loss", loss, ("token_mean", "sample_mean"))
         settings = {"lr": lr, "weight_decay": weight_decay, "peft": peft, "loss": loss}
         self.save_hyperparameters(settings)
         self.loss = loss
@@ -87,7 +88,7 @@ class NextTokenTraining(LightningModule):
         self.model.train()  # from_pretrained gives eval mode, and Lightning keeps a module's mode
 
     def forward(self, **batch: Tensor) -> Tensor:
-        """The mean next-token loss, a scalar."""
+        """Return the mean next-token loss, a scalar."""
         if self.loss == "sample_mean":
             labels = batch.pop("labels")
             return mean_of_sample_means(self.model(**batch).logits, labels, causal=True)
@@ -95,17 +96,17 @@ class NextTokenTraining(LightningModule):
         return loss
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """One step on ``input_ids``, ``attention_mask`` and ``labels``, each (B, L)."""
+        """Return the loss of ``input_ids``, ``attention_mask`` and ``labels``, each (B, L)."""
         loss: Tensor = self(**batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Logs the loss, averaged over rows."""
+        """Log the loss, averaged over rows."""
         self.log("val_loss", self(**batch), prog_bar=True, batch_size=len(batch["input_ids"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW over what is trained."""
+        """Return AdamW over the trainable parameters."""
         trained = [p for p in self.parameters() if p.requires_grad]
         return torch.optim.AdamW(trained, lr=self.lr, weight_decay=self.weight_decay)
 

@@ -1,4 +1,4 @@
-"""Reads texts, one string each, from files of this machine or a dataset of the Hugging Face hub."""
+"""The reader of texts, one string each, from files or a dataset of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPELLED = {",": "comma", ";": "semicolon", "\t": "tab"}
 _TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _FILE_SUFFIXES = (*_TABLES, ".txt", ".md", ".gz")
 _CHATS = ("messages", "conversations")
-_SAID = ("content", "value")
+_TURN_TEXT = ("content", "value")
 _NO_TEXT = {
     b"PK\x03\x04": "a zip archive, as .docx and .xlsx are",
     b"%PDF": "a PDF",
@@ -34,29 +34,28 @@ _NO_TEXT = {
     b"\xff\xd8\xff": "a picture",
     b"\xd0\xcf\x11\xe0": "a file of an office program",
 }
-_LONGEST_FIELD = 2**31 - 1
+_LONGEST_FIELD = 2**31 - 1  # characters of a .csv field: the csv module's largest limit
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COLUMN_NAME = re.compile(r"[^\W\d][\w.-]{,31}")
-_END = "end"  # a row of our own, which a quote that nothing closes swallows
+_END = "end"  # a last row, which a quote without an end takes into its field
 
 
 def read_texts(
     source: str | Path, column: str | None = None, *, option: str = "column="
 ) -> list[str]:
-    """Reads the texts of ``source``, empty ones left out.
+    """Return the texts of ``source`` without empty ones.
 
-    A chat, a list of turns with ``role`` and ``content``, is one text: what is said in it, a turn
-    a line.
+    A chat, a list of turns with ``role`` and ``content``, is one text, with one line for each turn.
 
     Args:
         source: a file, each also as ``.gz``: ``.jsonl`` (a JSON object, string or chat a line),
             ``.json`` (an array of these), ``.csv`` or ``.tsv`` with a header, ``.parquet`` (with
             the extra ``datasets``), any other text file (one text a line); a folder of ``.txt``
             files (one text a file); or a dataset of the hub as ``name:config:split:column``, where
-            parts may be left out at the end or left empty (``imdb``, ``imdb::test``,
-            ``wikitext:wikitext-2-raw-v1``). What is spelled like a path is never looked for there.
+            the last parts may be missing and others empty (``imdb``, ``imdb::test``,
+            ``wikitext:wikitext-2-raw-v1``). A name like a path is never looked for on the hub.
         column: the field that holds the text. Default: ``text``, or the only field of strings or
-            chats, or ``messages``. Of columns of one name in a ``.csv`` the second is ``name.1``.
+            chats, or ``messages``. A second column of the same name in a ``.csv`` is ``name.1``.
         option: how the user spells ``column``, for messages.
 
     Raises:
@@ -86,17 +85,17 @@ def read_labelled(
     option: str = "column=",
     label_option: str = "label=",
 ) -> list[tuple[str, str]]:
-    """Texts as :func:`read_texts` reads them, each with what another column says of it.
+    """Return texts as :func:`read_texts` does, each with its value in another column.
 
     Args:
         source: a file or dataset with columns.
-        label: the other column: whose text it is, say.
+        label: the other column, such as the text's author.
         column: the field that holds the text, see :func:`read_texts`.
         option: how the user spells ``column``, for messages.
         label_option: how the user spells ``label``.
 
     Raises:
-        SourceError: as there; or no such column, or a text of which it says nothing.
+        SourceError: the texts cannot be read, there is no such column, or a text has no value.
     """
     path = as_path(source)
     rows: Rows | str = ""
@@ -113,28 +112,28 @@ def read_labelled(
     names = list(dict.fromkeys(name for row in rows for name in row))
     if label not in names:
         raise SourceError(
-            f"'{source}' has no column '{label}' ({label_option}); it has {_shown(names)}."
+            f"'{source}' has no column '{label}' ({label_option}); it has {_column_list(names)}."
         )
     text = _column_of(rows, column, str(source), option)
-    found = [
-        (said.strip(), row.get(label))
+    pairs = [
+        (content.strip(), row.get(label))
         for row in rows
-        if (said := _text_of(row.get(text))) is not None and said.strip()
+        if (content := _text_of(row.get(text))) is not None and content.strip()
     ]
-    nothing = sum(value in (None, "") for _, value in found)
+    nothing = sum(value in (None, "") for _, value in pairs)
     if nothing:
         raise SourceError(
-            f"of {nothing} of {len(found)} texts column '{label}' of '{source}' says nothing "
+            f"column '{label}' of '{source}' is empty for {nothing} of {len(pairs)} texts "
             f"({label_option}): fill it, or take another column."
         )
-    return [(said, str(value)) for said, value in found]
+    return [(content, str(value)) for content, value in pairs]
 
 
 def check_texts(source: str, column: str | None = None, *, option: str = "column=") -> None:
-    """Refuses what :func:`read_texts` would refuse, as far as that needs nothing from the hub.
+    """Raise the errors of :func:`read_texts` that do not need data from the hub.
 
     Raises:
-        SourceError: as there.
+        SourceError: the texts cannot be read.
     """
     if as_path(source).exists():
         read_texts(source, column, option=option)
@@ -144,7 +143,7 @@ def check_texts(source: str, column: str | None = None, *, option: str = "column
 
 
 def _check_hub_name(source: str, option: str) -> None:
-    """Refuses what is spelled like a path, and is none."""
+    """Raise an error for a name that is spelled like a path but is none."""
     path = Path(source)
     file, colon, column = source.partition(":")
     if as_path(source).exists():
@@ -169,7 +168,7 @@ def _check_hub_name(source: str, option: str) -> None:
 
 def _check_reach(source: str) -> None:
     name = source.partition(":")[0]
-    if not hub.dataset_is_kept(name) and (why := hub.why_unreachable()) is not None:
+    if not hub.dataset_is_cached(name) and (why := hub.why_unreachable()) is not None:
         raise SourceError(hub.unreachable(source, "file or folder of texts", why))
 
 
@@ -195,7 +194,7 @@ def _read_file(path: Path, column: str | None, option: str) -> list[str]:
 
 
 def _unpacked(path: Path) -> tuple[str, bytes]:
-    """The suffix that says what a file holds, and its content."""
+    """Return the suffix that names a file's kind, and its content."""
     packed = path.suffix.lower() == ".gz"
     kind = (Path(path.stem).suffix if packed else path.suffix).lower()
     data = _content(path)
@@ -215,7 +214,7 @@ def _content(path: Path) -> bytes:
 
 
 def _file_rows(path: Path) -> Rows | str:
-    """The rows of a file; plain text as it is."""
+    """Return the rows of a file, or its plain text."""
     if path.suffix.lower() == ".parquet":
         return _parquet_rows(path)
     kind, data = _unpacked(path)
@@ -235,10 +234,10 @@ def _no_columns(path: Path, column: str | None, option: str) -> None:
 
 
 def _decoded(data: bytes, path: Path) -> str:
-    """Text in UTF-8; what is none is refused by name, without a word of its content."""
-    what = next((what for magic, what in _NO_TEXT.items() if data.startswith(magic)), None)
-    if what is not None:
-        raise SourceError(f"'{path}' is no text file: it is {what}.")
+    """Return text in UTF-8; errors name the file, and quote nothing of its content."""
+    kind = next((kind for magic, kind in _NO_TEXT.items() if data.startswith(magic)), None)
+    if kind is not None:
+        raise SourceError(f"'{path}' is no text file: it is {kind}.")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -256,7 +255,7 @@ def _decoded(data: bytes, path: Path) -> str:
 
 
 def _encoding(data: bytes) -> str | None:
-    """A guess at the encoding of what is not UTF-8; None where it is no text."""
+    """Return a likely encoding of bytes that are not UTF-8; None where they are no text."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "UTF-16"
     start = data[:4096]
@@ -270,7 +269,7 @@ def _encoding(data: bytes) -> str | None:
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """Python refuses fields above 128 KiB, which a text may well have."""
+    """Allow fields above 128 KiB, Python's limit, which texts may exceed."""
     before = csv.field_size_limit(_LONGEST_FIELD)
     try:
         yield
@@ -291,14 +290,14 @@ def _separated_rows(text: str, kind: str, path: Path) -> Rows:
     except csv.Error as error:
         raise SourceError(f"'{path}' is not a readable {kind} file: {error}") from error
     if last != [_END]:
-        begun = rows[-1][0] + 1 if rows else 1
+        start = rows[-1][0] + 1 if rows else 1
         raise SourceError(
-            f"'{path}': a field of the row at line {begun} begins with a quote (\") that nothing "
+            f"'{path}': a field of the row at line {start} begins with a quote (\") that nothing "
             "closes, so that all rows behind it would be a part of it: close it, or double the "
             "quote and put the field in quotes."
         )
     (_, header), *fields = [(end, row) for end, row in rows if row] or [(0, [])]
-    names = _apart([name.strip() for name in header])
+    names = _distinct([name.strip() for name in header])
     for end, row in fields:
         if any(row[len(names) :]):
             raise SourceError(
@@ -309,31 +308,31 @@ def _separated_rows(text: str, kind: str, path: Path) -> Rows:
     return [{**dict.fromkeys(names), **dict(zip(names, row, strict=False))} for _, row in fields]
 
 
-def _apart(names: Sequence[str]) -> list[str]:
-    """As pandas has it: the second column of a name gets ``.1``, the next ``.2``."""
-    found: list[str] = []
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return names where, as in pandas, the second of a name gets ``.1``, the next ``.2``."""
+    distinct: list[str] = []
     for name in names:
-        count, own = 0, name
-        while own in found:
+        count, unique = 0, name
+        while unique in distinct:
             count += 1
-            own = f"{name}.{count}"
-        found.append(own)
-    return found
+            unique = f"{name}.{count}"
+        distinct.append(unique)
+    return distinct
 
 
 def _json_rows(text: str, path: Path) -> Rows:
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and "\n" in text[: error.pos + 1]:
             return _json_lines(text, path)  # lines of JSON are often named so
         raise SourceError(f"'{path}' is not JSON: {error}") from None
-    if not isinstance(found, list):
+    if not isinstance(content, list):
         raise SourceError(
-            f"'{path}' is a {type(found).__name__}; it must be an array of objects, like "
+            f"'{path}' is a {type(content).__name__}; it must be an array of objects, like "
             '[{"text": "..."}].'
         )
-    return [_row(one, f"'{path}', element {n}", "element") for n, one in enumerate(found, 1)]
+    return [_row(one, f"'{path}', element {n}", "element") for n, one in enumerate(content, 1)]
 
 
 def _json_lines(text: str, path: Path) -> Rows:
@@ -349,17 +348,17 @@ def _json_lines(text: str, path: Path) -> Rows:
     return rows
 
 
-def _row(given: Any, place: str, unit: str) -> Mapping[str, Any]:
-    if isinstance(given, str):
-        return {"text": given}
-    if _is_chat(given):
-        return {"messages": given}
-    if not isinstance(given, dict):
+def _row(content: Any, place: str, unit: str) -> Mapping[str, Any]:
+    if isinstance(content, str):
+        return {"text": content}
+    if _is_chat(content):
+        return {"messages": content}
+    if not isinstance(content, dict):
         raise SourceError(
-            f"{place} is a {type(given).__name__}; each {unit} must be an object like "
+            f"{place} is a {type(content).__name__}; each {unit} must be an object like "
             '{"text": "..."}.'
         )
-    return given
+    return content
 
 
 def _parquet_rows(path: Path) -> Rows:
@@ -385,7 +384,7 @@ def _read_hub(source: str, column: str | None, option: str) -> list[str]:
 
 
 def _hub_rows(source: str) -> tuple[Rows, str | None]:
-    """The rows of a dataset, and the column that its name names."""
+    """Return the rows of a dataset, and the column in its name."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -419,23 +418,24 @@ def _pick_column(rows: Rows, column: str | None, source: str, option: str) -> li
 
 
 def _column_of(rows: Rows, column: str | None, source: str, option: str) -> str:
-    """The column that holds the text, which some row does."""
+    """Return the name of the column that holds the text."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    shown = _shown(names)
+    names_shown = _column_list(names)
     if column is None:
         column = "text" if "text" in names else _only_text(rows, names)
         if column is None:
             raise SourceError(
-                f"which column of '{source}' holds the text? It has {shown}; name one with "
+                f"which column of '{source}' holds the text? It has {names_shown}; name one with "
                 f"{option}."
             )
     if column not in names:
-        raise SourceError(f"'{source}' has no column '{column}'; it has {shown}.")
+        raise SourceError(f"'{source}' has no column '{column}'; it has {names_shown}.")
     values = [row.get(column) for row in rows]
     if all(_text_of(value) is None for value in values):
         kinds = sorted({type(value).__name__ for value in values})
         raise SourceError(
-            f"column '{column}' of '{source}' holds no text but {', '.join(kinds)}; it has {shown}."
+            f"column '{column}' of '{source}' holds no text but {', '.join(kinds)}; it has "
+            f"{names_shown}."
         )
     return column
 
@@ -451,30 +451,30 @@ def _is_chat(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(turn, dict) and not turn.keys().isdisjoint(_SAID) for turn in value)
+        and all(isinstance(turn, dict) and not turn.keys().isdisjoint(_TURN_TEXT) for turn in value)
     )
 
 
 def _text_of(value: Any) -> str | None:
-    """A text, or what is said in a chat; None where it is neither."""
+    """Return a text, or the turns of a chat; None where the value is neither."""
     if isinstance(value, str):
         return value
     if not _is_chat(value):
         return None
-    turns = (_said(turn.get("content", turn.get("value"))) for turn in value)
+    turns = (_turn_text(turn.get("content", turn.get("value"))) for turn in value)
     return "\n".join(turn for turn in turns if turn)
 
 
-def _said(content: Any) -> str:
-    """The text of a turn, whose content may be a list of parts, or nothing beside a tool's call."""
+def _turn_text(content: Any) -> str:
+    """Return the text of a turn, whose content may be a list of parts, or missing."""
     if isinstance(content, list):
         parts = (part.get("text") for part in content if isinstance(part, dict))
         return "\n".join(part for part in parts if isinstance(part, str))
     return content if isinstance(content, str) else ""
 
 
-def _shown(names: list[str]) -> str:
-    """Column names for a message, unless they look like a line of private text."""
+def _column_list(names: list[str]) -> str:
+    """Return column names for a message, unless they look like a line of private text."""
     if all(_COLUMN_NAME.fullmatch(name) for name in names):
         return str(names)
     return f"{len(names)} columns, whose names (the first line of a .csv file) read like content"

@@ -1,7 +1,7 @@
-"""The line between client and server: named tensors over a gloo process group of its own.
+"""The line between client and server: named tensors over a separate gloo process group.
 
-Nothing is pickled: a message is a header of whole numbers and the tensors' bytes. A waiting side is
-told at once when the other's process ends, and after a timeout when it says nothing.
+Nothing is pickled: a message is a header of whole numbers and the tensors' bytes. A waiting side
+gets an error at once when the other's process ends, and after a timeout when no message comes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed.rendezvous import rendezvous
+
+from lightning_fedleak.validate import check_choice, check_number
 
 NAMES = (
     "hidden",
@@ -39,18 +41,18 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-_MOST_DIMS = 4
-_FIELDS = 3 + _MOST_DIMS
+_MOST_DIMS = 4  # dimensions of a tensor, at most; (B, L, V) logits have three
+_FIELDS = 3 + _MOST_DIMS  # numbers of a tensor in the header: name, dtype, dimensions, shape
 _HEADER = 2 + len(NAMES) * _FIELDS
-_CLIENT, _SERVER = 0, 1
+_CLIENT, _SERVER = 0, 1  # ranks of the two sides
 
 
 class PeerError(RuntimeError):
-    """The other side of a split model has failed, gone, or not answered in time."""
+    """The other side of a split model has failed, ended, or not answered in time."""
 
 
 class Kind(IntEnum):
-    """What a message asks for or answers."""
+    """The request or answer that a message is."""
 
     HELLO = 0
     INFER = 1
@@ -66,10 +68,10 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """One message.
+    """A message between client and server.
 
     Attributes:
-        kind: what it is for.
+        kind: the request or answer.
         tensors: by one of :data:`NAMES`, on the CPU.
     """
 
@@ -78,12 +80,12 @@ class Message:
 
 
 class Channel:
-    """One end of the line. Made by :func:`connect`.
+    """One end of the line, created by :func:`connect`.
 
     Args:
-        group: of two processes.
+        group: process group of the two sides.
         rank: of this end.
-        timeout: seconds that the other side may take for anything.
+        timeout: seconds that the other side may take for each exchange.
     """
 
     def __init__(self, group: ProcessGroup, rank: int, timeout: float) -> None:
@@ -93,101 +95,99 @@ class Channel:
         self.timeout = timeout
 
     def send(self, kind: Kind, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Sends a message; returns when the other side has taken it.
+        """Send a message; return when the other side has received it.
 
         Raises:
-            PeerError: it did not.
+            PeerError: the other side did not receive it.
         """
-        given = {n: t.detach().cpu().contiguous() for n, t in (tensors or {}).items()}
+        contents = {n: t.detach().cpu().contiguous() for n, t in (tensors or {}).items()}
         header = torch.zeros(_HEADER, dtype=torch.int64)
-        header[0], header[1] = int(kind), len(given)
-        for i, (name, tensor) in enumerate(given.items()):
+        header[0], header[1] = int(kind), len(contents)
+        for i, (name, tensor) in enumerate(contents.items()):
             row = [NAMES.index(name), _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-            at = 2 + i * _FIELDS
-            header[at : at + len(row)] = torch.tensor(row)
-        self._move(header, self.timeout, out=True)
-        for tensor in given.values():
+            start = 2 + i * _FIELDS
+            header[start : start + len(row)] = torch.tensor(row)
+        self._move(header, self.timeout, sending=True)
+        for tensor in contents.values():
             if tensor.numel():
-                self._move(tensor, self.timeout, out=True)
+                self._move(tensor, self.timeout, sending=True)
 
     def receive(self, timeout: float | None = None) -> Message:
-        """Waits for a message.
+        """Wait for a message.
 
         Args:
             timeout: seconds until it must begin; by default the channel's.
 
         Raises:
-            PeerError: none came, or the other side says that it has failed.
+            PeerError: none came, or the other side reports that it has failed.
         """
         header = torch.zeros(_HEADER, dtype=torch.int64)
-        self._move(header, self.timeout if timeout is None else timeout, out=False)
+        self._move(header, self.timeout if timeout is None else timeout, sending=False)
         tensors: dict[str, Tensor] = {}
         for i in range(int(header[1])):
             name, dtype, dims, *shape = header[2 + i * _FIELDS : 2 + (i + 1) * _FIELDS].tolist()
             tensor = torch.empty(shape[:dims], dtype=_DTYPES[dtype])
             if tensor.numel():
-                self._move(tensor, self.timeout, out=False)
+                self._move(tensor, self.timeout, sending=False)
             tensors[NAMES[name]] = tensor
         message = Message(Kind(int(header[0])), tensors)
         if message.kind is Kind.ERROR:
-            said = bytes(tensors["text"].tolist()).decode("utf-8", "replace")
+            reason = bytes(tensors["text"].tolist()).decode("utf-8", "replace")
             self.drop()
-            raise PeerError(f"the {self._other} of the split model has failed: {said}")
+            raise PeerError(f"the {self._other} of the split model has failed: {reason}")
         return message
 
     def send_error(self, error: BaseException) -> None:
-        """Tells the other side, if it is still there, why this one stops."""
+        """Send the other side, if it still runs, the reason why this one stops."""
         text = f"{type(error).__name__}: {error}".encode()
         with suppress(PeerError):
             self.send(Kind.ERROR, {"text": torch.tensor(list(text), dtype=torch.uint8)})
 
     def drop(self) -> None:
-        """Lets go of the connection; the other side notices."""
+        """Drop the connection; the other side gets an error."""
         self._group = None
 
     @property
     def open(self) -> bool:
-        """Whether messages can still be sent."""
+        """Whether messages can be sent."""
         return self._group is not None
 
-    def _move(self, tensor: Tensor, timeout: float, *, out: bool) -> None:
+    def _move(self, tensor: Tensor, timeout: float, *, sending: bool) -> None:
         if self._group is None:
             raise PeerError(f"the connection to the {self._other} of the split model is closed")
         data = tensor.reshape(-1).view(torch.uint8)
-        act = self._group.send if out else self._group.recv
+        act = self._group.send if sending else self._group.recv
         try:
             act([data], self._peer, 0).wait(timedelta(seconds=timeout))
         except RuntimeError as error:
             self.drop()
-            what = (
+            reason = (
                 f"did not answer within {timeout:g} s; if it is only slow, connect both sides with "
                 "a longer timeout"
                 if "Timed out" in str(error)
-                else "is gone: its process has ended or let the connection go"
+                else "is gone: its process has ended or closed the connection"
             )
-            raise PeerError(f"the {self._other} of the split model {what}") from error
+            raise PeerError(f"the {self._other} of the split model {reason}") from error
 
 
 def connect(url: str, role: str, *, timeout: float = 300.0) -> Channel:
-    """Meets the other side; both must call it.
+    """Return this end of the line once both sides have called.
 
-    The process group belongs to the channel alone: the default group of ``torch.distributed`` is
-    neither needed nor touched.
+    The process group belongs to the channel alone. The default group of ``torch.distributed`` is
+    neither needed nor changed.
 
     Args:
-        url: where to meet: ``"tcp://host:port"``, a free port of the server's machine, or
+        url: the meeting point: ``"tcp://host:port"`` with a free port of the server's machine, or
             ``"file:///path"`` of a file that does not exist yet, on one machine.
         role: ``"client"`` or ``"server"``.
-        timeout: seconds to wait for the other side, now and in every exchange.
+        timeout: seconds to wait for the other side, here and in every exchange.
 
     Raises:
         ValueError: another role, or a timeout that is not positive.
         PeerError: the other side does not come.
     """
-    if role not in ("client", "server"):
-        raise ValueError(f"role must be 'client' or 'server', got {role!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    check_choice("role", role, ("client", "server"))
+    check_number("timeout", timeout, above=0, hint="in seconds")
     rank, wait = (_CLIENT if role == "client" else _SERVER), timedelta(seconds=timeout)
     # The server is the one whose address is known: rank 0 listens.
     seat = 1 - rank
@@ -201,6 +201,3 @@ def connect(url: str, role: str, *, timeout: float = 300.0) -> Channel:
             f"the {other} of the split model did not come to {url} within {timeout:g} s: {error}"
         ) from error
     return Channel(group, rank, timeout)
-
-
-__all__ = ["Channel", "Kind", "Message", "PeerError", "connect"]

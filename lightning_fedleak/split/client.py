@@ -1,4 +1,4 @@
-"""The client of a split model: it has the text, the bottom, and in the U shape the head."""
+"""The client of a split model, which has the text, the bottom, and in the U shape the head."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from lightning_fedleak.split.halves import ModelPart, SplitError
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-def trained(parts: Iterable[ModelPart | None]) -> list[nn.Parameter]:
-    """Trainable parameters of the parts, each once."""
-    found = (p for part in parts if part is not None for p in part.parameters())
-    return list({id(p): p for p in found if p.requires_grad}.values())
+def trainable_parameters(parts: Iterable[ModelPart | None]) -> list[nn.Parameter]:
+    """Return the trainable parameters of the parts, each once."""
+    parameters = (p for part in parts if part is not None for p in part.parameters())
+    return list({id(p): p for p in parameters if p.requires_grad}.values())
 
 
 def terms(split: SplitModel) -> Tensor:
-    """What both sides must agree on: split, width, number of blocks, who has the head."""
+    """Return the numbers that both sides must share: split, width, blocks, head on the client."""
     stop, tail = split.top.stop, split.tail is not None
     return torch.tensor([split.layer, split.width, stop, int(tail)])
 
 
 class SplitClient:
-    """Runs the client's half of a split model against a :class:`SplitServer`.
+    """The client's half of a split model, which works with a :class:`SplitServer`.
 
-    A context manager: leaving it, also by an exception, ends the server's ``serve``.
+    It is a context manager: leaving it, also by an exception, ends the server's ``serve``.
 
-    What leaves: hidden states of the split, the mask and given positions; for training the labels,
-    or with the head on the client the gradient in the last hidden states in their place; in
-    generation the new position's hidden states alone. The ids of the input never leave, but a
-    language model's labels are its text: to train one, split it with ``head="client"``.
+    The hidden states of the split leave the client, with the mask and positions that the caller
+    passes. For training the labels leave too, or, with the head on the client, the gradient in the
+    last hidden states in their place. In generation only the new position's hidden states leave.
+    The ids of the input never leave, but a language model's labels are its text: to train one,
+    split it with ``head="client"``.
 
     Args:
-        split: of the same model as the server's; only the client's parts are kept.
-        channel: to the server; the client owns it from here on.
-        optimizer: makes this side's optimizer of its parameters, for example ``lambda p:
-            torch.optim.SGD(p, 0.1)``; None to train by hand: gradients add up in ``.grad``.
-        on_send: what is sent in place of the hidden states (B, L, d) it is given, for noise. The
-            gradient that comes back goes through it where it lets it.
+        split: of the same model as the server's; only the client's parts stay in memory.
+        channel: to the server; the client closes it.
+        optimizer: returns this side's optimizer of its parameters, for example ``lambda p:
+            torch.optim.SGD(p, 0.1)``; with None gradients add up in ``.grad``.
+        on_send: returns the hidden states (B, L, d) to send in place of its argument, for noise.
+            The gradient that comes back passes through it if it is differentiable.
 
     Attributes:
         optimizer: this side's, or None.
@@ -71,8 +72,8 @@ class SplitClient:
         self._ask(Kind.HELLO, {"terms": terms(split)})
 
     def parameters(self) -> list[nn.Parameter]:
-        """This side's trainable parameters, each once."""
-        return trained((self._bottom, self._tail))
+        """Return this side's trainable parameters, each once."""
+        return trainable_parameters((self._bottom, self._tail))
 
     def __enter__(self) -> SplitClient:
         return self
@@ -87,7 +88,7 @@ class SplitClient:
             self.close()
 
     def close(self) -> None:
-        """Ends the server's ``serve``. May be called twice, and after a failure."""
+        """End the server's ``serve``. May be called twice, and after a failure."""
         if self._channel.open:
             self._channel.send(Kind.CLOSE)
             self._channel.drop()
@@ -99,11 +100,11 @@ class SplitClient:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """One step of training on both sides, in train mode.
+        """Train both sides for one step, in train mode.
 
         Args:
             input_ids: (B, L).
-            labels: as the whole model takes them, (B, L) with -100 where nothing is asked for.
+            labels: as the whole model takes them, (B, L) with -100 where no token is predicted.
             attention_mask: (B, L) or None.
             position_ids: (B, L) or None for the model's own.
 
@@ -111,7 +112,7 @@ class SplitClient:
             The loss before the step, of no dimension, detached.
 
         Raises:
-            SplitError: a tied matrix would go apart; see :func:`split_model`.
+            SplitError: the halves of a tied matrix would differ; see :func:`split_model`.
             PeerError: the server failed.
         """
         if self._drifts is not None:
@@ -121,8 +122,8 @@ class SplitClient:
             self.optimizer.zero_grad()
         context = self._context(attention_mask, position_ids)
         with torch.enable_grad():
-            hidden = self._bottom.states(self._ids(input_ids), *self._own(context))
-            sent = self._leaving(hidden)
+            hidden = self._bottom.states(self._ids(input_ids), *self._mask_and_positions(context))
+            sent = self._sent(hidden)
             message = {"hidden": sent, **context}
             if self._tail is None:
                 reply = self._ask(Kind.TRAIN, {**message, "labels": labels})
@@ -141,7 +142,8 @@ class SplitClient:
         assert self._tail is not None
         device = self._tail.device
         hidden = self._ask(Kind.TRAIN, message)["hidden"].to(device).requires_grad_()
-        loss = self._tail.output(hidden, *self._own(context), labels=labels.to(device)).loss
+        mask, positions = self._mask_and_positions(context)
+        loss = self._tail.output(hidden, mask, positions, labels=labels.to(device)).loss
         loss.backward()
         assert hidden.grad is not None
         return loss, self._ask(Kind.BACK, {"gradient": hidden.grad})["gradient"]
@@ -153,15 +155,15 @@ class SplitClient:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """The model's logits, in eval mode: (B, L, V), of a classifier (B, classes).
+        """Return the model's logits, in eval mode: (B, L, V), of a classifier (B, classes).
 
         Raises:
             PeerError: the server failed.
         """
         self._mode(False)
         context = self._context(attention_mask, position_ids)
-        hidden = self._bottom.states(self._ids(input_ids), *self._own(context))
-        reply = self._ask(Kind.INFER, {"hidden": self._leaving(hidden), **context})
+        hidden = self._bottom.states(self._ids(input_ids), *self._mask_and_positions(context))
+        reply = self._ask(Kind.INFER, {"hidden": self._sent(hidden), **context})
         return self._read(reply, context, None, last_only=False)
 
     @torch.no_grad()
@@ -174,14 +176,14 @@ class SplitClient:
         eos_token_id: int | None = None,
         pad_token_id: int = 0,
     ) -> Tensor:
-        """Greedy generation with keys and values kept on both sides, as ``generate`` does it.
+        """Return greedy continuations, with keys and values cached on both sides.
 
         Args:
             input_ids: (B, L), padded on the left.
             max_new_tokens: at most.
             attention_mask: (B, L) or None where nothing is padded.
             eos_token_id: ends a text; None for no end.
-            pad_token_id: what follows an ended text.
+            pad_token_id: id behind the end of a text.
 
         Returns:
             (B, L + n) token ids, the prompts first.
@@ -199,23 +201,23 @@ class SplitClient:
         mask = torch.ones_like(text) if attention_mask is None else attention_mask.to(text.device)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         caches = self._bottom.new_cache(), None if self._tail is None else self._tail.new_cache()
-        over = torch.zeros(len(text), dtype=torch.bool, device=text.device)
+        ended = torch.zeros(len(text), dtype=torch.bool, device=text.device)
         for i in range(max_new_tokens):
             context = {"attention_mask": mask}
             if self._bottom.takes_positions:
                 context["position_ids"] = positions
-            hidden = self._bottom.states(new, *self._own(context), caches[0])
-            sent = {"hidden": self._leaving(hidden)}
+            hidden = self._bottom.states(new, *self._mask_and_positions(context), caches[0])
+            sent = {"hidden": self._sent(hidden)}
             reply = self._ask(*((Kind.NEXT, sent) if i else (Kind.BEGIN, {**sent, **context})))
             logits = self._read(reply, context, caches[1], last_only=True)
-            chosen = logits[:, -1].float().argmax(-1).to(text.device)
-            chosen = chosen.masked_fill(over, pad_token_id)
-            over = over if eos_token_id is None else over | (chosen == eos_token_id)
-            new = chosen[:, None]
+            tokens = logits[:, -1].float().argmax(-1).to(text.device)
+            tokens = tokens.masked_fill(ended, pad_token_id)
+            ended = ended if eos_token_id is None else ended | (tokens == eos_token_id)
+            new = tokens[:, None]
             text = torch.cat([text, new], 1)
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             positions = positions[:, -1:] + 1
-            if bool(over.all()):
+            if bool(ended.all()):
                 break
         self._channel.send(Kind.END)
         return text
@@ -228,11 +230,11 @@ class SplitClient:
         *,
         last_only: bool,
     ) -> Tensor:
-        """Logits of a reply: the server's, or of its hidden states by the client's own head."""
+        """Return the logits of a reply: the server's, or those of the client's head."""
         if self._tail is None:
             return reply["logits"].to(self._bottom.device)
         hidden = reply["hidden"].to(self._tail.device)
-        mask, positions = self._own(context)
+        mask, positions = self._mask_and_positions(context)
         if positions is not None:
             positions = positions[:, -hidden.shape[1] :]
         logits: Tensor = self._tail.output(
@@ -240,14 +242,14 @@ class SplitClient:
         ).logits
         return logits
 
-    def _leaving(self, hidden: Tensor) -> Tensor:
+    def _sent(self, hidden: Tensor) -> Tensor:
         if self._on_send is None:
             return hidden
         sent = self._on_send(hidden)
         if not isinstance(sent, Tensor) or (sent.shape, sent.dtype) != (hidden.shape, hidden.dtype):
             raise SplitError(
-                f"on_send must give hidden states like those that it gets, {tuple(hidden.shape)} "
-                f"of {hidden.dtype}; it gave "
+                f"on_send must return hidden states like its argument, {tuple(hidden.shape)} "
+                f"of {hidden.dtype}; it returned "
                 + (
                     f"{tuple(sent.shape)} of {sent.dtype}"
                     if isinstance(sent, Tensor)
@@ -273,12 +275,9 @@ class SplitClient:
         return input_ids.to(self._bottom.device)
 
     def _context(self, mask: Tensor | None, positions: Tensor | None) -> dict[str, Tensor]:
-        given = {"attention_mask": mask, "position_ids": positions}
-        return {n: t.to(self._bottom.device) for n, t in given.items() if t is not None}
+        inputs = {"attention_mask": mask, "position_ids": positions}
+        return {n: t.to(self._bottom.device) for n, t in inputs.items() if t is not None}
 
     @staticmethod
-    def _own(context: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    def _mask_and_positions(context: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
         return context.get("attention_mask"), context.get("position_ids")
-
-
-__all__ = ["MakeOptimizer", "SplitClient", "terms", "trained"]

@@ -1,4 +1,4 @@
-"""Cutting a model into the parts of its two sides, and trying them against the whole."""
+"""The cut of a model into the parts of its two sides, and their comparison with the whole."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ from lightning_fedleak.model_runs import (
 )
 from lightning_fedleak.model_state import preserve_model, preserve_process
 from lightning_fedleak.split.halves import Arrive, Leave, ModelPart, Nothing, SplitError
+from lightning_fedleak.validate import check_choice
 
+# Difference of logits, as a share of the largest, up to which parts compute what the whole model
+# does; more would accept parts that compute something else. Not tuned.
 _AGREE = {torch.float32: 1e-4, torch.float64: 1e-9}
-_AGREE_OTHERWISE = 5e-2
+_AGREE_OTHERWISE = 5e-2  # of half precision
 
 
 @dataclass(frozen=True)
 class SplitModel:
-    """A model in two halves. Each side keeps its own, and lets go of the rest.
+    """A model in two halves, of which each side keeps one.
 
     Attributes:
-        layer: the split; ``layer_name`` as snapshots call it.
-        width: numbers in a hidden state there.
+        layer: the split; ``layer_name`` is its name in snapshots.
+        width: numbers in a hidden state at the split.
         bottom: the client's, from the tokens to the split.
         top: the server's, from the split to the logits or, with ``tail``, to the last block.
         tail: the client's too, the norm and the head; None where the server has them.
         last_name: name of the last block's output.
-        drifts: why training must be refused, or None.
+        drifts: the reason why training is refused, or None.
     """
 
     layer: int
@@ -57,31 +60,30 @@ def split_model(
     head: Literal["server", "client"] = "server",
     untie: bool = False,
 ) -> SplitModel:
-    """Cuts a model behind block ``layer``, without copying a weight.
+    """Return the two halves of a model behind block ``layer``, without copying a weight.
 
-    The parts hold the very parameters of ``model``: a process that keeps its own part only, and no
-    reference to ``model``, has no other weights in memory. The parts are tried against the whole
+    The parts share the parameters of ``model``: a process that keeps only its part, and no
+    reference to ``model``, has no other weights in memory. The parts are compared with the whole
     model on a short text.
 
-    A tied matrix of embeddings and head is one parameter where one side has both: with the head on
-    the client. With the head on the server it exists on both sides, and there is nobody to add up
-    its two gradients. Reading and generating are not affected; training is refused unless the
-    matrix is frozen or ``untie`` says that the two sides' matrices may go apart.
+    A tied matrix of embeddings and head stays one parameter with the head on the client. With the
+    head on the server it exists on both sides, and its two gradients are never added. Inference is
+    not affected; training is refused unless the matrix is frozen or ``untie`` allows the two
+    matrices to differ.
 
     Args:
         model: a Hugging Face causal model, or an encoder with a head; PEFT too.
         layer: 0 (behind the embeddings) to the number of blocks (the server has the head alone);
             with the head on the client, less than that.
-        head: who has norm and head. On the ``"client"`` (the U shape) labels never leave it; on
-            the ``"server"`` they are shared with it for training.
-        untie: train a tied matrix as two that begin alike. The server's is a copy.
+        head: the side with norm and head. With ``"client"`` (the U shape) labels never leave the
+            client; with ``"server"`` they are shared for training.
+        untie: train a tied matrix as two that begin equal. The server's is a copy.
 
     Raises:
-        SplitError: the model cannot be cut there, or its parts do not compute what it does.
+        SplitError: the model cannot be cut at this layer, or its parts compute something else.
         ValueError: it has no such layer.
     """
-    if head not in ("server", "client"):
-        raise SplitError(f"head must be 'server' or 'client', got {head!r}")
+    check_choice("head", head, ("server", "client"), error=SplitError)
     anatomy = find_anatomy(model)
     place = place_of(anatomy, layer)
     last = len(anatomy.blocks)
@@ -105,12 +107,13 @@ def split_model(
     drifts = None
     if anatomy.tied and tail is None and anatomy.trainable(EMBEDDING_WEIGHT):
         if untie:
-            own = leaf(top.model.get_submodule(_path(anatomy, anatomy.head)))
-            own._parameters["weight"] = nn.Parameter(own.get_parameter("weight").detach().clone())
+            head_layer = leaf(top.model.get_submodule(_path(anatomy, anatomy.head)))
+            weight = head_layer.get_parameter("weight").detach().clone()
+            head_layer._parameters["weight"] = nn.Parameter(weight)
         else:
             drifts = (
-                "the embeddings (client) and the head (server) are one matrix, which would go "
-                "apart in training: split with head='client', freeze the matrix, or split with "
+                "the embeddings (client) and the head (server) are one matrix, which would "
+                "differ after training: split with head='client', freeze the matrix, or split with "
                 "untie=True to train two"
             )
     split = SplitModel(
@@ -122,19 +125,19 @@ def split_model(
 
 @dataclass(frozen=True)
 class _Survey:
-    """What a run of the whole model on a short text has shown.
+    """The results of a run of the whole model on a short text.
 
     Attributes:
         below: paths of leaf modules called before the first block.
         above: paths of leaf modules called behind the last.
-        gives: what a block returned.
+        output_form: a block's output without its tensors: a tuple of None, or None.
         width: numbers in a hidden state.
-        text: arguments of the run; ``logits`` what came out.
+        text: arguments of the run; ``logits`` are its result.
     """
 
     below: set[str]
     above: set[str]
-    gives: Any
+    output_form: Any
     width: int
     text: dict[str, Tensor]
     logits: Tensor
@@ -170,14 +173,14 @@ def _trial_text(anatomy: Anatomy) -> dict[str, Tensor]:
 
 
 def _survey(anatomy: Anatomy) -> _Survey:
-    """Runs the whole model once and sees what it calls before, behind and between its blocks."""
+    """Run the whole model once, and record the modules before, in and behind its blocks."""
     inside = {id(m) for block in anatomy.blocks for m in block.modules()}
     called: dict[str, set[str]] = {"below": set(), "above": set()}
-    seen: list[Any] = []
+    outputs: list[Any] = []
     text = _trial_text(anatomy)
     with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):
         handles = [
-            block.register_forward_hook(lambda _, __, output: seen.append(output))
+            block.register_forward_hook(lambda _, __, output: outputs.append(output))
             for block in anatomy.blocks
         ]
         for path, module in model.named_modules():
@@ -185,7 +188,7 @@ def _survey(anatomy: Anatomy) -> _Survey:
                 continue
 
             def note(_: nn.Module, __: Any, path: str = path) -> None:
-                called["above" if len(seen) == len(anatomy.blocks) else "below"].add(path)
+                called["above" if len(outputs) == len(anatomy.blocks) else "below"].add(path)
 
             handles.append(module.register_forward_pre_hook(note))
         try:
@@ -198,15 +201,15 @@ def _survey(anatomy: Anatomy) -> _Survey:
         finally:
             for handle in handles:
                 handle.remove()
-    states = states_out(seen[-1]) if len(seen) == len(anatomy.blocks) else None
+    states = states_out(outputs[-1]) if len(outputs) == len(anatomy.blocks) else None
     logits = getattr(output, "logits", None)
     if not isinstance(states, Tensor) or states.dim() != 3 or not isinstance(logits, Tensor):
         raise SplitError(
             f"{type(anatomy.model).__name__} does not run each block once and end in logits"
         )
-    last = seen[-1]
-    gives = (None,) * len(last) if isinstance(last, tuple | list) else None
-    return _Survey(called["below"], called["above"], gives, states.shape[-1], text, logits)
+    last = outputs[-1]
+    output_form = (None,) * len(last) if isinstance(last, tuple | list) else None
+    return _Survey(called["below"], called["above"], output_form, states.shape[-1], text, logits)
 
 
 def _part(
@@ -221,10 +224,10 @@ def _part(
     memo: dict[int, Any] = {id(t): t for t in (*whole.parameters(), *whole.buffers())}
     with only_needed_hooks(anatomy.root):
         model = copy.deepcopy(whole, memo)
-    arrive = Arrive(survey.gives) if begins == "states" else None
+    arrive = Arrive(survey.output_form) if begins == "states" else None
     leave = Leave() if ends == "states" else None
-    kept = list(model.get_submodule(blocks).children())[start:stop]
-    members = [m for m in (arrive, *kept, leave) if m is not None]
+    part_blocks = list(model.get_submodule(blocks).children())[start:stop]
+    members = [m for m in (arrive, *part_blocks, leave) if m is not None]
     _resize(model, len(members), start - (arrive is not None), len(anatomy.blocks))
     for i, member in enumerate(members):
         like = anatomy.blocks[
@@ -238,17 +241,17 @@ def _part(
         if path.startswith(inside) or path == blocks or any(True for _ in module.children()):
             continue
         idle = any(True for _ in module.parameters()) or isinstance(module, nn.Dropout)
-        wanted = (path in survey.below and begins == "tokens") or (
+        used = (path in survey.below and begins == "tokens") or (
             path in survey.above and ends == "logits"
         )
-        if idle and not wanted:
+        if idle and not used:
             embeds = path in survey.below and hasattr(module, "embedding_dim")
             model.set_submodule(path, Nothing(module) if embeds else nn.Identity())
     return ModelPart(model, anatomy.hidden_size, start, stop, arrive, leave)
 
 
 def _resize(model: nn.Module, count: int, first: int, whole: int) -> None:
-    """Tells the part's own configuration how many members its list of blocks has."""
+    """Set the number of blocks in the part's configuration."""
     config = getattr(without_peft(model), "config", None)
     if config is None:
         return
@@ -264,21 +267,21 @@ def _resize(model: nn.Module, count: int, first: int, whole: int) -> None:
 
 @torch.no_grad()
 def _check(anatomy: Anatomy, split: SplitModel, survey: _Survey) -> None:
-    """Compares the parts, one behind the other, with the whole model.
+    """Compare the parts, run in sequence, with the whole model.
 
     Raises:
         SplitError: they compute something else.
     """
     mask = survey.text["attention_mask"]
     parts = [p for p in (split.bottom, split.top, split.tail) if p is not None]
-    given = survey.text["input_ids"]
+    states = survey.text["input_ids"]
     try:
         with preserve_process(), preserve_model(nn.ModuleList(parts)):
             for part in parts:
                 part.eval()
             for part in parts[:-1]:
-                given = part.states(given, mask)
-            logits = parts[-1].output(given, mask).logits
+                states = part.states(states, mask)
+            logits = parts[-1].output(states, mask).logits
     except Exception as error:
         raise SplitError(
             f"{type(anatomy.model).__name__} cannot be run in parts: "
@@ -288,12 +291,9 @@ def _check(anatomy: Anatomy, split: SplitModel, survey: _Survey) -> None:
     if logits.shape[:2] == mask.shape:
         logits, expected = logits[mask != 0], expected[mask != 0]
     tolerance = _AGREE.get(expected.dtype, _AGREE_OTHERWISE)
-    apart = (logits - expected).abs().max().float()
-    if not bool(apart <= tolerance * expected.float().abs().max()):
+    difference = (logits - expected).abs().max().float()
+    if not bool(difference <= tolerance * expected.float().abs().max()):
         raise SplitError(
             f"{type(anatomy.model).__name__} computes something else in parts than as a whole "
-            f"(logits differ by {float(apart):.2g})"
+            f"(logits differ by {float(difference):.2g})"
         )
-
-
-__all__ = ["SplitModel", "split_model"]

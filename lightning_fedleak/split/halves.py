@@ -1,8 +1,8 @@
 """A model in parts: consecutive blocks with what the model computes before or after them.
 
-Each part is the model's own ``forward`` over fewer blocks, so that masks, positions, rotary angles,
-PEFT and the loss are the model's own business. A stand-in at the head of the list of blocks brings
-in the hidden states of the part before, one at its end takes them out.
+Each part runs the model's own ``forward`` over fewer blocks, so that the model itself handles
+masks, positions, rotary angles, PEFT and the loss. A stand-in at the head of the list of blocks
+supplies the hidden states of the part before, and one at its end returns them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_fedleak.model_runs import takes
 
 
 class SplitError(ValueError):
-    """A model cannot be run in two halves as asked; says why and what to change."""
+    """A model cannot be run in two such halves; the message names the reason and a way out."""
 
 
 class _Reached(Exception):
-    """Not an error: carries the hidden states out of the forward."""
+    """The end of a forward, no error: it carries the hidden states out."""
 
     def __init__(self, states: Tensor) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _Reached(Exception):
 
 
 class Arrive(nn.Module):
-    """In place of the blocks before: gives the hidden states that came."""
+    """A stand-in for the blocks before, which returns the hidden states of the part before."""
 
     def __init__(self, like: Any) -> None:
         super().__init__()
@@ -39,22 +39,22 @@ class Arrive(nn.Module):
         self.states: Tensor | None = None
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """The hidden states that came, in the form that a block returns."""
+        """Return the hidden states in the form that a block returns."""
         if self.states is None:
             raise RuntimeError("no hidden states have come")
         return with_states_out(self._like, self.states)
 
 
 class Leave(nn.Module):
-    """In place of the blocks behind: ends the forward."""
+    """A stand-in for the blocks behind, which ends the forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Never returns: carries the hidden states out."""
+        """Raise an exception that carries the hidden states out."""
         raise _Reached(states_in(args, kwargs))
 
 
 class Nothing(nn.Module):
-    """In place of an embedding on a side that gets hidden states: adds nothing."""
+    """A stand-in for an embedding on a side that gets hidden states: it adds nothing."""
 
     def __init__(self, like: nn.Module) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ class Nothing(nn.Module):
         self.register_buffer("zero", weight.new_zeros(1).detach(), persistent=False)
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """A zero that broadcasts to any shape, (1,)."""
+        """Return a zero (1,) that broadcasts to any shape."""
         return self.zero
 
 
 class _OwnLayers(DynamicCache):
-    """Keys and values of a part's blocks, which keep their numbers in the whole model."""
+    """Keys and values of a part's blocks, which are numbered as in the whole model."""
 
     def __init__(self, first: int) -> None:
         super().__init__()
@@ -80,11 +80,10 @@ class _OwnLayers(DynamicCache):
 
 
 class ModelPart(nn.Module):
-    """Blocks ``start + 1`` to ``stop`` of a model, and what is computed before or behind them.
+    """Blocks ``start + 1`` to ``stop`` of a model, with the layers before or behind them.
 
-    Its parameters are those that it needs, and the very ones of the model that it was taken from.
-    A part that begins at the tokens has the embeddings; one that ends at the logits has the norm
-    and the head.
+    It has the parameters that it needs, and shares them with the model. A part that begins at the
+    tokens has the embeddings; one that ends at the logits has the norm and the head.
 
     Attributes:
         start: blocks before this part.
@@ -109,42 +108,42 @@ class ModelPart(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where inputs must be."""
+        """The device of inputs."""
         return next(self.parameters()).device
 
     @property
     def takes_positions(self) -> bool:
-        """Whether the model can be told the positions."""
+        """Whether the model takes positions."""
         return takes(self.model, "position_ids")
 
     def new_cache(self) -> DynamicCache | None:
-        """An empty cache of keys and values; None for a part without blocks."""
+        """Return an empty cache of keys and values; None for a part without blocks."""
         return _OwnLayers(self.start) if self.stop > self.start else None
 
     def states(
         self,
-        given: Tensor,
+        inputs: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: DynamicCache | None = None,
     ) -> Tensor:
-        """Hidden states (B, L, d) behind this part, which does not end at the logits.
+        """Return the hidden states (B, L, d) behind this part, which does not end at the logits.
 
         Args:
-            given: (B, L) token ids, or (B, L, d) hidden states of the part before.
+            inputs: (B, L) token ids, or (B, L, d) hidden states of the part before.
             attention_mask: (B, P + L) with the P tokens in ``cache``, or None.
             position_ids: (B, L) or None for the model's own.
             cache: of :meth:`new_cache`, filled on the way.
         """
         try:
-            self._run(given, attention_mask, position_ids, cache)
+            self._run(inputs, attention_mask, position_ids, cache)
         except _Reached as reached:
             return reached.states
         raise SplitError(f"{type(self.model).__name__} never called the end of its blocks")
 
     def output(
         self,
-        given: Tensor,
+        inputs: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: DynamicCache | None = None,
@@ -152,7 +151,7 @@ class ModelPart(nn.Module):
         labels: Tensor | None = None,
         last_only: bool = False,
     ) -> Any:
-        """The model's output, ``logits`` and with ``labels`` its own ``loss``.
+        """Return the model's output: ``logits``, and with ``labels`` its own ``loss``.
 
         Arguments are as in :meth:`states`; with ``last_only`` the logits are at least those of the
         last position.
@@ -160,23 +159,24 @@ class ModelPart(nn.Module):
         extra: dict[str, Any] = {} if labels is None else {"labels": labels}
         if last_only and self._few_logits:
             extra["logits_to_keep"] = 1
-        return self._run(given, attention_mask, position_ids, cache, **extra)
+        return self._run(inputs, attention_mask, position_ids, cache, **extra)
 
     def _run(
         self,
-        given: Tensor,
+        states_or_ids: Tensor,
         mask: Tensor | None,
         positions: Tensor | None,
         cache: DynamicCache | None,
         **extra: Any,
     ) -> Any:
         if self._arrive is None:
-            inputs: dict[str, Any] = {"input_ids": given}
+            inputs: dict[str, Any] = {"input_ids": states_or_ids}
         else:
-            inputs = {"inputs_embeds": given.new_zeros(*given.shape[:2], self._width)}
-            self._arrive.states = given
+            shape = (*states_or_ids.shape[:2], self._width)
+            inputs = {"inputs_embeds": states_or_ids.new_zeros(shape)}
+            self._arrive.states = states_or_ids
         if self.stop == self.start:
-            cache, mask = None, None if mask is None else mask[:, -given.shape[1] :]
+            cache, mask = None, None if mask is None else mask[:, -states_or_ids.shape[1] :]
         if mask is not None:
             inputs["attention_mask"] = mask
         if positions is not None:
@@ -190,6 +190,3 @@ class ModelPart(nn.Module):
         finally:
             if self._arrive is not None:
                 self._arrive.states = None
-
-
-__all__ = ["Arrive", "Leave", "ModelPart", "Nothing", "SplitError"]

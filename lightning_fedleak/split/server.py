@@ -1,4 +1,4 @@
-"""The server of a split model: it has the top, and sees what the client sends."""
+"""The server of a split model, which has the top and receives what the client sends."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor, nn
 
 from lightning_fedleak.snapshots import ActivationSnapshot, Stage
 from lightning_fedleak.split.channel import Channel, Kind, Message, PeerError
-from lightning_fedleak.split.client import MakeOptimizer, terms, trained
+from lightning_fedleak.split.client import MakeOptimizer, terms, trainable_parameters
 from lightning_fedleak.split.cut import SplitModel
 from lightning_fedleak.split.halves import SplitError
+from lightning_fedleak.validate import check_integer, check_number
 
 
 class SplitServer:
-    """Answers one :class:`SplitClient`, and keeps what it was sent if it is asked to.
+    """The server's half of a split model, which answers one :class:`SplitClient`.
 
     Args:
-        split: of the same model as the client's; only the server's part is kept.
-        channel: to the client; the server owns it from here on.
-        optimizer: makes this side's optimizer of its parameters; None to let gradients add up.
-        keep: snapshots kept at most in each of ``received`` and ``returned``, the newest; 0 keeps
-            nothing.
-        idle_timeout: seconds that the client may leave between two requests.
+        split: of the same model as the client's; only the server's part stays in memory.
+        channel: to the client; the server closes it.
+        optimizer: returns this side's optimizer of its parameters; None to let gradients add up.
+        keep: the number of newest snapshots that ``received`` and ``returned`` hold; 0 for none.
+        idle_timeout: seconds between two requests of the client, at most.
 
     Attributes:
         received: hidden states as they came, stage shared, by the name of the split. A generation
-            is one, of prompt and reply (all but the last token, which never comes), and is there
-            once it has ended.
+            is one snapshot, of prompt and reply (all but the last token, which never comes), and
+            appears once it has ended.
         returned: with the head on the client, the gradient of its loss in the last block's output.
-        steps: training steps so far.
+        steps: number of training steps so far.
         optimizer: this side's, or None.
 
     Raises:
@@ -46,10 +46,8 @@ class SplitServer:
         keep: int = 0,
         idle_timeout: float = 3600.0,
     ) -> None:
-        if keep < 0:
-            raise ValueError(f"keep must be a number of snapshots, 0 for none, got {keep}")
-        if not idle_timeout > 0:
-            raise ValueError(f"idle_timeout must be positive, got {idle_timeout!r}")
+        check_integer("keep", keep, at_least=0, hint="a number of snapshots, 0 for none")
+        check_number("idle_timeout", idle_timeout, above=0, hint="in seconds")
         self._top = split.top
         self._names = split.layer_name, split.last_name
         self._has_head = split.tail is None
@@ -64,15 +62,15 @@ class SplitServer:
         self.optimizer = optimizer(parameters) if optimizer and parameters else None
 
     def parameters(self) -> list[nn.Parameter]:
-        """This side's trainable parameters."""
-        return trained((self._top,))
+        """Return this side's trainable parameters."""
+        return trainable_parameters((self._top,))
 
     def serve(self) -> None:
-        """Answers until the client closes.
+        """Answer requests until the client closes.
 
         Raises:
-            PeerError: the client has gone, or has left the line idle for too long.
-            SplitError: what it sent does not fit; the client is told.
+            PeerError: the client has ended, or has sent no request for too long.
+            SplitError: its request does not fit; the client gets the error too.
         """
         try:
             while (message := self._channel.receive(self._idle_timeout)).kind is not Kind.CLOSE:
@@ -91,7 +89,7 @@ class SplitServer:
             self._channel.drop()
 
     def _answer(self, message: Message) -> bool:
-        """Answers one request; False where the client closed in the middle of it."""
+        """Answer one request; return False if the client closed in the middle of it."""
         if message.kind is Kind.HELLO:
             if not torch.equal(message.tensors["terms"], self._terms):
                 raise SplitError(
@@ -103,7 +101,7 @@ class SplitServer:
         elif message.kind is Kind.INFER:
             self._top.eval()
             hidden, mask, positions = self._read(message)
-            self._remember(hidden, mask, positions)
+            self._record(hidden, mask, positions)
             with torch.no_grad():
                 self._channel.send(Kind.REPLY, self._forward(hidden, mask, positions))
         elif message.kind is Kind.TRAIN:
@@ -124,7 +122,7 @@ class SplitServer:
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         hidden, mask, positions = self._read(message)
-        self._remember(hidden, mask, positions)
+        self._record(hidden, mask, positions)
         hidden.requires_grad_()
         reply: dict[str, Tensor] = {}
         if self._has_head:
@@ -152,13 +150,13 @@ class SplitServer:
 
     @torch.no_grad()
     def _generate(self, message: Message) -> Message:
-        """Goes on with one generation until it ends; gives the message that ended it."""
+        """Answer a generation until it ends; return the message that ended it."""
         self._top.eval()
         cache = self._top.new_cache()
         hidden, mask, positions = self._read(message)
         if mask is None:
             raise SplitError("a generation began without a mask")
-        seen, places = [hidden], [positions]
+        states, places = [hidden], [positions]
         while True:
             if self._has_head:
                 logits = self._top.output(hidden, mask, positions, cache, last_only=True).logits
@@ -173,25 +171,24 @@ class SplitServer:
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             positions = None if positions is None else positions[:, -1:] + 1
             if self.received.maxlen:
-                seen.append(hidden)
+                states.append(hidden)
                 places.append(positions)
         whole = None if positions is None else torch.cat([p for p in places if p is not None], 1)
-        self._remember(torch.cat(seen, 1), mask, whole)
+        self._record(torch.cat(states, 1), mask, whole)
         if message.kind not in (Kind.END, Kind.CLOSE):
             raise SplitError(f"a {message.kind.name} message came within a generation")
         return message
 
     def _read(self, message: Message) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        device, given = self._top.device, message.tensors
-        hidden = given["hidden"].to(device)
+        device, tensors = self._top.device, message.tensors
+        hidden = tensors["hidden"].to(device)
         if hidden.dim() != 3 or hidden.shape[-1] != self._width:
             raise SplitError(
                 f"hidden states must be (B, L, {self._width}) at this split, {tuple(hidden.shape)} "
                 "came"
             )
-        mask, positions = (
-            given[n].to(device) if n in given else None for n in ("attention_mask", "position_ids")
-        )
+        names = ("attention_mask", "position_ids")
+        mask, positions = (tensors[n].to(device) if n in tensors else None for n in names)
         for name, tensor in (("attention_mask", mask), ("position_ids", positions)):
             if tensor is not None and tensor.shape != hidden.shape[:2]:
                 raise SplitError(
@@ -200,7 +197,7 @@ class SplitServer:
                 )
         return hidden, mask, positions
 
-    def _remember(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
+    def _record(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
         if self.received.maxlen:
             self.received.append(self._snapshot(self._names[0], hidden, mask, positions))
 
@@ -214,6 +211,3 @@ class SplitServer:
             attention_mask=mask,
             position_ids=positions,
         )
-
-
-__all__ = ["SplitServer"]

@@ -1,4 +1,4 @@
-"""The tap that reads a layer's hidden states, and the loss's gradient in them, as training runs."""
+"""The tap that records hidden states of a layer, and the loss's gradient in them, in training."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from lightning_fedleak.model_runs import reset_compiled
 
 
 class ChangedInPlace(RuntimeError):
-    """What a tap held was overwritten before it was read; ``ActivationTap(clone=True)`` helps."""
+    """A recorded tensor was overwritten before it was read; ``clone=True`` prevents this."""
 
 
 @dataclass
 class _Record:
-    """One pass through a layer in one micro-batch, with the versions its tensors were seen at."""
+    """One pass through a layer in one micro-batch, with the versions of its tensors."""
 
-    of: ref[Tensor]
+    source: ref[Tensor]
     states: Tensor | None
     states_version: int
     gradient: Tensor | None = None
@@ -39,41 +39,41 @@ class _Record:
 
 
 class ActivationTap:
-    """Reads hidden states in the user's own forward, and the loss's gradient in their backward.
+    """Hooks that record hidden states in the user's forward, and their gradient in the backward.
 
-    Nothing is computed anew, and training is bit-identical: the hooks return nothing, and a record
-    aliases what autograd holds anyway (a copy with ``clone``). The tap may keep that memory alive
+    Nothing is computed again, and training is bit-identical: the hooks return nothing, and a record
+    aliases autograd's tensors (or copies them with ``clone``). The tap may keep that memory alive
     until :meth:`disarm`, (B, L, d) twice for each layer and micro-batch.
 
-    One record per layer and micro-batch, in the order of the forwards, also under gradient
-    checkpointing: recomputations are left out, or taken in place of a first pass that ran without
-    gradient (a block inside a reentrant checkpoint: then in the order of the backwards, and only
-    if a gradient reaches it). A forward that runs without gradient is no training step and leaves
-    no record. A block that is called several times in a forward (ALBERT) leaves as many.
+    There is one record per layer and micro-batch, in the order of the forwards, also under gradient
+    checkpointing. A recomputation counts only where the first pass ran without gradient (a block
+    inside a reentrant checkpoint: then in the order of the backwards, and only if a gradient
+    reaches it). A forward without gradient is no training step and leaves no record. A block that
+    is called several times in a forward (ALBERT) leaves as many.
 
-    What ``torch.compile`` made of the model before would run on without the hooks. So torch forgets
-    all that it has compiled in this process when a tap is made, and again at :meth:`close`. The
-    hooks are kept out of the compiled graph, which breaks there: ``fullgraph=True`` cannot be used,
-    and as operations are fused differently, the last bits of training may differ from those of the
+    A model compiled earlier by ``torch.compile`` would run without the hooks. So torch's compiled
+    code of this process is reset when a tap is created, and again at :meth:`close`. The hooks stay
+    outside of the compiled graph, which breaks at them: ``fullgraph=True`` cannot be used, and
+    because operations are fused differently, the last bits of training may differ from those of the
     same run without a tap (armed or not makes no difference).
 
-    A gradient is of the loss as the user calls ``backward`` on it: a mean over the batch makes it
-    smaller by the batch size, Lightning's accumulation by the number of micro-batches.
+    A gradient is that of the loss on which the user calls ``backward``: a mean over the batch
+    divides it by the batch size, Lightning's accumulation by the number of micro-batches.
 
     Args:
         anatomy: of the model.
-        layers: whose hidden states, 0 for the input of the first block, k for the output of block
-            k; of an encoder-decoder, of the encoder.
-        states: whether to keep the hidden states.
-        gradients: whether to keep the gradient of the loss in them.
-        reach: also where nothing below the layer is trained, so that no gradient would reach it
-            (layer 0 with frozen embeddings), go on with hidden states that ask for one. Backward
-            then does the work down to there. Not with reentrant checkpoints, whose parameters would
-            get gradients that they do not get without the tap; nor may a look begin or end between
-            a checkpointed forward and its backward.
+        layers: layers to record: 0 is the input of the first block, k the output of block k; of an
+            encoder-decoder the encoder's.
+        states: whether to record the hidden states.
+        gradients: whether to record the gradient of the loss in them.
+        reach: record the gradient also where nothing below the layer is trained (layer 0 with
+            frozen embeddings), with hidden states that require it. Backward then runs down to the
+            layer. Not with reentrant checkpoints, whose parameters would get gradients that they do
+            not get without the tap; nor may a look begin or end between a checkpointed forward and
+            its backward.
         clone: copy, for models that overwrite hidden states or their gradient in place.
-        first: read before the hooks that are there already, in place of after them: hidden states
-            as they are before a defence's hook rewrites them.
+        first: run before the model's present hooks and not after them, to record hidden states
+            before a defence's hook rewrites them.
 
     Raises:
         ValueError: the model has no such layer.
@@ -122,21 +122,21 @@ class ActivationTap:
         return place.module.register_forward_hook(leaving, prepend=self._first)
 
     def _pass(self, layer: int, states: Any) -> Tensor | None:
-        """Records one pass; hidden states to go on with, or None for those that came."""
+        """Record one pass; return hidden states to continue with, or None to leave them."""
         if not self.armed or not torch.is_grad_enabled() or not isinstance(states, Tensor):
             return None
         replaced = None
         if self._reach and not states.requires_grad:
             states = replaced = states.detach().requires_grad_()
-        kept = states.detach() if self._keep_states else None
-        if kept is not None and self._clone:
-            kept = kept.clone()
-        record = _Record(ref(states), kept, _version(kept))
+        recorded = states.detach() if self._keep_states else None
+        if recorded is not None and self._clone:
+            recorded = recorded.clone()
+        record = _Record(ref(states), recorded, _version(recorded))
         records = self._records[layer]
         recomputed = torch._C._current_graph_task_id() != -1
         if not recomputed:
             records.append(record)
-        elif any(r.of() is states for r in records):
+        elif any(r.source() is states for r in records):
             return replaced
         if states.requires_grad and (self._keep_gradients or recomputed):
             # A recomputation that only restores saved tensors never sees a gradient.
@@ -151,17 +151,17 @@ class ActivationTap:
         return replaced
 
     def arm(self) -> None:
-        """Starts a look: forgets earlier records and lets the hooks record."""
+        """Start a look: drop earlier records and let the hooks record."""
         self._records = {layer: [] for layer in self._places}
         self.armed = True
 
     def disarm(self) -> None:
-        """Ends a look: the hooks return at once, and what they kept is let go."""
+        """Stop a look: drop the records, and let the hooks return at once."""
         self.arm()
         self.armed = False
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
-        """Hidden states at ``layer``, (B, L, d) for each micro-batch since :meth:`arm`.
+        """Return hidden states at ``layer``, (B, L, d) for each micro-batch since :meth:`arm`.
 
         Raises:
             ChangedInPlace: the model has overwritten them.
@@ -173,14 +173,14 @@ class ActivationTap:
         )
 
     def gradients(self, layer: int, *, scale: float = 1.0) -> tuple[Tensor, ...]:
-        """Gradient of the loss in the hidden states at ``layer``, (B, L, d) each.
+        """Return the gradients of the loss in the hidden states at ``layer``, (B, L, d) each.
 
         Args:
             layer: one of those tapped.
             scale: loss scale still in the gradients (fp16's GradScaler); divided out, in a copy.
 
         Returns:
-            One for each micro-batch since :meth:`arm` that backward has come to.
+            One for each micro-batch since :meth:`arm` that backward has reached.
 
         Raises:
             ChangedInPlace: they were overwritten.
@@ -193,7 +193,7 @@ class ActivationTap:
         return tuple(g if scale == 1.0 else g / scale for g in gradients)
 
     def close(self) -> None:
-        """Removes every hook and lets go of what they kept."""
+        """Remove every hook, and drop the records."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -201,39 +201,36 @@ class ActivationTap:
         self.disarm()
 
 
-def joined(found: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, ...]:
-    """What was seen of batches that were run in pieces (logical batches), put together to batches.
+def join_pieces(pieces: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return tensors of batches that ran in pieces (logical batches), joined to batches.
 
     Args:
-        found: of each piece, its rows first, in the order in which they were run.
-        rows: of each batch.
+        pieces: tensors of the pieces, rows first, in the order in which they ran.
+        rows: number of rows of each batch.
 
     Returns:
-        One for each batch; ``found`` as it is where its rows do not add up to those of the batches.
+        One tensor for each batch; ``pieces`` where its rows do not add up to those of the batches.
     """
-    whole, rest = [], [*found]
+    whole, rest = [], [*pieces]
     for count in rows:
-        own: list[Tensor] = []
-        while rest and sum(map(len, own)) < count:
-            own.append(rest.pop(0))
-        fits = sum(map(len, own)) == count and len({piece.shape[1:] for piece in own}) == 1
+        parts: list[Tensor] = []
+        while rest and sum(map(len, parts)) < count:
+            parts.append(rest.pop(0))
+        fits = sum(map(len, parts)) == count and len({piece.shape[1:] for piece in parts}) == 1
         if not fits:
-            return (*found,)
-        whole.append(torch.cat(own) if len(own) > 1 else own[0])
-    return (*found,) if rest else (*whole,)
+            return (*pieces,)
+        whole.append(torch.cat(parts) if len(parts) > 1 else parts[0])
+    return (*pieces,) if rest else (*whole,)
 
 
 def _version(tensor: Tensor | None) -> int:
-    """How often the tensor was written in place; inference tensors do not count."""
+    """Return how often the tensor was written in place; 0 for inference tensors."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _unchanged(tensor: Tensor, version: int, what: str) -> Tensor:
+def _unchanged(tensor: Tensor, version: int, name: str) -> Tensor:
     if _version(tensor) != version:
         raise ChangedInPlace(
-            f"{what} were overwritten before they were read: give ActivationTap clone=True"
+            f"{name} were overwritten before they were read: give ActivationTap clone=True"
         )
     return tensor
-
-
-__all__ = ["ActivationTap", "ChangedInPlace", "joined"]

@@ -1,8 +1,8 @@
-"""The taps that take gradients and weight changes of a training step.
+"""The taps that record gradients and weight changes of a training step.
 
-Also the terms of a loss that come from parameters alone, as its autograd graph shows them. An L2
-penalty in ``training_step``, AdaLoRA's orthogonality and FedProx's proximal term add to a gradient
-what no batch did. An attack that takes all of it for the batch's reads it wrong.
+Here too are the terms of a loss that depend on parameters alone, as its autograd graph shows them.
+An L2 penalty in ``training_step``, AdaLoRA's orthogonality and FedProx's proximal term contribute
+to a gradient without any batch, and would mislead an attack that ascribes all of it to the batch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lightning_fedleak.snapshots import (
     whole_tensor,
 )
 
-# Beginnings of operations that compare with targets, look words up, or normalise over classes: a
-# term with one of them depends on the batch. Functions of one's own (fused losses, checkpointing,
-# compiled code) hide what they hold, and count as the batch's too.
-_OF_A_BATCH = (
+# Prefixes of operations that compare with targets, look words up, or normalise over classes: a term
+# with one of them depends on the batch. Custom functions (fused losses, checkpointing, compiled
+# code) hide their contents, and count as the batch's too.
+_BATCH_OPERATIONS = (
     *("Nll", "LogSoftmax", "Softmax", "Embedding", "BinaryCrossEntropy", "CtcLoss"),
     *("ScaledDotProduct", "Mse", "SmoothL1", "Huber", "Kl"),
 )
-# Matrix products: of the batch where one side needs no gradient.
+# Matrix products: they read the batch where one side needs no gradient.
 _PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Mv", "Addmv", "Dot", "Convolution")
 _SUMS = ("Add", "Sub", "Stack", "Cat")
 _FACTORS = ("Mul", "Div")
@@ -41,15 +41,14 @@ _SHAPES = (
 
 
 class GradientTap:
-    """Reads the gradients of chosen parameters, and keeps a client's own where DDP overwrites it.
+    """The gradients of some parameters, also a client's local one that DDP overwrites.
 
-    Where ``p.grad`` holds a stage's gradient, :meth:`view` hands out views of it: no copy. A DDP
-    process's own gradient is different: it exists only until DDP reduces it inside backward. Then
-    :meth:`keep_local` copies it, while the tap is armed, into one buffer per parameter that is
-    allocated once.
+    Where ``p.grad`` holds a stage's gradient, :meth:`view` returns views of it without a copy. A
+    DDP process's local gradient exists only until DDP reduces it inside backward: while the tap is
+    armed, :meth:`keep_local` copies it into one buffer per parameter, which is allocated once.
 
     Args:
-        parameters: parameter by role. A tied matrix given under two roles is read once.
+        parameters: parameter by role. A tied matrix with two roles is read once.
         tied: recorded in the snapshots.
     """
 
@@ -57,20 +56,20 @@ class GradientTap:
         self._parameters = dict(parameters)
         self._tied = tied
         self._buffers: dict[int, Tensor] = {}
-        self._kept: dict[int, float] = {}
+        self._scales: dict[int, float] = {}
         self._handles: list[RemovableHandle] = []
         self.armed = False
 
     def keep_local(self) -> None:
-        """Copies each gradient as autograd accumulates it, before DDP's reduction, when armed.
+        """Copy each gradient as autograd accumulates it, before DDP's reduction, when armed.
 
-        Under gradient accumulation the last copy is the sum over micro-batches, as it leaves.
+        Under gradient accumulation the last copy is the sum over micro-batches, as it is shared.
         """
         for parameter in {id(p): p for p in self._parameters.values()}.values():
-            handle = parameter.register_post_accumulate_grad_hook(self._keep)  # type: ignore[no-untyped-call]
+            handle = parameter.register_post_accumulate_grad_hook(self._copy_gradient)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
-    def _keep(self, parameter: Tensor) -> None:
+    def _copy_gradient(self, parameter: Tensor) -> None:
         if not self.armed or parameter.grad is None:
             return
         grad = _dense(parameter.grad)
@@ -78,15 +77,15 @@ class GradientTap:
         if buffer is None:
             buffer = self._buffers[id(parameter)] = torch.empty_like(grad)
         buffer.copy_(grad)
-        self._kept[id(parameter)] = 1.0
+        self._scales[id(parameter)] = 1.0
 
     def arm(self) -> None:
-        """Starts a look: forgets what was kept and lets the hooks copy."""
-        self._kept.clear()
+        """Start a look: drop earlier copies and let the hooks copy."""
+        self._scales.clear()
         self.armed = True
 
     def disarm(self) -> None:
-        """Ends a look: the hooks return at once."""
+        """Stop a look: let the hooks return at once."""
         self.armed = False
 
     def view(
@@ -98,12 +97,12 @@ class GradientTap:
         client: int = 0,
         scale: float = 1.0,
     ) -> GradientSnapshot:
-        """Views of the gradients as they are now.
+        """Return views of the present gradients.
 
         Args:
-            step: optimizer step they lead to.
-            stage: which stage they are at now; the caller knows.
-            kept: read what :meth:`keep_local` copied in place of ``p.grad``.
+            step: optimizer step that they lead to.
+            stage: the stage that they are at.
+            kept: read the copies of :meth:`keep_local` in place of ``p.grad``.
             client: rank of the client.
             scale: loss scale still in the kept gradients (fp16's GradScaler); divided out.
 
@@ -111,31 +110,31 @@ class GradientTap:
             A snapshot without the roles that have no gradient.
         """
         tensors: dict[str, Tensor] = {}
-        seen: dict[int, Tensor] = {}
+        gradients: dict[int, Tensor] = {}
         for role, parameter in self._parameters.items():
             key = id(parameter)
-            if key not in seen:
+            if key not in gradients:
                 if kept:
-                    if key not in self._kept:
+                    if key not in self._scales:
                         continue
-                    seen[key] = self._buffers[key]
-                    if self._kept[key] != scale:
-                        seen[key].div_(scale / self._kept[key])
-                        self._kept[key] = scale
+                    gradients[key] = self._buffers[key]
+                    if self._scales[key] != scale:
+                        gradients[key].div_(scale / self._scales[key])
+                        self._scales[key] = scale
                 elif parameter.grad is not None:
-                    seen[key] = _dense(parameter.grad)
+                    gradients[key] = _dense(parameter.grad)
                 else:
                     continue
-            tensors[role] = seen[key]
+            tensors[role] = gradients[key]
         return GradientSnapshot(step, stage, tensors, self._tied, client)
 
     def close(self) -> None:
-        """Removes every hook and frees the buffers."""
+        """Remove every hook, and free the buffers."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._buffers.clear()
-        self._kept.clear()
+        self._scales.clear()
 
 
 class UpdateError(ValueError):
@@ -143,7 +142,7 @@ class UpdateError(ValueError):
 
 
 class UpdateTap:
-    """Takes the weight change of several local steps: what FedAvg clients share.
+    """The weight change of several local steps, which FedAvg clients share.
 
     Args:
         parameters: parameter by role.
@@ -157,7 +156,7 @@ class UpdateTap:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Remembers the weights, in buffers that are allocated once."""
+        """Copy the weights into buffers that are allocated once."""
         for parameter in {id(p): p for p in self._parameters.values()}.values():
             value = _dense(parameter.detach())
             buffer = self._before.get(id(parameter))
@@ -170,11 +169,11 @@ class UpdateTap:
     def end(
         self, step: int, stage: Stage, *, learning_rate: float, local_steps: int, client: int = 0
     ) -> UpdateSnapshot:
-        """``(before - after) / learning_rate``, computed in the buffers of :meth:`begin`.
+        """Return ``(before - after) / learning_rate``, computed in the buffers of :meth:`begin`.
 
         Raises:
             UpdateError: the learning rate is not positive.
-            NotYet: it is 0 and nothing has moved.
+            NotYet: it is 0 and no weight has changed.
         """
         if learning_rate == 0 and not any(
             bool(self._before[id(p)].ne(_dense(p.detach())).any())
@@ -201,11 +200,11 @@ class UpdateTap:
 
 
 class HeadOwnPart:
-    """The head's own part of a tied matrix's gradient: a local diagnostic, the worst case.
+    """The head's part of a tied matrix's gradient: a local diagnostic of the worst case.
 
-    No adversary sees it: what is shared is the sum with the embedding's part. The head's forward
-    is replaced by the same product on an alias of its weight, and a hook on the alias receives
-    the gradient that autograd computes anyway: no extra product, bit-identical training.
+    No adversary sees it, because the sum with the embedding's part is shared. The head's forward is
+    replaced by the same product on an alias of its weight, and a hook on the alias receives the
+    gradient that autograd computes anyway: no extra product, bit-identical training.
 
     Args:
         head: the output head, an ``nn.Linear``.
@@ -232,10 +231,10 @@ class HeadOwnPart:
         weight: Tensor = self._head.weight
         if self.armed and torch.is_grad_enabled() and weight.requires_grad:
             weight = weight.view_as(weight)
-            weight.register_hook(self._keep)  # type: ignore[no-untyped-call]
+            weight.register_hook(self._add)  # type: ignore[no-untyped-call]
         return functional.linear(hidden, weight, self._head.bias)
 
-    def _keep(self, grad: Tensor) -> None:
+    def _add(self, grad: Tensor) -> None:
         if self._buffer is None:
             self._buffer = torch.empty_like(grad)
         if self._filled:
@@ -245,16 +244,16 @@ class HeadOwnPart:
             self._filled = True
 
     def arm(self) -> None:
-        """Starts a look; micro-batches add up until :meth:`view`."""
+        """Start a look; micro-batches add up until :meth:`view`."""
         self._filled = False
         self.armed = True
 
     def disarm(self) -> None:
-        """Ends a look."""
+        """Stop a look."""
         self.armed = False
 
     def view(self, step: int, *, client: int = 0, scale: float = 1.0) -> GradientSnapshot:
-        """The head's own gradient (V, d), stage local."""
+        """Return the head's gradient (V, d), stage local."""
         tensors = {}
         if self._filled and self._buffer is not None:
             if scale != 1.0:
@@ -263,13 +262,13 @@ class HeadOwnPart:
         return GradientSnapshot(step, Stage.LOCAL, tensors, tied=False, client=client)
 
     def close(self) -> None:
-        """Gives the head its own forward back."""
+        """Restore the head's forward."""
         self._head.__dict__.pop("forward", None)
         self._buffer = None
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The whole tensor, also of a sparse one."""
+    """Return the whole tensor, dense also where it is sparse."""
     tensor = whole_tensor(tensor)
     return tensor.to_dense() if tensor.is_sparse else tensor
 
@@ -277,14 +276,14 @@ def _dense(tensor: Tensor) -> Tensor:
 def loss_terms(loss: Tensor) -> set[int]:
     """Return ids of the parameters of which a loss has a term that depends on nothing else.
 
-    Follows sums and constant factors from the loss down. What a sum adds up is a term of
-    parameters alone if no operation below it reads a batch. Nothing is run.
+    Sums and constant factors are followed from the loss down. A summand is a term of parameters
+    alone if no operation below it reads a batch. Nothing is run.
 
     Args:
         loss: with a graph; before backward.
 
     Returns:
-        ``id(p)`` of each. Not seen is a term inside of a function with a backward of its own.
+        ``id(p)`` of each. Terms inside a function with a custom backward are not visible.
     """
     parameters: set[int] = set()
     first = loss.grad_fn
@@ -312,9 +311,9 @@ def loss_terms(loss: Tensor) -> set[int]:
 
 
 def _batch_readers(first: Node) -> dict[Node, bool]:
-    """Return for each operation whether it or one below it reads a batch; none below one that does.
+    """Return for each operation whether it or one below it reads a batch.
 
-    Below one that surely does nothing is looked at.
+    Operations below one that surely reads a batch are left out.
     """
     reads: dict[Node, bool] = {}
     stack = [first]
@@ -336,7 +335,7 @@ def _batch_readers(first: Node) -> dict[Node, bool]:
 
 
 def _times_zero(node: Node) -> bool:
-    """Whether an operation multiplies by a constant 0."""
+    """Return whether an operation multiplies by a constant 0."""
     if not node.name().startswith("Mul"):
         return False
     factors = (getattr(node, f"_saved_{side}", None) for side in ("self", "other"))
@@ -345,7 +344,7 @@ def _times_zero(node: Node) -> bool:
 
 def _surely_reads_batch(node: Node) -> bool:
     name = node.name()
-    if name.startswith(_OF_A_BATCH):
+    if name.startswith(_BATCH_OPERATIONS):
         return True
     if name.startswith(_PRODUCTS):
         return any(below is None for below, _ in node.next_functions)

@@ -1,6 +1,6 @@
-"""What crosses the split in a training step: hidden states, mask and positions, and token ids.
+"""The tap that records what crosses the split in a training step.
 
-Read in the user's own forward; nothing is run anew.
+These are hidden states, mask, positions and token ids, recorded in the user's forward.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import virtual_tokens
 from lightning_fedleak.snapshots import Stage, UnusableObservation
-from lightning_fedleak.taps.activations import ActivationTap, joined
+from lightning_fedleak.taps.activations import ActivationTap, join_pieces
 
-GIVEN = ("attention_mask", "position_ids")
+ARGUMENTS = ("attention_mask", "position_ids")
 
 
 @dataclass(frozen=True)
 class Crossed:
-    """What crossed the split in one micro-batch.
+    """The tensors that crossed the split in one micro-batch.
 
     Attributes:
-        batch: what the client's batch held, before any defence: the truth.
+        batch: the client's batch before any defence: the truth.
         local: by layer (B, L, d) hidden states before the defences, or why there are none.
-        shared: the same as they left.
-        attention_mask: (B, L) as the model was given it, or None.
-        position_ids: the same.
+        shared: by layer the hidden states that left the client.
+        attention_mask: (B, L), as the model received it, or None.
+        position_ids: (B, L), as the model received them, or None.
     """
 
     batch: TokenBatch
@@ -42,30 +42,30 @@ class Crossed:
     position_ids: Tensor | None
 
     def states(self, stage: Stage, layer: int) -> Tensor:
-        """Hidden states (B, L, d) at a stage.
+        """Return hidden states (B, L, d) at a stage.
 
         Raises:
             UnusableObservation: the layer was not passed once, or on other tokens.
             ChangedInPlace: the model has overwritten them.
         """
-        found = (self.local if stage is Stage.LOCAL else self.shared)[layer]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        states = (self.local if stage is Stage.LOCAL else self.shared)[layer]
+        if isinstance(states, Exception):
+            raise states
+        return states
 
 
 class SplitTap:
-    """Reads the hidden states at some layers, before and after the defences that rewrite them.
+    """Hooks that record hidden states before and after the defences that rewrite them.
 
-    Must be made after the defences have put their hooks in: of one stage the hooks run before
-    these, of the other behind them.
+    The tap is created after the defences have registered their hooks, so that its hooks run before
+    and behind theirs.
 
-    The mask and the positions are those that the model itself was called with; where it was not
-    called (a module that calls its parts), the batch's mask and the model's own positions.
+    The mask and the positions are those that the model itself received; where it was not called (a
+    module that calls its parts), the batch's mask and the model's own positions.
 
     Args:
         anatomy: of the model.
-        layers: whose hidden states.
+        layers: layers to record.
         defended: layers whose hidden states a defence rewrites.
     """
 
@@ -78,69 +78,67 @@ class SplitTap:
         both = sorted(set(layers) & set(defended))
         self._before = ActivationTap(anatomy, both, gradients=False, first=True)
         self._twice = frozenset(both)
-        self._given: list[dict[str, Any]] = []
+        self._arguments: list[dict[str, Any]] = []
         self._names = _argument_names(anatomy.model)
         self._armed = False
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._armed and torch.is_grad_enabled():
-                given = dict(zip(self._names, args, strict=False)) | kwargs
-                self._given.append({name: given.get(name) for name in GIVEN})
+                arguments = dict(zip(self._names, args, strict=False)) | kwargs
+                self._arguments.append({name: arguments.get(name) for name in ARGUMENTS})
 
         self._handle = anatomy.model.register_forward_pre_hook(called, with_kwargs=True)
 
     def arm(self) -> None:
-        """Starts a micro-batch."""
+        """Start a micro-batch."""
         self._behind.arm()
         self._before.arm()
-        self._given = []
+        self._arguments = []
         self._armed = True
 
     def disarm(self) -> None:
-        """The hooks return at once, and what they kept is let go."""
+        """Drop the records, and let the hooks return at once."""
         self._behind.disarm()
         self._before.disarm()
-        self._given = []
+        self._arguments = []
         self._armed = False
 
     def close(self) -> None:
-        """Removes every hook."""
+        """Remove every hook."""
         self.disarm()
         self._behind.close()
         self._before.close()
         self._handle.remove()
 
     def take(self, batch: TokenBatch) -> Crossed:
-        """What crossed since :meth:`arm`, and starts the next micro-batch."""
+        """Return what crossed since :meth:`arm`, and start the next micro-batch."""
         shape = tuple(batch.input_ids.shape)
         try:
-            mask, positions = self._sent_along(batch)
+            mask, positions = self._mask_and_positions(batch)
         except UnusableObservation as error:
             none: dict[int, Tensor | Exception] = dict.fromkeys(self._layers, error)
-            return self._started_anew(Crossed(batch, none, none, None, None))
+            self.arm()
+            return Crossed(batch, none, none, None, None)
         shared = {layer: self._states(self._behind, layer, shape) for layer in self._layers}
         local = {
-            layer: self._states(self._before, layer, shape) if layer in self._twice else found
-            for layer, found in shared.items()
+            layer: self._states(self._before, layer, shape) if layer in self._twice else hidden
+            for layer, hidden in shared.items()
         }
-        return self._started_anew(Crossed(batch, local, shared, mask, positions))
-
-    def _started_anew(self, crossed: Crossed) -> Crossed:
         self.arm()
-        return crossed
+        return Crossed(batch, local, shared, mask, positions)
 
     def _states(self, tap: ActivationTap, layer: int, shape: tuple[int, ...]) -> Tensor | Exception:
         try:
-            found = joined(tap.states(layer), shape[:1])
+            passes = join_pieces(tap.states(layer), shape[:1])
         except RuntimeError as error:
             return error
-        if len(found) != 1:
+        if len(passes) != 1:
             return UnusableObservation(
-                f"layer {layer} was passed {len(found)} times in the training step of one batch: "
+                f"layer {layer} was passed {len(passes)} times in the training step of one batch: "
                 "which of them crosses a split is unknown"
             )
-        [states] = found
+        [states] = passes
         batch, length = shape
         if states.dim() != 3 or states.shape[:2] not in (
             (batch, length),
@@ -152,97 +150,94 @@ class SplitTap:
             )
         return states[:, -length:]
 
-    def _sent_along(self, batch: TokenBatch) -> Sequence[Tensor | None]:
-        if not self._given:
+    def _mask_and_positions(self, batch: TokenBatch) -> Sequence[Tensor | None]:
+        if not self._arguments:
             return batch.attention_mask, None
         shape = batch.input_ids.shape
-        found: list[Tensor | None] = []
-        for name in GIVEN:
-            given = [one[name] for one in self._given]
-            pieces = [value for value in given if isinstance(value, Tensor) and value.dim()]
-            whole = joined(pieces, shape[:1]) if len(pieces) == len(given) else ()
-            value = whole[0] if len(whole) == 1 else given[-1]
+        results: list[Tensor | None] = []
+        for name in ARGUMENTS:
+            arguments = [one[name] for one in self._arguments]
+            pieces = [value for value in arguments if isinstance(value, Tensor) and value.dim()]
+            whole = join_pieces(pieces, shape[:1]) if len(pieces) == len(arguments) else ()
+            value = whole[0] if len(whole) == 1 else arguments[-1]
             if isinstance(value, Tensor) and value.shape == (1, shape[1]):
                 value = value.expand(shape)
             if value is not None and getattr(value, "shape", None) != shape:
                 raise UnusableObservation(
-                    f"the model was given {name} of another form than (B, L) = {tuple(shape)}"
+                    f"the model received {name} of another form than (B, L) = {tuple(shape)}"
                 )
-            found.append(value)
-        return found
+            results.append(value)
+        return results
 
 
 def _argument_names(model: nn.Module) -> list[str]:
-    """Of ``forward``, in order: PEFT's wrappers have an order of their own, or hand all on."""
-    own = inspect.signature(model.forward).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in own):
-        own = inspect.signature(without_peft(model).forward).parameters.values()
-    return [p.name for p in own]
+    """Return the names of ``forward``'s arguments; PEFT's wrappers may pass all to the model."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        parameters = inspect.signature(without_peft(model).forward).parameters.values()
+    return [p.name for p in parameters]
 
 
 class ModelIds:
-    """Keeps the ``input_ids`` of every forward with gradient between :meth:`arm` and the next.
+    """A hook that records the ``input_ids`` of each forward with gradient since :meth:`arm`.
 
     Args:
         anatomy: of the model.
     """
 
     def __init__(self, anatomy: Anatomy) -> None:
-        self._seen: list[Tensor | None] = []
+        self._ids: list[Tensor | None] = []
         self._armed = False
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._armed and torch.is_grad_enabled():
-                self._seen.append(argument_of(model, "input_ids", args, kwargs))
+                self._ids.append(argument_of(model, "input_ids", args, kwargs))
 
         self._handle = anatomy.model.register_forward_pre_hook(called, with_kwargs=True)
 
-    def arm(self, on: bool = True) -> None:
-        """Forgets what was kept; keeps from now on, or (False) no longer."""
-        self._seen = []
-        self._armed = on
+    def arm(self, active: bool = True) -> None:
+        """Drop the records, and record from here on, or (False) no longer."""
+        self._ids = []
+        self._armed = active
 
     def close(self) -> None:
-        """Removes the hook."""
+        """Remove the hook."""
         self.arm(False)
         self._handle.remove()
 
     def written(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-        """The batches with the ids that the model was run on in place of their own.
+        """Return the batches with the ids that the model ran on.
 
         Raises:
             UnusableObservation: the model was not called once for each batch, or on other shapes.
         """
-        known = [ids for ids in self._seen if ids is not None and ids.dim()]
-        whole = joined(known, [len(batch.input_ids) for batch in batches])
-        seen = whole if len(known) == len(self._seen) else self._seen
-        found = [
+        pieces = [ids for ids in self._ids if ids is not None and ids.dim()]
+        whole = join_pieces(pieces, [len(batch.input_ids) for batch in batches])
+        ids_of_batches = whole if len(pieces) == len(self._ids) else self._ids
+        written = [
             replace(batch, input_ids=ids)
-            for batch, ids in zip(batches, seen, strict=False)
+            for batch, ids in zip(batches, ids_of_batches, strict=False)
             if ids is not None and ids.shape == batch.input_ids.shape
         ]
-        if len(seen) != len(batches) or len(found) != len(batches):
+        if len(ids_of_batches) != len(batches) or len(written) != len(batches):
             raise UnusableObservation(
-                "a defence replaces the batch, and which token ids the model was run on cannot be "
-                f"told: it was called {len(self._seen)} times in {len(batches)} batches, and on "
-                f"ids of the batch's shape in {len(found)} of them"
+                "a defence replaces the batch, and which token ids the model was run on is not "
+                f"visible: it was called {len(self._ids)} times in {len(batches)} batches, and on "
+                f"ids of the batch's shape in {len(written)} of them"
             )
-        return found
+        return written
 
 
 def argument_of(
     model: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """What a model is called with under this name, by keyword or by position."""
+    """Return the model's argument of this name, passed by keyword or by position."""
     if name in kwargs or not args:
         return kwargs.get(name)
     for module in (model, without_peft(model)):
         signature = inspect.signature(type(module).forward)
         if name in signature.parameters:
-            found: Tensor | None = signature.bind_partial(module, *args).arguments.get(name)
-            return found
+            argument: Tensor | None = signature.bind_partial(module, *args).arguments.get(name)
+            return argument
     return None
-
-
-__all__ = ["Crossed", "ModelIds", "SplitTap", "argument_of"]

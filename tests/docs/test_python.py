@@ -126,7 +126,7 @@ def training_step() -> Iterator[Names]:
 def canaries() -> Iterator[Names]:
     """Data with texts of the reader's own among them."""
     tokenizer = tiny_tokenizer()
-    rows = list(TokenRows.of(TEXTS, tokenizer, 16))
+    rows = list(TokenRows.tokenize(TEXTS, tokenizer, 16))
     names = {
         "model": CausalLMFineTuning(language_model(), loss="sample_mean"),
         "train": rows[:-8],

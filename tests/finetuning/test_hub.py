@@ -34,9 +34,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr(urllib.request, "getproxies", dict)
-    hub._asked.cache_clear()
+    hub._ask_in_thread.cache_clear()
     yield tmp_path / "hub"
-    hub._asked.cache_clear()
+    hub._ask_in_thread.cache_clear()
 
 
 class NoNetwork:
@@ -158,7 +158,7 @@ def test_what_only_the_client_can_tell_is_left_to_it(monkeypatch: pytest.MonkeyP
     network = no_network(monkeypatch, urllib.error.URLError(ssl.SSLError("unknown authority")))
     assert hub.why_unreachable() is None
     assert network.asked == 1
-    hub._asked.cache_clear()
+    hub._ask_in_thread.cache_clear()
     monkeypatch.setattr(urllib.request, "getproxies", lambda: {"all": "socks5://127.0.0.1:1"})
     assert hub.why_unreachable() is None
     assert network.asked == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_fedleak.split import PeerError, SplitClient, connect
-from lightning_fedleak.split.client import trained
+from lightning_fedleak.split.client import trainable_parameters
 from tests.helpers.models import VOCAB
 from tests.helpers.processes import process
 from tests.split.cases import CASES, SGD, TIMEOUT
@@ -126,10 +126,14 @@ def test_training_is_that_of_the_whole_model(runs, unsplit, name):
     assert float(losses[-1]) != float(losses[0])
     whole = CASES[name].split(model)
     for mine, gradients, part in (
-        (trained((run["split"].bottom, run["split"].tail)), None, (whole.bottom, whole.tail)),
+        (
+            trainable_parameters((run["split"].bottom, run["split"].tail)),
+            None,
+            (whole.bottom, whole.tail),
+        ),
         (run["weights"], run["gradients"], (whole.top,)),
     ):
-        theirs = trained(part)
+        theirs = trainable_parameters(part)
         gradients = [p.grad for p in mine] if gradients is None else gradients
         assert len(mine) == len(theirs) > 0
         assert all(near(a, b) for a, b in zip(mine, theirs, strict=True))

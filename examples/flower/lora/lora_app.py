@@ -44,7 +44,7 @@ def make_model(context: Context) -> torch.nn.Module:
 def rows_of(texts: list[str], context: Context) -> list[torch.Tensor]:
     """Token ids of texts, at most 32 a row."""
     tokenizer = load_tokenizer(context.run_config["model"] or None)
-    return list(TokenRows.of(texts, tokenizer, 32).rows)
+    return list(TokenRows.tokenize(texts, tokenizer, 32).rows)
 
 
 def make_observer(context: Context, side: str) -> RoundObserver:

@@ -49,7 +49,7 @@ PRIVATE = 200
 def rows_of(texts: list[str], context: Context) -> list[torch.Tensor]:
     """Token ids of texts, at most 32 a row."""
     tokenizer = load_tokenizer(context.run_config["model"] or None)
-    return list(TokenRows.of(texts, tokenizer, 32).rows)
+    return list(TokenRows.tokenize(texts, tokenizer, 32).rows)
 
 
 def batches(context: Context, client: int, clients: int, round_: int) -> list[dict]:

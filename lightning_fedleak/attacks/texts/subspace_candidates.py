@@ -111,7 +111,7 @@ class PartialText:
         return replace(self, alternatives=self.alternatives + branches)
 
 
-def joined(texts: Sequence[PartialText], text: PartialText) -> list[PartialText]:
+def add_text(texts: Sequence[PartialText], text: PartialText) -> list[PartialText]:
     """Return texts and one more, which replaces the text that it continues from its end on."""
     for i, beginning in enumerate(texts):
         length = len(beginning.tokens)

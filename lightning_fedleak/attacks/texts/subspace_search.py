@@ -19,7 +19,7 @@ from lightning_fedleak.attacks.texts.subspace_candidates import (
     Candidates,
     Measure,
     PartialText,
-    joined,
+    add_text,
 )
 from lightning_fedleak.attacks.texts.subspace_rows import (
     CERTIFICATE,
@@ -134,7 +134,7 @@ class TextWalk:
                 beginning = text.tokens[: text.inherited + 1]
                 branches = [branch for branch in branches if branch.text != beginning]
             else:
-                texts = joined(texts, text)
+                texts = add_text(texts, text)
                 remainders = text.remainders
                 ways = {text.tokens[:n] for n in range(1, len(text.tokens) + 1)}
                 branches = [b for b in [*branches, *text.alternatives] if b.text not in ways]

@@ -62,7 +62,7 @@ from lightning_fedleak.metrics import MembershipInference, Rate
 from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR, RATES
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
-from lightning_fedleak.taps.activations import ActivationTap, joined
+from lightning_fedleak.taps.activations import ActivationTap, join_pieces
 from lightning_fedleak.taps.split import ModelIds
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS, Capability
 
@@ -465,7 +465,7 @@ class MembershipChannel(Channel):
                         "computed: ask below it"
                     )
             rows = [len(batch.input_ids) for batch in batches]
-            gradients = joined(self._tap.gradients(layer, scale=scale), rows)
+            gradients = join_pieces(self._tap.gradients(layer, scale=scale), rows)
             if len(gradients) != len(batches):
                 raise UnusableObservation(
                     f"the loss's gradient at layer {layer} was seen in {len(gradients)} of "

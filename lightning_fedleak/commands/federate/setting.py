@@ -115,7 +115,7 @@ class Setting(FederateOptions):
         )
 
     def _rows(self, texts: Sequence[str]) -> list[Tensor]:
-        return list(TokenRows.of(texts, self.tokenizer, self.length).rows)
+        return list(TokenRows.tokenize(texts, self.tokenizer, self.length).rows)
 
     @cached_property
     def rows(self) -> list[list[Tensor]]:

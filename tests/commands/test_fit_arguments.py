@@ -182,7 +182,7 @@ def test_a_value_that_is_refused_is_no_traceback(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     said = fails(["--data.batch_size=0", "--trainer.max_steps=1"], capsys, tmp_path)
-    assert said.splitlines()[-1] == "fedleak: batch_size must be at least 1, got 0"
+    assert said.splitlines()[-1] == "fedleak: batch_size must be an integer of at least 1, got 0"
 
 
 def test_what_a_callback_refuses_is_said_in_one_line(

@@ -188,7 +188,7 @@ def test_what_on_send_gives_must_fit(line, wrong):
     split = split_model(tiny_llama(), 1)
     serving = Serving(SplitServer(split, server))
     with (
-        pytest.raises(SplitError, match="on_send must give"),
+        pytest.raises(SplitError, match="on_send must return"),
         SplitClient(split, client, on_send=wrong) as mine,
     ):
         mine.logits(IDS)

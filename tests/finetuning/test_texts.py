@@ -447,7 +447,7 @@ def test_labelled_texts(tmp_path: Path) -> None:
         with pytest.raises(SourceError, match=match):
             read_labelled(path, label)
     path.write_text("who,text\nann,one\n,two\n")
-    with pytest.raises(SourceError, match="column 'who' of .* is empty for 1 of 2 texts"):
+    with pytest.raises(SourceError, match=r"column 'who' of .* is empty for 1 of 2 texts"):
         read_labelled(path, "who")
     plain = tmp_path / "a.txt"
     plain.write_text("one\ntwo\n")

@@ -1,4 +1,4 @@
-"""Gives the package index a README without relative links, which lead nowhere there."""
+"""Gives the index a README without relative links, and the recipes a place in the package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 FOLDER = Path(__file__).parent
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)\n*")
@@ -63,6 +63,7 @@ if __name__ == "__main__":
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     setup(
+        packages=[*find_packages(include=["lightning_fedleak*"]), "lightning_fedleak.recipes"],
         long_description=for_the_index(readme, project.get("urls", {})),
         long_description_content_type="text/markdown",
     )

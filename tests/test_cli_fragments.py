@@ -21,7 +21,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 ROOT = Path(__file__).parents[1]
-FRAGMENTS = ROOT / "lightning_fedleak" / "recipes"
+FRAGMENTS = ROOT / "callbacks"
 
 USERS_OWN = """
 trainer:

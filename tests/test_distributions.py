@@ -22,8 +22,8 @@ import lightning_fedleak
 pytest.importorskip("setuptools", minversion="77")
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "lightning_fedleak"
-COPIED = ("lightning_fedleak", "tests", "benchmarks", "examples", "docs")
+PACKAGE, RECIPES = ROOT / "lightning_fedleak", ROOT / "callbacks"
+COPIED = ("lightning_fedleak", "callbacks", "tools", "tests", "benchmarks", "examples", "docs")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*", "build", "dist")
 
 
@@ -81,7 +81,8 @@ def test_the_wheel_holds_the_package_whole_and_nothing_else(
 ) -> None:
     _, wheel = built
     own = {name for name in wheel if not name.partition("/")[0].endswith(".dist-info")}
-    assert own == _under(PACKAGE)
+    recipes = {name.replace("callbacks", "lightning_fedleak/recipes") for name in _under(RECIPES)}
+    assert own == _under(PACKAGE) | recipes
     assert "lightning_fedleak/recipes/word_leakage.yaml" in own
     assert "lightning_fedleak/finetuning/model/model.safetensors" in own
 
@@ -151,8 +152,27 @@ def test_what_stands_beside_the_code_agrees_with_it() -> None:
         assert yaml.safe_load(head).keys() == {"name", "about", "labels"}
 
 
-def test_the_old_place_of_the_recipes_leads_to_them() -> None:
-    old = ROOT / "callbacks"
-    if not old.exists():
-        pytest.skip("an sdist has no links")
-    assert old.resolve() == PACKAGE / "recipes"
+@pytest.mark.parametrize("kind", ["wheel", "editable", "none"])
+def test_recipes_are_read_wherever_the_package_is(
+    kind: str, distributions: tuple[Path, Path], tmp_path: Path
+) -> None:
+    _, wheel = distributions
+    folder = source = wheel.parents[1] / "source"
+    if kind == "editable":
+        _build("editable", source, tmp_path)
+        [wheel] = tmp_path.glob("*.whl")
+    if kind != "none":
+        folder = tmp_path / "site"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+    code = (
+        f"import site, sys; sys.path.insert(0, {str(folder)!r}); site.addsitedir({str(folder)!r})\n"
+        "from lightning_fedleak.commands.recipes import recipe_files\n"
+        "print(recipe_files()['leakage'], len(recipe_files()))"
+    )
+    # Without what is installed beside, which may hold this package too.
+    python = [sys.executable, "-I", "-S", "-c", code]
+    done = subprocess.run(python, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    place = {"wheel": folder / "lightning_fedleak" / "recipes"}.get(kind, source / "callbacks")
+    assert done.stdout.split() == [str(place / "leakage.yaml"), "13"]

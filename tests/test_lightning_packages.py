@@ -27,7 +27,7 @@ from tests.callbacks.runs import Probe
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 ROOT = Path(__file__).parents[1]
-RECIPES = ROOT / "lightning_fedleak" / "recipes"
+RECIPES = ROOT / "callbacks"
 OTHER = dict(zip(PACKAGES, reversed(PACKAGES), strict=True))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import textwrap
 from collections.abc import Sequence
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from lightning_fedleak.finetuning.assets import SourceError
 
-FOLDER = Path(__file__).parents[1] / "recipes"
 _WIDTH = 79
 _HOW = (
     "Copy some with 'fedleak recipes NAME ...' and append them to a config of your own: fedleak "
@@ -18,15 +19,28 @@ _HOW = (
 )
 
 
+def recipe_files() -> dict[str, Traversable]:
+    """Return the file of each recipe, by its name.
+
+    They lie in ``callbacks/`` of a checkout, and are installed as ``lightning_fedleak.recipes``.
+    """
+    try:
+        folder: Traversable = files("lightning_fedleak.recipes")
+    except ModuleNotFoundError:  # a checkout that is not installed
+        folder = Path(__file__).parents[2] / "callbacks"
+    paths = sorted(folder.iterdir(), key=lambda path: path.name)
+    return {path.name[:-5]: path for path in paths if path.name.endswith(".yaml")}
+
+
 def recipes() -> dict[str, str]:
-    """What each recipe does, the first sentence of its comment, by its name."""
-    return {path.stem: _first_sentence(path) for path in sorted(FOLDER.glob("*.yaml"))}
+    """Return what each recipe does, the first sentence of its comment, by its name."""
+    return {name: _first_sentence(path) for name, path in recipe_files().items()}
 
 
-def _first_sentence(path: Path) -> str:
+def _first_sentence(path: Traversable) -> str:
     lines = path.read_text(encoding="utf-8").splitlines()
-    said = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
-    return said.partition(". ")[0].removesuffix(".") + "."
+    comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+    return comment.partition(". ")[0].removesuffix(".") + "."
 
 
 def run(names: Sequence[str], to: Path) -> int:
@@ -54,7 +68,7 @@ def run(names: Sequence[str], to: Path) -> int:
     wrong = [name for name in wanted if name not in known]
     if wrong:
         raise SourceError(f"no such recipe: {', '.join(_asked(name, known) for name in wrong)}.")
-    content = {f"{name}.yaml": (FOLDER / f"{name}.yaml").read_bytes() for name in wanted}
+    content = {f"{name}.yaml": recipe_files()[name].read_bytes() for name in wanted}
     try:
         to.mkdir(parents=True, exist_ok=True)
         for name, text in content.items():

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.recipes import FOLDER, recipes
+from lightning_fedleak.commands.recipes import recipe_files, recipes
 
-NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+NAMES = sorted(path.stem for path in Path(__file__).parents[2].glob("callbacks/*.yaml"))
 
 
 def test_all_are_listed_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,7 +31,7 @@ def test_copies_are_what_the_package_has(
     for _ in range(2):  # what is there and the same is no obstacle
         assert main(["recipes", "leakage", "gate_leakage.yaml", "--to", str(to)]) == 0
     assert sorted(p.name for p in to.iterdir()) == ["gate_leakage.yaml", "leakage.yaml"]
-    assert (to / "leakage.yaml").read_bytes() == (FOLDER / "leakage.yaml").read_bytes()
+    assert (to / "leakage.yaml").read_bytes() == recipe_files()["leakage"].read_bytes()
     assert str(to / "leakage.yaml") in capsys.readouterr().out
 
 

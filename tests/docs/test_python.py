@@ -292,7 +292,7 @@ def test_fragments_of_configs_train(block, reader, monkeypatch):
     model = save_tiny_causal_lm(reader / "model")
     configs = [ROOT / "examples" / "finetune.yaml"]
     if "LeakageMonitor" not in block.text:
-        configs.append(ROOT / "lightning_fedleak" / "recipes" / "word_leakage.yaml")
+        configs.append(ROOT / "callbacks" / "word_leakage.yaml")
     arguments = [a for path in [*configs, "own.yaml"] for a in ("--config", str(path))]
     arguments += [f"--model.model={model}", "--data.text=letters.txt", "--data.batch_size=4"]
     fit(["fit", *arguments, "--data.length=32", "--trainer.max_steps=2"])

@@ -26,7 +26,8 @@ from lightning_fedleak.model_runs import stop_at
 class CertificateLimits:
     """Limits of a certificate. None of the values was tuned.
 
-    ``benchmarks/attacks/text_certificates.py`` counts wrong certificates, which tighter limits make rarer.
+    ``benchmarks/attacks/text_certificates.py`` counts wrong certificates; tighter limits make them
+    rarer.
     """
 
     residual: float = 20.0  # in units of rounding, left of the rows at most; more certifies noise

@@ -7,13 +7,12 @@ and tied embeddings, and a model card with the perplexities that it measured its
 It needs the packages ``torch``, ``transformers``, ``tokenizers`` and ``safetensors``, and a folder
 with the three raw WikiText-2 files, named either ``train.raw.txt.gz``, ``valid.raw.txt.gz`` and
 ``test.raw.txt.gz`` or, as in the original archive, ``wiki.train.raw``, ``wiki.valid.raw`` and
-``wiki.test.raw``. By default that folder is ``$FEDLEAK_ASSETS/data/wikitext2``, or
-``../shared/assets/data/wikitext2`` next to the repository when the variable is not set.
+``wiki.test.raw``. By default that folder is ``$FEDLEAK_ASSETS/data/wikitext2``.
 
 A full run on one CPU core, and a short one to see that everything works::
 
-    python examples/train_demo_model.py --minutes 60 --threads 1 --precision bf16 --compile
-    python examples/train_demo_model.py --minutes 2 --work /tmp/smoke --out /tmp/smoke/model
+    python tools/train_demo_model.py --minutes 60 --threads 1 --precision bf16 --compile
+    python tools/train_demo_model.py --minutes 2 --work /tmp/smoke --out /tmp/smoke/model
 
 Training stops after ``--minutes``; the learning-rate schedule follows the clock, so the model is
 fully annealed whatever the speed of the machine. A checkpoint goes to ``--work`` every few minutes,
@@ -118,8 +117,7 @@ def detokenise(line: str) -> str:
 
 def default_data_folder() -> Path:
     """Where WikiText-2 is expected when ``--data`` is not given."""
-    assets = os.environ.get("FEDLEAK_ASSETS")
-    root = Path(assets) if assets else REPO_ROOT.parent / "shared" / "assets"
+    root = Path(os.environ.get("FEDLEAK_ASSETS", "."))
     return root / "data" / "wikitext2"
 
 
@@ -593,7 +591,7 @@ def write_card(
     epochs = progress.tokens / progress.train_tokens
     speed = progress.tokens / (60 * progress.minutes)
     training = (
-        f"`examples/train_demo_model.py`, {progress.minutes:.0f} of {progress.budget_minutes:.0f} "
+        f"`tools/train_demo_model.py`, {progress.minutes:.0f} of {progress.budget_minutes:.0f} "
         f"planned minutes on {progress.hardware}: {progress.step:,} steps, {progress.tokens:,} "
         f"tokens ({epochs:.1f} epochs), {speed:,.0f} tokens per second. {progress.settings}."
     )

@@ -1,0 +1,1 @@
+"""Fragments of a LightningCLI config, installed as ``lightning_fedleak.recipes``."""

@@ -1,15 +1,14 @@
 """The attention-based adversary (Vu et al. 2024, Sect. 4.2, Algorithm 1), as written and exact.
 
-Head 1 attends by products that leave out the direction of the target token v, head 2 by all of
-them. Where a token is v, head 1 sees nothing and returns the mean of the sentence, head 2 returns
-about v; anywhere else both return about the same. Behind a ReLU with bias -gamma only the former
-shows in the gradient.
+Head 1 attends by products that omit the direction of the target token v, head 2 by all of them.
+Where a token is v, head 1's query is zero and it returns the mean of the sentence, while head 2
+returns about v; anywhere else both return about the same. After a ReLU with bias -gamma only the
+former has a gradient.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
@@ -20,10 +19,11 @@ from torch import Tensor
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.attention_calibration import (
+    WIDE_ENOUGH,
     Calibration,
     PublicStates,
-    by_number,
-    learned,
+    calibrate,
+    fixed_calibration,
 )
 from lightning_fedleak.attacks.membership.attention_layers import (
     AttentionDesign,
@@ -32,13 +32,13 @@ from lightning_fedleak.attacks.membership.attention_layers import (
     Score,
     Variant,
     algorithm_one,
-    check_positive,
-    coordinates_fired,
-    fired,
+    bias_gradients,
+    check_positive_or,
+    coordinate_gradients,
+    half_widths,
     projector_heads,
     token_rows,
     tokens_at,
-    widths_of,
 )
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
@@ -49,21 +49,22 @@ from lightning_fedleak.attacks.membership.base import (
 from lightning_fedleak.attacks.membership.whitening import RIDGE
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.threats import Capability, ThreatModel
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
-"""Half-widths of the bands around a member's response, in units of it."""
+"""Half-widths of the bands around a member's response, in units of it; not tuned."""
 
-DEFENDED_WIDTH = 0.1
-"""The one that holds members in any precision."""
+DEFENDED_WIDTH = WIDE_ENOUGH
+"""The one half-width against defended gradients: it holds members in any precision."""
 
 REPLACED_WIDTHS = (*WIDTHS, 0.6, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
-"""Where a client's batch is replaced, of a member's response some share is left."""
+"""Half-widths against a defence that replaces batches, which shrinks a member's response."""
 
 BETA = 0.3
-"""Default of what multiplies the products of whitened hidden states."""
+"""Default factor of the products of whitened hidden states; not tuned."""
 
 REPLACED_BETA = 0.01
-"""The same where a client's batch is replaced; members then stand out further."""
+"""The same against a defence that replaces batches, where members then score higher."""
 
 
 def guess_by(
@@ -74,32 +75,35 @@ def guess_by(
     levels: int,
     guess_level: int,
 ) -> MembershipGuess:
-    """Scores (G,) and decisions (G,) for a gradient (G, K).
+    """Return scores (G,) and decisions (G,) for a gradient (G, K).
 
     Args:
-        score: how K numbers belong together. ``"ladder"``: ``levels`` gammas, the hardest to exceed
+        score: how the K numbers are ordered. ``"ladder"``: ``levels`` gammas, the hardest to exceed
             first. ``"band"``: the bands' lower edges, narrowest band first, then their upper edges;
-            what lies in a band is the difference of the two. ``"coordinates"``: a ladder for each
-            row of W_O, row after row; the best row counts.
+            a band's gradient is the difference of the two. ``"coordinates"``: a ladder for each row
+            of W_O, row after row; the best row counts.
         reader: of one ladder.
         gradient: (G, K).
         noise_std: of the noise on each number.
         levels: length of a ladder, number of bands.
-        guess_level: the one that decides.
+        guess_level: index of the level that decides.
 
     Raises:
         UnusableObservation: the gradient is not finite.
         ValueError: it has another number of rungs, or the noise is negative.
     """
-    if not 0.0 <= noise_std < math.inf:
-        raise ValueError(f"noise_std must be 0 or positive, got {noise_std}")
+    check_number("noise_std", noise_std, at_least=0)
     if not bool(gradient.isfinite().all()):
         raise UnusableObservation("the gradient of the crafted layers is not finite")
     if score == "ladder":
         return reader.guess(gradient, noise_std, levels, guess_level)
     if score == "band":
-        inside = _inside(gradient, levels) if noise_std == 0 else _edges(gradient, levels)
-        return reader.guess(inside, noise_std * 2**0.5, levels, guess_level)
+        bands = (
+            _band_gradients(gradient, levels)
+            if noise_std == 0
+            else _edge_differences(gradient, levels)
+        )
+        return reader.guess(bands, noise_std * 2**0.5, levels, guess_level)
     if gradient.dim() != 2 or gradient.shape[1] % levels:
         raise ValueError(
             f"the gradient must be (G, K), {levels} numbers for each row of W_O, got "
@@ -110,13 +114,13 @@ def guess_by(
         return reader.guess(best, 0.0, levels, guess_level)
     rows = gradient.shape[1] // levels
     scores = best[:, : guess_level + 1].amax(1) / noise_std
-    each = (1 - reader.false_positive_rate) ** (1 / (rows * (guess_level + 1)))
-    threshold = torch.special.ndtri(torch.tensor((1 + each) / 2, dtype=torch.float64))
+    level_quantile = (1 - reader.false_positive_rate) ** (1 / (rows * (guess_level + 1)))
+    threshold = torch.special.ndtri(torch.tensor((1 + level_quantile) / 2, dtype=torch.float64))
     return MembershipGuess(scores, scores > float(threshold))
 
 
-def _edges(gradient: Tensor, levels: int) -> Tensor:
-    """Lower minus upper edges, (G, levels)."""
+def _edge_differences(gradient: Tensor, levels: int) -> Tensor:
+    """Return lower minus upper edges, (G, levels)."""
     if gradient.dim() != 2 or gradient.shape[1] != 2 * levels:
         raise ValueError(
             f"the gradient must be (G, {2 * levels}), one number per rung, got "
@@ -125,12 +129,12 @@ def _edges(gradient: Tensor, levels: int) -> Tensor:
     return gradient[:, :levels] - gradient[:, levels:]
 
 
-def _inside(gradient: Tensor, levels: int) -> Tensor:
-    """The same, and 0 where the two differ by rounding of one sum."""
-    inside = _edges(gradient, levels)
+def _band_gradients(gradient: Tensor, levels: int) -> Tensor:
+    """Return lower minus upper edges, and 0 where they differ by rounding of one sum."""
+    bands = _edge_differences(gradient, levels)
     size = gradient[:, :levels].abs() + gradient[:, levels:].abs()
     rounding = 4 * torch.finfo(gradient.dtype).eps * size
-    return inside.masked_fill(inside.abs() <= rounding, 0.0)
+    return bands.masked_fill(bands.abs() <= rounding, 0.0)
 
 
 class AttentionMembership(MembershipAttack):
@@ -246,14 +250,15 @@ class AttentionMembership(MembershipAttack):
         if score == "auto":
             one_sided = gamma == "lemma" or readout == "token"
             score = "coordinates" if variant == "paper" else "ladder" if one_sided else "band"
-        if select not in ("last", "strongest"):
-            raise ValueError(f"select must be 'last' or 'strongest', got {select!r}")
-        check_positive("gamma", gamma, ("calibrated", "lemma"))
-        check_positive("refresh_every", refresh_every)
-        check_positive("calibration_tokens", calibration_tokens or 1)
-        self._own = None if isinstance(gamma, str) or score == "coordinates" else float(gamma)
-        self._beta_given = beta != "auto"
-        self._widths_given = widths != "auto"
+        check_choice("select", select, ("last", "strongest"))
+        check_positive_or("gamma", gamma, ("calibrated", "lemma"))
+        check_integer("refresh_every", refresh_every)
+        check_integer("calibration_tokens", calibration_tokens, optional=True)
+        self._fixed_gamma = (
+            None if isinstance(gamma, str) or score == "coordinates" else float(gamma)
+        )
+        self._beta_fixed = beta != "auto"
+        self._widths_fixed = widths != "auto"
         self.design = AttentionDesign(
             beta=BETA if beta == "auto" else beta,
             gamma=gamma,
@@ -262,7 +267,7 @@ class AttentionMembership(MembershipAttack):
             readout=readout,
             variant=variant,
             omit_random=omit_random or variant == "paper",
-            widths=widths_of(WIDTHS if widths == "auto" else widths, self._own),
+            widths=half_widths(WIDTHS if widths == "auto" else widths, self._fixed_gamma),
             causal=causal,
             ridge=ridge,
             batch=batch,
@@ -271,7 +276,7 @@ class AttentionMembership(MembershipAttack):
         )
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self.public_text = PublicText.parse(public_text, tokenizer)
-        self._text_digest = _digest(self.public_text)
+        self._digest = _text_digest(self.public_text)
         self.select = select
         self.calibration_tokens = calibration_tokens
         self.refresh_every = refresh_every
@@ -281,50 +286,49 @@ class AttentionMembership(MembershipAttack):
         if self.public_text is None:
             if whiten or isinstance(gamma, str):
                 raise ValueError(
-                    "public_text is needed to whiten and to calibrate gamma: give some text like "
+                    "public_text is needed to whiten and to calibrate gamma: pass some text like "
                     "the clients', or set whiten=False and gamma to a number"
                 )
-            self._calibration = by_number(None, self.design)
+            self._calibration = fixed_calibration(None, self.design)
 
     @classmethod
     def as_published(
         cls, layer: int, public_text: Any = None, **settings: Any
     ) -> AttentionMembership:
-        """The paper's setting: raw hidden states, all coordinates, the authors' beta.
+        """Return the paper's setting: raw hidden states, all coordinates, the authors' beta.
 
-        ``variant="projector"`` gives the same guesses without QR and pseudo-inverse.
+        ``variant="projector"`` makes the same guesses without QR and pseudo-inverse.
         """
-        given: dict[str, Any] = {
+        paper: dict[str, Any] = {
             "variant": "paper",
             "whiten": False,
             "score": "coordinates",
             "beta": "authors",
-            **settings,
         }
-        return cls(layer, public_text, **given)
+        return cls(layer, public_text, **paper | settings)
 
     # ---- A_init -----------------------------------------------------------------------------
 
     def meet(self, facts: RunFacts) -> None:
-        """Against a defence that acts on gradients the default widths are one.
+        """Set the defaults of beta and widths by the run's defences.
 
-        Against one that replaces batches the default beta is smaller, and where none acts on
-        gradients, the default widths reach .999.
+        Against a defence that acts on gradients there is one width. Against one that replaces
+        batches beta is smaller, and where none acts on gradients the widths reach .999.
         """
         defended, replaced = "gradients" in facts.defended, "batches" in facts.defended
-        if not self._beta_given:
+        if not self._beta_fixed:
             self.design = replace(self.design, beta=REPLACED_BETA if replaced else BETA)
-        if self._widths_given:
+        if self._widths_fixed:
             return
         widths: Sequence[float] = WIDTHS
-        if defended and self._own is None:
+        if defended and self._fixed_gamma is None:
             widths = (DEFENDED_WIDTH,)
         elif replaced and not defended:
             widths = REPLACED_WIDTHS
-        self.design = replace(self.design, widths=widths_of(widths, self._own))
+        self.design = replace(self.design, widths=half_widths(widths, self._fixed_gamma))
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """A_init: whitening and gamma, from the hidden states of public text.
+        """Run A_init: fit whitening and gamma on the hidden states of public text.
 
         Raises:
             ValueError: the model has no such layer, or the public text is too short.
@@ -335,12 +339,14 @@ class AttentionMembership(MembershipAttack):
             return
         text = PublicText.resolve(self.public_text, anatomy, self.design.seed)
         tokens = self.calibration_tokens or max(8192, 4 * anatomy.hidden_size)
-        states = PublicStates.of(anatomy, self.layer, text, self.tokens, tokens, self.design.seed)
+        states = PublicStates.sample(
+            anatomy, self.layer, text, self.tokens, tokens, self.design.seed
+        )
         self._d = states.hidden.shape[-1]
-        self._calibration = learned(states, self.design)
+        self._calibration = calibrate(states, self.design)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Calibrates anew once ``refresh_every`` steps have passed, and in a fit from 0 on."""
+        """Calibrate again after ``refresh_every`` steps, and at the start of a fit."""
         if not 0 <= step - self._prepared_at < self.refresh_every:
             self._prepared_at = step
             self.prepare(anatomy)
@@ -349,7 +355,7 @@ class AttentionMembership(MembershipAttack):
 
     @property
     def rungs(self) -> int:
-        """K: the gammas, and with ``"coordinates"`` 2 d times as many.
+        """Return K, the number of gammas; with ``"coordinates"`` 2 d times as many.
 
         Raises:
             RuntimeError: with ``"coordinates"``, before ``prepare``.
@@ -361,18 +367,18 @@ class AttentionMembership(MembershipAttack):
         return 1 if self.design.gamma == "lemma" else len(self.design.edges)
 
     def reads(self, position: int) -> slice | None:
-        """With ``readout="matched"`` all tokens that the target's own attends to."""
+        """Return with ``readout="matched"`` all tokens that the target token attends to."""
         if not self.design.matched:
             return None
         return slice(0, position + 1 if self.design.causal else None)
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:
-        """(G, d): the tokens asked for; with ``readout="matched"`` (G, 2 d), and their rows.
+        """Return the target tokens (G, d), with ``readout="matched"`` (G, 2 d), and their rows.
 
         Raises:
             RuntimeError: ``prepare`` was not called.
         """
-        x, real, positions = self._read(hidden), query.attention_mask, query.positions
+        x, real, positions = self._as_read(hidden), query.attention_mask, query.positions
         heads = self.design.heads(x.shape[-1], x)
         if positions is None:
             strongest = self.select == "strongest"
@@ -384,7 +390,7 @@ class AttentionMembership(MembershipAttack):
         return torch.cat([v, heads.matched_rows(x, real, positions)], 1)
 
     def craft(self, target: Tensor) -> CraftedAttention:
-        """A_attack, Algorithm 1 for one target: (d,), or (2 d,) with ``readout="matched"``.
+        """Run A_attack, Algorithm 1, for one target: (d,), or (2 d,) with ``readout="matched"``.
 
         Raises:
             ValueError: the target is not one vector of finite numbers.
@@ -394,9 +400,9 @@ class AttentionMembership(MembershipAttack):
             raise ValueError(f"one target (D,) is crafted at a time, got {tuple(target.shape)}")
         v, rows = self._parts(target[None])
         d = v.shape[1]
-        pair, whitening = self.design.heads(d, v), self._known().whitening
+        pair, whitening = self.design.heads(d, v), self._require_calibration().whitening
         if self.design.variant == "paper":
-            heads = algorithm_one(v[0], pair.beta, self.design.generator()).reading(whitening)
+            heads = algorithm_one(v[0], pair.beta, self.design.generator()).fold(whitening)
         else:
             heads = projector_heads(v[0], pair.beta, pair.u, whitening)
         values = torch.eye(d) if whitening is None else whitening.matrix
@@ -410,7 +416,7 @@ class AttentionMembership(MembershipAttack):
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
-        """(B, G, K): upstream gradients of the tokens above each gamma, summed per sample.
+        """Return (B, G, K): upstream gradients of the tokens above each gamma, summed per sample.
 
         Raises:
             ValueError: shapes that do not fit.
@@ -425,31 +431,32 @@ class AttentionMembership(MembershipAttack):
                 f"{tuple(targets.shape)}: were they embedded at the same layer, with the same "
                 "readout?"
             )
-        x = self._read(hidden.to(torch.promote_types(targets.dtype, hidden.dtype)))
+        x = self._as_read(hidden.to(torch.promote_types(targets.dtype, hidden.dtype)))
         v, rows = self._parts(targets.to(x))
         weights, gammas = upstream.to(x), self._thresholds(rows, v)
         parts = self.design.heads(d, x).attentions(x, mask, v)
         if rows is None:
-            return coordinates_fired(parts, gammas, weights, len(v), d)
+            return coordinate_gradients(parts, gammas, weights, len(v), d)
         out = x.new_zeros((len(x), len(v), gammas.shape[-1]))
-        for seen in parts:
-            own = gammas if gammas.dim() == 1 else gammas[seen.targets]
-            weight = weights[seen.sentence, seen.places]
-            out[seen.sentence, seen.targets] = fired(seen.along(rows), own, weight)
+        for attention in parts:
+            thresholds = gammas if gammas.dim() == 1 else gammas[attention.targets]
+            weight = weights[attention.sentence, attention.places]
+            gradients = bias_gradients(attention.project(rows), thresholds, weight)
+            out[attention.sentence, attention.targets] = gradients
         return out
 
     # ---- A_guess ----------------------------------------------------------------------------
 
     def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
-        """A_guess: a member where the gradient at the gamma chosen is not zero.
+        """Run A_guess: a member where the gradient at the calibrated gamma is not zero.
 
         Args:
             gradient: (G, K).
             noise_std: of the noise on each number.
 
         Returns:
-            Scores: without noise how many gammas or bands, counted from the easiest, the hardest
-            that fires stands above none. With noise the statistic of
+            Scores: without noise the rank of the hardest gamma or band that fires, counted from
+            the easiest; 0 where none fires. With noise the statistic of
             :class:`~lightning_fedleak.attacks.membership.base.RungReader`, and with
             ``"coordinates"`` the largest number in units of the noise.
 
@@ -458,25 +465,25 @@ class AttentionMembership(MembershipAttack):
             ValueError: it has another number of rungs, or the noise is negative.
             RuntimeError: ``prepare`` was not called.
         """
-        level = self._known().level
+        level = self._require_calibration().level
         score, levels = self.design.score, self.design.levels
         return guess_by(score, self.reader, gradient, noise_std, levels, level)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Whitening and gamma, and a fingerprint of the settings and the public text."""
+        """Return whitening and gamma, and a fingerprint of the settings and the public text."""
         if self._calibration is None or self._d is None:
             return {}
         numbers = {"prepared_at": self._prepared_at, "d": self._d}
-        own = {name: torch.tensor(value) for name, value in numbers.items()}
-        return own | {"fingerprint": self._fingerprint()} | self._calibration.tensors()
+        tensors = {name: torch.tensor(value) for name, value in numbers.items()}
+        return tensors | {"fingerprint": self._fingerprint()} | self._calibration.tensors()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back a calibration of the same settings and public text.
+        """Restore a calibration of the same settings and public text.
 
-        A monitor that is resumed with others calibrates anew.
+        A monitor that resumes with other settings calibrates again.
 
         Raises:
-            ValueError: it is of other settings (``refresh_every`` too) or of another text.
+            ValueError: the settings (``refresh_every`` too) or the text differ.
         """
         if not state:
             return
@@ -484,17 +491,17 @@ class AttentionMembership(MembershipAttack):
         if saved is None or not torch.equal(saved.cpu(), self._fingerprint()):
             raise ValueError(
                 "this state is not of an AttentionMembership with these settings and this public "
-                "text: load it into one built as the one that was saved, or call prepare again"
+                "text: load it into one with the settings that were saved, or call prepare again"
             )
         self._calibration = Calibration.from_tensors(state)
         self._prepared_at, self._d = int(state["prepared_at"]), int(state["d"])
 
     def calibration_inputs(self) -> dict[str, object] | None:
-        """The settings, and the public text."""
+        """Return the settings and the public text."""
         return None if self.public_text is None else self.arguments()
 
     def config(self) -> dict[str, object]:
-        """Settings for reports; of the public text the beginning of its SHA-256."""
+        """Return the settings for reports; of the public text the beginning of its SHA-256."""
         return {
             "layer": self.layer,
             "granularity": self.granularity,
@@ -503,7 +510,7 @@ class AttentionMembership(MembershipAttack):
             "select": self.select,
             "tokens": self.tokens,
             "calibration_tokens": self.calibration_tokens or "auto",
-            "public_text": self._text_digest,
+            "public_text": self._digest,
             "refresh_every": self.refresh_every,
             "upstream_sign": self.reader.upstream_sign,
         }
@@ -511,60 +518,62 @@ class AttentionMembership(MembershipAttack):
     # ---- parts ------------------------------------------------------------------------------
 
     def _fingerprint(self) -> Tensor:
-        """(32,) bytes that a calibration of other settings or public text does not share."""
+        """Return (32,) bytes that differ for other settings or another public text."""
         digest = hashlib.sha256(self.fingerprint().encode()).digest()
         return torch.tensor(list(digest), dtype=torch.uint8)
 
-    def _known(self) -> Calibration:
+    def _require_calibration(self) -> Calibration:
         if self._calibration is None:
             raise RuntimeError(self._unprepared())
         return self._calibration
 
-    def _read(self, hidden: Tensor) -> Tensor:
-        """Hidden states as the heads read them, at least in float32."""
+    def _as_read(self, hidden: Tensor) -> Tensor:
+        """Return hidden states as the heads read them, at least in float32."""
         x = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        whitening = self._known().whitening
+        whitening = self._require_calibration().whitening
         return x if whitening is None else whitening(x)
 
     def _parts(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens as the heads read them (G, d), and rows of W_O (G, d) or None for coordinates."""
+        """Return tokens as the heads read them (G, d), and rows of W_O (G, d) or None for
+        coordinates.
+        """
         if not bool(targets.isfinite().all()):
-            raise ValueError("a target is not finite: the server's copy of the model gave no text")
+            raise ValueError("a target is not finite: the server's copy of the model overflowed")
         if self.design.matched:
             tokens, rows = targets.tensor_split(2, dim=1)
-            v = self._read(tokens)
+            v = self._as_read(tokens)
             return v, rows.to(v)
-        v = self._read(targets)
+        v = self._as_read(targets)
         if self.design.score == "coordinates":
             return v, None
-        return v, token_rows(v) / self._known().response
+        return v, token_rows(v) / self._require_calibration().response
 
-    def _thresholds(self, rows: Tensor | None, like: Tensor) -> Tensor:
-        """Gammas of one row of W_O: (K,), or of each target (G, K)."""
-        gammas = self._known().gammas.to(like)
+    def _thresholds(self, rows: Tensor | None, reference: Tensor) -> Tensor:
+        """Return the gammas of one row of W_O, (K,), or of each target, (G, K)."""
+        gammas = self._require_calibration().gammas.to(reference)
         if rows is None:
             return gammas
         if self.design.gamma == "lemma":
             norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-            own: Tensor = (gammas * norms).nan_to_num(nan=torch.inf)
-            return own
-        return torch.tensor(self.design.edges, dtype=torch.float64).to(like)
+            scaled: Tensor = (gammas * norms).nan_to_num(nan=torch.inf)
+            return scaled
+        return torch.tensor(self.design.edges, dtype=torch.float64).to(reference)
 
     def _unprepared(self) -> str:
         return f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
 
 
-def _digest(text: PublicText | str | None) -> str | None:
-    """The beginning of the SHA-256 of all token ids; a word or None as it is."""
+def _text_digest(text: PublicText | str | None) -> str | None:
+    """Return the beginning of the SHA-256 of all token ids; a word or None unchanged."""
     return text.digest if isinstance(text, PublicText) else text
 
 
 def _check_batch(hidden: Tensor, mask: Tensor | None, upstream: Tensor) -> None:
     if hidden.dim() != 3:
         raise ValueError(f"hidden states must be (B, L, d), got {tuple(hidden.shape)}")
-    for name, given in (("mask", mask), ("upstream", upstream)):
-        if given is not None and given.shape != hidden.shape[:2]:
+    for name, tensor in (("mask", mask), ("upstream", upstream)):
+        if tensor is not None and tensor.shape != hidden.shape[:2]:
             raise ValueError(
                 f"{name} must be {tuple(hidden.shape[:2])}, one number per token, got "
-                f"{tuple(given.shape)}"
+                f"{tuple(tensor.shape)}"
             )

@@ -1,11 +1,11 @@
 """The attention adversary's heads (Vu et al. 2024, Sect. 4.2): in closed form, and as modules.
 
-The matrix whose rows Algorithm 1 gives to head 1 is orthonormal, so that its pseudo-inverse is its
-transpose and ``W_K^T W_Q = beta (I - v v^T / |v|^2)``. Head 2's random matrix leaves out one random
-direction u in the same way: ``beta (I - u u^T)``. Hence, with tokens as rows of X,
+Algorithm 1's matrix of head 1 has orthonormal rows, so its pseudo-inverse is its transpose and
+``W_K^T W_Q = beta (I - v v^T / |v|^2)``. Head 2's random matrix omits one random direction u in the
+same way: ``beta (I - u u^T)``. Hence, with tokens as rows of X,
 ``Z1 - Z2 = [softmax beta(G - a a^T) - softmax beta(G - c c^T)] X`` with ``G = X X^T`` shared by all
 targets, ``a = X v / |v|``, ``c = X u``: O(d) per token for a target, and no QR, no pseudo-inverse.
-``beta`` is what multiplies the products: the paper's, divided by ``sqrt(d_attn)``.
+``beta`` multiplies the products: it is the paper's, divided by ``sqrt(d_attn)``.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks.membership.whitening import Whitening
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
-PAIRS_AT_ONCE = 1 << 20
-"""Pairs of tokens, over all targets, whose attention is held at a time."""
+PAIRS_AT_ONCE = 1 << 20  # of tokens, over targets, in memory (4 MiB a head); more: more memory
 
 Score = Literal["band", "ladder", "coordinates"]
 Readout = Literal["matched", "token"]
 Variant = Literal["projector", "paper"]
 
-LEVELS = 16
-"""Gammas of a calibrated ladder over coordinates."""
+CALIBRATED_LEVELS = 16  # gammas of a ladder over coordinates; not tuned; more: a finer score
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,16 +53,16 @@ class Attention:
     first: Tensor
     second: Tensor
 
-    def along(self, rows: Tensor) -> Tensor:
-        """Z1 - Z2 along one direction for each target, (g, n) for all ``rows`` (G, d)."""
-        read = rows[self.targets] @ self.tokens.T
-        return (self.first @ read[..., None])[..., 0] - read @ self.second.T
+    def project(self, rows: Tensor) -> Tensor:
+        """Return Z1 - Z2 along one direction for each target, (g, n) for all ``rows`` (G, d)."""
+        projections = rows[self.targets] @ self.tokens.T
+        return (self.first @ projections[..., None])[..., 0] - projections @ self.second.T
 
     def coordinates(self, at_least: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Z1 - Z2 in all coordinates, of those tokens where one may exceed ``at_least``.
+        """Return Z1 - Z2 in all coordinates, for tokens where one may exceed ``at_least``.
 
         No coordinate is larger than the sum of the attentions' absolute differences, each times
-        the norm of the token attended to.
+        the norm of its token.
 
         Returns:
             Target's number (m,), token's index in ``places`` (m,), and (m, d).
@@ -76,12 +75,12 @@ class Attention:
 
 @dataclass(frozen=True, repr=False)
 class HeadPair:
-    """The two heads, but for the target that head 1 leaves out.
+    """The two heads, except for the target, whose direction head 1 omits.
 
     Attributes:
-        beta: what multiplies the products.
-        u: (d,) unit vector that head 2 leaves out; None: it leaves out nothing.
-        causal: whether tokens attend to earlier ones alone.
+        beta: factor of the products.
+        u: (d,) unit vector whose direction head 2 omits; None: it omits none.
+        causal: whether tokens attend only to earlier ones.
     """
 
     beta: float
@@ -91,12 +90,12 @@ class HeadPair:
     def attentions(
         self, hidden: Tensor, mask: Tensor | None, targets: Tensor
     ) -> Iterator[Attention]:
-        """What both heads attend to in every sentence for every target, a part at a time.
+        """Yield both heads' attention in every sentence, for some of the targets at a time.
 
         Args:
             hidden: (B, L, d).
             mask: (B, L), 0 where padded, or None.
-            targets: (G, d) the tokens v; a zero vector leaves nothing out.
+            targets: (G, d) the tokens v; a zero vector omits nothing.
         """
         norms = targets.norm(dim=1, keepdim=True)
         tiny = torch.finfo(norms.dtype).tiny
@@ -120,22 +119,22 @@ class HeadPair:
             second = products
             a = units @ x.T
             if self.u is not None:
-                along, a = a[-1], a[:-1]
-                second = products - self.beta * along[:, None] * along
+                omitted, a = a[-1], a[:-1]
+                second = products - self.beta * omitted[:, None] * omitted
             second = second.softmax(-1)
             size = max(1, PAIRS_AT_ONCE // (n * n))
             for start in range(0, len(targets), size):
                 part = slice(start, start + size)
-                left = a[part, :, None]
+                v = a[part, :, None]
                 logits = torch.baddbmm(
-                    products.expand(len(left), n, n), left, left.mT, beta=1.0, alpha=-self.beta
+                    products.expand(len(v), n, n), v, v.mT, beta=1.0, alpha=-self.beta
                 )
                 yield Attention(b, places, part, x, norms, logits.softmax(-1), second)
 
-    def expected(self, hidden: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
-        """Z1 - Z2 at the target token of its own sentence, ``mean(X) - Z2``.
+    def expected_response(self, hidden: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
+        """Return Z1 - Z2 at the target token in its own sentence, ``mean(X) - Z2``.
 
-        Head 1 cannot see the target, so that it attends to all tokens alike.
+        Head 1's query is zero there, so it attends to all tokens equally.
 
         Args:
             hidden: (G, L, d) of the target sentences.
@@ -146,38 +145,39 @@ class HeadPair:
             (G, d).
         """
         g, length = hidden.shape[:2]
-        seen = torch.ones(g, length, dtype=torch.bool, device=hidden.device)
+        visible = torch.ones(g, length, dtype=torch.bool, device=hidden.device)
         if mask is not None:
-            seen = mask.to(hidden.device) != 0
+            visible = mask.to(hidden.device) != 0
         if self.causal:
             places = torch.arange(length, device=hidden.device)
-            seen = seen & (places <= positions[:, None])
-        x = hidden.masked_fill(~seen[..., None], 0.0)
-        own = tokens_at(x, positions)
-        logits = (x @ own[..., None])[..., 0]
+            visible = visible & (places <= positions[:, None])
+        x = hidden.masked_fill(~visible[..., None], 0.0)
+        tokens = tokens_at(x, positions)
+        logits = (x @ tokens[..., None])[..., 0]
         if self.u is not None:
-            logits = logits - (own @ self.u)[:, None] * (x @ self.u)
-        attention = (self.beta * logits).masked_fill(~seen, -torch.inf).softmax(-1)
-        uniform = seen.to(x.dtype) / seen.sum(1, keepdim=True)
+            logits = logits - (tokens @ self.u)[:, None] * (x @ self.u)
+        attention = (self.beta * logits).masked_fill(~visible, -torch.inf).softmax(-1)
+        uniform = visible.to(x.dtype) / visible.sum(1, keepdim=True)
         return ((uniform - attention)[:, None] @ x)[:, 0]
 
     def matched_rows(self, hidden: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
-        """Rows of W_O along what is expected, on which a member's response is 1, (G, d).
+        """Return rows of W_O, (G, d), that read 1 from a member's expected response.
 
-        Zero where nothing is to be expected. Arguments as of :meth:`expected`.
+        Rows are zero where no response is expected. The arguments are those of
+        :meth:`expected_response`.
         """
-        expected = self.expected(hidden, mask, positions)
+        expected = self.expected_response(hidden, mask, positions)
         squared = expected.square().sum(1, keepdim=True)
-        visible = squared > 1e-12 * tokens_at(hidden, positions).square().sum(1, keepdim=True)
-        return torch.where(visible, expected / squared, 0.0)
+        nonzero = squared > 1e-12 * tokens_at(hidden, positions).square().sum(1, keepdim=True)
+        return torch.where(nonzero, expected / squared, 0.0)
 
     def strongest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """(G,) the token of each sentence (G, L, d) with the largest difference expected."""
+        """Return (G,) the token of each sentence (G, L, d) with the largest expected response."""
         g, length = hidden.shape[:2]
         sizes = []
         for i in range(length):
-            here = torch.full((g,), i, device=hidden.device)
-            sizes.append(self.expected(hidden, mask, here).norm(dim=1))
+            position = torch.full((g,), i, device=hidden.device)
+            sizes.append(self.expected_response(hidden, mask, position).norm(dim=1))
         strength = torch.stack(sizes, 1)
         if mask is not None:
             strength = strength.masked_fill(mask.to(hidden.device) == 0, -torch.inf)
@@ -185,60 +185,62 @@ class HeadPair:
 
 
 def token_rows(v: Tensor) -> Tensor:
-    """Rows of W_O along minus the token, ``-v / |v|^2``, (G, d); 0 for a zero vector."""
+    """Return rows of W_O along minus the token, ``-v / |v|^2``, (G, d); 0 for a zero vector."""
     squared = v.square().sum(1, keepdim=True)
     return torch.where(squared > 0, -v / squared, 0.0)
 
 
 def tokens_at(hidden: Tensor, positions: Tensor) -> Tensor:
-    """(G, d) one token of each sentence (G, L, d)."""
+    """Return (G, d): one token of each sentence (G, L, d)."""
     return hidden[torch.arange(len(hidden), device=hidden.device), positions]
 
 
-def fired(responses: Tensor, thresholds: Tensor, upstream: Tensor) -> Tensor:
-    """Gradient of biases ``-threshold`` behind a ReLU: the upstream gradients of those above.
+def bias_gradients(responses: Tensor, thresholds: Tensor, upstream: Tensor) -> Tensor:
+    """Return the gradient of biases ``-threshold`` before a ReLU.
+
+    It is the sum of the upstream gradients of the tokens above each threshold.
 
     Args:
         responses: (..., n) over tokens.
-        thresholds: (K,), or (..., K) of their own for each.
+        thresholds: (K,), or (..., K) for each response.
         upstream: (n,).
 
     Returns:
-        (..., K). Two thresholds that the same tokens exceed get the very same number. NaN where a
-        response is.
+        (..., K). Two thresholds that the same tokens exceed get exactly one number. NaN where a
+        response is NaN.
     """
     above = responses[..., None, :] > thresholds[..., None]
     sums = torch.where(above, upstream, 0.0).sum(-1)
     return sums.masked_fill(responses.isnan().any(-1, keepdim=True), torch.nan)
 
 
-def coordinates_fired(
-    parts: Iterable[Attention], gammas: Tensor, weights: Tensor, targets: int, d: int
+def coordinate_gradients(
+    attentions: Iterable[Attention], gammas: Tensor, weights: Tensor, targets: int, d: int
 ) -> Tensor:
-    """Gradient of biases ``-gamma`` behind W_O of both signs of every coordinate.
+    """Return the gradient of biases ``-gamma`` after a W_O of both signs of every coordinate.
 
     Args:
-        parts: attentions of a batch.
+        attentions: of a batch.
         gammas: (R,) for every row of W_O.
         weights: (B, L) upstream.
-        targets: how many, G.
-        d: of the hidden states.
+        targets: their number, G.
+        d: width of the hidden states.
 
     Returns:
         (B, G, 2 d R).
     """
     out = weights.new_zeros((len(weights), targets, 2, d, len(gammas)))
     lowest = float(gammas.min())
-    for seen in parts:
-        target, token, z = seen.coordinates(lowest)
+    for visible in attentions:
+        target, token, z = visible.coordinates(lowest)
         if len(target) == 0:
             continue
-        weight = weights[seen.sentence, seen.places][token][:, None]
+        weight = weights[visible.sentence, visible.places][token][:, None]
         for level, gamma in enumerate(gammas):
             for sign in (0, 1):
                 above = -z > gamma if sign else z > gamma
                 part = torch.where(z.isnan(), torch.nan, torch.where(above, weight, 0.0))
-                out[seen.sentence, :, sign, :, level].index_add_(0, target, part)
+                out[visible.sentence, :, sign, :, level].index_add_(0, target, part)
     return out.flatten(2)
 
 
@@ -249,8 +251,8 @@ class Heads:
     Attributes:
         queries, keys: (H, d_attn, d).
         query_biases, key_biases: (H, d_attn).
-        signs: what each head's output counts for in Z1 - Z2, in the first and in the second half of
-            the output's rows.
+        signs: factor of each head's output in Z1 - Z2, in the first and in the second half of the
+            output's rows.
     """
 
     queries: Tensor
@@ -259,8 +261,10 @@ class Heads:
     key_biases: Tensor
     signs: tuple[tuple[float, float], ...]
 
-    def reading(self, whitening: Whitening | None) -> Heads:
-        """Of heads without biases, those that do to a state what these do to the whitened one."""
+    def fold(self, whitening: Whitening | None) -> Heads:
+        """Return heads that do to a hidden state what these (without biases) do to the whitened
+        one.
+        """
         if whitening is None:
             return self
         queries, query_biases = whitening.folded(self.queries)
@@ -268,22 +272,24 @@ class Heads:
         return Heads(queries, keys, query_biases, key_biases, self.signs)
 
     def output(self, rows: Tensor) -> Tensor:
-        """W_O, (r, H d), that reads ``rows @ (Z1 - Z2)``, (r, d), in as many heads as it needs."""
+        """Return W_O, (r, H d), that reads ``rows @ (Z1 - Z2)``, (r, d), from the heads that it
+        needs.
+        """
         return torch.cat([sign[0] * rows for sign in self.signs], 1)
 
     def both_signs(self) -> Tensor:
-        """W_O of line 11, (2 d, H d): Z1 - Z2 and its negative, coordinate by coordinate."""
+        """Return W_O of line 11, (2 d, H d): Z1 - Z2 and its negative, coordinate by coordinate."""
         eye = torch.eye(self.queries.shape[-1]).to(self.queries)
         halves = [torch.cat([sign[i] * eye for sign in self.signs], 1) for i in (0, 1)]
         return torch.cat(halves)
 
 
 def algorithm_one(target: Tensor, beta: float, generator: torch.Generator) -> Heads:
-    """Lines 1 to 9 of Algorithm 1, as written: random matrices, QR, pseudo-inverses, four heads.
+    """Return the heads of lines 1 to 9 of Algorithm 1: random matrices, QR, pseudo-inverses.
 
     Args:
         target: (d,) the token v, whitened where hidden states are.
-        beta: what multiplies the products; the paper's divided by ``sqrt(d_attn)``.
+        beta: factor of the products; the paper's divided by ``sqrt(d_attn)``.
         generator: on the CPU. The first matrix drawn is W_Q of head 2.
     """
     d = len(target)
@@ -303,16 +309,16 @@ def algorithm_one(target: Tensor, beta: float, generator: torch.Generator) -> He
 def projector_heads(
     target: Tensor, beta: float, u: Tensor | None = None, whitening: Whitening | None = None
 ) -> Heads:
-    """Two heads with the same attention: ``I - v v^T / |v|^2`` and ``I - u u^T`` (or I) as queries.
+    """Return two heads of the same attention, with ``I - v v^T / |v|^2`` and ``I - u u^T`` (or I).
 
     The third and the fourth head of Algorithm 1 are copies of these, and not needed. The whitening
     is folded in without a product of matrices.
 
     Args:
         target: (d,) the token v, whitened.
-        beta: what multiplies the products.
-        u: (d,) unit vector that head 2 leaves out, or None.
-        whitening: None for heads that read hidden states as they are.
+        beta: factor of the products.
+        u: (d,) unit vector whose direction head 2 omits, or None.
+        whitening: None for heads that read hidden states without whitening.
     """
     d = len(target)
     basis = torch.eye(d).to(target) if whitening is None else whitening.matrix.to(target)
@@ -324,34 +330,34 @@ def projector_heads(
     return Heads(queries, keys, -(queries @ mean), -(keys @ mean), ((1.0, -1.0), (-1.0, 1.0)))
 
 
-def left_out(d: int, generator: torch.Generator) -> Tensor:
-    """The direction u, (d,) float64, that head 2 of :func:`algorithm_one` leaves out.
+def random_direction(d: int, generator: torch.Generator) -> Tensor:
+    """Return the direction u, (d,) float64, that head 2 of :func:`algorithm_one` omits.
 
-    The null direction of the first matrix that ``generator`` draws.
+    It is the null direction of the first matrix that ``generator`` draws.
     """
     second = _random(d - 1, d, generator, torch.empty(0, dtype=torch.float64))
     q: Tensor = torch.linalg.qr(second.T, mode="complete")[0]
     return q[:, -1]
 
 
-def _random(rows: int, columns: int, generator: torch.Generator, like: Tensor) -> Tensor:
-    return torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(like)
+def _random(rows: int, columns: int, generator: torch.Generator, reference: Tensor) -> Tensor:
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(reference)
 
 
 class CraftedAttention(nn.Module):
     """Self-attention of Eq. 1, W_O and ReLU for one target; ``bias`` (K,) is b_O, all else frozen.
 
     ``w_q``, ``w_k`` (H, d_attn, d) with biases ``b_q``, ``b_k`` (H, d_attn), ``w_v``
-    (H, d, d), ``w_o`` (r, H d). Every row of W_O stands for ``K / r`` rows that are alike and
-    differ in their bias: a ladder of gamma. Computes in its own dtype, whatever surrounds it
-    (autocast). Padded positions are not attended to and give 0.
+    (H, d, d), ``w_o`` (r, H d). Every row of W_O stands for ``K / r`` equal rows with different
+    biases: a ladder of gamma. The module computes in its own dtype, also under autocast. No token
+    attends to padded positions, whose output is 0.
 
     Args:
         heads: queries and keys.
         values: (d, d) W_V of all heads.
         output: (r, H d).
         gammas: (K,), for each row of ``output`` its ladder, row after row.
-        causal: whether tokens attend to earlier ones alone.
+        causal: whether tokens attend only to earlier ones.
     """
 
     def __init__(
@@ -377,7 +383,7 @@ class CraftedAttention(nn.Module):
         self.bias = nn.Parameter(-gammas.detach().to(heads.queries))
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, L, K) for hidden states (B, L, d).
+        """Return (B, L, K) for hidden states (B, L, d).
 
         Raises:
             ValueError: hidden states of another width.
@@ -389,31 +395,31 @@ class CraftedAttention(nn.Module):
             )
         with torch.autocast(hidden.device.type, enabled=False):
             x = hidden.to(self.bias.dtype)
-            read = (self._heads(x, mask) @ self.w_o.T)[..., None]
-            z = nn.functional.relu(read + self.bias.view(len(self.w_o), -1)).flatten(2)
+            projections = (self._heads(x, mask) @ self.w_o.T)[..., None]
+            z = nn.functional.relu(projections + self.bias.view(len(self.w_o), -1)).flatten(2)
         return z if mask is None else z * (mask.to(z.device) != 0)[..., None].to(z.dtype)
 
     def _heads(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Z of all heads side by side, (B, L, H d)."""
+        """Return Z of all heads side by side, (B, L, H d)."""
         q = torch.einsum("bld,hkd->bhlk", x, self.w_q) + self.b_q[:, None]
         k = torch.einsum("bld,hkd->bhlk", x, self.w_k) + self.b_k[:, None]
         logits = q @ k.mT / math.sqrt(self.w_q.shape[1])
         length = x.shape[1]
-        hidden = torch.zeros(1, length, length, dtype=torch.bool, device=x.device)
+        blocked = torch.zeros(1, length, length, dtype=torch.bool, device=x.device)
         if self.causal:
-            hidden = hidden | torch.ones_like(hidden[0]).triu(1)
+            blocked = blocked | torch.ones_like(blocked[0]).triu(1)
         if mask is not None:
-            hidden = hidden | (mask.to(x.device) == 0)[:, None]
-        # A padded token attends to itself, so that its softmax is of something.
-        hidden = hidden & ~torch.eye(length, dtype=torch.bool, device=x.device)
-        attention = logits.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+            blocked = blocked | (mask.to(x.device) == 0)[:, None]
+        # A padded token attends to itself: a softmax over no token would be NaN.
+        blocked = blocked & ~torch.eye(length, dtype=torch.bool, device=x.device)
+        attention = logits.masked_fill(blocked[:, None], -torch.inf).softmax(-1)
         values = torch.einsum("bld,hkd->bhlk", x, self.w_v)
         return (attention @ values).transpose(1, 2).flatten(2)
 
 
 @dataclass(frozen=True)
 class AttentionDesign:
-    """Settings, as :class:`~lightning_fedleak.attacks.membership.attention.AttentionMembership`'s.
+    """Settings of an :class:`~lightning_fedleak.attacks.membership.attention.AttentionMembership`.
 
     Raises:
         ValueError: one outside of its range, or two that exclude each other.
@@ -434,17 +440,12 @@ class AttentionDesign:
     seed: int
 
     def __post_init__(self) -> None:
-        choices: dict[str, tuple[str, ...]] = {
-            "score": ("band", "ladder", "coordinates"),
-            "readout": ("matched", "token"),
-            "variant": ("projector", "paper"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        check_positive("beta", self.beta, ("authors",))
-        check_positive("gamma", self.gamma, ("calibrated", "lemma"))
-        check_positive("batch", self.batch)
+        check_choice("score", self.score, get_args(Score))
+        check_choice("readout", self.readout, get_args(Readout))
+        check_choice("variant", self.variant, get_args(Variant))
+        check_positive_or("beta", self.beta, ("authors",))
+        check_positive_or("gamma", self.gamma, ("calibrated", "lemma"))
+        check_integer("batch", self.batch)
         if self.score == "band" and self.gamma == "lemma":
             raise ValueError("the lemma's gamma is one threshold and no band: use score='ladder'")
         if not self.widths or not all(0 < w < 1 for w in self.widths):
@@ -452,24 +453,25 @@ class AttentionDesign:
 
     @property
     def matched(self) -> bool:
-        """Whether targets hold the row to read along, behind the token."""
+        """Return whether targets hold, after the token, the row that is read along."""
         return self.score != "coordinates" and self.readout == "matched"
 
     @property
     def levels(self) -> int:
-        """Length of a ladder, or number of bands."""
+        """Return the length of a ladder, or the number of bands."""
         if self.gamma == "lemma":
             return 1
         if self.score == "coordinates":
-            return LEVELS if self.gamma == "calibrated" else 1
+            return CALIBRATED_LEVELS if self.gamma == "calibrated" else 1
         return len(self.widths) if self.score == "band" else len(self.edges)
 
     @property
     def edges(self) -> tuple[float, ...]:
-        """Gammas in units of a member's response, one for each rung.
+        """Return gammas in units of a member's response, one for each rung.
 
-        Of ``"band"`` the lower edges, narrowest first, then the upper ones. Of ``"ladder"`` the
-        same from the highest down, without the upper ones where a member's response is known.
+        With ``"band"`` they are the lower edges, narrowest first, then the upper ones. With
+        ``"ladder"`` they are the same numbers from the highest down, without the upper edges where
+        a member's response is known.
         """
         lower = [1.0 - w for w in self.widths]
         upper = [1.0 + w for w in self.widths]
@@ -479,53 +481,44 @@ class AttentionDesign:
 
     @property
     def level_of_gamma(self) -> int:
-        """The level of a gamma that is a number; its width is among ``widths``."""
+        """Return the level of a gamma that is a number; its width is among ``widths``."""
         if self.score == "coordinates":
             return 0
-        return self.edges.index(1.0 - width_of(float(self.gamma)))
+        return self.edges.index(1.0 - half_width(float(self.gamma)))
 
-    def heads(self, d: int, like: Tensor) -> HeadPair:
-        """The heads for hidden states of d numbers, on the device and in the dtype of ``like``."""
+    def heads(self, d: int, reference: Tensor) -> HeadPair:
+        """Return the heads for hidden states of d numbers, on ``reference``'s device and dtype."""
         beta = 2.0 / math.sqrt(d - 1) if isinstance(self.beta, str) else float(self.beta)
-        u = _left_out(d, self.seed).to(like) if self.omit_random else None
+        u = _cached_direction(d, self.seed).to(reference) if self.omit_random else None
         return HeadPair(beta, u, self.causal)
 
     def generator(self) -> torch.Generator:
-        """Of Algorithm 1's random matrices."""
+        """Return the generator of Algorithm 1's random matrices."""
         return torch.Generator().manual_seed(self.seed)
 
 
 @cache
-def _left_out(d: int, seed: int) -> Tensor:
-    return left_out(d, torch.Generator().manual_seed(seed))
+def _cached_direction(d: int, seed: int) -> Tensor:
+    return random_direction(d, torch.Generator().manual_seed(seed))
 
 
-def check_positive(argument: str, value: Any, words: tuple[str, ...] = ()) -> None:
-    """Whether ``value`` is a positive finite number, or one of ``words``.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(value, str) and value in words:
-        return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
-        said = "".join(f"'{w}', " for w in words)
-        raise ValueError(f"{argument} must be {said}{'or ' if said else ''}positive, got {value!r}")
+def check_positive_or(argument: str, value: Any, words: tuple[str, ...]) -> None:
+    """Raise an error unless ``value`` is a positive finite number, or one of ``words``."""
+    if value not in words:
+        check_number(argument, value, above=0, hint=f"or one of {', '.join(map(repr, words))}")
 
 
-def width_of(gamma: float) -> float:
-    """Half-width of the band whose lower edge is ``gamma``.
+def half_width(gamma: float) -> float:
+    """Return the half-width of the band whose lower edge is ``gamma``.
 
     Raises:
         ValueError: gamma is not below 1.
     """
-    if gamma >= 1:
-        raise ValueError(f"gamma is a share of a member's response, below 1: got {gamma}")
+    check_number("gamma", gamma, below=1, hint="it is a share of a member's response")
     return round(1.0 - gamma, 12)
 
 
-def widths_of(widths: Sequence[float], gamma: float | None) -> tuple[float, ...]:
-    """Half-widths ascending, with that of ``gamma`` among them."""
+def half_widths(widths: Sequence[float], gamma: float | None) -> tuple[float, ...]:
+    """Return half-widths in ascending order, that of ``gamma`` among them."""
     steps = {round(float(w), 12) for w in widths}
-    return tuple(sorted(steps if gamma is None else steps | {width_of(gamma)}))
+    return tuple(sorted(steps if gamma is None else steps | {half_width(gamma)}))

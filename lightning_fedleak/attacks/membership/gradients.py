@@ -263,7 +263,7 @@ class GradientMembership(PassiveMembership):
             raise RuntimeError(f"attack '{self.name}' has no calibration: call prepare(anatomy)")
         check_fresh(self._facts, view.gradients[-1])
         self._leave_out(view.gradients[-1].loss_terms & frozenset(self._reads))
-        public = self._texts(self._anatomy, self.controls, behind=self.public_rows)
+        public = self._texts(self._anatomy, self.controls, skip=self.public_rows)
         texts = (_batch_of(query, self.tokens), public)
         with self._at_start():
             if self._whole is None:

@@ -21,15 +21,15 @@ from lightning_fedleak.attacks.membership.attention_calibration import (
     Calibration,
     PublicScores,
     PublicStates,
-    by_number,
-    learned,
+    calibrate,
+    fixed_calibration,
     lemma_gamma,
 )
 from lightning_fedleak.attacks.membership.attention_layers import (
     HeadPair,
     algorithm_one,
-    left_out,
     projector_heads,
+    random_direction,
 )
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.membership.whitening import fit_whitening
@@ -59,7 +59,7 @@ def built(whitening=None, **given):
     if whitening is None:
         return AttentionMembership(1, whiten=False, **given)
     attack = AttentionMembership(1, [[1, 2]], **given)
-    attack._calibration = by_number(whitening, attack.design)
+    attack._calibration = fixed_calibration(whitening, attack.design)
     attack._d = len(whitening.mean)
     return attack
 
@@ -167,7 +167,7 @@ def test_differences_are_those_of_the_definition():
     assert target.tolist() == [0] * 5
     torch.testing.assert_close(z, found[token], rtol=1e-12, atol=1e-14)
     row = normal(1, 3, seed=3)
-    torch.testing.assert_close(seen.along(row)[0], found @ row[0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(seen.project(row)[0], found @ row[0], rtol=1e-12, atol=1e-14)
 
 
 @given(st.integers(2, 7), st.integers(2, 8), st.booleans(), st.booleans(), st.integers(0, 99))
@@ -178,7 +178,7 @@ def test_the_difference_expected_is_the_one_that_comes(length, d, causal, random
     positions = torch.tensor([0, length - 1, length // 2])
     u = F.normalize(normal(d, seed=seed + 1), dim=0) if random else None
     heads = HeadPair(0.7, u, causal)
-    expected = heads.expected(x, mask, positions)
+    expected = heads.expected_response(x, mask, positions)
     for g, at in enumerate(positions.tolist()):
         target = x[g, at][None]
         (seen,) = heads.attentions(x[g][None], mask[g][None], target)
@@ -216,7 +216,7 @@ def test_the_literal_weights_are_those_of_algorithm_1():
     assert float((layers.w_q[0] @ v).abs().max()) < 1e-12
     product = layers.w_k[0].T @ layers.w_q[0] / scale
     torch.testing.assert_close(product, torch.eye(d).double() - torch.outer(v, v) / (v @ v))
-    u = left_out(d, generator(3))
+    u = random_direction(d, generator(3))
     product = layers.w_k[1].T @ layers.w_q[1] / scale
     torch.testing.assert_close(product, torch.eye(d).double() - torch.outer(u, u))
     eye, zero = torch.eye(d), torch.zeros(d, d)
@@ -276,7 +276,7 @@ def test_heads_agree_with_algorithm_1_in_float64():
     d = 40
     x, v = normal(1, 12, d), normal(d, seed=1)
     literal = algorithm_one(v, 0.5, generator(5))
-    ours = projector_heads(v, 0.5, left_out(d, generator(5)))
+    ours = projector_heads(v, 0.5, random_direction(d, generator(5)))
 
     def products(heads):
         q, k = x @ heads.queries.mT, x @ heads.keys.mT
@@ -374,7 +374,7 @@ def test_the_last_or_the_strongest_token_is_asked_for():
     )
     strongest = built(select="strongest")
     heads = HeadPair(0.3)
-    sizes = [heads.expected(x, mask, torch.full((3,), i)).norm(dim=1) for i in range(6)]
+    sizes = [heads.expected_response(x, mask, torch.full((3,), i)).norm(dim=1) for i in range(6)]
     sizes = torch.stack(sizes, 1)
     best = (sizes * mask).argmax(1)
     assert torch.equal(heads.strongest(x, mask), best)
@@ -709,8 +709,8 @@ def test_a_token_that_makes_no_difference_on_public_text_is_refused():
             1, [[1, 2]], whiten=False, readout="token", gamma=gamma, batch=10
         ).design
         with pytest.raises(ValueError, match=r"median response there is .* not positive"):
-            learned(states, design)
-    assert learned(PublicStates(normal(40, 4, 6), states.mask), design).response > 0
+            calibrate(states, design)
+    assert calibrate(PublicStates(normal(40, 4, 6), states.mask), design).response > 0
 
 
 def test_working_unprepared_says_so():

@@ -11,7 +11,7 @@ from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership import fc as fc_membership
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.attacks.membership.l1_distance import own_rounding
+from lightning_fedleak.attacks.membership.l1_distance import model_rounding
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import Freeze
@@ -73,9 +73,9 @@ def test_under_autocast_the_models_rounding_is_measured_and_training_not_disturb
     rounding = attack.config()["rounding"]
     assert rounding is not None
     anatomy = find_anatomy(watched.lightning_module.model)
-    in_bf16 = own_rounding(anatomy, 2, 0.0, cast=torch.bfloat16)
+    in_bf16 = model_rounding(anatomy, 2, 0.0, cast=torch.bfloat16)
     assert in_bf16 > 1e-4 or in_bf16 == 0  # some CPUs round a row alike in every batch
-    assert own_rounding(anatomy, 2, 0.0) < 1e-5
+    assert model_rounding(anatomy, 2, 0.0) < 1e-5
     assert monitor.latest["leakage/fc_membership/accuracy"] == 1
     assert monitor.latest["leakage/fc_membership/auc"] == 1
 
@@ -120,9 +120,9 @@ def test_a_resumed_calibration_is_of_the_same_text_and_refresh_or_made_anew(tmp_
 def test_what_was_measured_is_resumed_and_not_measured_twice(tmp_path, monkeypatch, kind):
     measured = []
     if kind == "fc":
-        plain = fc_membership.own_rounding
+        plain = fc_membership.model_rounding
         counted = lambda *a, **k: (measured.append(1), plain(*a, **k))[1]  # noqa: E731
-        monkeypatch.setattr(fc_membership, "own_rounding", counted)
+        monkeypatch.setattr(fc_membership, "model_rounding", counted)
     else:
         embed = TrainedMembership._embed_public
         counted = lambda self, a: (measured.append(1), embed(self, a))[1]  # noqa: E731
@@ -154,4 +154,4 @@ def test_what_was_measured_is_resumed_and_not_measured_twice(tmp_path, monkeypat
     fit([other], tmp_path / "other", n=8)
     assert len(measured) == (1 if kind == "fc" else 2)
     if kind == "fc":
-        assert other.attacks[0]._resolved(torch.float32) == "fp32"
+        assert other.attacks[0]._resolve_precision(torch.float32) == "fp32"

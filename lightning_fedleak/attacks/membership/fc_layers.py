@@ -1,4 +1,4 @@
-"""Two crafted fully connected layers as real modules, and what they read of a batch."""
+"""Two crafted fully connected layers as real modules, and the inputs they read from a batch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor, nn
 
 from lightning_fedleak.attacks.membership.base import sentence_rows
 
-DENSE_AT_MOST = 1 << 26
-"""Weights of the first layer that are stored; above, identities are applied and not stored."""
+MOST_STORED_WEIGHTS = 1 << 26
+"""Weights of the first layer that are stored (256 MiB); more are applied without being stored."""
 
 
 class CraftedFC(nn.Module):
     """Two fully connected layers whose second has K neurons that differ in their bias alone.
 
     ``bias`` (K,), b2 of Eq. 6, is the only parameter. ``first`` and ``second``, the row (1, width)
-    of W2 that all neurons share, are frozen. Computes in its own dtype, whatever surrounds it
-    (autocast).
+    of W2 that all neurons share, are frozen. The module computes in its own dtype, also under
+    autocast.
 
     Args:
         first: maps (..., D) to (..., width); has ``in_features``.
@@ -36,8 +36,8 @@ class CraftedFC(nn.Module):
         self.bias = nn.Parameter(biases.detach().clone())
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, R, K) for hidden states (B, L, d); 0 where padded."""
-        inputs, real = _inputs(hidden, mask, self.tokens)
+        """Return (B, R, K) for hidden states (B, L, d); 0 where padded."""
+        inputs, real = _select_inputs(hidden, mask, self.tokens)
         if inputs.shape[-1] != self.first.in_features:
             raise ValueError(
                 f"these layers were crafted for inputs of {self.first.in_features} numbers, "
@@ -51,7 +51,7 @@ class CraftedFC(nn.Module):
 
 
 class Frozen(nn.Module):
-    """``W x + b`` without anything to train; draws no random numbers, as ``nn.Linear`` would.
+    """``W x + b`` without parameters to train; unlike ``nn.Linear`` it draws no random numbers.
 
     Args:
         weight: (width, D).
@@ -67,15 +67,15 @@ class Frozen(nn.Module):
         self.bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., D) to (..., width)."""
+        """Return (..., width) for (..., D)."""
         return nn.functional.linear(x, self.weight, self.bias)
 
 
 class TwoIdentities(nn.Module):
     """Eq. 6's first layer: W1 = [I; -I], b1 = [-T - dead_zone; T - dead_zone], zero below.
 
-    W1 is stored up to :data:`DENSE_AT_MOST` weights. Above it is applied without being stored (for
-    a sentence of 32 x 768 it would take 4.8 GB): the same numbers, the rest of each row being zero.
+    W1 is stored up to :data:`MOST_STORED_WEIGHTS` weights. A larger one is applied without being
+    stored (for a sentence of 32 x 768 it would take 4.8 GB), with the same result.
 
     Args:
         target: T, (D,).
@@ -94,7 +94,7 @@ class TwoIdentities(nn.Module):
         self.register_buffer("bias", bias)
         self.bias: Tensor
         weight = None
-        if d * width <= DENSE_AT_MOST:
+        if d * width <= MOST_STORED_WEIGHTS:
             weight = target.new_zeros((width, d))
             weight[:part].fill_diagonal_(1.0)
             weight[part : 2 * part].fill_diagonal_(-1.0)
@@ -102,18 +102,18 @@ class TwoIdentities(nn.Module):
         self.weight: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., d) to (..., width)."""
+        """Return (..., width) for (..., d)."""
         if self.weight is not None:
             return nn.functional.linear(x, self.weight, self.bias)
-        kept = x[..., : self.part]
-        both = torch.cat([kept, -kept], -1)
-        return nn.functional.pad(both, (0, self.width - both.shape[-1])) + self.bias
+        compared = x[..., : self.part]
+        signs = torch.cat([compared, -compared], -1)
+        return nn.functional.pad(signs, (0, self.width - signs.shape[-1])) + self.bias
 
 
-def inputs_of(
+def batch_inputs(
     hidden: Tensor, mask: Tensor | None, upstream: Tensor, tokens: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What crafted layers read of a batch, without what is padded.
+    """Return the inputs that crafted layers read from a batch, without padding.
 
     Args:
         hidden: (B, L, d).
@@ -134,7 +134,7 @@ def inputs_of(
             f"mask must be {tuple(hidden.shape[:2])} like the hidden states, got "
             f"{tuple(mask.shape)}"
         )
-    inputs, real = _inputs(hidden, mask, tokens)
+    inputs, real = _select_inputs(hidden, mask, tokens)
     b, r, d = inputs.shape
     if upstream.shape != (b, r):
         raise ValueError(
@@ -147,11 +147,7 @@ def inputs_of(
 
 
 def check_targets(targets: Tensor, width: int) -> None:
-    """Whether targets are (G, ``width``), as what is read of the batch.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Raise an error unless targets are (G, ``width``), like the inputs of the batch."""
     if targets.dim() != 2 or (len(targets) and targets.shape[1] != width):
         raise ValueError(
             f"targets must be (G, {width}) for these hidden states, got "
@@ -160,10 +156,10 @@ def check_targets(targets: Tensor, width: int) -> None:
         )
 
 
-def _inputs(
+def _select_inputs(
     hidden: Tensor, mask: Tensor | None, tokens: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Inputs (B, R, D) and which of them hold anything, (B, R)."""
+    """Return inputs (B, R, D), and which of them are not only padding, (B, R)."""
     real = None if mask is None else mask.to(hidden.device) != 0
     if tokens is None:
         return hidden, real

@@ -1,25 +1,24 @@
-"""Putting really crafted layers into a model, in the three placements of Vu et al. 2024, Fig. 3.
+"""Insertion of crafted layers into a model, in the three placements of Vu et al. 2024, Fig. 3.
 
-This takes a server that *chooses the architecture*. A real LoRA adapter has neither a ReLU nor a
-bias, and a Houlsby adapter one ReLU between two trained matrices: neither can be set to fire on
-one text only, so that a client who fixes the trained modules itself is out of these attacks' reach.
+The server has to *choose the architecture*. A real LoRA adapter has neither a ReLU nor a bias, and
+a Houlsby adapter one ReLU between two trained matrices: neither can be set to fire on one text
+only, so these attacks do not reach a client who fixes the trained modules itself.
 
-What the crafted layers give, z (B, R, K), is added to the residual stream along one fixed unit
-direction w: ``h <- h + scale * sum_k z_k w``, so that the gradient of the loss at every z_k is
-``scale * <dL/dh, w>``, whatever the rung (:func:`upstream_of`). w is random, not constant: a
-constant lies in the null space of LayerNorm.
+The output of the crafted layers, z (B, R, K), is added to the residual stream along one fixed unit
+direction w: ``h <- h + scale * sum_k z_k w``. So the gradient of the loss at every z_k is
+``scale * <dL/dh, w>`` for every rung (:func:`upstream_of`). w is random, not constant: a constant
+lies in the null space of LayerNorm.
 
 Only the rungs' biases are trained. The first layer W_1, which holds the target, and the second
-layer's weights W_2 are frozen. The paper trains them too; the attack reads the gradient of b_2
-alone, and with the others frozen the one update that leaves is smaller than that of any adapter,
-the target does not drift while training goes on, and under per-sample clipping nothing else of the
-crafted layers takes a share of the norm. What a client then sees is an adapter whose matrices are
-not trained: odd, and a sign of the attack. Were they trained, W_2's gradient would tell the same.
+layer's weights W_2 are frozen. The paper trains them too, but the attack reads only the gradient of
+b_2. With the others frozen the shared update is smaller than that of any adapter, the target does
+not drift during training, and under per-sample clipping no other part of the crafted layers takes a
+share of the norm. A client can notice an adapter whose matrices are not trained. If they were
+trained, W_2's gradient would show the same.
 """
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -40,11 +39,12 @@ from lightning_fedleak.anatomy.text_layers import (
 from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.model_runs import is_compiled
 from lightning_fedleak.taps.split import argument_of
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Placement = Literal["sequential", "parallel", "embedding"]
 
-_NAME = "fedleak_crafted"
-_PENDING = 64
+CHILD_NAME = "fedleak_crafted"  # of the inserted layers in the model, in state_dict keys
+MOST_PENDING = 64  # forwards that may wait for their backward; not tuned; more: more masks stored
 
 
 def insert(
@@ -57,41 +57,40 @@ def insert(
     seed: int = 0,
     classes: int = 8,
 ) -> Inserted:
-    """Makes crafted layers a part of the model, until the handle's :meth:`Inserted.remove`.
+    """Insert crafted layers into the model, until the handle's :meth:`Inserted.remove`.
 
-    They are registered in ``anatomy.model``, so that optimizers built afterwards, DDP wrapped
-    afterwards and ``state_dict`` hold ``bias``: insert before ``configure_optimizers``. The mask
-    they get is the ``attention_mask`` that the model is called with, (B, L); without one nothing
-    counts as padding. All three placements read the hidden states at ``layer``:
+    They are registered in ``anatomy.model``, so optimizers and DDP wrappers that are built later,
+    and ``state_dict``, hold ``bias``: insert before ``configure_optimizers``. The layers use the
+    ``attention_mask`` that the model is called with, (B, L); without one no token is padding. All
+    three placements read the hidden states at ``layer``:
 
-    - ``"sequential"`` (Fig. 3 b): an adapter behind block ``layer`` (behind the embeddings for 0);
+    - ``"sequential"`` (Fig. 3 b): an adapter after block ``layer`` (after the embeddings for 0);
       what it adds enters block ``layer + 1``.
     - ``"parallel"`` (Fig. 3 c): beside block ``layer + 1``: reads that block's input and adds to
       that block's output.
-    - ``"embedding"`` (Fig. 3 a): the model up to ``layer`` is a frozen embedding module, and what
-      is above it is cut off. The crafted layers are the first that is trained, followed by a
-      linear layer of the server's own on the mean over the real tokens. The model then returns
-      ``logits`` (B, ``classes``) and, if called with ``labels`` (B,), a ``loss``
-      (:class:`Classified`).
+    - ``"embedding"`` (Fig. 3 a): the model up to ``layer`` is a frozen embedding module, and the
+      blocks above are cut off. The crafted layers are the first that are trained, followed by the
+      server's linear layer on the mean over the real tokens. The model then returns ``logits``
+      (B, ``classes``) and, if called with ``labels`` (B,), a ``loss`` (:class:`Classified`).
 
-    Crafted layers of whole sentences (R = 1, granularity ``"full"``) are added at every real token:
-    which tokens the loss depends on differs by model, and so its gradient is the sum over them.
+    Crafted layers of whole sentences (R = 1, granularity ``"full"``) are added at every real token,
+    because models differ in the tokens that the loss depends on; the gradient is the sum over them.
 
-    Hooks make the connection, once for each forward under Hugging Face's gradient checkpointing
-    and as often as the block is computed inside other checkpoints. The model may be compiled
-    afterwards. ``hidden_states`` reads the model without what is inserted. Of an encoder-decoder
-    the encoder is meant.
+    Hooks connect the layers. They run once for each forward under Hugging Face's gradient
+    checkpointing, and as often as the block is computed inside other checkpoints. The model may be
+    compiled later. ``hidden_states`` reads the model without the inserted layers. In an
+    encoder-decoder the layers enter the encoder.
 
     Args:
         anatomy: of the model.
         layer: as in :func:`lightning_fedleak.model_runs.hidden_states`.
-        crafted: as :meth:`MembershipAttack.craft` gives them: maps hidden states (B, L, d) and a
-            mask (B, L) or None to (B, R, K) with R = L or 1; only ``bias`` (K,) is trained. Moved
-            to the model's device.
+        crafted: as :meth:`MembershipAttack.craft` returns them: map hidden states (B, L, d) and a
+            mask (B, L) or None to (B, R, K) with R = L or 1; only ``bias`` (K,) is trained. They
+            are moved to the model's device.
         placement: one of the above.
-        scale: of what is added; the smaller, the less the model's output changes, and the smaller
-            the gradient.
-        seed: of the generator that w, and the linear layer of ``"embedding"``, are drawn from.
+        scale: factor of the output; with a smaller one the model's output changes less, and the
+            gradient is smaller.
+        seed: of the generator that draws w and the linear layer of ``"embedding"``.
         classes: of ``"embedding"``.
 
     Raises:
@@ -101,20 +100,17 @@ def insert(
         TypeError: the model is compiled or sharded already (insert first), or, for
             ``"embedding"``, something else has replaced its forward.
     """
-    if placement not in get_args(Placement):
-        raise ValueError(
-            f"placement must be one of {', '.join(get_args(Placement))}, got {placement!r}"
-        )
-    if not math.isfinite(scale) or scale == 0:
-        raise ValueError(f"scale must be finite and not zero, got {scale}")
-    if classes < 2:
-        raise ValueError(f"classes must be at least 2, got {classes}")
+    check_choice("placement", placement, get_args(Placement))
+    check_number("scale", scale)
+    if scale == 0:
+        raise ValueError("scale must not be 0: the loss would not depend on the crafted layers")
+    check_integer("classes", classes, at_least=2)
     place = place_of(anatomy, layer)
     if placement == "parallel":
         if layer == len(text_blocks(anatomy)):
             raise ValueError(
-                f"layer={layer} is the output of the last block, so that there is no block beside "
-                "which layers could read it: use a lower layer, or placement='sequential'"
+                f"layer={layer} is the output of the last block, so no block reads it and "
+                "placement='parallel' has no place: use a lower layer, or placement='sequential'"
             )
         place = place_of(anatomy, layer + 1)
     trained = [n for n, p in crafted.named_parameters() if p.requires_grad]
@@ -139,13 +135,13 @@ def upstream_of(
     whole_sentence: bool = False,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of the loss at the crafted layers' output, which is the same for all rungs.
+    """Return the gradient of the loss at the crafted layers' output, the same for all rungs.
 
     Args:
         delta: (B, L, d) gradient of the loss in the hidden states that the output is added to: at
-            ``layer`` for ``"sequential"``, at ``layer + 1`` for ``"parallel"``. Of the run without
-            the inserted layers it gives the gradient to first order in ``scale``, of the run with
-            them exactly.
+            ``layer`` for ``"sequential"``, at ``layer + 1`` for ``"parallel"``. With the delta of
+            a run without the inserted layers the result is exact to first order in ``scale``, with
+            that of a run with them exact.
         direction: (d,), :attr:`Inserted.direction`.
         scale: :attr:`Inserted.scale`.
         whole_sentence: for granularity ``"full"``, whose output is added at every real token.
@@ -164,9 +160,9 @@ def upstream_of(
 
 
 def direction_of(width: int, seed: int = 0) -> Tensor:
-    """The unit vector w, (width,), float64: random, from a generator of its own."""
-    drawn = torch.randn(width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    unit: Tensor = drawn / drawn.norm()
+    """Return the unit vector w, (width,), float64, drawn from its own generator."""
+    normal = torch.randn(width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    unit: Tensor = normal / normal.norm()
     return unit
 
 
@@ -186,15 +182,17 @@ class CraftedInside(nn.Module):
         self.register_buffer("direction", direction)
         self.direction: Tensor
 
-    def forward(self, hidden: Tensor, mask: Tensor | None, onto: Tensor | None = None) -> Tensor:
-        """``onto`` (by default ``hidden``) plus what the crafted layers say of ``hidden``.
+    def forward(
+        self, hidden: Tensor, mask: Tensor | None, residual: Tensor | None = None
+    ) -> Tensor:
+        """Return ``residual``, by default ``hidden``, plus the crafted output for ``hidden``.
 
         Args:
             hidden: (B, L, d).
             mask: (B, L) or None.
-            onto: (B, L, d).
+            residual: (B, L, d).
         """
-        onto = hidden if onto is None else onto
+        residual = hidden if residual is None else residual
         if hidden.shape[-1] != len(self.direction):
             raise ValueError(
                 f"hidden states are {hidden.shape[-1]} wide, but {len(self.direction)} was expected"
@@ -210,12 +208,13 @@ class CraftedInside(nn.Module):
             added = added.expand(-1, hidden.shape[1], -1)
             if mask is not None:
                 added = added * (mask != 0)[..., None].to(added.dtype)
-        result: Tensor = onto + (self.scale * added * self.direction.to(added.dtype)).to(onto.dtype)
+        step = self.scale * added * self.direction.to(added.dtype)
+        result: Tensor = residual + step.to(residual.dtype)
         return result
 
 
 class Classified(NamedTuple):
-    """What a model returns with the placement ``"embedding"``.
+    """Output of a model with the placement ``"embedding"``.
 
     Attributes:
         loss: cross-entropy, a scalar; None without labels.
@@ -229,14 +228,14 @@ class Classified(NamedTuple):
 class EmbeddingModule(nn.Module):
     """Fig. 3 (a): crafted layers and a linear layer on top of a frozen model, cut off at a layer.
 
-    Stands in for the model's forward. Dropout acts as the model's mode says; a dishonest server
-    sets it to 0.
+    It replaces the model's forward. Dropout depends on the model's mode; a dishonest server sets it
+    to 0.
 
     Args:
         inside: the crafted layers.
         model: frozen meanwhile; runs without gradient up to the layer.
         place: of the layer.
-        masks: the mask that the model is called with.
+        masks: the mask of the model's calls.
         classes: of the linear layer.
         seed: of its weights, normal with standard deviation ``1 / sqrt(d)``; trained.
     """
@@ -258,7 +257,7 @@ class EmbeddingModule(nn.Module):
         self.top_weight = nn.Parameter(weight.to(inside.direction))
         self.top_bias = nn.Parameter(torch.zeros(classes).to(inside.direction))
         # Not registered as a child: this module is one of the model's own children.
-        self._held = (model.forward, masks)
+        self._forward_and_masks = (model.forward, masks)
         self._cutting = False
         if place.side == "input":
             self._handle = place.module.register_forward_pre_hook(
@@ -268,8 +267,8 @@ class EmbeddingModule(nn.Module):
             self._handle = place.module.register_forward_hook(self._cut_behind)
 
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Classified:
-        """Called as the model is; ``labels`` are classes, (B,)."""
-        forward, masks = self._held
+        """Return logits and loss for the model's arguments; ``labels`` are classes, (B,)."""
+        forward, masks = self._forward_and_masks
         self._cutting = True
         try:
             with torch.no_grad():
@@ -277,10 +276,10 @@ class EmbeddingModule(nn.Module):
         except _Cut as cut:
             hidden = cut.states
         else:
-            raise RuntimeError("the model never called the block at which it should be cut off")
+            raise RuntimeError("the model did not call the block at which it is cut off")
         finally:
             self._cutting = False
-        mask = masks.of(hidden)
+        mask = masks.matching(hidden)
         mixed = self.inside(hidden, mask).to(self.top_weight.dtype)
         if mask is None:
             pooled = mixed.mean(1)
@@ -306,7 +305,7 @@ class EmbeddingModule(nn.Module):
             raise _Cut(states_out(output))
 
     def close(self) -> None:
-        """Removes the hook."""
+        """Remove the hook."""
         self._handle.remove()
 
 
@@ -319,18 +318,18 @@ class _Cut(Exception):
 
 
 class _Masks:
-    """The mask that the model is called with, where the crafted layers need it.
+    """The mask of the model's calls, for the crafted layers.
 
-    A checkpoint computes a block again in backward, perhaps after other forwards: the mask then
-    goes by the memory of the block's input, which the checkpoint holds until its backward.
+    A checkpoint computes a block again in backward, perhaps after other forwards. The mask is then
+    found by the address of the block's input, which the checkpoint stores until its backward.
     """
 
     def __init__(self, anatomy: Anatomy) -> None:
-        self._handle = anatomy.model.register_forward_pre_hook(self._called, with_kwargs=True)
+        self._handle = anatomy.model.register_forward_pre_hook(self._record_mask, with_kwargs=True)
         self._mask: Tensor | None = None
         self._by_input: OrderedDict[int, Tensor | None] = OrderedDict()
 
-    def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record_mask(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = argument_of(model, "attention_mask", args, kwargs)
         if mask is not None and mask.dim() != 2:
             raise ValueError(
@@ -341,25 +340,25 @@ class _Masks:
             mask = None if ids is None else torch.ones_like(ids)
         self._mask = mask
 
-    def of(self, hidden: Tensor) -> Tensor | None:
-        """The mask (B, L) of a block that is called with ``hidden``, (B, L, d)."""
+    def matching(self, hidden: Tensor) -> Tensor | None:
+        """Return the mask (B, L) of a block that is called with ``hidden``, (B, L, d)."""
         key = hidden.data_ptr()
         if torch._C._current_graph_task_id() == -1:
             self._by_input.pop(key, None)
             self._by_input[key] = self._mask
-            if len(self._by_input) > _PENDING:
+            if len(self._by_input) > MOST_PENDING:
                 self._by_input.popitem(last=False)
         elif key not in self._by_input:
             raise RuntimeError(
-                "a checkpoint computes a block again whose first pass is not known (more than "
-                f"{_PENDING} forwards before their backward?)"
+                "a checkpoint computes a block again whose first pass was forgotten (more than "
+                f"{MOST_PENDING} forwards before their backward?)"
             )
         mask = self._by_input[key]
         if mask is None:
             return None
-        # Prompt tuning puts tokens of its own before the text; generate() calls with the last only.
-        before = hidden.shape[1] - mask.shape[1]
-        return nn.functional.pad(mask, (before, 0))
+        # Prompt tuning puts virtual tokens before the text; generate() passes only the last token.
+        virtual_tokens = hidden.shape[1] - mask.shape[1]
+        return nn.functional.pad(mask, (virtual_tokens, 0))
 
     def close(self) -> None:
         self._handle.remove()
@@ -381,7 +380,7 @@ class Inserted:
         inside: the :class:`CraftedInside`.
         layer: whose hidden states are read.
         placement: where they are.
-        scale: of what is added.
+        scale: factor of the output.
     """
 
     def __init__(
@@ -399,8 +398,8 @@ class Inserted:
         self.layer, self.placement, self.scale = layer, placement, scale
         if placement == "embedding" and "forward" in vars(self._model):
             raise TypeError(
-                f"the forward of {type(self._model).__name__} is replaced already, so that crafted "
-                "layers cannot stand on top of it"
+                f"the forward of {type(self._model).__name__} is replaced already, so crafted "
+                "layers cannot be placed on top of it"
             )
         config = getattr(without_peft(self._model), "config", None)
         width = getattr(config, "hidden_size", None) or anatomy.hidden_size
@@ -412,7 +411,7 @@ class Inserted:
         self._handle: RemovableHandle | None = None
         self._frozen: list[nn.Parameter] = []
         self.module: CraftedInside | EmbeddingModule = self.inside
-        self._joint = _Joint(self.inside, self._masks)
+        self._hooks = _Hooks(self.inside, self._masks)
         if placement == "embedding":
             self._frozen = [p for p in self._model.parameters() if p.requires_grad]
             top = EmbeddingModule(self.inside, self._model, place, self._masks, classes, seed)
@@ -421,32 +420,34 @@ class Inserted:
             self._model.forward = top.forward
             self.module = top
         elif placement == "parallel":
-            self._handle = place.module.register_forward_hook(self._joint.beside, with_kwargs=True)
+            hook = self._hooks.add_parallel
+            self._handle = place.module.register_forward_hook(hook, with_kwargs=True)
         elif place.side == "input":
             self._handle = place.module.register_forward_pre_hook(
-                self._joint.before, with_kwargs=True
+                self._hooks.add_to_input, with_kwargs=True
             )
         else:
-            self._handle = place.module.register_forward_hook(self._joint.behind, with_kwargs=True)
+            hook = self._hooks.add_to_output
+            self._handle = place.module.register_forward_hook(hook, with_kwargs=True)
         self.module.to(anatomy.device).train(self._model.training)
-        self._name = _NAME
+        self._name = CHILD_NAME
         while self._name in self._model._modules:
             self._name += "_"
         self._model.add_module(self._name, self.module)
 
     @property
     def direction(self) -> Tensor:
-        """The unit vector w that is added along, (d,)."""
+        """Return the unit vector w, (d,), along which the output is added."""
         return self.inside.direction
 
     @property
     def bias(self) -> nn.Parameter | None:
-        """The rungs, (K,): what is trained; None of crafted layers without."""
+        """Return the rungs, (K,), which are trained; None for crafted layers without."""
         bias = getattr(self.inside.crafted, "bias", None)
         return bias if isinstance(bias, nn.Parameter) else None
 
     def remove(self) -> None:
-        """Takes the layers out: the model is what it was. Does nothing the second time."""
+        """Remove the layers, so that the model is as before; a second call does nothing."""
         if self._model._modules.get(self._name) is not self.module:
             return
         del self._model._modules[self._name]
@@ -466,28 +467,28 @@ class Inserted:
         self.remove()
 
 
-class _Joint:
+class _Hooks:
     """The hooks of the sequential and the parallel placement."""
 
     def __init__(self, inside: CraftedInside, masks: _Masks) -> None:
         self.inside = inside
         self.masks = masks
 
-    def before(
+    def add_to_input(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = states_in(args, kwargs)
-        return with_states_in(args, kwargs, self.inside(hidden, self.masks.of(hidden)))
+        return with_states_in(args, kwargs, self.inside(hidden, self.masks.matching(hidden)))
 
-    def behind(
+    def add_to_output(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        mask = self.masks.of(states_in(args, kwargs))
+        mask = self.masks.matching(states_in(args, kwargs))
         return with_states_out(output, self.inside(states_out(output), mask))
 
-    def beside(
+    def add_parallel(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         hidden = states_in(args, kwargs)
-        mixed = self.inside(hidden, self.masks.of(hidden), states_out(output))
+        mixed = self.inside(hidden, self.masks.matching(hidden), states_out(output))
         return with_states_out(output, mixed)

@@ -1,11 +1,11 @@
-"""Is this text in the batch, asked by a server that adds nothing: the test of shared row spaces.
+"""A passive membership attack on row spaces: how much of the shared rows a text's states explain.
 
-What a member's hidden states are combined to in the shared rows of every block, another text's are
-not. ProjRes (arXiv 2604.21197) measures how far a candidate's hidden states lie from the row space
-of a whole gradient. Under LoRA the row space is far smaller than a batch, so that no state lies in
-it. Then two things tell: whether the candidate's tokens are among those that the first block's rows
-give away (:class:`~lightning_fedleak.attacks.words.subspace.SubspaceWords`), and how much more of
-deeper blocks' rows its states explain than of the first's, where their order does not matter.
+The shared rows of every block combine the hidden states of members, not those of other texts.
+ProjRes (arXiv 2604.21197) measures how far a candidate's hidden states lie from the row space of a
+whole gradient. Under LoRA the row space is far smaller than a batch, so no state lies in it. Then
+two quantities separate members: whether the candidate's tokens are among those that the first
+block's rows reveal (:class:`~lightning_fedleak.attacks.words.subspace.SubspaceWords`), and how much
+more of deeper blocks' rows its states explain than of the first's, where order does not matter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_fedleak.attacks.base import (
 )
 from lightning_fedleak.attacks.local_steps import check_fresh
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
-from lightning_fedleak.attacks.membership.gradients import whitening
+from lightning_fedleak.attacks.membership.whitening import whitening_matrix
 from lightning_fedleak.attacks.public_text import Given
 from lightning_fedleak.attacks.row_space.dictionary import factor_rows, orthonormal
 from lightning_fedleak.attacks.row_space.linear_maps import (
@@ -46,31 +46,40 @@ from lightning_fedleak.snapshots import (
     whole_tensor,
 )
 from lightning_fedleak.threats import ThreatModelError
+from lightning_fedleak.validate import check_integer
 
-_SMALLEST_PIVOT = 1e-2
-_SMALLEST_GAIN = 1e-2
-_MARGIN = 20
-_ABSENT = 10.0
-_CLOSEST = 1e-10
-_DEPTHS = (0.4, 0.95)
-_OF_FIRST = 0.5
+# None of these was tuned.
+SMALLEST_PIVOT = 1e-2  # squared share of a state outside those before it, below which it is skipped
+SMALLEST_GAIN = 1e-2  # of the rows that random states explain; smaller gains count as this one
+FREE_DIMENSIONS = 20  # that rows must leave to a block's states for a distance to mean anything
+ABSENT_WEIGHT = 10.0  # subtracted from the score of a text with a token that is surely absent
+SMALLEST_DISTANCE = 1e-10  # squared, of a unit state from the span of the rows; rounding
+DEEP_SHARES = (0.4, 0.95)  # of the depth between which deeper blocks are read
+FIRST_BLOCK_WEIGHT = 0.5  # of the first block's gain, subtracted from that of deeper ones
 
 
 class SubspaceMembership(PassiveMembership):
-    """Whether candidates' hidden states explain the shared rows of all blocks.
+    """Score how much of the shared rows of all blocks a text's hidden states explain.
 
     Args:
-        public_text: text like the clients', or ``"sampled"``, for what any text explains.
+        public_text: text like the clients', or ``"sampled"`` for text that the model writes; it
+            shows how much any text explains.
         tokenizer: for strings.
         blocks: that are read at most: the first two, and others from the middle on.
-        public_rows: public texts.
+        public_rows: number of public texts.
         tokens: of a text that are read at most.
-        refresh_every: steps after which :meth:`refresh` runs the model on public text anew.
+        refresh_every: steps after which :meth:`refresh` runs the model on public text again.
         seed: of sampled text.
         name: as in the logs.
 
     Raises:
         ValueError: a number out of range, or no public text.
+
+    Example:
+        >>> from lightning_fedleak.attacks import SubspaceMembership
+        >>> attack = SubspaceMembership(blocks=6)
+        >>> attack.config()["blocks"]
+        6
     """
 
     default_name = "subspace_membership"
@@ -98,76 +107,79 @@ class SubspaceMembership(PassiveMembership):
             seed=seed,
             name=name,
         )
-        if isinstance(blocks, bool) or blocks < 1:
-            raise ValueError(f"blocks must be an integer of at least 1, got {blocks}")
+        check_integer("blocks", blocks)
         self.blocks = blocks
         self._words = SubspaceWords(capacity_seconds=0)
         self._facts = RunFacts()
         self._inputs: tuple[Anatomy, tuple[SharedInput, ...]] | None = None
-        self._whitening: list[Tensor] = []
-        self._others: tuple[Tensor, Tensor, list[Tensor]] | None = None
+        self._whitenings: list[Tensor] = []
+        self._public_states: tuple[Tensor, Tensor, list[Tensor]] | None = None
         self._factors: dict[str, Tensor] = {}
         self._prepared_at = 0
 
     def meet(self, facts: RunFacts) -> None:
-        """Learns the precision, and what made an update."""
+        """Store the precision, and what made an update."""
         self._facts = facts
         self._words.meet(facts)
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """The maps of a block that read what its attention reads, of some blocks.
+        """Return the maps of some blocks that read what the block's attention reads.
 
         Raises:
             ThreatModelError: the model has no linear map that is called once.
         """
         words = self._words.needs(anatomy).gradients
-        inputs = self._read(anatomy)
-        own = [m.name for i in inputs for m in _trained(i, anatomy)]
-        if not own:
+        inputs = self._select_inputs(anatomy)
+        names = [m.name for i in inputs for m in _trained_readers(i, anatomy)]
+        if not names:
             return Surfaces(gradients=tuple(m.name for m in inputs[0].maps if m.factor != "B"))
-        of_words = [name for name in words if anatomy.trainable(name)]
-        return Surfaces(gradients=tuple(dict.fromkeys([*of_words, *own])))
+        word_names = [name for name in words if anatomy.trainable(name)]
+        return Surfaces(gradients=tuple(dict.fromkeys([*word_names, *names])))
 
-    def _read(self, anatomy: Anatomy) -> tuple[SharedInput, ...]:
-        """The inputs that are read: of those with trained readers, if there are any."""
+    def _select_inputs(self, anatomy: Anatomy) -> tuple[SharedInput, ...]:
+        """Return the inputs that are read: those with trained readers, if there are any."""
         if self._inputs is None or self._inputs[0] is not anatomy:
-            found = find_shared_inputs(
+            shared_inputs = find_shared_inputs(
                 anatomy, [m for m in find_linear_maps(anatomy) if m.factor != "B"]
             )
-            wide = tuple(i for i in found if i.width == anatomy.hidden_size)
+            wide = tuple(i for i in shared_inputs if i.width == anatomy.hidden_size)
             if not wide:
                 raise ThreatModelError(
                     f"attack '{self.name}' reads linear maps of hidden states, and this model has "
                     "none that is called once: remove the attack"
                 )
             self._inputs = (anatomy, wide)
-        trained = [i for i in self._inputs[1] if _trained(i, anatomy)]
-        inputs = _first_of_each_block(trained or list(self._inputs[1]))
-        first, deep = inputs[: _early(len(inputs))], inputs[_early(len(inputs)) :]
-        wanted = max(1, self.blocks - len(first))
-        if len(deep) > wanted:
-            ends = [share * (len(inputs) - 1) - len(first) for share in _DEPTHS]
-            places = torch.linspace(max(0.0, ends[0]), ends[1], wanted).round()
+        trained = [i for i in self._inputs[1] if _trained_readers(i, anatomy)]
+        inputs = _first_input_per_block(trained or list(self._inputs[1]))
+        first, deep = inputs[: _early_blocks(len(inputs))], inputs[_early_blocks(len(inputs)) :]
+        deep_blocks = max(1, self.blocks - len(first))
+        if len(deep) > deep_blocks:
+            ends = [share * (len(inputs) - 1) - len(first) for share in DEEP_SHARES]
+            places = torch.linspace(max(0.0, ends[0]), ends[1], deep_blocks).round()
             deep = [deep[int(i)] for i in dict.fromkeys(places.tolist())]
         return (*first, *deep)
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Runs the model on public text, and on every token up to the first projections."""
+        """Run the model on public text, and on every token up to the first projections."""
         self._words.prepare(anatomy)
         self._prepare_public(anatomy)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Follows the model: the first input at every look, public text now and then."""
+        """Follow the model: the first input at every look, public text at times."""
         self._words.refresh(anatomy, step)
-        if not 0 <= step - self._prepared_at < self.refresh_every or not self._whitening:
+        if not 0 <= step - self._prepared_at < self.refresh_every or not self._whitenings:
             self._prepared_at = step
             self._prepare_public(anatomy)
-        self._follow(anatomy)
+        self._copy_weights(anatomy)
 
-    def _follow(self, anatomy: Anatomy) -> None:
-        """Keeps a copy of the factors A as they are now, which a term of the loss may share."""
-        read = [m for known in self._read(anatomy) for m in _trained(known, anatomy)]
-        self._factors = factor_rows(anatomy, read)
+    def _copy_weights(self, anatomy: Anatomy) -> None:
+        """Store a copy of the factors A, with which a term of the loss may share directions."""
+        readers = [
+            m
+            for shared_input in self._select_inputs(anatomy)
+            for m in _trained_readers(shared_input, anatomy)
+        ]
+        self._factors = factor_rows(anatomy, readers)
         self._round_starts(anatomy, self._facts)
         self._anatomy = anatomy
 
@@ -175,18 +187,18 @@ class SubspaceMembership(PassiveMembership):
         public = self._texts(anatomy, self.public_rows)
         ids, mask = public.input_ids, public.attention_mask
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask > 0
-        states = input_states(anatomy, self._read(anatomy), ids, real.long())
+        states = input_states(anatomy, self._select_inputs(anatomy), ids, real.long())
         flat = (x[real.to(x.device)].double() for x in states)
-        self._whitening = [whitening(x.T @ x / len(x)) for x in flat]
-        self._others = (ids, real, states)
-        self._follow(anatomy)
+        self._whitenings = [whitening_matrix(x.T @ x / len(x)) for x in flat]
+        self._public_states = (ids, real, states)
+        self._copy_weights(anatomy)
 
     @torch.no_grad()
     def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
-        """Scores every text of the query, and public texts beside them.
+        """Score every text of the query, and public texts beside them.
 
         Returns:
-            ``members`` are texts that score above all public ones (had these no absent tokens,
+            ``members`` are texts that score above all public ones (whose absent tokens are ignored
             where the tokens of the batch are certain).
 
         Raises:
@@ -196,24 +208,24 @@ class SubspaceMembership(PassiveMembership):
         """
         if query is None:
             raise ValueError(f"attack '{self.name}' asks about texts: give a query")
-        if self._others is None:
+        if self._public_states is None:
             raise RuntimeError(f"attack '{self.name}' has no calibration: call prepare(anatomy)")
         anatomy = self._anatomy
         check_fresh(self._facts, view.gradients[-1])
         update = isinstance(view.gradients[-1], UpdateSnapshot)
         if update and self._facts.optimizer_settings.get("weight_decay"):
             raise UnusableObservation(
-                "the weight decay of a round is not taken off what is shared; GradientMembership "
-                "does"
+                "this attack does not subtract a round's weight decay from what is shared; "
+                "GradientMembership does"
             )
-        inputs = self._read(anatomy)
-        own = [self._own_rows(i, anatomy, view) for i in inputs]
-        shared = [self._rows(i, anatomy, view, basis) for i, basis in zip(inputs, own, strict=True)]
+        inputs = self._select_inputs(anatomy)
+        bases = [self._loss_term_rows(i, anatomy, view) for i in inputs]
+        shared = [self._rows(i, anatomy, view, b) for i, b in zip(inputs, bases, strict=True)]
         if all(rows is None for rows in shared):
-            if any(m.factor == "A" for i in inputs for m in _trained(i, anatomy)):
+            if any(m.factor == "A" for i in inputs for m in _trained_readers(i, anatomy)):
                 raise NotYet(NO_GRADIENT_YET)
             raise UnusableObservation("every gradient that is read is zero")
-        words = self._bag(view)
+        words = self._guess_words(view)
         ids, mask = query.input_ids, query.attention_mask
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask > 0
         cut = reach(real, self.tokens)
@@ -221,13 +233,13 @@ class SubspaceMembership(PassiveMembership):
         with self._at_start():
             states = input_states(anatomy, inputs, ids, None if mask is None else real.long())
         causal = anatomy.kind == "causal"
-        public_ids, public_real, public_states = self._others
-        asked, other = (
+        public_ids, public_real, public_states = self._public_states
+        candidates, controls = (
             _evidence(
                 shared,
-                self._whitening,
-                [_outside(x, basis) for x, basis in zip(inputs_of_texts, own, strict=True)],
-                _counted(tokens, causal=causal),
+                self._whitenings,
+                [_remove_span(x, basis) for x, basis in zip(inputs_of_texts, bases, strict=True)],
+                _positions_with_gradient(tokens, causal=causal),
                 text,
                 words,
             )
@@ -236,26 +248,28 @@ class SubspaceMembership(PassiveMembership):
                 (public_states, public_real, public_ids),
             )
         )
-        scores, others = _scores(asked, other), _scores(other, other)
+        scores, control_scores = _scores(candidates, controls), _scores(controls, controls)
         if words is not None and words.certified:
-            # Absent tokens rule a text out; what is left must tell it from public text.
-            others = others + other[:, 3]
-        return MembershipGuess(scores=scores.cpu(), members=(scores > others.max()).cpu())
+            # Absent tokens exclude a text; its other evidence must exceed that of public text.
+            control_scores = control_scores + controls[:, 3]
+        return MembershipGuess(scores=scores.cpu(), members=(scores > control_scores.max()).cpu())
 
-    def _bag(self, view: Observation) -> WordGuess | None:
+    def _guess_words(self, view: Observation) -> WordGuess | None:
         try:
             return self._words.run(view)
         except UnusableObservation:
             return None
 
-    def _own_rows(self, known: SharedInput, anatomy: Anatomy, view: Observation) -> Tensor:
+    def _loss_term_rows(
+        self, shared_input: SharedInput, anatomy: Anatomy, view: Observation
+    ) -> Tensor:
         """Return a basis (k, d) of what terms of the loss add to the gradients of A's.
 
         Raises:
             UnusableObservation: a term is of a whole matrix.
         """
-        basis = [torch.zeros(0, known.width, dtype=torch.float64, device=anatomy.device)]
-        for linear in _trained(known, anatomy):
+        basis = [torch.zeros(0, shared_input.width, dtype=torch.float64, device=anatomy.device)]
+        for linear in _trained_readers(shared_input, anatomy):
             if linear.regularised or linear.name in view.gradients[-1].loss_terms:
                 if linear.name not in self._factors:
                     raise UnusableObservation(explain_weight_term(linear.name))
@@ -263,11 +277,11 @@ class SubspaceMembership(PassiveMembership):
         return orthonormal(torch.cat(basis))
 
     def _rows(
-        self, known: SharedInput, anatomy: Anatomy, view: Observation, beside: Tensor
+        self, shared_input: SharedInput, anatomy: Anatomy, view: Observation, excluded: Tensor
     ) -> SharedRows | None:
-        """What the trained readers of an input shared; None where that is all zero."""
+        """Return what the trained readers of an input shared; None where that is all zero."""
         gradients = []
-        for linear in _trained(known, anatomy):
+        for linear in _trained_readers(shared_input, anatomy):
             g = whole_tensor(view.gradient(linear.name))
             if not bool(g.isfinite().all()):
                 raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
@@ -278,89 +292,91 @@ class SubspaceMembership(PassiveMembership):
         noise = [view.gradients[-1].noise_std] * len(gradients)
         dtypes = [*(g.dtype for g in gradients), self._facts.autocast or torch.float32]
         rounding = max(torch.finfo(d).eps for d in dtypes)
-        rows = SharedRows.stack(gradients, beside, rounding=rounding, noise=noise)
-        return None if len(beside) and rows.silent else rows
+        rows = SharedRows.stack(gradients, excluded, rounding=rounding, noise=noise)
+        return None if len(excluded) and rows.silent else rows
 
     def config(self) -> dict[str, object]:
-        """Settings that name this attack in reports."""
+        """Return the settings that name this attack in reports."""
         return super().config() | {"blocks": self.blocks}
 
 
-def _trained(known: SharedInput, anatomy: Anatomy) -> list[Any]:
-    return [m for m in known.maps if m.factor != "B" and anatomy.trainable(m.name)]
+def _trained_readers(shared_input: SharedInput, anatomy: Anatomy) -> list[Any]:
+    return [m for m in shared_input.maps if m.factor != "B" and anatomy.trainable(m.name)]
 
 
-def _outside(states: Tensor, basis: Tensor) -> Tensor:
+def _remove_span(states: Tensor, basis: Tensor) -> Tensor:
     """Return states (G, L, d) less their part in the span of orthonormal rows (k, d)."""
     basis = basis.to(states)
     return states - (states @ basis.T) @ basis
 
 
-def _first_of_each_block(inputs: Sequence[SharedInput]) -> list[SharedInput]:
+def _first_input_per_block(inputs: Sequence[SharedInput]) -> list[SharedInput]:
     blocks: dict[str, SharedInput] = {}
-    for known in inputs:
-        blocks.setdefault(block_name(known.maps[0].name), known)
+    for shared_input in inputs:
+        blocks.setdefault(block_name(shared_input.maps[0].name), shared_input)
     return list(blocks.values())
 
 
-def _early(inputs: int) -> int:
-    """How many of the inputs are the first blocks', where order hardly matters."""
+def _early_blocks(inputs: int) -> int:
+    """Return how many of the inputs are the first blocks', where order hardly matters."""
     return 2 if inputs > 3 else 1
 
 
-def _counted(real: Tensor, *, causal: bool) -> Tensor:
-    """(G, L) positions that have a part in gradients: not a causal text's last."""
+def _positions_with_gradient(real: Tensor, *, causal: bool) -> Tensor:
+    """Return (G, L): the positions that gradients depend on, without a causal text's last."""
     if not causal:
         return real
-    behind = real.flip(1).cumsum(1).flip(1) - real.long()
-    return real & (behind > 0)
+    later = real.flip(1).cumsum(1).flip(1) - real.long()
+    return real & (later > 0)
 
 
 def _evidence(
     shared: Sequence[SharedRows | None],
-    whitening: Sequence[Tensor],
+    whitenings: Sequence[Tensor],
     states: Sequence[Tensor],
     counted: Tensor,
     ids: Tensor,
     words: WordGuess | None,
 ) -> Tensor:
-    """(G, 4) for texts: explained in the first block, deeper, nearness to spans, absent tokens."""
+    """Return (G, 4) for texts: explained in the first block, deeper, nearness to spans, absent
+    tokens.
+    """
     device = states[0].device
     counted = counted.to(device)
-    first, deep, near = (torch.zeros(len(ids), device=device) for _ in range(3))
-    early = _early(len(states))
-    begun = blocks = close = 0
-    for number, (rows, white, x) in enumerate(zip(shared, whitening, states, strict=True)):
+    first, deep, nearness = (torch.zeros(len(ids), device=device) for _ in range(3))
+    early = _early_blocks(len(states))
+    first_blocks = blocks = close_blocks = 0
+    for number, (rows, white, x) in enumerate(zip(shared, whitenings, states, strict=True)):
         if rows is None:
             continue
-        gain = _log_gain(rows, white, x, counted)
+        gain = _mean_log_gain(rows, white, x, counted)
         if number < early:
-            first, begun = first + gain, begun + 1
+            first, first_blocks = first + gain, first_blocks + 1
             continue
         deep, blocks = deep + gain, blocks + 1
-        if len(rows.principal) < x.shape[-1] - _MARGIN:
-            near, close = near + _nearness(rows, x, counted), close + 1
+        if len(rows.principal) < x.shape[-1] - FREE_DIMENSIONS:
+            nearness, close_blocks = nearness + _nearness(rows, x, counted), close_blocks + 1
     absent = torch.zeros(len(ids), device=device)
     if words is not None:
-        held = torch.isin(ids.to(device), words.types.to(device))
+        present = torch.isin(ids.to(device), words.types.to(device))
         total = counted.sum(1).clamp_min(1)
-        absent = (~held & counted).sum(1) / total
+        absent = (~present & counted).sum(1) / total
         if words.certified:
-            absent = _ABSENT * ((absent > 0).float() + absent)
-    first = first / max(1, begun)
+            absent = ABSENT_WEIGHT * ((absent > 0).float() + absent)
+    first = first / max(1, first_blocks)
     deep = deep / blocks if blocks else first
-    return torch.stack([first, deep, near / max(1, close), absent], 1)
+    return torch.stack([first, deep, nearness / max(1, close_blocks), absent], 1)
 
 
-def _scores(asked: Tensor, public: Tensor) -> Tensor:
-    """(G,) one score of the evidence: explained beyond public text, less what is absent."""
+def _scores(candidates: Tensor, public: Tensor) -> Tensor:
+    """Return (G,) one score of the evidence: explained beyond public text, less what is absent."""
     level = public[:, :2].mean(0)
-    first, deep = (asked[:, :2] - level).unbind(1)
-    return deep - _OF_FIRST * first + asked[:, 2] - asked[:, 3]
+    first, deep = (candidates[:, :2] - level).unbind(1)
+    return deep - FIRST_BLOCK_WEIGHT * first + candidates[:, 2] - candidates[:, 3]
 
 
-def _log_gain(rows: SharedRows, white: Tensor, x: Tensor, counted: Tensor) -> Tensor:
-    """(G,) mean logarithm of what a token's state explains of the rows beyond those before it."""
+def _mean_log_gain(rows: SharedRows, white: Tensor, x: Tensor, counted: Tensor) -> Tensor:
+    """Return (G,) the mean logarithm of what a token's state explains beyond those before it."""
     g = rows.whole.float() @ white
     g = g / g.norm()
     x = (x @ white).masked_fill(~counted[..., None], 0.0)
@@ -370,15 +386,15 @@ def _log_gain(rows: SharedRows, white: Tensor, x: Tensor, counted: Tensor) -> Te
     lower = torch.linalg.cholesky(gram + torch.diag_embed(jitter))
     part = torch.linalg.solve_triangular(lower, x @ g.T, upper=False)
     pivots = lower.diagonal(dim1=-2, dim2=-1).square() / size.clamp_min(1e-30)
-    used = counted & (pivots > _SMALLEST_PIVOT)
-    gain = (part.square().sum(-1) * g.shape[1]).clamp_min(_SMALLEST_GAIN).log()
-    mean: Tensor = gain.masked_fill(~used, 0.0).sum(-1) / used.sum(-1).clamp_min(1)
+    informative = counted & (pivots > SMALLEST_PIVOT)
+    gain = (part.square().sum(-1) * g.shape[1]).clamp_min(SMALLEST_GAIN).log()
+    mean: Tensor = gain.masked_fill(~informative, 0.0).sum(-1) / informative.sum(-1).clamp_min(1)
     return mean
 
 
 def _nearness(rows: SharedRows, x: Tensor, counted: Tensor) -> Tensor:
-    """(G,) mean of minus the logarithm of a state's distance from the span of the rows."""
+    """Return (G,) the mean of minus the logarithm of a state's distance from the rows' span."""
     basis = orthonormal(rows.principal).to(x.device)
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
-    left = (1 - (unit @ basis.T).square().sum(-1)).clamp(_CLOSEST, 1.0)
-    return (-left.log10() * counted).sum(-1).float() / counted.sum(-1).clamp_min(1)
+    distance = (1 - (unit @ basis.T).square().sum(-1)).clamp(SMALLEST_DISTANCE, 1.0)
+    return (-distance.log10() * counted).sum(-1).float() / counted.sum(-1).clamp_min(1)

@@ -1,12 +1,13 @@
-"""The trained baseline: a network that fires on the target, learned against public samples.
+"""The trained baseline: a network that is trained to fire on the target, not on public samples.
 
 Nguyen et al. 2023, "Active membership inference attack under local differential privacy in
 federated learning", extended to hidden states of language models as in Vu et al. 2024, Sect. 5
 ("AMI FC Full" and "AMI FC Token", d_h = 1000).
 
-One hidden layer of ReLUs and one output. Logistic loss with the target weighing as much as all
-public samples together, Adam, the same as in the published attack; gradients written out, so that
-no autograd graph, mode or random state of the caller takes part.
+The network has one hidden layer of ReLUs and one output. Loss and optimizer are those of the
+published attack: a logistic loss in which the target weighs as much as all public samples together,
+and Adam. The gradients are written out, so the caller's autograd mode and random state have no
+effect.
 """
 
 from __future__ import annotations
@@ -33,24 +34,26 @@ from lightning_fedleak.attacks.membership.base import (
 from lightning_fedleak.attacks.membership.fc_layers import (
     CraftedFC,
     Frozen,
+    batch_inputs,
     check_targets,
-    inputs_of,
 )
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.model_runs import context_length, hidden_states
 from lightning_fedleak.threats import Capability, ThreatModel
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
-_TWINS = 1e-2
-_CHECKED_EVERY = 5
+TWIN_DISTANCE = (
+    1e-2  # L1, over the target's norm, below which a public sample is skipped; not tuned
+)
+CHECK_EVERY = 5  # steps of training between tests of the margin; not tuned
+CACHE_BYTES = 1 << 28  # of trained networks that are stored; more: fewer trainings, more memory
+FEWEST_SAMPLES = 8  # public samples to train against; not tuned
 
 HARDER = (0.9, 0.8, 0.6, 0.4, 0.2)
-"""Rungs that ask for more than the decision does, as parts of the way to the target's output."""
+"""Rungs above the decision, as shares of the distance to the target's output; not tuned."""
 
 EASIER = (0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
-"""Rungs that ask for less, as multiples of the same way downwards."""
-
-_KEPT_BYTES = 1 << 28
-_FEWEST = 8
+"""Rungs below the decision, as multiples of the same distance; not tuned."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +64,20 @@ class Scale:
     spread: Tensor
 
     @classmethod
-    def of(cls, public: Tensor) -> Scale:
-        """Of samples (N, D); coordinates that hardly vary count as varying a tenth of the usual."""
+    def fit(cls, public: Tensor) -> Scale:
+        """Return the scale of samples (N, D); no spread is below a tenth of the mean spread."""
         spread = public.std(0, correction=0)
         floor = 0.1 * spread.mean()
         return cls(public.mean(0), spread.clamp(min=floor if float(floor) > 0 else 1.0))
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Rows less the mean, in units of the spread."""
+        """Return rows less the mean, in units of the spread."""
         return (rows - self.mean) / self.spread
 
 
 @dataclass(frozen=True)
 class Neuron:
-    """A trained network, its scaling of the inputs folded in.
+    """A trained network, with the scaling of its inputs folded in.
 
     Attributes:
         weight: (h, D) of the hidden layer.
@@ -95,12 +98,12 @@ class Neuron:
     steps: int
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """(N,) outputs before the last bias is added, for rows (N, D)."""
-        return outputs_of([self.weight, self.bias, self.second], rows)
+        """Return (N,) outputs before the last bias is added, for rows (N, D)."""
+        return network_outputs([self.weight, self.bias, self.second], rows)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights."""
+        """Return the bytes of the weights."""
         return self.weight.nbytes + self.bias.nbytes + self.second.nbytes
 
 
@@ -117,58 +120,61 @@ def train_neuron(
     margin: float,
     batch: int,
 ) -> Neuron:
-    """Trains until the target's output is above ``margin`` and all public ones below ``-margin``.
+    """Return a network trained to output above ``margin`` on the target, below minus it on others.
 
     Args:
         target: (D,), float32 or float64.
-        public: (N, D). Those within 1% of the target (in L1) are left out: the same prefix in a
-            causal model, say.
+        public: (N, D). Samples within 1% of the target (in L1) are skipped, such as the same prefix
+            in a causal model.
         scale: of the public samples.
-        generator: on the CPU; of all that is random here.
+        generator: on the CPU; the only source of random numbers.
         hidden_units: width of the hidden layer.
         steps: at most.
         learning_rate: Adam's.
-        margin: see above; 0 stops as soon as they are separated.
+        margin: at which training stops; 0 stops as soon as target and samples are separated.
         batch: public samples in a step; all of them where there are no more.
     """
-    twins = (public - target).abs().sum(1) < _TWINS * target.abs().sum()
-    samples, wanted = scale(public[~twins]), scale(target[None])
+    twins = (public - target).abs().sum(1) < TWIN_DISTANCE * target.abs().sum()
+    samples, scaled_target = scale(public[~twins]), scale(target[None])
     parameters = _initial(samples.shape[1], hidden_units, generator, target)
     adam = Adam(parameters, learning_rate)
-    done = 0
+    step = 0
     for rows in _batches(samples, batch, steps, generator):
-        x = torch.cat([wanted, rows])
+        x = torch.cat([scaled_target, rows])
         outputs, gradients = loss_gradients(parameters, x)
-        if done % _CHECKED_EVERY == 0 and _separated(outputs, margin):
-            every = outputs_of(parameters, torch.cat([wanted, samples]))
-            if _separated(every, margin):
+        if step % CHECK_EVERY == 0 and _separated(outputs, margin):
+            all_outputs = network_outputs(parameters, torch.cat([scaled_target, samples]))
+            if _separated(all_outputs, margin):
                 break
         adam.step(gradients)
-        done += 1
+        step += 1
     weight, bias, second, offset = parameters
     folded = [weight / scale.spread, bias - weight @ (scale.mean / scale.spread), second, offset]
-    others = public[~twins]
-    on_target = outputs_of(folded, target[None])[0]
+    outside = public[~twins]
+    on_target = network_outputs(folded, target[None])[0]
+    on_public = network_outputs(folded, outside).max() if len(outside) else on_target - 1
     return Neuron(
         weight=folded[0],
         bias=folded[1],
         second=second,
         offset=offset[0],
         on_target=on_target,
-        on_public=outputs_of(folded, others).max() if len(others) else on_target - 1,
-        steps=done,
+        on_public=on_public,
+        steps=step,
     )
 
 
-def outputs_of(parameters: list[Tensor], x: Tensor) -> Tensor:
-    """(n,) outputs for inputs (n, D) of [W1 (h, D), b1 (h,), W2 (1, h)] and, if given, b2 (1,)."""
+def network_outputs(parameters: list[Tensor], x: Tensor) -> Tensor:
+    """Return (n,) outputs for inputs (n, D) of [W1 (h, D), b1 (h,), W2 (1, h)] and perhaps b2
+    (1,).
+    """
     weight, bias, second, *offset = parameters
     outputs = (F.relu(F.linear(x, weight, bias)) @ second.T)[:, 0]
     return outputs + offset[0] if offset else outputs
 
 
 def loss_gradients(parameters: list[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Outputs (n,), and the gradient of ``softplus(-z_0) + mean softplus(z_1...)``.
+    """Return outputs (n,), and the gradient of ``softplus(-z_0) + mean softplus(z_1...)``.
 
     The first row of ``x`` is the target, the others are public samples.
     """
@@ -186,8 +192,8 @@ class Adam:
     """Adam with its usual constants, in place.
 
     Args:
-        parameters: what is stepped.
-        learning_rate: its rate.
+        parameters: which it changes.
+        learning_rate: of its steps.
     """
 
     def __init__(self, parameters: list[Tensor], learning_rate: float) -> None:
@@ -196,7 +202,7 @@ class Adam:
         self.second = [torch.zeros_like(p) for p in parameters]
 
     def step(self, gradients: list[Tensor]) -> None:
-        """One step along ``gradients``, one for each parameter."""
+        """Make one step along ``gradients``, one for each parameter."""
         self.t += 1
         rate = self.learning_rate / (1 - 0.9**self.t)
         unbias = (1 - 0.999**self.t) ** -0.5
@@ -207,12 +213,14 @@ class Adam:
             p.addcdiv_(m, v.sqrt().mul_(unbias).add_(1e-8), value=-rate)
 
 
-def _initial(d: int, h: int, generator: torch.Generator, like: Tensor) -> list[Tensor]:
-    """As ``nn.Linear`` begins: uniform within one over the square root of the inputs."""
+def _initial(d: int, h: int, generator: torch.Generator, reference: Tensor) -> list[Tensor]:
+    """Return ``nn.Linear``'s initial weights: uniform within one over the square root of the
+    inputs.
+    """
 
     def uniform(*shape: int, fan_in: int) -> Tensor:
-        drawn = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator)
-        return drawn.mul_(fan_in**-0.5).to(like)
+        uniform_numbers = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator)
+        return uniform_numbers.mul_(fan_in**-0.5).to(reference)
 
     return [
         uniform(h, d, fan_in=d),
@@ -229,8 +237,8 @@ def _batches(
         if batch >= len(samples):
             yield samples
         else:
-            chosen = torch.randint(len(samples), (batch,), generator=generator)
-            yield samples[chosen.to(samples.device)]
+            indices = torch.randint(len(samples), (batch,), generator=generator)
+            yield samples[indices.to(samples.device)]
 
 
 def _separated(outputs: Tensor, margin: float) -> bool:
@@ -240,37 +248,38 @@ def _separated(outputs: Tensor, margin: float) -> bool:
 class TrainedMembership(MembershipAttack):
     """AMI FC: two fully connected layers whose weights are trained to fire on the target only.
 
-    The server trains them on the target against hidden states of public text. The client's real
-    gradient of the last bias is non-zero if the network fires on some input of its batch. Here the
-    last neuron is repeated with other biases (rungs), so that a whole ROC can be read.
+    The server trains them on the target against hidden states of public text. The client's gradient
+    of the last bias is non-zero if the network fires on some input of its batch. The last neuron is
+    repeated with other biases (rungs), so one run gives a whole ROC.
 
     Departures from the published code: inputs are scaled by the mean and spread of public samples
     (folded into the weights; hidden states of some models reach 30,000), the logistic loss has one
     output, training stops at a margin, and b' is read half way between the target's output and the
-    largest on public text. ``threshold="trained"`` reads it at 0, as published. The scores are
-    ordered alike; on MiniLM-L6, in batches of 40 sentences without the target, something fires in
-    3 of 10 at 0 and in 1 of 7 half way.
+    largest on public text. ``threshold="trained"`` reads it at 0, as published. Both give the same
+    order of scores; on MiniLM-L6, in batches of 40 sentences without the target, some input fires
+    in 3 of 10 at 0 and in 1 of 7 half way.
 
-    Each target is trained for: on one core .6 to 1 s for a token of MiniLM-L6, 2.5 s for a
-    sentence of 32 tokens.
+    One network is trained for each target: on one core .6 to 1 s for a token of MiniLM-L6, 2.5 s
+    for a sentence of 32 tokens.
 
-    Told that a defence acts on gradients (:meth:`meet`, as the monitor does), the server crafts
-    the decision's rung alone, since rungs share the norm under clipping.
+    Where a defence acts on gradients (:meth:`meet`), the server crafts the decision's rung alone,
+    because rungs share the norm under clipping.
 
     Args:
         layer: as in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
-        public_text: text like the clients'; ``"sampled"``: text that a causal model writes itself;
-            strings (with ``tokenizer``) and token ids are taken too.
+        public_text: text like the clients', as strings (with ``tokenizer``) or token ids, or
+            ``"sampled"`` for text that a causal model writes.
         granularity: ``"token"`` or ``"full"``.
         tokenizer: for strings.
         hidden_units: d_h.
         steps: of Adam at most, for each target.
         learning_rate: Adam's.
-        margin: output at which training stops: the target's above, all public ones below minus.
+        margin: training stops where the target's output is above it, and all public outputs are
+            below minus it.
         batch: public samples in a step.
         public_rows: public samples at most.
         threshold: ``"midpoint"`` or ``"trained"``, see above.
-        refresh_every: steps after which :meth:`refresh` embeds the public text anew.
+        refresh_every: steps after which :meth:`refresh` embeds the public text again.
         seed: of the choice of samples and of every training.
         false_positive_rate: under noise, as in
             :class:`~lightning_fedleak.attacks.membership.fc.FCMembership`.
@@ -280,6 +289,12 @@ class TrainedMembership(MembershipAttack):
 
     Raises:
         ValueError: a setting outside of its range.
+
+    Example:
+        >>> from lightning_fedleak.attacks import TrainedMembership
+        >>> public = [[5, 6, 7, 8], [9, 8, 7, 6]]  # token ids, or strings with tokenizer=
+        >>> TrainedMembership(layer=1, public_text=public).rungs
+        14
     """
 
     threat_model = ThreatModel.create(
@@ -311,22 +326,14 @@ class TrainedMembership(MembershipAttack):
         name: str | None = None,
     ) -> None:
         super().__init__(layer, granularity, tokens, name)
-        for argument, value in (
-            ("hidden_units", hidden_units),
-            ("steps", steps),
-            ("batch", batch),
-            ("refresh_every", refresh_every),
-        ):
-            if isinstance(value, bool) or value < 1:
-                raise ValueError(f"{argument} must be a positive integer, got {value!r}")
-        if public_rows < _FEWEST:
-            raise ValueError(f"public_rows must be at least {_FEWEST}, got {public_rows!r}")
-        if not learning_rate > 0:
-            raise ValueError(f"learning_rate must be positive, got {learning_rate}")
-        if not margin >= 0:
-            raise ValueError(f"margin must be 0 or positive, got {margin}")
-        if threshold not in ("midpoint", "trained"):
-            raise ValueError(f"threshold must be 'midpoint' or 'trained', got {threshold!r}")
+        check_integer("hidden_units", hidden_units)
+        check_integer("steps", steps)
+        check_integer("batch", batch)
+        check_integer("refresh_every", refresh_every)
+        check_integer("public_rows", public_rows, at_least=FEWEST_SAMPLES)
+        check_number("learning_rate", learning_rate, above=0)
+        check_number("margin", margin, at_least=0)
+        check_choice("threshold", threshold, ("midpoint", "trained"))
         text = PublicText.parse(public_text, tokenizer)
         if text is None:
             raise ValueError("TrainedMembership needs public_text: texts like the clients'")
@@ -349,7 +356,7 @@ class TrainedMembership(MembershipAttack):
         self._neurons: OrderedDict[bytes, Neuron] = OrderedDict()
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """A_init: the hidden states of the public text.
+        """Run A_init: compute the hidden states of the public text.
 
         Raises:
             ValueError: the model has no such layer, or the public text too few samples.
@@ -358,7 +365,7 @@ class TrainedMembership(MembershipAttack):
         self._embed_public(anatomy)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Embeds the public text by the model as it is now, every ``refresh_every`` steps."""
+        """Embed the public text with the present model, every ``refresh_every`` steps."""
         if not 0 <= step - self._embedded_at < self.refresh_every:
             self._embedded_at = step
             self._embed_public(anatomy)
@@ -367,73 +374,73 @@ class TrainedMembership(MembershipAttack):
         generator = torch.Generator().manual_seed(self.seed)
         text = PublicText.resolve(self.public_text, anatomy, self.seed)
         length = min(2 * self.tokens, context_length(anatomy) or 2 * self.tokens)
-        found: list[Tensor] = []
-        drawn = text.draw(min(len(text), self.public_rows), generator)
-        for chosen in torch.split(drawn, 64):
-            batch = text.rows(chosen.tolist(), length, generator)
+        samples: list[Tensor] = []
+        uniform_numbers = text.draw(min(len(text), self.public_rows), generator)
+        for indices in torch.split(uniform_numbers, 64):
+            batch = text.rows(indices.tolist(), length, generator)
             mask = batch.attention_mask
             assert mask is not None
             states = hidden_states(anatomy, self.layer, batch.input_ids, mask)
             states = states.to(torch.promote_types(states.dtype, torch.float32))
             if self.granularity == "full":
-                found.append(sentence_rows(states, mask, self.tokens))
+                samples.append(sentence_rows(states, mask, self.tokens))
             else:
-                found.append(states[mask.to(states.device) != 0])
-            if sum(map(len, found)) >= 4 * self.public_rows:
+                samples.append(states[mask.to(states.device) != 0])
+            if sum(map(len, samples)) >= 4 * self.public_rows:
                 break
-        rows = torch.cat(found)
+        rows = torch.cat(samples)
         rows = rows[rows.isfinite().all(1)]
-        if len(rows) < _FEWEST:
+        if len(rows) < FEWEST_SAMPLES:
             unit = "sentences" if self.granularity == "full" else "tokens"
             raise ValueError(
                 f"attack '{self.name}': {len(rows)} {unit} of public text are too few to train "
-                f"against; give at least {_FEWEST}, better a thousand"
+                f"against; give at least {FEWEST_SAMPLES}, better a thousand"
             )
         order = torch.randperm(len(rows), generator=generator)[: self.public_rows]
         self._public = rows[order.to(rows.device)]
-        self._scale = Scale.of(self._public)
+        self._scale = Scale.fit(self._public)
         self._neurons.clear()
 
     def meet(self, facts: RunFacts) -> None:
-        """Against a defence that acts on gradients one rung is crafted."""
+        """Set one rung against a defence that acts on gradients."""
         self._defended = "gradients" in facts.defended
 
     @property
-    def _parts(self) -> tuple[float, ...]:
-        """The rungs, as parts of the way from the decision to the target's output."""
+    def _rung_parts(self) -> tuple[float, ...]:
+        """Return the rungs, as shares of the distance from the decision to the target's output."""
         return (0.0,) if self._defended else (*HARDER, 0.0, *(-x for x in EASIER))
 
     def calibration_inputs(self) -> dict[str, object]:
-        """The settings, and the public text."""
+        """Return the settings and the public text."""
         return self.config() | {"public_text": PublicText.label(self.public_text)}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The public samples, and when they were embedded; every neuron follows from them."""
+        """Return the public samples, and when they were embedded; neurons follow from them."""
         if self._public is None:
             return {}
         return {"public": self._public, "embedded_at": torch.tensor(self._embedded_at)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
         if not state:
             return
         self._public = state["public"]
-        self._scale = Scale.of(self._public)
+        self._scale = Scale.fit(self._public)
         self._embedded_at = int(state["embedded_at"])
         self._neurons.clear()
 
     @property
     def rungs(self) -> int:
-        """K."""
-        return len(self._parts)
+        """Return K, the number of rungs."""
+        return len(self._rung_parts)
 
     @property
     def guess_rung(self) -> int:
-        """The rung at which b' is read."""
-        return self._parts.index(0.0)
+        """Return the rung at which b' is read."""
+        return self._rung_parts.index(0.0)
 
     def neuron(self, target: Tensor) -> Neuron:
-        """The network of one target (D,); trained when first asked for, the same each time.
+        """Return the network of one target (D,); the first call trains it, the same each time.
 
         Raises:
             RuntimeError: :meth:`prepare` was not called.
@@ -452,7 +459,7 @@ class TrainedMembership(MembershipAttack):
                 "granularity and tokens?"
             )
         if not bool(target.isfinite().all()):
-            raise ValueError("a target is not finite: the server's copy of the model gave no text")
+            raise ValueError("a target is not finite: the server's copy of the model overflowed")
         key = hashlib.sha256(target.cpu().double().numpy().tobytes() + str(dtype).encode()).digest()
         if key not in self._neurons:
             public = self._public.to(target)
@@ -469,24 +476,24 @@ class TrainedMembership(MembershipAttack):
                     margin=self.margin,
                     batch=self.batch,
                 )
-            while len(self._neurons) > 1 and self._kept_bytes() > _KEPT_BYTES:
+            while len(self._neurons) > 1 and self._cached_bytes() > CACHE_BYTES:
                 self._neurons.popitem(last=False)
         self._neurons.move_to_end(key)
         return self._neurons[key]
 
-    def _kept_bytes(self) -> int:
+    def _cached_bytes(self) -> int:
         return sum(n.nbytes for n in self._neurons.values())
 
     def _biases(self, neuron: Neuron) -> Tensor:
-        """(K,) the last bias of each rung, ascending."""
+        """Return (K,) the last bias of each rung, ascending."""
         middle = (neuron.on_target + neuron.on_public) / 2
         decision = middle if self.threshold == "midpoint" else torch.zeros_like(middle)
-        way = (neuron.on_target - decision).clamp(min=1e-3 * (1 + neuron.on_target.abs()))
-        parts = torch.tensor(self._parts).to(way)
-        return neuron.offset - decision - parts * way
+        distance = (neuron.on_target - decision).clamp(min=1e-3 * (1 + neuron.on_target.abs()))
+        parts = torch.tensor(self._rung_parts).to(distance)
+        return neuron.offset - decision - parts * distance
 
     def craft(self, target: Tensor) -> CraftedFC:
-        """A_attack: the trained layers for one target, (D,).
+        """Run A_attack: return the trained layers for one target, (D,).
 
         Raises:
             RuntimeError: :meth:`prepare` was not called.
@@ -500,7 +507,7 @@ class TrainedMembership(MembershipAttack):
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
-        """(B, G, K): the upstream gradients of the inputs on which each rung fires, summed.
+        """Return (B, G, K): upstream gradients of the inputs on which each rung fires, summed.
 
         Raises:
             RuntimeError: :meth:`prepare` was not called.
@@ -508,7 +515,7 @@ class TrainedMembership(MembershipAttack):
         """
         b, g = len(hidden), len(targets)
         dtype = torch.promote_types(torch.promote_types(targets.dtype, hidden.dtype), torch.float32)
-        rows, samples, weights = inputs_of(hidden, mask, upstream, self.read_together)
+        rows, samples, weights = batch_inputs(hidden, mask, upstream, self.read_together)
         check_targets(targets, rows.shape[1])
         out = torch.zeros((b, g, self.rungs), dtype=dtype, device=hidden.device)
         upstream_of = weights.to(dtype)[:, None]
@@ -522,7 +529,7 @@ class TrainedMembership(MembershipAttack):
         return out
 
     def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
-        """A_guess, as in :class:`~lightning_fedleak.attacks.membership.base.RungReader`.
+        """Run A_guess, as in :class:`~lightning_fedleak.attacks.membership.base.RungReader`.
 
         Raises:
             UnusableObservation: the gradient is not finite.
@@ -531,7 +538,7 @@ class TrainedMembership(MembershipAttack):
         return self.reader.guess(gradient, noise_std, self.rungs, self.guess_rung)
 
     def config(self) -> dict[str, object]:
-        """Settings for reports; of the public text the beginning of its SHA-256."""
+        """Return the settings for reports; of the public text the beginning of its SHA-256."""
         return {
             "layer": self.layer,
             "granularity": self.granularity,

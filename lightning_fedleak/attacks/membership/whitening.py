@@ -1,8 +1,8 @@
-"""Whitening of hidden states, fitted on public text and folded into the weights of a layer.
+"""Whitening, fitted on public text: of hidden states, and of the two sides of a gradient.
 
-Hidden states of a language model fill a narrow cone, with a few directions of large variance: all
-of them have large products with all others, so that an attention of products retrieves none. In
-coordinates of unit covariance most have small products.
+Hidden states of a language model fill a narrow cone, with a few directions of large variance. Each
+has large products with all others, so an attention of products retrieves none. In coordinates of
+unit covariance most products are small.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_fedleak.validate import check_number
+
 RIDGE = 0.1
-"""Default share of the median eigenvalue that is added to every eigenvalue."""
+"""Share of the median (or mean) eigenvalue that is added to every eigenvalue.
+
+Not tuned. Smaller: directions that public text hardly has count for more.
+"""
 
 
 @dataclass(frozen=True, repr=False)
 class Whitening:
-    """``x -> matrix (x - mean)``.
+    """The map ``x -> matrix (x - mean)``.
 
     Attributes:
         mean: (d,) float32.
@@ -30,11 +35,11 @@ class Whitening:
     matrix: Tensor
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """(..., d) to (..., d), in the dtype and on the device of ``hidden``."""
+        """Return (..., d) for (..., d), in the dtype and on the device of ``hidden``."""
         return (hidden - self.mean.to(hidden)) @ self.matrix.to(hidden)
 
     def folded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight and bias that do to ``x`` what ``weight`` does to the whitened ``x``.
+        """Return weight and bias that do to ``x`` what ``weight`` does to the whitened ``x``.
 
         Args:
             weight: (..., k, d).
@@ -46,20 +51,20 @@ class Whitening:
         return folded, -(folded @ self.mean.to(weight))
 
     def tensors(self) -> dict[str, Tensor]:
-        """For a checkpoint."""
+        """Return the numbers for a checkpoint."""
         return {"whitening.mean": self.mean, "whitening.matrix": self.matrix}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Whitening:
-        """Takes back what :meth:`tensors` gave."""
+        """Restore what :meth:`tensors` returned."""
         return cls(tensors["whitening.mean"], tensors["whitening.matrix"])
 
 
 def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
-    """``(C + ridge * median eigenvalue * I)^(-1/2)`` of the covariance C of hidden states.
+    """Return ``(C + ridge * median eigenvalue * I)^(-1/2)`` of hidden states' covariance C.
 
     The ridge is in units of the median eigenvalue: a model with massive activations has one
-    eigenvalue a million times above the others, and a share of the mean would drown those.
+    eigenvalue a million times above the others, and a share of the mean would hide those.
 
     Args:
         hidden: (n, d).
@@ -73,8 +78,7 @@ def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
             their directions, or a negative ridge.
     """
     n, d = hidden.shape
-    if not 0.0 <= ridge < float("inf"):
-        raise ValueError(f"ridge must be 0 or positive, got {ridge}")
+    check_number("ridge", ridge, at_least=0)
     if n <= d:
         raise ValueError(
             f"{n} tokens of public text cannot whiten {d} dimensions: give more text (at least "
@@ -95,3 +99,21 @@ def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
     values = (values.clamp(min=0.0) + ridge * scale).clamp(min=1e-9 * float(scale))
     matrix = (vectors * values.rsqrt()) @ vectors.T
     return Whitening(mean.float(), matrix.float())
+
+
+def whitening_matrix(moment: Tensor) -> Tensor:
+    """Return W such that ``x W`` has the same second moment in all directions, but for a ridge.
+
+    Args:
+        moment: second moments (d, d), or their diagonal (d,).
+
+    Returns:
+        (d, d), or its diagonal.
+    """
+    if moment.dim() == 1:
+        return (moment + RIDGE * moment.mean()).rsqrt().float()
+    moment = moment + RIDGE * moment.diagonal().mean() * torch.eye(len(moment)).to(moment)
+    lower = torch.linalg.cholesky(moment)
+    eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+    white: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False).T.float()
+    return white

@@ -27,7 +27,7 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import text_blocks
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps
-from lightning_fedleak.attacks.membership.gradients import whitening
+from lightning_fedleak.attacks.membership.whitening import whitening_matrix
 from lightning_fedleak.attacks.row_space.linear_maps import (
     KnownInput,
     SharedInput,
@@ -227,7 +227,7 @@ class SubspaceTexts(TextAttack):
         shape = (LIMITS.sample_texts, length)
         ids = torch.randint(bottom.vocab_size, shape, generator=generator)
         states = bottom.parts(bottom.hidden(ids.to(bottom.device)))
-        return [whitening(x.flatten(0, 1).mT @ x.flatten(0, 1)).double() for x in states]
+        return [whitening_matrix(x.flatten(0, 1).mT @ x.flatten(0, 1)).double() for x in states]
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Copy the weights again, and prepare again where something else is trained."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks.membership.gradients import whitening
+from lightning_fedleak.attacks.membership.whitening import whitening_matrix
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
@@ -260,7 +260,7 @@ class Candidates:
             if not float(moment.trace()) > FIT.explained**2 * len(beginnings) * len(self.bag):
                 return None
             moment = moment - basis @ (basis.mT @ moment)
-            white = whitening(moment - (moment @ basis) @ basis.mT).double()
+            white = whitening_matrix(moment - (moment @ basis) @ basis.mT).double()
             fitted.append(white)
             means.append(torch.linalg.qr((total @ white).mT).Q.mT.contiguous())
         return Measure(fitted, means, beginnings[: len(beginnings) // 2])

@@ -20,9 +20,9 @@ from lightning_fedleak.attacks.membership.base import CRAFTED, sentence_rows
 from lightning_fedleak.attacks.membership.fc import SAFE, FCMembership
 from lightning_fedleak.attacks.membership.l1_distance import (
     maybe_near,
-    middle_of,
+    model_rounding,
     neighbours,
-    own_rounding,
+    row_median,
 )
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers import models
@@ -93,7 +93,7 @@ def games(draw):
 @given(games())
 def test_closed_form_is_what_backward_gives(game):
     attack, targets, hidden, mask, upstream = game
-    if bool((attack._part(targets) == 0).all(1).any()):
+    if bool((attack._compared(targets) == 0).all(1).any()):
         return
     exact = by_autograd(attack, targets, hidden, mask, upstream)
     ours = attack.gradient(targets, hidden, mask, upstream)
@@ -110,7 +110,7 @@ def test_the_games_of_the_test_above_have_members_and_others():
     @given(games())
     def collect(game):
         attack, targets, hidden, mask, upstream = game
-        if not bool((attack._part(targets) == 0).all(1).any()):
+        if not bool((attack._compared(targets) == 0).all(1).any()):
             gradient = attack.gradient(targets, hidden, mask, upstream)
             seen.append((gradient != 0).double().mean().item())
 
@@ -162,7 +162,7 @@ def test_a_first_layer_too_large_to_store_gives_the_same_numbers(monkeypatch):
     target = torch.randn(32, generator=generator(1))
     hidden = torch.randn(3, 4, 8, generator=generator(2))
     stored = attack.craft(target)
-    monkeypatch.setattr(crafted_fc, "DENSE_AT_MOST", 10)
+    monkeypatch.setattr(crafted_fc, "MOST_STORED_WEIGHTS", 10)
     applied = attack.craft(target)
     assert stored.first.weight is not None
     assert applied.first.weight is None
@@ -253,7 +253,7 @@ def test_the_filter_keeps_exact_ties_of_its_bound():
     rows = target.repeat(200, 1)
     shift = torch.linspace(0.9, 1.1, 200)[:, None]
     for _ in range(3):
-        middle = middle_of(rows)
+        middle = row_median(rows)
         rows = target - (target - middle).sign() * shift
     limit = torch.tensor([float(d)])
     zone = torch.zeros(1)
@@ -444,7 +444,7 @@ def test_tau_follows_the_precision_and_the_size_of_the_target():
 
 
 def rounding_by_hand(model, layer, dead_zone, dtype=None):
-    """:func:`own_rounding` of tokens, by transformers' own hidden states and a loop."""
+    """:func:`model_rounding` of tokens, by transformers' own hidden states and a loop."""
     rows = torch.randint(model.config.vocab_size, (12, 35), generator=generator())
     lengths = [2, 3, 5, 7, 9, 12, 15, 18, 21, 24, 28, 32]
     mask = torch.tensor([[int(i < n) for i in range(35)] for n in lengths])
@@ -470,15 +470,15 @@ def test_a_models_own_rounding_is_the_largest_distance_between_two_ways_to_embed
     model = models.tiny_llama() if dtype else models.tiny_llama().bfloat16()
     anatomy = find_anatomy(model.eval())
     for zone in (0.0, 0.05):
-        found = own_rounding(anatomy, 1, zone, cast=dtype)
+        found = model_rounding(anatomy, 1, zone, cast=dtype)
         assert found == pytest.approx(rounding_by_hand(model, 1, zone, dtype), rel=1e-6)
     found, by_hand = (
-        own_rounding(anatomy, 1, 0.0, cast=dtype),
+        model_rounding(anatomy, 1, 0.0, cast=dtype),
         rounding_by_hand(model, 1, 0.0, dtype),
     )
     assert found > 0 or by_hand == 0  # some CPUs round a row alike in every batch
     before = torch.get_rng_state()
-    assert own_rounding(anatomy, 1, 0.0, together=8) <= own_rounding(anatomy, 1, 0.0)
+    assert model_rounding(anatomy, 1, 0.0, together=8) <= model_rounding(anatomy, 1, 0.0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -495,7 +495,7 @@ def test_tau_is_eight_times_the_models_own_rounding_between_float32s_and_the_saf
         asked.append(cast)
         return measured
 
-    monkeypatch.setattr(fc_membership, "own_rounding", measure)
+    monkeypatch.setattr(fc_membership, "model_rounding", measure)
     target = torch.randn(1, 32, generator=generator())
     size = float(target.abs().sum())
     half, full = (find_anatomy(m) for m in (models.tiny_gpt2().bfloat16(), models.tiny_gpt2()))
@@ -525,7 +525,7 @@ def test_nothing_is_measured_in_float32_nor_for_a_tau_that_is_given():
 
 def test_rounding_is_measured_anew_as_weights_move(monkeypatch):
     rounds = iter([1e-4, 2e-4, 3e-4, 4e-4])
-    monkeypatch.setattr(fc_membership, "own_rounding", lambda *_, **__: next(rounds))
+    monkeypatch.setattr(fc_membership, "model_rounding", lambda *_, **__: next(rounds))
     attack = FCMembership(1)
     anatomy = find_anatomy(models.tiny_gpt2().bfloat16())
     attack.prepare(anatomy)

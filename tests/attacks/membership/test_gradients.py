@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership import gradients
-from lightning_fedleak.attacks.membership.gradients import (
-    GradientMembership,
-    _Fit,
-    _least_coefficient,
-    of_token_parts,
+from lightning_fedleak.attacks.membership.gradients import GradientMembership
+from lightning_fedleak.attacks.membership.token_parts import (
+    PartFit,
+    least_coefficient,
+    map_token_parts,
 )
 from lightning_fedleak.attacks.row_space.linear_maps import find_linear_maps
 from lightning_fedleak.batches import TokenBatch
@@ -121,7 +121,7 @@ def test_parts_add_up_to_the_gradient_that_backward_gives(family: Any) -> None:
     labels = ids.masked_fill(mask == 0, -100)
     labels[1, :4] = -100
     backward(model, ids, attention_mask=mask, labels=labels)
-    (parts,) = of_token_parts(anatomy, maps, TokenBatch(ids, labels, mask, "causal"), dict)
+    (parts,) = map_token_parts(anatomy, maps, TokenBatch(ids, labels, mask, "causal"), dict)
     assert parts.keys() == {m.name for m in maps}
     n = int((labels[:, 1:] != -100).sum())
     for linear in maps:
@@ -139,8 +139,8 @@ def test_the_least_coefficient_is_that_of_least_squares(seed: int, noise: float)
     parts = torch.randn(2, 5, 40, dtype=torch.float64, generator=generator)
     parts[1, -1] = 0  # a causal text's last token has none
     shared = parts[0].sum(0) + torch.randn(40, dtype=torch.float64, generator=generator)
-    fit = _Fit(parts @ shared, parts @ parts.mT)
-    found = _least_coefficient(fit, torch.tensor(noise, dtype=torch.float64))
+    fit = PartFit(parts @ shared, parts @ parts.mT)
+    found = least_coefficient(fit, torch.tensor(noise, dtype=torch.float64))
     for row, tokens in zip(found, parts, strict=True):
         whole = torch.linalg.lstsq(tokens.sum(0)[:, None], shared[:, None]).solution.item()
         rest = shared - whole * tokens.sum(0)
@@ -423,8 +423,8 @@ def test_an_error_leaves_the_model_in_training() -> None:
     tensors = {r: torch.ones_like(anatomy.parameter(r)) for r in names}
     view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
     with pytest.raises(ValueError, match="boom") as caught:
-        of_token_parts(
-            anatomy, attack._read(anatomy), attack._texts(anatomy, 3), lambda parts: boom()
+        map_token_parts(
+            anatomy, attack._select_maps(anatomy), attack._texts(anatomy, 3), lambda parts: boom()
         )
     assert model.training, caught
     assert attack.run(view, Query(texts(2, LENGTH))).scores.isfinite().all()
@@ -438,7 +438,7 @@ def boom() -> None:
 def test_wide_maps_are_whitened_number_by_number(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_fedleak.attacks.membership.gradients._WIDEST", 5)
+    monkeypatch.setattr("lightning_fedleak.attacks.membership.token_parts.WIDEST", 5)
     inside = texts(ROWS, LENGTH)
     said = asked(ready(llama()), inside, torch.cat([inside, variants(inside)[kind]]))
     assert float(said.scores[:ROWS].min()) > float(said.scores[ROWS:].max())
@@ -451,7 +451,7 @@ def test_blocks_are_spread_where_there_is_no_memory_for_all(
     anatomy = find_anatomy(model)
     attack = GradientMembership(texts(4, LENGTH))
     every = attack.needs(anatomy).gradients
-    module = "lightning_fedleak.attacks.membership.gradients._MOST_NUMBERS"
+    module = "lightning_fedleak.attacks.membership.gradients.MOST_NUMBERS"
     monkeypatch.setattr(module, 1)
     some = attack.needs(anatomy).gradients
     assert 0 < len(some) < len(every)

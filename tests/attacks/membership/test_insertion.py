@@ -496,11 +496,15 @@ class Wide(nn.Module):
     ("change", "error", "message"),
     [
         ({"layer": 4}, ValueError, "layer=4 is out of range: the model has 3 blocks"),
-        ({"layer": 3, "placement": "parallel"}, ValueError, "no block beside which"),
-        ({"placement": "above"}, ValueError, "one of sequential, parallel, embedding, got 'above'"),
-        ({"scale": 0.0}, ValueError, "scale must be finite and not zero"),
-        ({"scale": float("nan")}, ValueError, "scale must be finite and not zero"),
-        ({"classes": 1}, ValueError, "classes must be at least 2"),
+        ({"layer": 3, "placement": "parallel"}, ValueError, "so no block reads it"),
+        (
+            {"placement": "above"},
+            ValueError,
+            "placement must be 'sequential' or 'parallel' or 'embedding', got 'above'",
+        ),
+        ({"scale": 0.0}, ValueError, "scale must "),
+        ({"scale": float("nan")}, ValueError, "scale must "),
+        ({"classes": 1}, ValueError, "classes must be an integer of at least 2"),
         ({"crafted": Wide()}, ValueError, "train nothing but 'bias'"),
     ],
 )

@@ -20,7 +20,7 @@ from lightning_fedleak.attacks.membership.trained import (
     Scale,
     TrainedMembership,
     loss_gradients,
-    outputs_of,
+    network_outputs,
     train_neuron,
 )
 from lightning_fedleak.attacks.public_text import PublicText
@@ -66,7 +66,7 @@ def test_gradients_are_autograds():
         for s in ((7, 5), (7,), (1, 7), (1,))
     ]
     x = torch.randn(9, 5, generator=g, dtype=torch.float64)
-    z = outputs_of(parameters, x)
+    z = network_outputs(parameters, x)
     (F.softplus(-z[0]) + F.softplus(z[1:]).mean()).backward()
     outputs, ours = loss_gradients([p.detach() for p in parameters], x)
     torch.testing.assert_close(outputs, z.detach())
@@ -92,7 +92,7 @@ def test_steps_are_those_of_torchs_adam():
 
 def trained(target, samples, **changed):
     options = {"hidden_units": 32, "steps": 200, "learning_rate": 1e-2, "margin": 2.0, "batch": 999}
-    return train_neuron(target, samples, Scale.of(samples), generator(), **{**options, **changed})
+    return train_neuron(target, samples, Scale.fit(samples), generator(), **{**options, **changed})
 
 
 def test_it_fires_on_the_target_and_stops_at_the_margin():
@@ -123,7 +123,7 @@ def test_coordinates_that_never_vary_are_no_trouble():
     neuron = trained(samples[0] + 1, samples[1:])
     assert neuron.weight.isfinite().all()
     same = torch.ones(8, 3)
-    assert Scale.of(same)(same).isfinite().all()
+    assert Scale.fit(same)(same).isfinite().all()
 
 
 # --- closed form, determinism
@@ -245,7 +245,7 @@ def test_networks_are_kept_within_bounds(anatomy, public, monkeypatch):
     attack = TrainedMembership(1, public, **SMALL)
     attack.prepare(anatomy)
     one = attack.neuron(torch.ones(models.DIM)).nbytes
-    monkeypatch.setattr("lightning_fedleak.attacks.membership.trained._KEPT_BYTES", 3 * one)
+    monkeypatch.setattr("lightning_fedleak.attacks.membership.trained.CACHE_BYTES", 3 * one)
     for k in range(6):
         attack.neuron(torch.ones(models.DIM) * k)
     assert len(attack._neurons) == 3

@@ -41,6 +41,12 @@ class MissingText(ValueError):
 class PublicText:
     """Text the adversary owns, as token ids.
 
+    Examples:
+        >>> from lightning_fedleak import PublicText
+        >>> text = PublicText([[5, 8, 2], [7, 1], [4]])  # or strings, and a tokenizer
+        >>> len(text), text.n_tokens
+        (2, 5)
+
     Args:
         texts: strings (then ``tokenizer`` is needed), sequences of token ids, or a tensor of ids
             with one text per row, (n, L), or a single text, (L,).

@@ -34,11 +34,8 @@ from lightning_fedleak.attacks.words.flatchat import (
     FlatChat,
     FlatChatGuess,
     TypeCountRegressor,
-    flatten,
     rank_types,
-    separate_clusters,
 )
-from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.attacks.words.reveal_labels import RevealLabels, RevealLabelsGuess
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
@@ -61,7 +58,6 @@ __all__ = [
     "InversionAttack",
     "MembershipAttack",
     "MembershipGuess",
-    "Mixture",
     "PassiveMembership",
     "PrefixInversion",
     "PublicText",
@@ -80,9 +76,6 @@ __all__ = [
     "TypeCountRegressor",
     "UnusableObservation",
     "WordGuess",
-    "fit_two_gaussians",
-    "flatten",
     "gradient_of",
     "rank_types",
-    "separate_clusters",
 ]

@@ -18,12 +18,10 @@ from lightning_fedleak.attacks import (
     PublicText,
     TypeCountRegressor,
     UnusableObservation,
-    flatten,
     gradient_of,
     rank_types,
-    separate_clusters,
 )
-from lightning_fedleak.attacks.words.flatchat import flatchat
+from lightning_fedleak.attacks.words.flatchat import flatchat, flatten, separate_clusters
 from lightning_fedleak.attacks.words.mixture import Mixture
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers.models import tiny_gpt2, tiny_llama

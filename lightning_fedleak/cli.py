@@ -18,13 +18,13 @@ from lightning_fedleak.studies.names import check_defense
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``fedleak``; the console script.
+    """Run ``fedleak``; the console script.
 
     Args:
         argv: arguments without the program's name; None reads the command line.
 
     Returns:
-        Exit status: 0 when done, 1 after an error that the user can mend (said on stderr), 130
+        Exit status: 0 when done, 1 after an error that the user can mend (on stderr), 130
         after an interrupt.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -125,9 +125,11 @@ def _run(
     options: argparse.Namespace,
     check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Runs a command's class, and says what the user can mend; ``check`` loads no library."""
+    """Run a command's class and print the errors that a user can mend; ``check`` loads no
+    library.
+    """
     try:
-        _check_given(options)
+        _check_sources(options)
         check()
     except SourceError as error:
         print(f"fedleak: {error}", file=sys.stderr)
@@ -147,29 +149,29 @@ def _run(
     return status
 
 
-def _check_given(options: argparse.Namespace) -> None:
-    """Refuses defences, models and texts that are not there, before libraries load: that is slow.
+def _check_sources(options: argparse.Namespace) -> None:
+    """Raise an error for missing defences, models and texts before libraries load, which is slow.
 
     Raises:
         SourceError: what is wrong with which of them.
     """
-    given = getattr(options, "defense", None) or ()
-    for defense in (given,) if isinstance(given, str) else given:
+    defenses = getattr(options, "defense", None) or ()
+    for defense in (defenses,) if isinstance(defenses, str) else defenses:
         check_defense(defense)
     check_model(options.model)
-    for given, column in (("text", "column"), ("public", "public_column")):
-        source, named = (getattr(options, name, None) for name in (given, column))
-        option = f"--{column.replace('_', '-')}"
-        if given == "public" and source == "sampled":  # by the model itself
+    for name, column_name in (("text", "column"), ("public", "public_column")):
+        source, column = getattr(options, name, None), getattr(options, column_name, None)
+        option = f"--{column_name.replace('_', '-')}"
+        if name == "public" and source == "sampled":  # by the model itself
             continue
         if source is not None:
-            check_texts(source, named, option=option)
-        elif named is not None:
-            raise SourceError(f"{option} names a column of --{given}: give that too")
+            check_texts(source, column, option=option)
+        elif column is not None:
+            raise SourceError(f"{option} names a column of --{name}: give that too")
 
 
 def _fit(arguments: Sequence[str] | None) -> int:
-    # LightningCLI's own calls to jsonargparse are meant, and not the user's to mend.
+    # These deprecations are LightningCLI's to mend, not the user's.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     if importlib.util.find_spec("jsonargparse") is None:
         return _without_lightning_cli()
@@ -193,7 +195,7 @@ def _fit(arguments: Sequence[str] | None) -> int:
 
 
 def _is_meant_for_users(error: ValueError) -> bool:
-    """Whether this package has raised it itself: what it raises says what to change."""
+    """Return whether this package itself raised the error: its messages say what to change."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next

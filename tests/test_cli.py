@@ -132,7 +132,7 @@ CHECKED = (
         ),
         (["game", "--defense", "grrr:epsilon=5"], "(did you mean 'grr'?)"),
         (["game", "--column", "review"], "--column names a column of --text: give that too"),
-        (["federate", "--trust", "local"], "--trust is of client-level differential privacy"),
+        (["federate", "--trust", "local"], "--trust sets client-level differential privacy"),
     ],
 )
 def test_what_is_not_there_is_told_before_libraries_load(

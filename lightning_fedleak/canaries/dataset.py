@@ -54,16 +54,20 @@ class CanarySet:
 
     @property
     def included(self) -> Tensor:
-        """(G,) bool, whether each canary is in the data. The truth: for metrics, never attacks."""
+        """Return (G,) bool, whether each canary is in the data. The truth: for metrics, never
+        attacks.
+        """
         return torch.tensor(self.record.included)
 
     @property
     def commitment(self) -> str:
-        """See :attr:`InclusionRecord.commitment <lightning_fedleak.canaries.InclusionRecord>`."""
+        """Return :attr:`InclusionRecord.commitment
+        <lightning_fedleak.canaries.InclusionRecord>`.
+        """
         return self.record.commitment
 
     def queries(self) -> Query:
-        """All canaries, included or not, as the targets of a membership game.
+        """Return all canaries, included or not, as the targets of a membership game.
 
         Returns:
             ids (G, longest) padded with 0 on the right, and their mask; a new tensor each time.
@@ -74,11 +78,11 @@ class CanarySet:
         return Query(input_ids=ids, attention_mask=mask.to(torch.int64))
 
     def state_dict(self) -> dict[str, str]:
-        """What a checkpoint may hold: the commitment, nothing that shows a coin."""
+        """Return what a checkpoint may hold: the commitment, nothing that shows a coin."""
         return {"commitment": self.commitment}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Compares with the checkpoint of the run that is resumed.
+        """Compare with the checkpoint of the run that is resumed.
 
         Raises:
             InclusionMismatch: other canaries, another seed, probability or game.
@@ -92,7 +96,7 @@ class CanarySet:
 
 
 class CanaryDataset(Dataset[Any]):
-    """Made by :func:`with_canaries`.
+    """A data set with canaries, as :func:`with_canaries` builds it.
 
     Attributes:
         dataset: the user's data, untouched.
@@ -105,7 +109,7 @@ class CanaryDataset(Dataset[Any]):
         self._examples = examples
         placed = canaries.record.places(len(dataset))
         self._places = [place for place, _ in placed]
-        self._which = [i for _, i in placed]
+        self._included = [i for _, i in placed]
         self._added = len(placed) if canaries.record.game == "add_remove" else 0
 
     def __len__(self) -> int:
@@ -119,36 +123,38 @@ class CanaryDataset(Dataset[Any]):
         return self.dataset[place] if canary is None else self._fresh(canary)
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Any]:
-        """Several at once, as torch's DataLoader asks, by the data's own way where it has one."""
-        found = [self._find(index) for index in indices]
-        places = [place for canary, place in found if canary is None]
+        """Return several items at once, as torch's DataLoader asks, in the data's own way if it
+        has one.
+        """
+        finds = [self._find(index) for index in indices]
+        places = [place for canary, place in finds if canary is None]
         at_once = getattr(self.dataset, "__getitems__", None)
         if at_once is None:
             items = iter([self.dataset[place] for place in places])
         else:
             items = iter(at_once(places) if places else [])
-        return [next(items) if canary is None else self._fresh(canary) for canary, _ in found]
+        return [next(items) if canary is None else self._fresh(canary) for canary, _ in finds]
 
     def _fresh(self, canary: int) -> Any:
-        """A copy: what a collate function or a transform changes is not the canary."""
+        """Return a copy, so that a collate function or a transform cannot change the canary."""
         return copy.deepcopy(self._examples[canary])
 
     def _find(self, index: SupportsIndex) -> tuple[int | None, int]:
-        """The canary at ``index``, or None and the place in the data."""
+        """Return the canary at ``index``, or None and the place in the data."""
         try:
-            at = operator.index(index)
+            place = operator.index(index)
         except TypeError as error:
             raise TypeError(
                 f"a data set with canaries takes one integer at a time, got {type(index).__name__}"
             ) from error
         length = len(self)
-        if not -length <= at < length:
-            raise IndexError(f"index {at} is out of range for {length} items")
-        at %= length
-        before = bisect_left(self._places, at)
-        if before < len(self._places) and self._places[before] == at:
-            return self._which[before], -1
-        return None, at - (before if self._added else 0)
+        if not -length <= place < length:
+            raise IndexError(f"index {place} is out of range for {length} items")
+        place %= length
+        rank = bisect_left(self._places, place)
+        if rank < len(self._places) and self._places[rank] == place:
+            return self._included[rank], -1
+        return None, place - (rank if self._added else 0)
 
 
 def with_canaries(
@@ -161,7 +167,7 @@ def with_canaries(
     record: str | Path | None = None,
     token_ids: Callable[[Any], Any] | None = None,
 ) -> CanaryDataset:
-    """Puts each canary into the data, or not, by a coin of its own.
+    """Return a data set with each canary in it or not, by a coin of its own.
 
     An included canary stands at a random place, the same in every epoch and process. Use the
     result wherever the data set was used (any sampler, workers, Lightning)::
@@ -215,12 +221,12 @@ def with_canaries(
     for example, name in zip(examples, names, strict=True):
         if first is not None:
             check_alike(first, example, name)
-        given = example if token_ids is None else _without_mapping(token_ids(example))
-        ids.append(token_ids_of(given, name))
+        row = example if token_ids is None else _without_mapping(token_ids(example))
+        ids.append(token_ids_of(row, name))
     _check_distinct(ids)
     digests = [digest_of(e, n) for e, n in zip(examples, names, strict=True)]
-    found = _record(digests, seed, probability, game, record)
-    return CanaryDataset(dataset, examples, CanarySet(ids, found))
+    coins = _record(digests, seed, probability, game, record)
+    return CanaryDataset(dataset, examples, CanarySet(ids, coins))
 
 
 def _record(
@@ -230,7 +236,9 @@ def _record(
     game: Game,
     file: str | Path | None,
 ) -> InclusionRecord:
-    """From the file where there is one, else flipped, and written where there is to be one."""
+    """Return the record of the file if it exists, else a new one, written to the file if one is
+    named.
+    """
     if file is None:
         if seed is None and _several_processes():
             raise ValueError(
@@ -243,13 +251,13 @@ def _record(
         try:
             fresh.save(file)
         except FileExistsError:
-            pass  # another process was first, and its coins count
+            pass  # another process was first: its coins are used
         else:
             return fresh
-    kept = InclusionRecord.load(file)
-    key = kept.key if seed is None else key_of(seed)
-    InclusionRecord(key, tuple(digests), probability, game).check_same(kept, f"the record {file}")
-    return kept
+    saved = InclusionRecord.load(file)
+    key = saved.key if seed is None else key_of(seed)
+    InclusionRecord(key, tuple(digests), probability, game).check_same(saved, f"the record {file}")
+    return saved
 
 
 _SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -273,9 +281,9 @@ def _check_dataset(dataset: Any) -> None:
 
 
 def _check_distinct(ids: Sequence[Tensor]) -> None:
-    seen: dict[tuple[int, ...], int] = {}
+    firsts: dict[tuple[int, ...], int] = {}
     for i, row in enumerate(ids):
-        first = seen.setdefault(tuple(row.tolist()), i)
+        first = firsts.setdefault(tuple(row.tolist()), i)
         if first != i:
             raise ValueError(
                 f"canaries[{first}] and canaries[{i}] have the same tokens: if one of them is in "

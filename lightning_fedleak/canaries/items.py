@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-def token_ids_of(item: Any, where: str) -> Tensor:
-    """The tokens of one item, padding left out, (L,) int64.
+def token_ids_of(item: Any, name: str) -> Tensor:
+    """Return the tokens of one item without padding, (L,) int64.
 
     Read from ``input_ids`` (and ``attention_mask``) of a mapping, from the first part of a tuple,
     or from the item itself where it is a row of integers.
@@ -25,35 +25,35 @@ def token_ids_of(item: Any, where: str) -> Tensor:
     if isinstance(item, Mapping):
         if "input_ids" not in item:
             raise ValueError(
-                f"{where} has no 'input_ids' (it has {sorted(map(str, item))}): pass "
+                f"{name} has no 'input_ids' (it has {sorted(map(str, item))}): pass "
                 "token_ids=, a function from an item to its token ids"
             )
         ids, mask = item["input_ids"], item.get("attention_mask")
     else:
         ids = item[0] if isinstance(item, tuple) and item else item
-    found = _row(ids, where)
+    row = _row(ids, name)
     if mask is not None:
-        kept = _row(mask, f"{where}['attention_mask']")
-        if kept.shape != found.shape:
-            raise ValueError(f"{where}: attention_mask and input_ids differ in length")
-        found = found[kept != 0]
-    if not found.numel():
-        raise ValueError(f"{where} holds no token")
-    return found
+        visible = _row(mask, f"{name}['attention_mask']")
+        if visible.shape != row.shape:
+            raise ValueError(f"{name}: attention_mask and input_ids differ in length")
+        row = row[visible != 0]
+    if not row.numel():
+        raise ValueError(f"{name} holds no token")
+    return row
 
 
-def digest_of(item: Any, where: str) -> bytes:
-    """SHA-256 of an item, the same in every process and version: 32 bytes.
+def digest_of(item: Any, name: str) -> bytes:
+    """Return the SHA-256 of an item, the same in every process and version: 32 bytes.
 
     Raises:
         ValueError: the item holds something else than tensors, arrays, numbers, strings, None, and
             mappings and sequences of them.
     """
-    return hashlib.sha256(_encoded(item, where)).digest()
+    return hashlib.sha256(_encoded(item, name)).digest()
 
 
-def check_alike(item: Any, canary: Any, where: str) -> None:
-    """Refuses a canary that is built in another way than the items of the data set.
+def check_alike(item: Any, canary: Any, name: str) -> None:
+    """Raise an error for a canary that is built in another way than the items of the data set.
 
     Lengths of rows may differ; keys, dtypes and numbers of dimensions may not.
 
@@ -63,20 +63,20 @@ def check_alike(item: Any, canary: Any, where: str) -> None:
     if isinstance(item, Mapping) and isinstance(canary, Mapping):
         if set(item) != set(canary):
             raise ValueError(
-                f"{where} has the keys {sorted(map(str, canary))}, the data set's items have "
+                f"{name} has the keys {sorted(map(str, canary))}, the data set's items have "
                 f"{sorted(map(str, item))}: build canaries as the items are built"
             )
         for key in item:
-            check_alike(item[key], canary[key], f"{where}[{key!r}]")
+            check_alike(item[key], canary[key], f"{name}[{key!r}]")
         return
     if isinstance(item, tuple) and isinstance(canary, tuple) and len(item) == len(canary):
         for i, (ours, theirs) in enumerate(zip(item, canary, strict=True)):
-            check_alike(ours, theirs, f"{where}[{i}]")
+            check_alike(ours, theirs, f"{name}[{i}]")
         return
     ours, theirs = _kind(item), _kind(canary)
     if ours != theirs:
         raise ValueError(
-            f"{where} is {theirs}, where the data set's items have {ours}: build canaries as the "
+            f"{name} is {theirs}, where the data set's items have {ours}: build canaries as the "
             "items are built"
         )
 
@@ -91,25 +91,25 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _row(ids: Any, where: str) -> Tensor:
+def _row(ids: Any, name: str) -> Tensor:
     try:
         row = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{where} is {_kind(ids)}, and no token ids were found in it: pass token_ids=, a "
+            f"{name} is {_kind(ids)}, and no token ids were found in it: pass token_ids=, a "
             "function from an item to its token ids"
         ) from error
     if row.dim() == 2 and len(row) == 1:
         row = row[0]
     if row.dim() != 1 or row.is_floating_point() or row.is_complex():
         raise ValueError(
-            f"{where} must hold one row of token ids, got {row.dtype} of shape {tuple(row.shape)}"
+            f"{name} must hold one row of token ids, got {row.dtype} of shape {tuple(row.shape)}"
         )
     return row.detach().cpu().to(torch.int64)
 
 
-def _encoded(value: Any, where: str) -> bytes:
-    """Type, length and content, so that no two values have the same bytes."""
+def _encoded(value: Any, name: str) -> bytes:
+    """Return type, length and content, so that no two values have the same bytes."""
     if isinstance(value, Tensor):
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return _tagged(f"tensor {value.dtype} {tuple(value.shape)}", raw)
@@ -127,15 +127,15 @@ def _encoded(value: Any, where: str) -> bytes:
         return _tagged("float", repr(float(value)).encode())
     if isinstance(value, Mapping):
         parts = [
-            _encoded(str(key), where) + _encoded(value[key], f"{where}[{key!r}]")
+            _encoded(str(key), name) + _encoded(value[key], f"{name}[{key!r}]")
             for key in sorted(value, key=str)
         ]
         return _tagged(f"mapping {len(parts)}", b"".join(parts))
     if isinstance(value, Sequence):
-        parts = [_encoded(part, f"{where}[{i}]") for i, part in enumerate(value)]
+        parts = [_encoded(part, f"{name}[{i}]") for i, part in enumerate(value)]
         return _tagged(f"sequence {len(parts)}", b"".join(parts))
     raise ValueError(
-        f"{where} is a {type(value).__name__}, of which no fingerprint can be taken: canaries are "
+        f"{name} is a {type(value).__name__}, of which no fingerprint can be taken: canaries are "
         "tensors, arrays, numbers, strings, or mappings and sequences of them"
     )
 

@@ -1,8 +1,8 @@
 """Which canaries are in the data: a secret that can be kept, re-derived and committed to.
 
 All of it follows from a key of 256 bits by HMAC-SHA256: each canary's coin, its place among the
-data, and the commitment. Who knows some of the coins learns nothing about the others (a generator
-of random numbers would give itself away), and the commitment tells nothing about the key.
+data, and the commitment. Who knows some of the coins learns nothing about the others (a random
+number generator could be worked out), and the commitment shows nothing about the key.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lightning_fedleak.validate import check_choice, check_integer, check_number
+
 Game = Literal["add_remove", "replace"]
 """What happens to a canary that is left out. ``"add_remove"``: nothing is in its place, the data
 are shorter by one; the neighbours of DP-SGD's usual accountants. ``"replace"``: an item of the data
 is in its place, the length is always the same; the game of Fig. 2 of Vu et al. 2024."""
 
 _SCHEMA = 1
-_BITS = 64
+_BITS = 64  # of the numbers that coins and places are derived from
 
 
 class InclusionMismatch(ValueError):
@@ -55,12 +57,8 @@ class InclusionRecord:
     def __post_init__(self) -> None:
         if len(self.key) != 32:
             raise ValueError(f"key must be 32 bytes, got {len(self.key)}")
-        if not 0 < self.probability < 1:
-            raise ValueError(
-                f"probability must lie between 0 and 1, both excluded, got {self.probability}"
-            )
-        if self.game not in get_args(Game):
-            raise ValueError(f"game must be one of {get_args(Game)}, got {self.game!r}")
+        check_number("probability", self.probability, above=0, below=1)
+        check_choice("game", self.game, get_args(Game))
         object.__setattr__(self, "probability", float(self.probability))
         threshold = self.probability * 2**_BITS
         coins = tuple(
@@ -76,7 +74,7 @@ class InclusionRecord:
         probability: float = 0.5,
         game: Game = "add_remove",
     ) -> InclusionRecord:
-        """Flips the coins.
+        """Return a record of new coins.
 
         Args:
             digests: of the canaries, see :func:`~lightning_fedleak.canaries.items.digest_of`.
@@ -93,15 +91,15 @@ class InclusionRecord:
 
     @property
     def commitment(self) -> str:
-        """Binds to this record without showing it: 64 hexadecimal digits, for checkpoints and logs.
+        """Return a commitment to this record, for checkpoints and logs: 64 hexadecimal digits.
 
-        Publish it before a run; who is given the record's file afterwards can check that no coin
-        was changed. With a seed that can be guessed it hides nothing.
+        Publish it before a run: who gets the record's file afterwards can check that no coin was
+        changed. With a seed that can be guessed it hides nothing.
         """
         return self._mac("commitment", self._settings()).hex()
 
     def places(self, length: int) -> list[tuple[int, int]]:
-        """Where the included canaries stand among ``length`` items of data.
+        """Return where the included canaries stand among ``length`` items of data.
 
         Between which items a canary stands (or would stand) depends on the key and ``length``
         alone, uniform over all gaps and not on any coin; so do the places of ``"replace"``.
@@ -120,18 +118,17 @@ class InclusionRecord:
                 )
                 if inside
             )
-        drawn = sorted(
+        order = sorted(
             (self._number("place", i, digest), i)
             for i, digest in enumerate(self.digests)
             if self.included[i]
         )
         return [
-            ((number * (length + 1) >> _BITS) + before, i)
-            for before, (number, i) in enumerate(drawn)
+            ((number * (length + 1) >> _BITS) + rank, i) for rank, (number, i) in enumerate(order)
         ]
 
     def save(self, path: str | Path) -> None:
-        """Writes the record to a new file of mode 0600, whole or not at all.
+        """Write the record to a new file of mode 0600, whole or not at all.
 
         Raises:
             FileExistsError: there is a file already; records are not overwritten.
@@ -161,7 +158,7 @@ class InclusionRecord:
 
     @classmethod
     def load(cls, path: str | Path) -> InclusionRecord:
-        """Reads what :meth:`save` wrote.
+        """Return the record that :meth:`save` wrote.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -193,26 +190,26 @@ class InclusionRecord:
             raise InclusionMismatch(f"{path} was changed: its coins do not follow from its key")
         return record
 
-    def check_same(self, other: InclusionRecord, where: str) -> None:
-        """Compares with the record found at ``where``, and says what differs without showing it.
+    def check_same(self, other: InclusionRecord, name: str) -> None:
+        """Raise an error that names what differs from another record, without showing it.
 
         Raises:
             InclusionMismatch: something differs.
         """
         differs = [
-            name
-            for name, same in (
+            part
+            for part, equal in (
                 ("the canaries", self.digests == other.digests),
                 ("the seed", hmac.compare_digest(self.key, other.key)),
                 ("probability", self.probability == other.probability),
                 ("game", self.game == other.game),
             )
-            if not same
+            if not equal
         ]
         if differs:
             raise InclusionMismatch(
-                f"{where} belongs to another run: {', '.join(differs)} changed. Resume with what "
-                "it began with, or begin anew with another record file."
+                f"{name} belongs to another run: {', '.join(differs)} changed. Resume with what "
+                "it began with, or begin again with another record file."
             )
 
     def _settings(self) -> bytes:
@@ -221,24 +218,26 @@ class InclusionRecord:
         return stated + b"".join(self.digests) + coins
 
     def _slots(self, length: int) -> list[int]:
-        """A different place for each canary: Fisher-Yates, of which only what is used is kept."""
+        """Return a different place for each canary by Fisher-Yates, storing only the swapped
+        entries.
+        """
         if len(self.digests) > length:
             raise ValueError(
                 f"game='replace' puts each of {len(self.digests)} canaries in the place of an item "
                 f"of its own, and the data set has {length} items"
             )
-        moved: dict[int, int] = {}
-        found = []
+        swapped: dict[int, int] = {}
+        slots = []
         for i, digest in enumerate(self.digests):
             j = i + (self._number("place", i, digest) * (length - i) >> _BITS)
-            found.append(moved.get(j, j))
-            moved[j] = moved.get(i, i)
-        return found
+            slots.append(swapped.get(j, j))
+            swapped[j] = swapped.get(i, i)
+        return slots
 
     def _number(self, purpose: str, index: int, digest: bytes) -> int:
-        """Uniform below 2^64."""
-        drawn = self._mac(purpose, index.to_bytes(8, "big") + digest)
-        return int.from_bytes(drawn[: _BITS // 8], "big")
+        """Return a number uniform below 2^64."""
+        digest_bytes = self._mac(purpose, index.to_bytes(8, "big") + digest)
+        return int.from_bytes(digest_bytes[: _BITS // 8], "big")
 
     def _mac(self, purpose: str, message: bytes) -> bytes:
         return hmac.digest(self.key, purpose.encode() + b"\0" + message, hashlib.sha256)
@@ -263,11 +262,10 @@ class InclusionRecord:
 
 
 def key_of(seed: int) -> bytes:
-    """The key that a seed stands for.
+    """Return the key that a seed stands for.
 
     Raises:
         ValueError: the seed is no integer of at least 0.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed must be an integer of at least 0, or None, got {seed!r}")
+    check_integer("seed", seed, at_least=0, hint="None draws from the operating system")
     return hashlib.sha256(f"lightning-fedleak canaries {seed}".encode()).digest()

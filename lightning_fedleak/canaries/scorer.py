@@ -19,6 +19,7 @@ from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.canaries.dataset import CanarySet
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.model_runs import labels_of, micro_batches, run_logits, undisturbed
+from lightning_fedleak.validate import check_choice, check_integer
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -64,10 +65,8 @@ class CanaryScorer(EitherCallback):
     def __init__(
         self, canaries: CanarySet, by: By = "loss", every_n_steps: int | None = None
     ) -> None:
-        if by not in get_args(By):
-            raise ValueError(f"by must be one of {get_args(By)}, got {by!r}")
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1 or None, got {every_n_steps}")
+        check_choice("by", by, get_args(By))
+        check_integer("every_n_steps", every_n_steps, optional=True)
         if by == "row":
             _check_own_tokens(canaries)
             self._tokens = torch.stack([row[0] for row in canaries.token_ids])
@@ -76,27 +75,27 @@ class CanaryScorer(EitherCallback):
         self.every_n_steps = every_n_steps
         self._names: list[str] = []
         self._anatomy: Anatomy | None = None
-        self._before: dict[str, Tensor] = {}
+        self._earlier_rows: dict[str, Tensor] = {}
         self._slopes: dict[str, Tensor] = {}
         self._clear()
 
     @property
     def state_key(self) -> str:
-        """Of the checkpoint: scorers of one run differ in it."""
+        """Return the key in checkpoints, in which scorers of one run differ."""
         return f"{type(self).__qualname__}({self.by!r})"
 
     def _clear(self) -> None:
         self._total = torch.zeros(len(self.canaries), dtype=torch.float64)
-        self._step = self._counted = 0
-        self._seen = False
+        self._step = self._counted_step = 0
+        self._scored = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """A new fit: earlier scores were of another run. A checkpoint's come back after this."""
+        """Clear the scores, which were of another run; a checkpoint's are loaded after this."""
         if stage == "fit":
             self._clear()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks that these scores can be told of this model.
+        """Raise an error for a model whose canaries cannot be scored like this.
 
         Raises:
             ValueError: they cannot; says why, and what to do.
@@ -120,9 +119,9 @@ class CanaryScorer(EitherCallback):
         self._anatomy = anatomy
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The weights that training begins with, after a checkpoint is loaded."""
-        self._step = self._counted = trainer.global_step
-        self._take()
+        """Record the weights that training begins with, after a checkpoint is loaded."""
+        self._step = self._counted_step = trainer.global_step
+        self._record_weights()
 
     def on_train_batch_end(
         self,
@@ -132,58 +131,58 @@ class CanaryScorer(EitherCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Counts what the last steps did, where it is time to."""
+        """Count the last steps when it is time."""
         self._step = trainer.global_step
-        if self.every_n_steps is not None and self._step - self._counted >= self.every_n_steps:
+        if self.every_n_steps is not None and self._step - self._counted_step >= self.every_n_steps:
             self._count()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Counts the rest."""
+        """Count the remaining steps."""
         self._step = trainer.global_step
-        if self._step > self._counted:
+        if self._step > self._counted_step:
             self._count()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Lets go of the model and of earlier weights."""
-        self._anatomy, self._before, self._slopes = None, {}, {}
+        """Release the model and earlier weights."""
+        self._anatomy, self._earlier_rows, self._slopes = None, {}, {}
 
     def scores(self) -> Tensor:
-        """(m,) float64, higher is more likely in the data; in the order of the canaries.
+        """Return (m,) float64, higher is more likely in the data; in the order of the canaries.
 
         Raises:
             RuntimeError: no step has been counted so far.
         """
-        if not self._seen:
+        if not self._scored:
             raise RuntimeError("no step was scored: call trainer.fit(...) with this callback first")
         return self._total.clone()
 
-    def _take(self) -> None:
-        """What the next count compares with."""
+    def _record_weights(self) -> None:
+        """Record what the next count compares with."""
         assert self._anatomy is not None
         if self.by == "loss":
             self._losses_before = self._losses()
             return
         slopes = gradient_of(self._anatomy, self._batch(), self._names)
-        self._slopes = {name: self._own(slope) for name, slope in slopes.items()}
-        self._before = self._rows()
+        self._slopes = {name: self._canary_rows(slope) for name, slope in slopes.items()}
+        self._earlier_rows = self._rows()
 
     def _count(self) -> None:
-        """Adds what happened since the time before."""
+        """Add what happened since the last count."""
         if self.by == "loss":
             self._total += self._losses_before - self._losses()
         else:
-            self._total += self._along()
-        self._counted, self._seen = self._step, True
-        self._take()
+            self._total += self._descent()
+        self._counted_step, self._scored = self._step, True
+        self._record_weights()
 
-    def _own(self, matrix: Tensor) -> Tensor:
-        """(m, d) the rows of the canaries' tokens."""
+    def _canary_rows(self, matrix: Tensor) -> Tensor:
+        """Return (m, d), the rows of the canaries' tokens."""
         return matrix[self._tokens.to(matrix.device)]
 
     def _rows(self) -> dict[str, Tensor]:
         assert self._anatomy is not None
         root = self._anatomy.root
-        return {name: self._own(root.get_parameter(name).detach()) for name in self._names}
+        return {name: self._canary_rows(root.get_parameter(name).detach()) for name in self._names}
 
     def _batch(self) -> TokenBatch:
         query = self.canaries.queries()
@@ -191,44 +190,44 @@ class CanaryScorer(EitherCallback):
 
     @torch.no_grad()
     def _losses(self) -> Tensor:
-        """(m,) mean loss of each canary's tokens."""
+        """Return (m,), the mean loss of each canary's tokens."""
         assert self._anatomy is not None
         losses = []
         with undisturbed(self._anatomy) as model:
             for part in micro_batches(self._anatomy, self._batch()):
                 logits, labels = run_logits(model, part), labels_of(part)[:, 1:]
-                each = nn.functional.cross_entropy(
+                token_losses = nn.functional.cross_entropy(
                     logits[:, -labels.shape[1] - 1 : -1].float().mT,
                     labels,
                     ignore_index=IGNORE_INDEX,
                     reduction="none",
                 )
-                losses.append(each.sum(1) / (labels != IGNORE_INDEX).sum(1))
+                losses.append(token_losses.sum(1) / (labels != IGNORE_INDEX).sum(1))
         return torch.cat(losses).double().cpu()
 
-    def _along(self) -> Tensor:
-        """(m,) how far the rows went down the slopes at the weights before."""
-        rows, held, size = self._rows(), [], []
+    def _descent(self) -> Tensor:
+        """Return (m,), how far the rows moved down the slopes at the earlier weights."""
+        rows, products, squares = self._rows(), [], []
         for name, slope in self._slopes.items():
-            held.append(((self._before[name] - rows[name]) * slope).sum(1).double().cpu())
-            size.append(slope.square().sum(1).double().cpu())
-        norm = torch.stack(size).sum(0).sqrt()
-        found: Tensor = torch.stack(held).sum(0) / norm.where(norm > 0, 1.0)
-        return found
+            products.append(((self._earlier_rows[name] - rows[name]) * slope).sum(1).double().cpu())
+            squares.append(slope.square().sum(1).double().cpu())
+        norm = torch.stack(squares).sum(0).sqrt()
+        distances: Tensor = torch.stack(products).sum(0) / norm.where(norm > 0, 1.0)
+        return distances
 
     def state_dict(self) -> dict[str, Any]:
-        """Scores so far, which canaries they are of, and how they were made."""
-        if self._anatomy is not None and self._step > self._counted:
+        """Return scores so far, which canaries they are of, and how they were computed."""
+        if self._anatomy is not None and self._step > self._counted_step:
             self._count()
         return {
             "canaries": self.canaries.state_dict(),
             "by": self.by,
             "scores": self._total.clone(),
-            "seen": self._seen,
+            "seen": self._scored,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the scores of the run that is resumed.
+        """Continue with the scores of the run that is resumed.
 
         Raises:
             InclusionMismatch: other canaries.
@@ -240,39 +239,36 @@ class CanaryScorer(EitherCallback):
                 f"the checkpoint's canaries were scored by {state_dict['by']!r}, and one way must "
                 f"hold for the whole run: resume with CanaryScorer(..., by={state_dict['by']!r})"
             )
-        self._total, self._seen = state_dict["scores"].cpu().double(), bool(state_dict["seen"])
+        self._total, self._scored = state_dict["scores"].cpu().double(), bool(state_dict["seen"])
 
 
 def _check_own_tokens(canaries: CanarySet) -> None:
     first = [int(row[0]) for row in canaries.token_ids]
-    held = Counter(token for row in canaries.token_ids for token in set(row.tolist()))
-    shared = next((token for token in first if held[token] > 1), None)
+    counts = Counter(token for row in canaries.token_ids for token in set(row.tolist()))
+    shared = next((token for token in first if counts[token] > 1), None)
     if shared is not None:
         raise ValueError(
             f"by='row' reads the row of each canary's first token, and token {shared} is in "
-            f"{held[shared]} canaries: make them by new_token_canaries, or score by='loss'"
+            f"{counts[shared]} canaries: make them by new_token_canaries, or score by='loss'"
         )
 
 
 def _trained_rows(anatomy: Anatomy) -> list[str]:
-    """Names of the embedding and the head, as far as they are trained; of tied ones one.
+    """Return the names of the embedding and the head, where they are trained; of tied ones one.
 
     Raises:
         ValueError: neither is.
     """
-    found = {
+    names = {
         id(anatomy.parameter(role)): str(anatomy.parameter_name(role))
         for role in (EMBEDDING_WEIGHT, HEAD_WEIGHT)
         if anatomy.trainable(role)
     }
-    if not found:
-        how = "" if anatomy.peft is None else " (modules_to_save= of its config)"
+    if not names:
+        setting = "" if anatomy.peft is None else " (modules_to_save= of its config)"
         raise ValueError(
             "by='row' reads the canaries' own rows of the embedding and the head, and neither is "
-            f"trained{how and f', as {anatomy.peft} leaves them'}. Train one of them{how}, or "
-            "score by='loss', which reads what else is trained"
+            f"trained{setting and f', as {anatomy.peft} leaves them'}. Train one of them{setting}, "
+            "or score by='loss', which reads what else is trained"
         )
-    return [*found.values()]
-
-
-__all__ = ["CanaryScorer"]
+    return [*names.values()]

@@ -24,8 +24,9 @@ from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy, fi
 from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import context_length, run_logits, undisturbed
+from lightning_fedleak.validate import check_integer, check_number
 
-MOST_TRIES = 8
+MOST_TRIES = 8  # rounds of samples until all texts differ; not tuned
 
 
 def new_token_canaries(
@@ -37,7 +38,7 @@ def new_token_canaries(
     row_norm: float = 1.0,
     seed: int = 0,
 ) -> list[Tensor]:
-    """Texts that begin and end with a token that no other text has.
+    """Return texts that begin and end with a token that no other text has.
 
     ::
 
@@ -45,12 +46,12 @@ def new_token_canaries(
         train = with_canaries(train, texts, record="secret/inclusion.json")
         scorer = CanaryScorer(train.canaries)
 
-    The model is changed: it has ``count`` more tokens, or those of ``tokens`` start anew. So it is
-    a model for an audit. Between its two own tokens a text has ordinary ones, drawn at random.
+    The model is changed: it has ``count`` more tokens, or those of ``tokens`` get new rows. Use
+    it for an audit only. Between its two own tokens a text has ordinary ones, drawn at random.
 
-    What tells them is their loss. For ``CanaryScorer(by="row")`` a row of the embedding or of the
-    head must be trained, and ``row_norm=0.1`` shows more. A LoRA trains neither matrix, unless it
-    is told to: ``LoraConfig(modules_to_save=["embed_tokens"], ...)``.
+    Their loss is what an audit reads. For ``CanaryScorer(by="row")`` a row of the embedding or of
+    the head must be trained, and ``row_norm=0.1`` shows more. A LoRA trains neither matrix without
+    ``LoraConfig(modules_to_save=["embed_tokens"], ...)``.
 
     Args:
         model: causal, a Hugging Face model or one that holds it; before PEFT wraps it.
@@ -71,30 +72,28 @@ def new_token_canaries(
     """
     anatomy = _causal(model, "new_token_canaries")
     _check_count(count)
-    if length < 3:
-        raise ValueError(f"length must be at least 3 (its own token twice, one between), {length=}")
-    if not row_norm > 0:
-        raise ValueError(f"row_norm must be positive, got {row_norm!r}")
+    check_integer("length", length, at_least=3, hint="its own token twice, one between")
+    check_number("row_norm", row_norm, above=0)
     _check_length(anatomy, length)
     special = _special(getattr(without_peft(anatomy.model), "config", None))
     generator = torch.Generator().manual_seed(seed)
     if tokens is None:
-        own = _added_rows(anatomy, count)
+        new_ids = _added_rows(anatomy, count)
         anatomy = find_anatomy(model)
     else:
-        own = [int(token) for token in tokens]
-        if len(set(own)) != count or len(own) != count:
+        new_ids = [int(token) for token in tokens]
+        if len(set(new_ids)) != count or len(new_ids) != count:
             raise ValueError(f"tokens must hold {count} different ids, one for each canary")
-        if not all(0 <= token < anatomy.vocab_size for token in own):
+        if not all(0 <= token < anatomy.vocab_size for token in new_ids):
             raise ValueError(f"tokens must be rows of the model, 0 to {anatomy.vocab_size - 1}")
-    taken = {*own, *special}
-    ordinary = torch.tensor([i for i in range(anatomy.vocab_size) if i not in taken])
+    excluded = {*new_ids, *special}
+    ordinary = torch.tensor([i for i in range(anatomy.vocab_size) if i not in excluded])
     if not len(ordinary):
         raise ValueError("the model has no token beside those of the canaries")
-    _start_rows(anatomy, torch.tensor(own), ordinary, row_norm, generator)
-    drawn = torch.randint(len(ordinary), (count, length - 2), generator=generator)
-    ends = torch.tensor(own)[:, None]
-    return [*torch.cat([ends, ordinary[drawn], ends], 1)]
+    _start_rows(anatomy, torch.tensor(new_ids), ordinary, row_norm, generator)
+    indices = torch.randint(len(ordinary), (count, length - 2), generator=generator)
+    ends = torch.tensor(new_ids)[:, None]
+    return [*torch.cat([ends, ordinary[indices], ends], 1)]
 
 
 def high_temperature_canaries(
@@ -106,7 +105,7 @@ def high_temperature_canaries(
     prompts: Sequence[Tensor] | None = None,
     seed: int = 0,
 ) -> list[Tensor]:
-    """Texts that the model samples itself, each token from its logits over ``temperature``.
+    """Return texts that the model samples, each token from its logits over ``temperature``.
 
     They are the less like the data the higher the temperature is. Sample them before training: a
     model that was trained on private text may repeat it.
@@ -129,25 +128,23 @@ def high_temperature_canaries(
     """
     anatomy = _causal(model, "high_temperature_canaries")
     _check_count(count)
-    if length < 2:
-        raise ValueError(f"length must be at least 2, got {length}")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature!r}")
+    check_integer("length", length, at_least=2)
+    check_number("temperature", temperature, above=0)
     generator = torch.Generator().manual_seed(seed)
     config = getattr(without_peft(anatomy.model), "config", None)
     special = _special(config)
-    kept = torch.tensor([i not in special for i in range(anatomy.vocab_size)])
-    found: dict[tuple[int, ...], Tensor] = {}
+    allowed = torch.tensor([i not in special for i in range(anatomy.vocab_size)])
+    texts: dict[tuple[int, ...], Tensor] = {}
     for _ in range(MOST_TRIES):
-        starts = _starts(config, kept, count, prompts, generator)
+        starts = _starts(config, allowed, count, prompts, generator)
         _check_length(anatomy, length + max(map(len, starts)))
-        for row in _sampled(anatomy, starts, kept, length, temperature, generator):
-            if len(found) < count:
-                found.setdefault(tuple(row.tolist()), row)
-        if len(found) == count:
-            return [*found.values()]
+        for row in _sampled(anatomy, starts, allowed, length, temperature, generator):
+            if len(texts) < count:
+                texts.setdefault(tuple(row.tolist()), row)
+        if len(texts) == count:
+            return [*texts.values()]
     raise ValueError(
-        f"only {len(found)} of {count} texts are different: raise temperature or length, or give "
+        f"only {len(texts)} of {count} texts are different: raise temperature or length, or give "
         "more prompts"
     )
 
@@ -163,24 +160,28 @@ def _causal(model: nn.Module, who: str) -> Anatomy:
 
 
 def _check_count(count: int) -> None:
-    if isinstance(count, bool) or count < 1:
-        raise ValueError(f"count must be at least 1, got {count!r}")
+    check_integer("count", count)
 
 
 def _check_length(anatomy: Anatomy, length: int) -> None:
-    most = context_length(anatomy)
-    if most is not None and length > most:
+    context = context_length(anatomy)
+    if context is not None and length > context:
         raise ValueError(
-            f"texts of {length} tokens are longer than the {most} that this model reads: make "
+            f"texts of {length} tokens are longer than the {context} that this model reads: make "
             "length smaller"
         )
 
 
 def _special(config: Any) -> set[int]:
-    """Ids that stand for no word, as a model's config says them; one, several or none of each."""
-    given = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+    """Return the ids that stand for no word in a model's config: one, several or none of each
+    kind.
+    """
+    ids_by_name = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
     return {
-        int(i) for ids in given for i in (ids if isinstance(ids, list) else [ids]) if i is not None
+        int(i)
+        for ids in ids_by_name
+        for i in (ids if isinstance(ids, list) else [ids])
+        if i is not None
     }
 
 
@@ -196,28 +197,28 @@ def _added_rows(anatomy: Anatomy, count: int) -> list[int]:
             f"{type(model).__name__} has no resize_token_embeddings: give tokens=, ids of rows "
             "that no text uses"
         )
-    before = anatomy.vocab_size
+    size = anatomy.vocab_size
     with torch.random.fork_rng([anatomy.device] if anatomy.device.type == "cuda" else []):
-        model.resize_token_embeddings(before + count, mean_resizing=False)
-    return [*range(before, before + count)]
+        model.resize_token_embeddings(size + count, mean_resizing=False)
+    return [*range(size, size + count)]
 
 
 @torch.no_grad()
 def _start_rows(
-    anatomy: Anatomy, own: Tensor, ordinary: Tensor, norm: float, generator: torch.Generator
+    anatomy: Anatomy, new_ids: Tensor, ordinary: Tensor, norm: float, generator: torch.Generator
 ) -> None:
-    """Rows of the embedding and of the head in directions drawn at random."""
+    """Set rows of the embedding and of the head to directions drawn at random."""
     matrices = [anatomy.parameter(role) for role in (EMBEDDING_WEIGHT, HEAD_WEIGHT)]
     for matrix in {id(m): m for m in matrices if m is not None}.values():
         usual = matrix[ordinary.to(matrix.device)].float().norm(dim=1).mean().cpu()
-        rows = torch.randn(len(own), matrix.shape[1], generator=generator)
+        rows = torch.randn(len(new_ids), matrix.shape[1], generator=generator)
         rows *= norm * usual / rows.norm(dim=1, keepdim=True)
-        matrix[own.to(matrix.device)] = rows.to(matrix)
+        matrix[new_ids.to(matrix.device)] = rows.to(matrix)
 
 
 def _starts(
     config: Any,
-    kept: Tensor,
+    allowed: Tensor,
     count: int,
     prompts: Sequence[Tensor] | None,
     generator: torch.Generator,
@@ -225,14 +226,14 @@ def _starts(
     if prompts is not None:
         if not len(prompts):
             raise ValueError("prompts=[] begins no text: leave it out, or give rows of token ids")
-        given = [torch.as_tensor(p).reshape(-1).long() for p in prompts]
-        if not all(len(p) and int(p.min()) >= 0 and int(p.max()) < len(kept) for p in given):
-            raise ValueError(f"prompts must be rows of at least one token id, below {len(kept)}")
-        return [given[i % len(given)] for i in range(count)]
+        rows = [torch.as_tensor(p).reshape(-1).long() for p in prompts]
+        if not all(len(p) and int(p.min()) >= 0 and int(p.max()) < len(allowed) for p in rows):
+            raise ValueError(f"prompts must be rows of at least one token id, below {len(allowed)}")
+        return [rows[i % len(rows)] for i in range(count)]
     first = getattr(config, "bos_token_id", None)
     if first is not None:
         return [torch.tensor([int(first)])] * count
-    ordinary = kept.nonzero()[:, 0]
+    ordinary = allowed.nonzero()[:, 0]
     return [*ordinary[torch.randint(len(ordinary), (count, 1), generator=generator)]]
 
 
@@ -240,12 +241,12 @@ def _starts(
 def _sampled(
     anatomy: Anatomy,
     starts: Sequence[Tensor],
-    kept: Tensor,
+    allowed: Tensor,
     length: int,
     temperature: float,
     generator: torch.Generator,
 ) -> list[Tensor]:
-    """Each start with ``length`` more tokens; those of one length at once."""
+    """Return each start with ``length`` more tokens; those of one length at once."""
     rows = [*starts]
     with undisturbed(anatomy) as model:
         for size in sorted({len(s) for s in starts}):
@@ -254,12 +255,9 @@ def _sampled(
             for _ in range(length):
                 batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
                 logits = run_logits(model, batch)[:, -1].float().cpu()
-                logits = logits.masked_fill(~kept, -torch.inf)
+                logits = logits.masked_fill(~allowed, -torch.inf)
                 chances = (logits / temperature).softmax(1)
                 ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)], 1)
             for place, row in zip(places, ids, strict=True):
                 rows[place] = row
     return rows
-
-
-__all__ = ["high_temperature_canaries", "new_token_canaries"]

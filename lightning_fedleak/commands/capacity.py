@@ -1,4 +1,4 @@
-"""``fedleak capacity``: how many distinct tokens an update's first block tells apart, untrained."""
+"""``fedleak capacity``: how many distinct tokens an update's first block reveals, untrained."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class CapacityCommand(CapacityOptions):
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         size, length = map(int, self.batch.split("x"))
         tokenizer = load_tokenizer(self.model)
-        plain = find_model(self.model, torch.float32)
-        if plain.kind == "classifier":
+        without_adapters = find_model(self.model, torch.float32)
+        if without_adapters.kind == "classifier":
             raise SourceError(
                 "--model is no language model with a head, so that its loss on a text is not known "
                 "here; in a run of your own LeakageMonitor(SubspaceWords()) reports its capacity"
             )
-        anatomy = with_lora(plain, self.lora_r, self.targets, self.seed)
+        anatomy = with_lora(without_adapters, self.lora_r, self.targets, self.seed)
         context = context_length(anatomy)
         if context is not None and length > context:
             raise SourceError(f"--batch: texts of {length} tokens exceed the context of {context}")
@@ -67,7 +67,7 @@ class CapacityCommand(CapacityOptions):
         capacity = study.planted(self.seconds)
         missed = "" if capacity.failed is None else f", {capacity.failed} were not"
         console.print(
-            f"Distinct tokens that these rows tell apart: about {capacity.predicted:.0f} by rule; "
+            f"Distinct tokens that these rows reveal: about {capacity.predicted:.0f} by rule; "
             f"planted at random, {capacity.types} were all found{missed}.\n",
             highlight=False,
         )

@@ -31,9 +31,9 @@ complete -o default -F _fedleak fedleak
 
 
 def script(shell: str) -> str:
-    """What a shell has to read to complete subcommands, options and their choices.
+    """Return what a shell has to read to complete subcommands, options and their choices.
 
-    Where nothing is known (a path, say) the shell completes as it does elsewhere.
+    Elsewhere (a path, for example) the shell completes as usual.
 
     Args:
         shell: ``bash`` or ``zsh``.
@@ -44,20 +44,20 @@ def script(shell: str) -> str:
         for name, command in commands.items()
         for pattern, words in _cases(name, command)
     ]
-    written = _SCRIPT.format(commands=shlex.quote(" ".join(commands)), cases="\n".join(cases))
-    return _ZSH + written if shell == "zsh" else written
+    text = _SCRIPT.format(commands=shlex.quote(" ".join(commands)), cases="\n".join(cases))
+    return _ZSH + text if shell == "zsh" else text
 
 
 def _cases(name: str, command: argparse.ArgumentParser) -> Iterator[tuple[str, Iterable[str]]]:
-    """Of a subcommand: what may stand behind each option that has choices, and all its options."""
-    every: list[str] = [*_FIT] if name == "fit" else []
+    """Yield what may follow each option of a subcommand that has choices, and all its options."""
+    words: list[str] = [*_FIT] if name == "fit" else []
     for action in command._actions:
         spelled = [option for option in action.option_strings if option.startswith("--")]
-        every += spelled if name != "fit" else []
+        words += spelled if name != "fit" else []
         for option in spelled if action.choices else ():
             yield shlex.quote(f"{name} {option}"), [str(choice) for choice in action.choices or ()]
         if not action.option_strings and action.choices:
-            every += action.choices
+            words += action.choices
     if name == "recipes":
-        every += recipes()
-    yield shlex.quote(f"{name} "), every
+        words += recipes()
+    yield shlex.quote(f"{name} "), words

@@ -18,7 +18,7 @@ from lightning_fedleak.commands.fit_arguments import misspelt
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
 
-_LONGEST = 300
+_LONGEST = 300  # characters of a message of LightningCLI that are shown
 _HELP = "'fedleak fit --help' lists the settings"
 
 
@@ -33,30 +33,29 @@ class _FitCLI(LightningCLI):
         }
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Says all misspelt names at once, or else what LightningCLI cannot take, in short."""
+        """Report all misspelt names at once, or else, in short, what LightningCLI cannot take."""
         try:
             super().parse_arguments(parser, args)
         except ArgumentError as error:
-            given = sys.argv[1:] if args is None else list(args)
-            wrong = misspelt(given, self.names)
+            arguments = sys.argv[1:] if args is None else list(args)
+            wrong = misspelt(arguments, self.names)
             if wrong:
-                one = len(wrong) == 1
-                told = f"no such setting{'' if one else 's'}: {'; '.join(wrong)}"
+                message = f"no such setting{'s' * (len(wrong) > 1)}: {'; '.join(wrong)}"
             else:
-                told = " ".join(str(error).replace("Parser key ", "").split())
-                told = told[max(0, told.find("Problem with given class_path")) :]
-                told = told if len(told) <= _LONGEST else f"{told[:_LONGEST]} ..."
-            raise SourceError(f"{told}. {_HELP}.") from error
+                message = " ".join(str(error).replace("Parser key ", "").split())
+                message = message[max(0, message.find("Problem with given class_path")) :]
+                message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
+            raise SourceError(f"{message}. {_HELP}.") from error
 
     def instantiate_classes(self) -> None:
-        """What a class refuses of its own is said, and not what else could stand in its place."""
+        """Report a class's own error, without the other types that LightningCLI would list."""
         try:
             super().instantiate_classes()
         except ValueError as error:
-            told = re.search(r"Errors:\s+- (.*?)\n\s*- ", str(error), re.DOTALL)
-            if not told:
+            first = re.search(r"Errors:\s+- (.*?)\n\s*- ", str(error), re.DOTALL)
+            if not first:
                 raise
-            raise SourceError(f"{' '.join(told[1].split())}. {_HELP}.") from error
+            raise SourceError(f"{' '.join(first[1].split())}. {_HELP}.") from error
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -64,13 +63,13 @@ class _FitCLI(LightningCLI):
 
 
 def fit(arguments: Sequence[str] | None = None) -> None:
-    """Trains as the arguments and their ``--config`` files say.
+    """Train as the arguments and their ``--config`` files say.
 
     Args:
         arguments: ``["fit", ...]``, as LightningCLI takes them; None reads the command line.
 
     Raises:
-        SourceError: a model or text cannot be used, or a setting cannot be meant.
+        SourceError: a model or text cannot be used, or a setting does not exist.
     """
     _FitCLI(
         CausalLMFineTuning,

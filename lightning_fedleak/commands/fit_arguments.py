@@ -1,7 +1,7 @@
-"""What a user gave ``fedleak fit``, read before and beside LightningCLI so that errors are short.
+"""The arguments of ``fedleak fit``, read before and beside LightningCLI so that errors are short.
 
-Nothing is decided here that LightningCLI would decide otherwise: a missing file is told before
-libraries are loaded, and names are compared with those that exist once LightningCLI has refused.
+Nothing is decided here that LightningCLI would decide otherwise. A missing file is reported before
+libraries are loaded, and names are compared with those that exist after LightningCLI has raised.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_CLASSES = (
 
 
 def check_files(arguments: Sequence[str]) -> None:
-    """Refuses configs, a model and a text that are meant as places of this machine and are none.
+    """Raise an error for configs, a model or a text that should be on this machine and are not.
 
     Args:
         arguments: behind ``fit``.
@@ -38,16 +38,16 @@ def check_files(arguments: Sequence[str]) -> None:
     if arguments and not arguments[0].startswith("-"):
         first = arguments[0]
         raise SourceError(f"'{first}' names no setting; a config is given as --config {first}")
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in _pairs(arguments):
         if name in _CONFIG and isinstance(value, str):
             if not Path(value).exists() and "\n" not in value and "{" not in value:
                 raise SourceError(f"there is no file '{value}'{nearest(Path(value))}")
-            given |= _flat(_config(value))
+            settings |= _flat(_config(value))
         else:
-            given[name.removeprefix("--")] = value
+            settings[name.removeprefix("--")] = value
     model, text, column = (
-        value if isinstance(value := given.get(name), str) and value != "null" else None
+        value if isinstance(value := settings.get(name), str) and value != "null" else None
         for name in ("model.model", "data.text", "data.column")
     )
     check_model(model)
@@ -56,7 +56,8 @@ def check_files(arguments: Sequence[str]) -> None:
 
 
 def misspelt(arguments: Sequence[str], names: Collection[str]) -> list[str]:
-    """Every name on the command line and in its configs that nothing has, and the nearest that is.
+    """Return every name on the command line and in its configs that does not exist, with the
+    nearest.
 
     Args:
         arguments: behind ``fit``.
@@ -65,26 +66,27 @@ def misspelt(arguments: Sequence[str], names: Collection[str]) -> list[str]:
     Returns:
         One phrase for each; empty where all names are right.
     """
-    told: list[str] = []
+    phrases: list[str] = []
     kinds: dict[str, type] = {}
     for name, value in _pairs(arguments):
-        plain = name.removeprefix("--").removesuffix("+")
-        owner = next((o for o in _OF_CLASSES if plain.startswith(f"{o}.")), None)
+        option = name.removeprefix("--").removesuffix("+")
+        owner = next((o for o in _OF_CLASSES if option.startswith(f"{o}.")), None)
         if name in _CONFIG:
-            _compare(_config(value), names, "", told)
+            _compare(_config(value), names, "", phrases)
         elif owner is not None:  # a setting of the class that was named last
-            own = plain.removeprefix(f"{owner}.").removeprefix("init_args.")
-            known = _settings_of(kinds[owner]) if owner in kinds else None
-            if known is not None and own.partition(".")[0] not in known:
-                told.append(f"'--{plain}'{_meant(own, known)} of {kinds[owner].__name__}")
-        elif plain not in names:
-            told.append(f"'--{plain}'{_meant(plain, names, '--')}")
-        elif plain in _OF_CLASSES and _reads_like_a_class(value):
-            kind, meant = _class(value)
-            kinds |= {} if kind is None else {plain: kind}
-            if meant is not None:
-                told.append(f"class '{value}' at --{plain}{meant}")
-    return told
+            setting = option.removeprefix(f"{owner}.").removeprefix("init_args.")
+            accepted = _settings_of(kinds[owner]) if owner in kinds else None
+            if accepted is not None and setting.partition(".")[0] not in accepted:
+                phrase = f"'--{option}'{_meant(setting, accepted)}"
+                phrases.append(f"{phrase} of {kinds[owner].__name__}")
+        elif option not in names:
+            phrases.append(f"'--{option}'{_meant(option, names, '--')}")
+        elif option in _OF_CLASSES and _reads_like_a_class(value):
+            kind, question = _class(value)
+            kinds |= {} if kind is None else {option: kind}
+            if question is not None:
+                phrases.append(f"class '{value}' at --{option}{question}")
+    return phrases
 
 
 def _reads_like_a_class(value: Any) -> bool:
@@ -93,7 +95,7 @@ def _reads_like_a_class(value: Any) -> bool:
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Options and their values; the value is None where there is none."""
+    """Yield options and their values; the value is None where there is none."""
     for index, argument in enumerate(arguments):
         if not argument.startswith("-"):
             continue
@@ -103,7 +105,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _config(path: Any) -> Mapping[str, Any]:
-    """A config's content; empty where LightningCLI is the one to say what is wrong with it.
+    """Return a config's content; empty where LightningCLI reports what is wrong with it.
 
     Raises:
         SourceError: it is not YAML. LightningCLI does not say which file that is.
@@ -111,18 +113,18 @@ def _config(path: Any) -> Mapping[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise SourceError(f"'{path}'{line} is not YAML: {error.problem}") from None
     except (OSError, TypeError, ValueError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, Mapping) else {}
+    return content if isinstance(content, Mapping) else {}
 
 
-def _flat(found: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for key, value in found.items():
+    for key, value in settings.items():
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{key}.")
         else:
@@ -134,7 +136,7 @@ def _flat(found: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _meant(name: str, names: Collection[str], mark: str = "") -> str:
-    """The nearest of some names, or of their last parts, as a question."""
+    """Return the nearest of some names, or of their last parts, as a question."""
     close = difflib.get_close_matches(name, names, n=1)
     if not close:
         last = name.rpartition(".")[2]
@@ -143,61 +145,63 @@ def _meant(name: str, names: Collection[str], mark: str = "") -> str:
     return f" (did you mean '{mark}{close[0]}'?)" if close else ""
 
 
-def _compare(found: Mapping[str, Any], names: Collection[str], place: str, told: list[str]) -> None:
-    """Names that a mapping has and should not have; ``names`` are relative to it."""
-    for key, value in found.items():
-        plain = str(key).removesuffix("+")
-        inner = {n.removeprefix(f"{plain}.") for n in names if n.startswith(f"{plain}.")}
-        if plain not in names and not inner:
-            own = {name.partition(".")[0] for name in names}
-            told.append(f"'{place}{plain}'{_meant(plain, own)}")
+def _compare(
+    settings: Mapping[str, Any], names: Collection[str], place: str, phrases: list[str]
+) -> None:
+    """Append the names that a mapping should not have; ``names`` are relative to it."""
+    for key, value in settings.items():
+        name = str(key).removesuffix("+")
+        inner = {n.removeprefix(f"{name}.") for n in names if n.startswith(f"{name}.")}
+        if name not in names and not inner:
+            first_parts = {name.partition(".")[0] for name in names}
+            phrases.append(f"'{place}{name}'{_meant(name, first_parts)}")
         elif inner and isinstance(value, Mapping) and "class_path" not in value:
-            _compare(value, inner, f"{place}{plain}.", told)
+            _compare(value, inner, f"{place}{name}.", phrases)
         else:
-            _classes(value, f"{place}{plain}", told)
+            _classes(value, f"{place}{name}", phrases)
 
 
-def _classes(value: Any, place: str, told: list[str]) -> None:
-    """Looks for classes, and for what they are given that they do not take."""
+def _classes(value: Any, place: str, phrases: list[str]) -> None:
+    """Append classes that do not exist, and arguments that classes do not take."""
     if isinstance(value, list):
-        for index, one in enumerate(value):
-            _classes(one, f"{place}.{index}", told)
+        for index, element in enumerate(value):
+            _classes(element, f"{place}.{index}", phrases)
     if not isinstance(value, Mapping) or "class_path" not in value:
         return
     path = str(value["class_path"])
-    kind, meant = _class(path)
-    if meant is not None:
-        told.append(f"class '{path}' at {place}{meant}")
-    given = value.get("init_args")
-    if kind is None or not isinstance(given, Mapping):
+    kind, question = _class(path)
+    if question is not None:
+        phrases.append(f"class '{path}' at {place}{question}")
+    arguments = value.get("init_args")
+    if kind is None or not isinstance(arguments, Mapping):
         return
     names = _settings_of(kind)
     if names is not None:
-        own: list[str] = []
-        _compare(given, names, "", own)
-        told += [f"{phrase} of {kind.__name__} at {place}" for phrase in own]
+        inner: list[str] = []
+        _compare(arguments, names, "", inner)
+        phrases += [f"{phrase} of {kind.__name__} at {place}" for phrase in inner]
 
 
 def _class(path: str) -> tuple[type | None, str | None]:
-    """A class by its path or bare name, or the nearest; and the question, where it is not that."""
+    """Return a class by its path or bare name, or else the nearest one and a question."""
     module, _, name = path.rpartition(".")
-    known: Collection[str]
+    names: Collection[str]
     if module:
         try:
             home = importlib.import_module(module)
         except ImportError:
             return None, f" (there is no module '{module}')"
-        found = getattr(home, name, None)  # some modules import a name when it is asked for
-        if found is not None:  # a class, or something that gives one
-            return found if inspect.isclass(found) else None, None
-        known = {n for n, value in vars(home).items() if inspect.isclass(value)}
-        known |= {n for n in getattr(home, "__all__", ()) if n[:1].isupper()}
+        attribute = getattr(home, name, None)  # some modules import a name on its first use
+        if attribute is not None:  # a class, or a function that returns one
+            return attribute if inspect.isclass(attribute) else None, None
+        names = {n for n, value in vars(home).items() if inspect.isclass(value)}
+        names |= {n for n in getattr(home, "__all__", ()) if n[:1].isupper()}
     else:
         bare = _bare_names()
         if name in bare:
             return bare[name], None
-        known = bare
-    close = difflib.get_close_matches(name, [n for n in known if not n.startswith("_")], n=1)
+        names = bare
+    close = difflib.get_close_matches(name, [n for n in names if not n.startswith("_")], n=1)
     if not close:
         return None, ""
     kind = getattr(home, close[0]) if module else bare[close[0]]
@@ -205,7 +209,7 @@ def _class(path: str) -> tuple[type | None, str | None]:
 
 
 def _bare_names() -> dict[str, type]:
-    """Classes that LightningCLI finds without their module."""
+    """Return the classes that LightningCLI finds without their module."""
     import torch
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.loggers import Logger
@@ -216,17 +220,19 @@ def _bare_names() -> dict[str, type]:
 
     bases: list[type] = [Callback, Logger, Strategy, Attack, Defense, torch.optim.Optimizer]
     bases.append(torch.optim.lr_scheduler.LRScheduler)
-    found: dict[str, type] = {}
+    classes: dict[str, type] = {}
     while bases:
         kind = bases.pop()
-        if kind.__name__ not in found:
-            found[kind.__name__] = kind
+        if kind.__name__ not in classes:
+            classes[kind.__name__] = kind
             bases += kind.__subclasses__()
-    return found
+    return classes
 
 
 def _settings_of(kind: type) -> set[str] | None:
-    """What a class takes, with the fields of dataclasses in it; None where it cannot be told."""
+    """Return what a class takes, with the fields of dataclasses in it; None where that is
+    unknown.
+    """
     from jsonargparse import ArgumentParser
 
     try:
@@ -236,7 +242,7 @@ def _settings_of(kind: type) -> set[str] | None:
     except (TypeError, ValueError, NameError):
         return None
     for name in sorted(names & hints.keys()):
-        for one in (hints[name], *typing.get_args(hints[name])):
-            if dataclasses.is_dataclass(one) and isinstance(one, type):
-                names |= {f"{name}.{field.name}" for field in dataclasses.fields(one)}
+        for hint in (hints[name], *typing.get_args(hints[name])):
+            if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+                names |= {f"{name}.{field.name}" for field in dataclasses.fields(hint)}
     return names

@@ -1,4 +1,4 @@
-"""``fedleak game``: plays the membership game on a model and a text, and says what it means."""
+"""``fedleak game``: plays the membership game on a model and a text, and explains the results."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from lightning_fedleak.games.challenges import AUTHORS_POSITION
 from lightning_fedleak.games.play import Adversary, Defend
 from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.model_runs import context_length
+from lightning_fedleak.studies.defense_specs import parse_defenses
 from lightning_fedleak.studies.membership import (
     PASSIVE,
     PLANTED,
@@ -50,7 +51,7 @@ _READS = (
     "An honest but curious server asks the same of the gradient of what is trained (--attack "
     "gradient, subspace). "
 )
-_SHOWN = {
+_COLUMNS = {
     "accuracy": "accuracy",
     "auc": "AUC",
     "advantage": "advantage",
@@ -63,7 +64,7 @@ class GameCommand(GameOptions):
     """The command ``fedleak game``; its settings are its options."""
 
     def run(self, console: Console | None = None) -> int:
-        """Plays and prints.
+        """Play and print.
 
         Args:
             console: where to print; stdout by default.
@@ -78,7 +79,7 @@ class GameCommand(GameOptions):
         """
         console = console or Console()
         if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
-            raise SourceError(f"--json {self.json} is no file in a folder that exists")
+            raise SourceError(f"--json {self.json} is no file in an existing folder")
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = load_tokenizer(self.model)
         anatomy = find_model(self.model, PRECISIONS[self.precision])
@@ -132,11 +133,11 @@ class GameCommand(GameOptions):
         return 0
 
     def _defense(self, anatomy: Anatomy, tokenizer: Any) -> TokenLDP | None:
-        """What randomises the client's tokens; anew in every game, unless ``memoize`` is given."""
+        """Return what randomises the client's tokens; drawn again in every game without
+        ``memoize``.
+        """
         if self.defense is None:
             return None
-        from lightning_fedleak.studies.defense_specs import parse_defenses
-
         try:
             specs = parse_defenses(self.defense)
         except SpecError as error:
@@ -147,37 +148,37 @@ class GameCommand(GameOptions):
                 "tokens, one of grr, rappor, the and dbitflip, as grr:epsilon=5. What acts on "
                 "gradients or hidden states is measured in a fit: fedleak sweep --defense"
             )
-        if own := {"special_ids", "kind"} & {*specs[0].settings}:
+        if reserved := {"special_ids", "kind"} & {*specs[0].settings}:
             raise SourceError(
-                f"--defense {self.defense}: 'special_ids' and 'kind' are the game's own, leave "
-                f"{' and '.join(sorted(own))} out"
+                f"--defense {self.defense}: the game itself sets 'special_ids' and 'kind', leave "
+                f"{' and '.join(sorted(reserved))} out"
             )
-        # The batch is ids alone, and a client's loss reads its labels off these.
-        given = {"memoize": False, **specs[0].settings}
-        defense = TokenLDP(**given, special_ids=tokenizer, kind="causal")
+        # The batch is ids alone, from which a client's loss reads its labels.
+        settings = {"memoize": False, **specs[0].settings}
+        defense = TokenLDP(**settings, special_ids=tokenizer, kind="causal")
         try:
-            defense.before_setup(self._where(anatomy))
+            defense.before_setup(self._context(anatomy))
         except DefenseError as error:
             raise SourceError(f"--defense {self.defense}: {error}") from error
         return defense
 
-    def _where(self, anatomy: Anatomy) -> DefenseContext:
-        """A fit of one client, whose secret follows from the seed."""
+    def _context(self, anatomy: Anatomy) -> DefenseContext:
+        """Return the context of a fit of one client, whose secret follows from the seed."""
         secret = hashlib.sha256(f"fedleak game, seed {self.seed}".encode()).digest()
         return DefenseContext(anatomy.model, 0, 1, anatomy.device, "32-true", 0, secret)
 
     def _defend(self, defense: Defense, anatomy: Anatomy) -> Defend:
-        where = self._where(anatomy)
+        context = self._context(anatomy)
 
         def defend(ids: Tensor, mask: Tensor | None) -> Tensor:
             batch = {"input_ids": ids, "attention_mask": mask}
-            replaced: Tensor = defense.on_batch(batch, where)["input_ids"]
+            replaced: Tensor = defense.on_batch(batch, context)["input_ids"]
             return replaced
 
         return defend
 
     def _texts(self, anatomy: Anatomy, tokenizer: Any) -> tuple[list[str], PublicText | None]:
-        """The game's corpus, and the server's own text, which is no part of it."""
+        """Return the game's corpus, and the server's own text, which is no part of it."""
         texts = read_texts(self.text or EMBEDDED_MESSAGES, self.column, option="--column")
         order = torch.randperm(
             len(texts), generator=torch.Generator().manual_seed(self.seed)
@@ -196,8 +197,8 @@ class GameCommand(GameOptions):
             owned = read_texts(self.public, self.public_column, option="--public-column")[
                 :_PUBLIC_TEXTS
             ]
-        known = set(owned)
-        texts = [t for t in (texts[i] for i in sorted(order[: self.pool])) if t not in known]
+        public_texts = set(owned)
+        texts = [t for t in (texts[i] for i in sorted(order[: self.pool])) if t not in public_texts]
         if not needed:
             return texts, None
         if self.public == "sampled":
@@ -297,7 +298,7 @@ class GameCommand(GameOptions):
 
 
 def table(results: Sequence[GameResult], fitted: bool = False) -> Table:
-    """Each adversary's rates with their 95% intervals; once more without collisions, if any.
+    """Return each adversary's rates with their 95% intervals; once more without collisions, if any.
 
     Args:
         results: of the same games.
@@ -315,49 +316,49 @@ def table(results: Sequence[GameResult], fitted: bool = False) -> Table:
         if result.collides.any() and not result.collides.all():
             rows.append(("  no collision", result.without_collisions()))
     rates = [result.summary(fitted=fitted) for _, result in rows]
-    names = [n for n in _SHOWN if n == "accuracy" or any(_known(r[n]) for r in rates)]
+    names = [n for n in _COLUMNS if n == "accuracy" or any(_is_known(r[n]) for r in rates)]
     if any(r.layer is not None for r in results):
         title += f" (gradients: {results[0].gradients.replace('_', ' ')})"
-    shown = Table(title=title)
-    shown.add_column("attack@layer", no_wrap=True)
-    shown.add_column("games", justify="right")
+    columns = Table(title=title)
+    columns.add_column("attack@layer", no_wrap=True)
+    columns.add_column("games", justify="right")
     for name in names:
-        shown.add_column(_SHOWN[name])
-    for (label, result), found in zip(rows, rates, strict=True):
-        shown.add_row(label, str(len(result)), *(_cell(found[name]) for name in names))
-    return shown
+        columns.add_column(_COLUMNS[name])
+    for (label, result), rates_of_row in zip(rows, rates, strict=True):
+        columns.add_row(label, str(len(result)), *(_cell(rates_of_row[name]) for name in names))
+    return columns
 
 
-def _known(rate: Rate) -> bool:
+def _is_known(rate: Rate) -> bool:
     return not math.isnan(rate.value)
 
 
 def _cell(rate: Rate) -> str:
-    if not _known(rate):
+    if not _is_known(rate):
         return "unknown"
     value, low, high = (_short(v) for v in (rate.value, rate.low, rate.high))
     return f"{value} [{low}, {high}]"
 
 
 def _short(value: float) -> str:
-    """Three digits without the leading zero; an exact 1 as 1, so that it tells from .9996."""
+    """Return three digits without the leading zero; an exact 1 as 1, unlike .9996."""
     return "1" if value == 1 else f"{value:.3f}".replace("0.", ".", 1)
 
 
 def explanation(results: Sequence[GameResult], fitted: bool = False) -> str:
-    """What the table says, in sentences."""
+    """Return what the table means, in sentences."""
     lines = [
         "",
-        "Accuracy and AUC .5 and advantage 0 are what guessing gives; 1 is certainty. In brackets: "
-        "95% intervals.",
+        "Guessing gives accuracy and AUC .5 and advantage 0; 1 is certainty. In brackets: 95% "
+        "intervals.",
     ]
     for layer in dict.fromkeys(r.layer for r in results):
-        most = max((int(r.collides.sum()) for r in results if r.layer == layer), default=0)
-        if most:
+        collisions = max((int(r.collides.sum()) for r in results if r.layer == layer), default=0)
+        if collisions:
             lines.append(
-                f"Layer {layer}: in {most} of {len(results[0])} games the batch held the target "
-                "token's hidden state in another sentence too (the same word, or the same words up "
-                "to it). No attack that reads this state alone can tell the two apart."
+                f"Layer {layer}: in {collisions} of {len(results[0])} games the batch held the "
+                "target token's hidden state in another sentence too (the same word, or the same "
+                "words up to it). No attack that reads this state alone can separate the two."
             )
     if any(r.layer is not None for r in results):
         lines.append(
@@ -366,8 +367,8 @@ def explanation(results: Sequence[GameResult], fitted: bool = False) -> str:
         )
     if fitted:
         lines.append(
-            "Accuracy and advantage are of a threshold on the scores that was fitted on other "
-            "games: an adversary's own yes or no is made for text that was not randomised."
+            "Accuracy and advantage use a threshold on the scores that was fitted on other games: "
+            "an adversary's own yes or no is built for text that was not randomised."
         )
     lines.append("A low number says that these attacks fail here, not that none succeeds.")
     return "\n".join(lines)

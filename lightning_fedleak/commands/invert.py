@@ -1,4 +1,4 @@
-"""``fedleak invert``: reads texts off noised hidden states or gradients, and says how well."""
+"""``fedleak invert``: reads texts from noised hidden states or gradients, and measures how well."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ UserError = (SourceError, AnatomyError)
 INTERRUPTED = 130
 PLOTS: dict[Axis, str] = {"sigma": "noise.png", "length": "length.png"}
 
-UTILITY_TEXTS = 16
-PUBLIC_TEXTS, PUBLIC_TOKENS = 64, 64
+UTILITY_TEXTS = 16  # texts that measure the task, at least; not tuned
+PUBLIC_TEXTS, PUBLIC_TOKENS = 64, 64  # of --public that 'prefix' reads, at most; not tuned
 
 NOISE = {"activations": (0.0, 0.3, 1.0, 3.0), "gradients": (0.0,)}
 ATTACKS = {"activations": INVERT_ATTACKS, "gradients": GRADIENT_ATTACKS}
-MEANT_FOR = {
+USED_BY = {
     "activations": ("public", "layer", "steps"),
     "gradients": ("lora_r", "targets", "batch_sizes"),
 }
-"""Options that only one source has a use for."""
+"""Options that only one source uses."""
 
 C = TypeVar("C", bound=Cell | GradientCell)
 
@@ -70,7 +70,7 @@ class _Study(Generic[C]):
 
     Attributes:
         introduction: who sends what to whom.
-        cells: yields them, and tells its argument the name of what comes next.
+        cells: yields them, and calls its argument with the name of what comes next.
         total: of the cells.
         about: the run, for JSON.
         table: of cells.
@@ -90,7 +90,7 @@ class InvertCommand(InvertOptions):
     """The command ``fedleak invert``; its settings are its options."""
 
     def run(self, console: Console | None = None) -> int:
-        """Attacks, prints and writes.
+        """Attack, print and write.
 
         Args:
             console: where to print; stdout by default.
@@ -164,17 +164,17 @@ class InvertCommand(InvertOptions):
         if anatomy.kind != "causal" or anatomy.head is None:
             raise SourceError(
                 "--from gradients shares the gradient of next-token prediction, which this model "
-                "is not made for: give a causal language model"
+                "does not do: give a causal language model"
             )
         attacks = list(dict.fromkeys(self.attack or GRADIENT_ATTACKS[:1]))
         anatomy = with_lora(anatomy, self.lora_r, self.targets, self.seed)
         sizes = sorted(set(self.batch_sizes))
-        most = max(size * batches_of(self.texts, size) for size in sizes)
-        others = max(sizes) if self.lora_r else 0
-        rows = self._rows(anatomy, tokenizer, most + min(others, 1), most + others)
+        attacked = max(size * batches_of(self.texts, size) for size in sizes)
+        extra = max(sizes) if self.lora_r else 0
+        rows = self._rows(anatomy, tokenizer, attacked + min(extra, 1), attacked + extra)
         if self.lora_r:
             # Of the longest, which begin behind all that is attacked at any length.
-            step_of_adamw(anatomy, rows[max(rows)][most:])
+            step_of_adamw(anatomy, rows[max(rows)][attacked:])
         adapted = (
             f"A client trains a LoRA of rank {self.lora_r} on {self._model} ({self.precision}), "
             "one step of AdamW behind its start"
@@ -191,7 +191,7 @@ class InvertCommand(InvertOptions):
             "weights, and reads the texts.",
             lambda began: run_gradient_cells(
                 anatomy,
-                {length: ids[:most] for length, ids in rows.items()},
+                {length: ids[:attacked] for length, ids in rows.items()},
                 [(a, partial(make_reader, a, budget_seconds=self._budget)) for a in attacks],
                 sizes,
                 self._sigmas,
@@ -225,21 +225,21 @@ class InvertCommand(InvertOptions):
     # ---- checked before anything is computed ----------------------------------------------
 
     def _check_options(self) -> None:
-        """Refuses what the source of the texts has no use for."""
-        other = "activations" if self.from_ == "gradients" else "gradients"
-        given = {f.name: f.default for f in fields(InvertOptions)}
-        for name in MEANT_FOR[other]:
+        """Raise an error for options that the source of the texts does not use."""
+        unused = "activations" if self.from_ == "gradients" else "gradients"
+        defaults = {f.name: f.default for f in fields(InvertOptions)}
+        for name in USED_BY[unused]:
             value = getattr(self, name)
-            if (tuple(value) if isinstance(value, list) else value) != given[name]:
+            if (tuple(value) if isinstance(value, list) else value) != defaults[name]:
                 raise SourceError(
-                    f"--{name.replace('_', '-')} is for --from {other}, and this is --from "
+                    f"--{name.replace('_', '-')} is for --from {unused}, and this is --from "
                     f"{self.from_}: leave one of them out"
                 )
         for attack in self.attack or ():
             if attack not in ATTACKS[self.from_]:
                 raise SourceError(
-                    f"--attack {attack} reads {other}, and this is --from {self.from_}: give "
-                    f"{' or '.join(ATTACKS[self.from_])}, or --from {other}"
+                    f"--attack {attack} reads {unused}, and this is --from {self.from_}: give "
+                    f"{' or '.join(ATTACKS[self.from_])}, or --from {unused}"
                 )
 
     def _make_folder(self) -> None:
@@ -271,10 +271,10 @@ class InvertCommand(InvertOptions):
         return attacks
 
     def _rows(
-        self, anatomy: Anatomy, tokenizer: PreTrainedTokenizerBase, least_rows: int, most: int
+        self, anatomy: Anatomy, tokenizer: PreTrainedTokenizerBase, least_rows: int, most_rows: int
     ) -> dict[int, Tensor]:
         context = context_length(anatomy)
-        least = 2 if anatomy.kind == "causal" else 1
+        least_tokens = 2 if anatomy.kind == "causal" else 1
         texts = read_texts(self.text or EMBEDDED_MESSAGES, self.column, option="--column")
         if self.bos is not None and self.bos >= anatomy.vocab_size:
             raise SourceError(
@@ -287,14 +287,14 @@ class InvertCommand(InvertOptions):
                     f"--lengths {length} is longer than the model's context of {context}: give "
                     f"{context} or fewer"
                 )
-            if length < least:
-                raise SourceError(f"--lengths {length}: give at least {least} tokens")
+            if length < least_tokens:
+                raise SourceError(f"--lengths {length}: give at least {least_tokens} tokens")
             try:
                 rows[length] = rows_of_length(
                     texts,
                     tokenizer,
                     length,
-                    most,
+                    most_rows,
                     least=least_rows,
                     seed=self.seed,
                     start_token_id=self.bos,
@@ -327,7 +327,7 @@ class InvertCommand(InvertOptions):
     # ---- the run --------------------------------------------------------------------------
 
     def _measure(self, console: Console, study: _Study[C]) -> tuple[list[C], bool]:
-        """The cells that were done, and whether an interrupt cut them short."""
+        """Return the cells that were done, and whether an interrupt cut them short."""
         cells: list[C] = []
         columns = (
             TextColumn("{task.description}"),
@@ -338,7 +338,7 @@ class InvertCommand(InvertOptions):
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("starting", total=study.total)
             try:
-                for cell in study.cells(lambda what: progress.update(task, description=what)):
+                for cell in study.cells(lambda name: progress.update(task, description=name)):
                     cells.append(cell)
                     progress.advance(task)
                     self._write(study, cells)
@@ -395,20 +395,20 @@ def _listed(values: Any) -> str:
 
 
 def table(cells: Sequence[Cell]) -> Table:
-    """A line for each cell; the token accuracy with its 95% interval."""
+    """Return a row for each cell; the token accuracy with its 95% interval."""
     budget = _budget(cells, "the texts of a line")
     title = f"what the hidden states at the split give away\n{budget}"
-    shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    shown.add_column("attack", no_wrap=True)
+    rows = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    rows.add_column("attack", no_wrap=True)
     for column in ("split", "len", "noise"):
-        shown.add_column(column, justify="right", no_wrap=True)
-    shown.add_column("token accuracy", no_wrap=True)
+        rows.add_column(column, justify="right", no_wrap=True)
+    rows.add_column("token accuracy", no_wrap=True)
     for column in ("exact", "ROUGE", "task", "ppl", "ms"):
-        shown.add_column(column, justify="right", no_wrap=True)
+        rows.add_column(column, justify="right", no_wrap=True)
     for cell in cells:
         useful = cell.utility
         perplexity = None if useful is None else useful.perplexity
-        shown.add_row(
+        rows.add_row(
             cell.attack + ("" if cell.finished or not cell.rates else "*"),
             str(cell.layer),
             str(cell.length),
@@ -418,45 +418,45 @@ def table(cells: Sequence[Cell]) -> Table:
             "" if perplexity is None else f"{perplexity:.3g}",
             f"{1e3 * cell.seconds_per_token:.3g}" if cell.rates else "",
         )
-    return shown
+    return rows
 
 
 def gradient_table(cells: Sequence[GradientCell]) -> Table:
-    """A line for each cell; the share in place with its 95% interval."""
+    """Return a row for each cell; the share in place with its 95% interval."""
     title = f"what the gradient of a batch gives away\n{_budget(cells, 'a batch')}"
-    shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    shown.add_column("attack", no_wrap=True)
+    rows = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    rows.add_column("attack", no_wrap=True)
     for column in ("batch", "len", "noise"):
-        shown.add_column(column, justify="right", no_wrap=True)
-    shown.add_column("in place", no_wrap=True)
+        rows.add_column(column, justify="right", no_wrap=True)
+    rows.add_column("in place", no_wrap=True)
     for column in ("exact", "certified", "s"):
-        shown.add_column(column, justify="right", no_wrap=True)
+        rows.add_column(column, justify="right", no_wrap=True)
     for cell in cells:
-        known = cell.batches - cell.unknown
-        sure = "" if cell.certified is None else f"{cell.certified}/{known}"
-        shown.add_row(
+        batches = cell.batches - cell.unknown
+        certified = "" if cell.certified is None else f"{cell.certified}/{batches}"
+        rows.add_row(
             cell.attack + ("" if cell.finished or not cell.rates else "*"),
             str(cell.batch),
             str(cell.length),
             f"{cell.sigma:g}",
             *_rates(cell, "unknown")[:2],
-            sure,
+            certified,
             f"{cell.seconds:.3g}" if cell.rates else "",
         )
-    return shown
+    return rows
 
 
 def gradient_explanation(cells: Sequence[GradientCell]) -> str:
-    """What the table says, in sentences."""
+    """Return what the table means, in sentences."""
     unit = " in root mean squares of all gradients" if cells[0].relative else ""
     lines = [
         "",
         "in place: the share of a text's tokens that are right at their place, mean over texts; in "
         "brackets its 95% interval over texts. The last token of a text is in these gradients as a "
         "label alone: it does not count where an attack leaves it open. exact: texts without an "
-        "error. certified: batches of which the server itself can tell that these are the texts, "
-        "and all of them. s: wall time for a batch. batch: texts. len: tokens. noise: standard "
-        f"deviations{unit}.",
+        "error. certified: batches of which the server itself can check that these are the "
+        "texts, and all of them. s: wall time for a batch. batch: texts. len: tokens. noise: "
+        f"standard deviations{unit}.",
     ]
     lines += [
         f"Unknown: {c.attack}, batches of {c.batch} x {c.length}, noise {c.sigma:g}: {c.unknown} "
@@ -467,14 +467,14 @@ def gradient_explanation(cells: Sequence[GradientCell]) -> str:
     return "\n".join([*lines, *_ends(cells)])
 
 
-def _budget(cells: Sequence[Cell] | Sequence[GradientCell], of: str) -> str:
-    """The time that attacks were given."""
+def _budget(cells: Sequence[Cell] | Sequence[GradientCell], scope: str) -> str:
+    """Return the time that attacks had."""
     budgets = dict.fromkeys(_seconds(c) for c in cells if c.rates)
-    return f"budget: {', '.join(budgets) or 'none'} for {of}"
+    return f"budget: {', '.join(budgets) or 'none'} for {scope}"
 
 
 def _ends(cells: Sequence[Cell] | Sequence[GradientCell]) -> list[str]:
-    """What both explanations end with."""
+    """Return the last sentences of both explanations."""
     cut = dict.fromkeys(_seconds(c) for c in cells if not c.finished and c.rates)
     lines = []
     if cut:
@@ -494,7 +494,7 @@ def _seconds(cell: Cell | GradientCell) -> str:
 
 
 def _rates(cell: Cell | GradientCell, without: str) -> tuple[str, str, str]:
-    """Token accuracy, exact texts and ROUGE-L; a word where there are none."""
+    """Return token accuracy, exact texts and ROUGE-L; a word where there are none."""
     if not cell.rates:
         return without, "", ""
     accuracy, rouge = cell.rates["token_accuracy"], cell.rates["rouge_l"]
@@ -508,12 +508,12 @@ def _rates(cell: Cell | GradientCell, without: str) -> tuple[str, str, str]:
 
 
 def _short(value: float, digits: int = 3) -> str:
-    """Without the leading zero; an exact 0 or 1 as such, so that it tells from .0004 or .9996."""
+    """Return a share without the leading zero; an exact 0 or 1 as such, unlike .0004 or .9996."""
     return f"{value:.0f}" if value in (0, 1) else f"{value:.{digits}f}".replace("0.", ".", 1)
 
 
 def explanation(cells: Sequence[Cell]) -> str:
-    """What the table says, in sentences."""
+    """Return what the table means, in sentences."""
     lines = [
         "",
         "Token accuracy (Eq. 5): the share of a text's tokens that are right at their place, mean "
@@ -542,30 +542,22 @@ def _task(cells: Sequence[Cell]) -> str:
 
 
 def _half(cells: Sequence[Cell], layer: int, length: int) -> list[str]:
-    """What is still read where noise has cost half of the task."""
+    """Return what is still read where noise has cost half of the task."""
     clean = next((c.utility for c in cells if c.sigma == 0 and c.utility is not None), None)
     if clean is None or clean.accuracy <= 0:
         return []
-    kept = [c for c in cells if c.utility and c.rates and c.utility.accuracy >= clean.accuracy / 2]
-    most = max((c.sigma for c in kept), default=0.0)
-    if most == 0:
+    useful = [
+        c for c in cells if c.utility and c.rates and c.utility.accuracy >= clean.accuracy / 2
+    ]
+    noise = max((c.sigma for c in useful), default=0.0)
+    if noise == 0:
         return []
-    found = ", ".join(
+    results = ", ".join(
         f"{c.attack}{'' if c.finished else '*'} {_short(c.rates['token_accuracy'].value)}"
-        for c in kept
-        if c.sigma == most
+        for c in useful
+        if c.sigma == noise
     )
     return [
-        f"Split {layer}, {length} tokens: at noise {most:g}, the most tried that leaves the model "
-        f"half of its {clean.task}, the share of tokens read is: {found}."
+        f"Split {layer}, {length} tokens: at noise {noise:g}, the most tried that leaves the model "
+        f"half of its {clean.task}, the share of tokens read is: {results}."
     ]
-
-
-__all__ = [
-    "InvertCommand",
-    "UserError",
-    "explanation",
-    "gradient_explanation",
-    "gradient_table",
-    "table",
-]

@@ -1,7 +1,7 @@
 """The settings of ``fedleak``'s subcommands, and the options made from them.
 
 A field of these dataclasses is an option: its name, default and type are the option's, and
-:func:`_option` says the rest. Imports nothing that a subcommand needs.
+:func:`_option` holds the rest. This module imports nothing that a subcommand needs.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ DEFENSES = ("none", "freeze:part=head+embeddings", "gradient_noise:clip=1,sigma=
 T = TypeVar("T")
 
 
-def _option(default: T, help: str, metavar: str | None = None, /, **more: Any) -> T:
-    """A field that is an option.
+def _option(default: T, help: str, metavar: str | None = None, /, **arguments: Any) -> T:
+    """Return a field that is an option.
 
     Args:
         default: of the field; a tuple takes several values.
         help: of the option.
         metavar: of the option.
-        more: for ``add_argument``.
+        arguments: for ``add_argument``.
     """
-    told = {"help": help, **({} if metavar is None else {"metavar": metavar}), **more}
+    metadata = {"help": help, **({} if metavar is None else {"metavar": metavar}), **arguments}
     if default is True:
-        told["action"] = argparse.BooleanOptionalAction
+        metadata["action"] = argparse.BooleanOptionalAction
     elif default is False:
-        told["action"] = "store_true"
+        metadata["action"] = "store_true"
     elif isinstance(default, tuple):
-        told["nargs"] = "+"
-    found: T = field(default=default, metadata=told)
-    return found
+        metadata["nargs"] = "+"
+    option: T = field(default=default, metadata=metadata)
+    return option
 
 
 def _number(
-    kind: Callable[[str], float], holds: Callable[[float], bool], wanted: str
+    kind: Callable[[str], float], holds: Callable[[float], bool], description: str
 ) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
@@ -61,14 +61,14 @@ def _number(
         except ValueError:
             value = None
         if value is None or not holds(value):
-            raise argparse.ArgumentTypeError(f"'{text}' is not {wanted}")
+            raise argparse.ArgumentTypeError(f"'{text}' is not {description}")
         return value
 
     return parse
 
 
-def _at_least(least: int) -> Callable[[str], float]:
-    return _number(int, lambda n: n >= least, f"a whole number of at least {least}")
+def _at_least(minimum: int) -> Callable[[str], float]:
+    return _number(int, lambda n: n >= minimum, f"a whole number of at least {minimum}")
 
 
 _POSITIVE = _number(float, lambda x: 0 < x < float("inf"), "a positive number")
@@ -79,16 +79,16 @@ _SOURCE = (
 )
 
 
-def _count(default: int, help: str, least: int = 1) -> int:
-    return _option(default, help, "N", type=_at_least(least))
+def _count(default: int, help: str, minimum: int = 1) -> int:
+    return _option(default, help, "N", type=_at_least(minimum))
 
 
-def _column(of: str) -> str | None:
-    return _option(None, f"the column of --{of} that holds the text", "NAME")
+def _column(option: str) -> str | None:
+    return _option(None, f"the column of --{option} that holds the text", "NAME")
 
 
-def _seed(of: str) -> int:
-    return _option(0, of, "N", type=_SEED)
+def _seed(help: str) -> int:
+    return _option(0, help, "N", type=_SEED)
 
 
 def _folder(default: str, help: str) -> Path:
@@ -98,15 +98,15 @@ def _folder(default: str, help: str) -> Path:
 def _shape(text: str) -> str:
     rows, _, length = text.partition("x")
     if not (rows.isdigit() and length.isdigit() and int(rows) > 0 and int(length) > 1):
-        raise argparse.ArgumentTypeError(f"'{text}' is not texts x tokens, 8x64 say")
+        raise argparse.ArgumentTypeError(f"'{text}' is not texts x tokens, such as 8x64")
     return text
 
 
 def _position(text: str) -> str | int:
     if text in ("random", "last"):
         return text
-    wanted = "'random', 'last' or a whole number of at least 0"
-    return int(_number(int, lambda n: n >= 0, wanted)(text))
+    description = "'random', 'last' or a whole number of at least 0"
+    return int(_number(int, lambda n: n >= 0, description)(text))
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class DemoOptions:
     )
     lr: float = _option(1e-4, "learning rate of AdamW", "X", type=_POSITIVE)
     out: Path = _folder("fedleak_runs", "folder of the logs")
-    seed: int = _seed("of split, order, dropout and calibration")
+    seed: int = _seed("seed of split, order, dropout and calibration")
     reveal: bool = _option(
         False, "also write the recovered words to a local file that only you can read"
     )
@@ -143,7 +143,7 @@ class DemoOptions:
 class GameOptions:
     """The settings of ``fedleak game``; see :class:`~lightning_fedleak.games.GameConfig` too.
 
-    Without ``model`` and ``text`` the game is of the embedded ones. The model may be causal, masked
+    Without ``model`` and ``text`` the game uses the embedded ones. The model may be causal, masked
     or an encoder without a head.
     """
 
@@ -153,7 +153,7 @@ class GameOptions:
     public: str | None = _option(
         None,
         "text that the server owns and calibrates on, as --text, or 'sampled' for text by the "
-        "model itself; by default a quarter of --text (at most 200) is set aside for it",
+        "model itself; by default a quarter of --text (at most 200)",
         "SOURCE",
     )
     public_column: str | None = _column("public")
@@ -191,7 +191,7 @@ class GameOptions:
     )
     relation: Literal["replace_one", "add_remove"] = _option(
         "replace_one",
-        "what is in a target's place that is not in the batch: another sentence, or nothing",
+        "what replaces a target that is not in the batch: another sentence, or nothing",
         choices=("replace_one", "add_remove"),
     )
     gradients: Literal["closed_form", "autograd"] = _option(
@@ -202,7 +202,7 @@ class GameOptions:
     forwards: Literal["fresh", "pooled"] | None = _option(
         None,
         "the client computes each sentence once, in some batch (default in closed form), or "
-        "every batch anew (always by autograd)",
+        "every batch again (always by autograd)",
         choices=("pooled", "fresh"),
         default=argparse.SUPPRESS,
     )
@@ -215,9 +215,9 @@ class GameOptions:
         "TokenLDP, as grr:epsilon=5 or rappor:epsilon=5,per=token",
         "NAME:SETTING=VALUE,...",
     )
-    precision: str = _option("fp32", "of the model", choices=PRECISIONS)
+    precision: str = _option("fp32", "precision of the model", choices=PRECISIONS)
     bos: int | None = _option(None, "token id put before every text", "ID", type=_at_least(0))
-    seed: int = _seed("of data, bits, targets and calibration")
+    seed: int = _seed("seed of data, bits, targets and calibration")
     json: Path | None = _option(None, "write the results to this file", "FILE", type=Path)
 
 
@@ -290,9 +290,9 @@ class InvertOptions:
         "X",
         type=_number(float, lambda x: x > 0, "a positive number"),
     )
-    precision: str = _option("fp32", "of the model", choices=PRECISIONS)
+    precision: str = _option("fp32", "precision of the model", choices=PRECISIONS)
     bos: int | None = _option(None, "token id put before every text", "ID", type=_at_least(0))
-    seed: int = _seed("of the choice of texts and of the noise")
+    seed: int = _seed("seed of the choice of texts and of the noise")
     out: Path = _folder("fedleak_runs/inversion", "folder of results and plots")
 
 
@@ -306,7 +306,7 @@ class SweepOptions:
 
     defense: Sequence[str] = _option(
         DEFENSES,
-        "'none', or a defence with its settings; values told apart by / make a grid",
+        "'none', or a defence with its settings; values separated by / make a grid",
         "NAME[:SETTING=VALUE[/VALUE ...],...]",
     )
     attack: Sequence[str] = _option(
@@ -336,7 +336,7 @@ class SweepOptions:
     budget_seconds: float = _option(
         10.0, "time that prefix and descent may take for one look", "S", type=_POSITIVE
     )
-    seed: int = _seed("of split, order, dropout and calibration")
+    seed: int = _seed("seed of split, order, dropout and calibration")
     out: Path = _folder("fedleak_runs/sweep", "results")
 
 
@@ -353,8 +353,8 @@ class CapacityOptions:
     lora_r: int = _count(8, "rank of the LoRA; 0 for the whole model", 0)
     targets: str | None = _option(None, _TARGETS, "NAMES")
     batch: str = _option("8x64", "texts of a batch x tokens of a text", "BxL", type=_shape)
-    seconds: float = _option(30.0, "for planted sets of tokens", "S", type=_POSITIVE)
-    seed: int = _seed("of adapters, texts and planted sets")
+    seconds: float = _option(30.0, "time for planted sets of tokens", "S", type=_POSITIVE)
+    seed: int = _seed("seed of adapters, texts and planted sets")
 
 
 @dataclass(frozen=True)
@@ -373,17 +373,17 @@ class FederateOptions:
     text: str | None = _option(None, f"the clients' texts: {_SOURCE}", "SOURCE")
     column: str | None = _column("text")
     partition_by: str | None = _option(
-        None, "the column of --text that says whose text it is (or of which kind)", "COLUMN"
+        None, "the column of --text with the speaker (or the kind) of each text", "COLUMN"
     )
     partition: Literal["iid", "speaker", "dirichlet"] | None = _option(
         None,
-        "how texts are dealt to clients: alike; all texts of a speaker to one client; or each "
-        "client with shares of its own, of the kinds of text in --partition-by, or else of the "
+        "how texts are dealt to clients: at random; all texts of a speaker to one client; or each "
+        "client with its own shares of the kinds of text in --partition-by, or else of the "
         "whole. By default 'speaker' with --partition-by, 'iid' without",
         choices=("iid", "speaker", "dirichlet"),
     )
     alpha: float = _option(
-        0.5, "of 'dirichlet': the smaller, the less clients are alike", "X", type=_POSITIVE
+        0.5, "for 'dirichlet': the smaller, the less alike clients are", "X", type=_POSITIVE
     )
     peft: Literal["lora"] | None = _option(
         None, "clients train low-rank adapters; by default the whole model", choices=("lora",)
@@ -391,7 +391,7 @@ class FederateOptions:
     lora_r: int | None = _option(None, "rank of --peft lora (8)", "N", type=_at_least(1))
     targets: str | None = _option(None, _TARGETS, "NAMES")
     optimizer: Literal["sgd", "momentum", "adamw"] = _option(
-        "adamw", "that clients train by", choices=("sgd", "momentum", "adamw")
+        "adamw", "optimizer of the clients", choices=("sgd", "momentum", "adamw")
     )
     lr: float | None = _option(None, "its learning rate (0.1, of adamw 3e-4)", "X", type=_POSITIVE)
     batch_size: int = _count(4, "texts a batch")
@@ -401,19 +401,20 @@ class FederateOptions:
     )
     members: int = _count(
         16,
-        "texts of a round that are asked for in membership games, and as many that are not in it; "
-        "a gate needs 16",
+        "texts of a round in its membership games, and as many that are not in the round; a gate "
+        "needs 16",
     )
     gate: float | None = _option(
         None,
-        "the most of --watch that a client lets leave",
+        "the highest --watch at which an update still leaves",
         "X",
         type=_number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
     )
     watch: str | None = _option(
         None,
         "what the gate watches, a name in the logs; by default leakage/worst/membership (of which "
-        ".5 is guessing), and leakage/worst/words where an attack can read words off these updates",
+        ".5 is guessing), and leakage/worst/words where an attack can read words from these "
+        "updates",
         "NAME",
     )
     action: Literal["withhold", "harden", "raise", "warn"] = _option(
@@ -426,10 +427,10 @@ class FederateOptions:
         type=_POSITIVE,
     )
     noise_multiplier: float | None = _option(
-        None, "of the noise on the sum, over --clip, in place of --epsilon", "X", type=_POSITIVE
+        None, "noise on the sum, over --clip, in place of --epsilon", "X", type=_POSITIVE
     )
     clip: float = _option(1.0, "largest norm of a client's update", "C", type=_POSITIVE)
-    delta: float = _option(1e-5, "of the guarantee", "X", type=_POSITIVE)
+    delta: float = _option(1e-5, "delta of the guarantee", "X", type=_POSITIVE)
     trust: Literal["central", "local", "secure_aggregation"] = _option(
         "central",
         "who adds the noise: the server; each client all of it; each client its share",
@@ -439,7 +440,7 @@ class FederateOptions:
         "all", "which clients take part in a round", choices=("all", "poisson", "fixed")
     )
     per_round: float | None = _option(
-        None, "of 'poisson' and 'fixed': so many (on average)", "N", type=_POSITIVE
+        None, "for 'poisson' and 'fixed': how many (on average)", "N", type=_POSITIVE
     )
     engine: Literal["local", "flower"] = _option(
         "local",
@@ -447,11 +448,11 @@ class FederateOptions:
         "both give the same model",
         choices=("local", "flower"),
     )
-    seed: int = _seed("of split, order, adapters and calibration")
+    seed: int = _seed("seed of split, order, adapters and calibration")
     out: Path = _folder("fedleak_runs/federation", "folder of the logs")
 
     def check(self) -> None:
-        """Refuses options that contradict each other, before libraries are loaded.
+        """Raise an error for options that contradict each other, before libraries are loaded.
 
         Raises:
             SourceError: says which option to add, to change or to leave out.
@@ -467,19 +468,19 @@ class FederateOptions:
         for wrong, text in (
             (
                 self.peft is None and first_changed("lora_r", "targets"),
-                "--lora-r and --targets are of adapters: say --peft lora too.",
+                "--lora-r and --targets set adapters: give --peft lora too.",
             ),
             (
                 self.partition == "speaker" and self.partition_by is None,
-                "--partition speaker deals texts by whose they are: name the column that says so "
-                "with --partition-by. (Each embedded message is of another customer, so that 'iid' "
-                "deals these by speaker.)",
+                "--partition speaker deals texts by speaker: name the column that holds it with "
+                "--partition-by. (Each embedded message has another customer, so that 'iid' deals "
+                "these by speaker.)",
             ),
             (
                 self.partition == "iid" and self.partition_by is not None,
-                "--partition iid deals texts alike: leave --partition-by out.",
+                "--partition iid deals texts at random: leave --partition-by out.",
             ),
-            (self.gate is None and gates, f"{gates} is of a gate: give --gate too, 0.5 say."),
+            (self.gate is None and gates, f"{gates} sets a gate: give --gate too, such as 0.5."),
             (
                 self.gate is not None and self.attack == "none",
                 "--gate needs attacks whose results it watches: leave --attack none out.",
@@ -495,23 +496,24 @@ class FederateOptions:
             ),
             (
                 not private and noises,
-                f"{noises} is of client-level differential privacy: give --epsilon or "
+                f"{noises} sets client-level differential privacy: give --epsilon or "
                 "--noise-multiplier too.",
             ),
             (
                 self.sampling != "all" and self.per_round is None,
-                f"--sampling {self.sampling} draws some clients: say how many with --per-round.",
+                f"--sampling {self.sampling} draws some clients: give their number with "
+                "--per-round.",
             ),
             (
                 self.delta * self.clients >= 1,
                 f"--delta {self.delta:g} must be below 1 / {self.clients}, one over --clients: "
-                "else to publish one client's data at random would count as private.",
+                "otherwise publishing one client's data at random would count as private.",
             ),
             (
                 self.engine == "flower" and importlib.util.find_spec("flwr") is None,
-                f"--engine flower needs Flower: {install('flower')}. It wants older packages than "
-                "the rest: give it an environment of its own. --engine local trains the same model "
-                "without it.",
+                f"--engine flower needs Flower: {install('flower')}. It needs older packages than "
+                "the rest: install it in an environment of its own. --engine local trains the same "
+                "model without it.",
             ),
         ):
             if wrong:

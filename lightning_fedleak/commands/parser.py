@@ -25,7 +25,7 @@ _COMMANDS: dict[str, tuple[type, str, str]] = {
         DemoOptions,
         "fine-tune a small model on private messages and watch them leak",
         "Fine-tunes a language model on private text twice: once watched, once with a gate that "
-        "stops it. Model and text are on board; bring your own with --model and --text.",
+        "stops it. A model and texts are included; use your own with --model and --text.",
     ),
     "game": (
         GameOptions,
@@ -33,83 +33,83 @@ _COMMANDS: dict[str, tuple[type, str, str]] = {
         "Plays the security game of active membership inference (Vu et al. 2024): a client's batch "
         "is drawn from a text, and a server that has added layers of its own to the model guesses "
         "from their gradient whether a target is in it. A server that adds none reads the gradient "
-        "of what the client trains (--attack gradient). Model and text are on board; bring your "
+        "of what the client trains (--attack gradient). A model and texts are included; use your "
         "own with --model and --text.",
     ),
     "invert": (
         InvertOptions,
-        "read, as the server, a client's texts off the hidden states or gradients that it sends",
+        "read, as the server, a client's texts from the hidden states or gradients that it sends",
         "Runs a model's bottom on texts, adds Gaussian noise to the hidden states at the split as "
         "a client might before it sends them, and reads the texts back (Zheng 2023), beside what "
         "the noise costs the model. With --from gradients the client sends the gradient of a batch "
-        "of texts instead, of the whole model or of a LoRA, and nothing else. Model and text are "
-        "on board; bring your own with --model and --text.",
+        "of texts instead, of the whole model or of a LoRA, and nothing else. A model and texts "
+        "are included; use your own with --model and --text.",
     ),
     "capacity": (
         CapacityOptions,
         "how many distinct tokens an update can give away, before any training",
         "Counts the rows of an update that name the tokens of a batch (a LoRA's, or the whole "
-        "first block's), and finds by attack the smallest batch that is not read exactly. Never a "
-        "promise that a larger one is safe. Model and text are on board; bring your own with "
+        "first block's), and finds by attack the smallest batch that is not read exactly. It is "
+        "no promise that a larger one is safe. A model and texts are included; use your own with "
         "--model and --text.",
     ),
     "federate": (
         FederateOptions,
-        "train a federation, and see what each client's update and their sum give away",
+        "train a federation, and see what each client's update and their sum leak",
         "Deals texts to clients, who train a language model for some rounds. Each update is "
         "attacked before it leaves; a gate may hold it back, and client-level differential "
         "privacy clip it and add noise. Shows utility, leakage of each client and of the sum, and "
-        "epsilon, round by round. Model and text are on board; bring your own with --model and "
+        "epsilon, round by round. A model and texts are included; use your own with --model and "
         "--text.",
     ),
     "sweep": (
         SweepOptions,
-        "train under a grid of defences; what each costs and what still leaks",
+        "train under a grid of defences: what each costs and what still leaks",
         "Fine-tunes a language model once for each defence and strength, with the same data, order "
         "and seed, and attacks every run as it trains. Writes a table, JSON and a plot of utility "
-        "against leakage. Goes on where it was interrupted.",
+        "against leakage. It continues where it was interrupted.",
     ),
 }
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in a line what was wrong and what may have been meant."""
+    """Reports in one line what was wrong and the nearest name."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program, with status 2."""
+        """End the program with status 2."""
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if wrong is not None:
-            message += _meant(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+            message += _nearest(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         self.exit(2, f"{self.prog}: error: {message}. See {self.prog} --help.\n")
 
 
-def _meant(given: str, known: Iterable[str]) -> str:
-    spelled = {name.lstrip("-"): name for name in known}
-    close = difflib.get_close_matches(given.lstrip("-"), spelled, n=1)
+def _nearest(word: str, names: Iterable[str]) -> str:
+    spelled = {name.lstrip("-"): name for name in names}
+    close = difflib.get_close_matches(word.lstrip("-"), spelled, n=1)
     return f" (did you mean {spelled[close[0]]}?)" if close else ""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line; ``command`` is the subcommand's name.
+    """Read the command line; ``command`` is the subcommand's name.
 
-    What it cannot take ends the program with status 2, all options that do not exist at once.
+    An error ends the program with status 2; all options that do not exist are reported at once.
 
     Args:
         arguments: without the program's name.
     """
     fedleak, commands = parsers()
-    options, unknown = fedleak.parse_known_args(arguments)
+    namespace, unknown = fedleak.parse_known_args(arguments)
     if unknown:
-        command = commands[options.command]
-        known = [name for action in command._actions for name in action.option_strings]
-        names = [one.partition("=")[0] for one in unknown if one.startswith("-")] or unknown
-        told = ", ".join(name + _meant(name, known) for name in names)
-        command.error(f"no such option{'s' * (len(names) > 1)}: {told}")
-    return options
+        command = commands[namespace.command]
+        options = [name for action in command._actions for name in action.option_strings]
+        names = [word.partition("=")[0] for word in unknown if word.startswith("-")] or unknown
+        phrases = ", ".join(name + _nearest(name, options) for name in names)
+        command.error(f"no such option{'s' * (len(names) > 1)}: {phrases}")
+    return namespace
 
 
 def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """The reader of the command line, and that of each subcommand by its name."""
+    """Return the reader of the command line, and that of each subcommand by its name."""
     fedleak = _Parser(
         prog="fedleak",
         description="See, while a language model is being fine-tuned, what the gradients that "
@@ -128,11 +128,12 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
             description=description,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        for one in fields(options):
-            default = list(one.default) if isinstance(one.default, tuple) else one.default
-            spelled = one.name.rstrip("_").replace("_", "-")  # from_, as Python has a 'from'
+        for option in fields(options):
+            default = option.default
+            default = list(default) if isinstance(default, tuple) else default
+            spelled = option.name.rstrip("_").replace("_", "-")  # from_, as Python has a 'from'
             command.add_argument(
-                f"--{spelled}", dest=one.name, **{"default": default, **one.metadata}
+                f"--{spelled}", dest=option.name, **{"default": default, **option.metadata}
             )
     report = commands.add_parser(
         "report",
@@ -143,13 +144,13 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder or result file")
     report.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to (default: the first RUN's folder)"
+        "--out", type=Path, metavar="DIR", help="folder of the report (default: the first RUN's)"
     )
     report.add_argument(
         "--about",
         type=Path,
         metavar="TOML",
-        help="what only people know, in tables named as the registry's sections "
+        help="facts that no log holds, in tables named as the registry's sections "
         "(default: report.toml in --out, where there is one)",
     )
     report.add_argument(
@@ -173,14 +174,16 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         help="list and copy ready-made configs for fit: monitors, gates, defences",
         description="Lists the recipes, fragments of a LightningCLI config; copies those named.",
     )
-    recipes.add_argument("names", nargs="*", metavar="NAME", help="of a recipe to copy")
-    recipes.add_argument("--to", type=Path, default=Path(), metavar="DIR", help="where to")
+    recipes.add_argument("names", nargs="*", metavar="NAME", help="recipe to copy")
+    recipes.add_argument(
+        "--to", type=Path, default=Path(), metavar="DIR", help="folder of the copies"
+    )
     completion = commands.add_parser(
         "completion",
-        help="print what makes a shell complete all this",
+        help="print a script that completes commands in a shell",
         description='Prints a script for the shell: eval "$(fedleak completion bash)"',
     )
-    completion.add_argument("shell", choices=("bash", "zsh"), help="which")
+    completion.add_argument("shell", choices=("bash", "zsh"), help="shell")
     commands.add_parser(
         "fit", help="fine-tune any causal language model on any text, configured by LightningCLI"
     )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import difflib
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from lightning_fedleak.finetuning.assets import SourceError
 
-_WIDTH = 79
-_HOW = (
+_WIDTH = 79  # characters of a line
+_USAGE = (
     "Copy some with 'fedleak recipes NAME ...' and append them to a config of your own: fedleak "
     "fit --config your_run.yaml --config NAME.yaml. A config to begin with: fedleak fit "
     "--print_config > your_run.yaml"
@@ -44,11 +44,11 @@ def _first_sentence(path: Traversable) -> str:
 
 
 def run(names: Sequence[str], to: Path) -> int:
-    """Lists all recipes, or copies those that are named.
+    """List all recipes, or copy those that are named.
 
     Args:
         names: of recipes, with or without ``.yaml``; none lists all.
-        to: folder that gets the copies; is made.
+        to: folder of the copies; it is created.
 
     Returns:
         0.
@@ -56,25 +56,27 @@ def run(names: Sequence[str], to: Path) -> int:
     Raises:
         SourceError: there is no such recipe, or another file of its name is there.
     """
-    known = recipes()
+    sentences = recipes()
     if not names:
-        wide = max(map(len, known)) + 2
-        for name, said in known.items():
-            first, *more = textwrap.wrap(said, _WIDTH - wide)
-            print(f"{name:<{wide}}{first}", *(" " * wide + line for line in more), sep="\n")
-        print("", *textwrap.wrap(_HOW, _WIDTH, break_on_hyphens=False), sep="\n")
+        indent = max(map(len, sentences)) + 2
+        for name, sentence in sentences.items():
+            first, *lines = textwrap.wrap(sentence, _WIDTH - indent)
+            print(f"{name:<{indent}}{first}", *(" " * indent + line for line in lines), sep="\n")
+        print("", *textwrap.wrap(_USAGE, _WIDTH, break_on_hyphens=False), sep="\n")
         return 0
-    wanted = list(dict.fromkeys(name.removesuffix(".yaml") for name in names))
-    wrong = [name for name in wanted if name not in known]
+    chosen = list(dict.fromkeys(name.removesuffix(".yaml") for name in names))
+    wrong = [name for name in chosen if name not in sentences]
     if wrong:
-        raise SourceError(f"no such recipe: {', '.join(_asked(name, known) for name in wrong)}.")
-    content = {f"{name}.yaml": recipe_files()[name].read_bytes() for name in wanted}
+        raise SourceError(
+            f"no such recipe: {', '.join(_question(name, sentences) for name in wrong)}."
+        )
+    content = {f"{name}.yaml": recipe_files()[name].read_bytes() for name in chosen}
     try:
         to.mkdir(parents=True, exist_ok=True)
         for name, text in content.items():
             if (to / name).exists() and (to / name).read_bytes() != text:
                 raise SourceError(
-                    f"'{to / name}' is there and differs from the recipe: move it, or name another "
+                    f"'{to / name}' exists and differs from the recipe: move it, or name another "
                     "folder with --to. Nothing was copied."
                 )
         for name, text in content.items():
@@ -85,6 +87,6 @@ def run(names: Sequence[str], to: Path) -> int:
     return 0
 
 
-def _asked(name: str, known: dict[str, str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+def _question(name: str, recipes: Mapping[str, str]) -> str:
+    close = difflib.get_close_matches(name, recipes, n=1)
     return f"'{name}'" + (f" (did you mean '{close[0]}'?)" if close else "")

@@ -1,4 +1,4 @@
-"""``fedleak sweep``: a grid of defences, what each costs and what each attack still gets."""
+"""``fedleak sweep``: a grid of defences, what each costs and what each attack still reads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SweepCommand(SweepOptions):
     """The command ``fedleak sweep``; its settings are its options."""
 
     def run(self, console: Console | None = None) -> int:
-        """Runs what is not done yet, and prints and writes everything that is.
+        """Run what is not done yet, and print and write everything that is.
 
         Args:
             console: where to print; stdout by default.
@@ -59,7 +59,7 @@ class SweepCommand(SweepOptions):
         todo = grid.todo()
         console.print(
             f"{len(grid.cells)} cells, {len(grid.cells) - len(todo)} of them done before; results "
-            f"in {self.out}. An interrupt loses nothing: the same command goes on.",
+            f"in {self.out}. An interrupt loses nothing: the same command continues.",
             highlight=False,
             soft_wrap=True,
         )
@@ -71,10 +71,10 @@ class SweepCommand(SweepOptions):
                 def start(cell: Cell) -> None:
                     status.update(f"{todo.index(cell) + 1} of {len(todo)}: {cell.defense}")
 
-                def tell(cell: Cell, result: CellResult) -> None:
+                def report(cell: Cell, result: CellResult) -> None:
                     console.print(_line(cell, result), highlight=False, soft_wrap=True)
 
-                grid.run(run_cell, start, tell)
+                grid.run(run_cell, start, report)
         except KeyboardInterrupt:
             interrupted, before = True, None
             console.print("\nInterrupted. This is what was measured until then.", style="bold")
@@ -98,7 +98,7 @@ class SweepCommand(SweepOptions):
         )
 
     def _check(self, setting: Setting) -> None:
-        """What would make every cell fail is said before the first of them."""
+        """Raise an error that would make every cell fail before the first of them runs."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -129,9 +129,9 @@ class SweepCommand(SweepOptions):
         if setting.column is not None:
             about["column"] = setting.column
         if path.exists():
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            if kept["setting"] == about:
-                return float(kept["val_loss"])
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            if saved["setting"] == about:
+                return float(saved["val_loss"])
         loss = loss_before(setting)
         content = json.dumps({"setting": about, "val_loss": loss}, indent=1)
         path.write_text(content + "\n", encoding="utf-8")
@@ -143,42 +143,44 @@ class SweepCommand(SweepOptions):
         if results:
             print_table(console, table(results, before))
             console.print(explanation(results), highlight=False)
-        written = [str(self.out / "results.json")]
+        paths = [str(self.out / "results.json")]
         if any(r.val_loss is not None for _, r in results):
             if importlib.util.find_spec("matplotlib") is None:
                 console.print(f"No plot: {escape(install('plots'))}", highlight=False)
             else:
                 plot_pareto(results, self.out / "pareto.png", loss_before=before)
-                written.append(str(self.out / "pareto.png"))
-        console.print(f"\nWritten: {', '.join(written)}", highlight=False, soft_wrap=True)
+                paths.append(str(self.out / "pareto.png"))
+        console.print(f"\nWritten: {', '.join(paths)}", highlight=False, soft_wrap=True)
         if interrupted:
             return 130
         return 1 if any(r.error is not None for _, r in results) else 0
 
 
 def table(results: Sequence[tuple[Cell, CellResult]], before: float | None) -> Table:
-    """A row for each defence: loss, epsilon, and each attack's headline with its interval."""
+    """Return a row for each defence: loss, epsilon, and each attack's headline with its
+    interval.
+    """
     title = "utility and leakage" + ("" if before is None else f" (loss before: {before:.3f})")
-    shown = Table(title=title)
-    shown.add_column("defence", overflow="fold")
-    shown.add_column("val loss", justify="right")
+    rows = Table(title=title)
+    rows.add_column("defence", overflow="fold")
+    rows.add_column("val loss", justify="right")
     with_epsilon = any("epsilon" in r.privacy for _, r in results)
     if with_epsilon:
-        shown.add_column("epsilon", justify="right")
+        rows.add_column("epsilon", justify="right")
     attacks = {name: r.leakage[name].metric for _, r in results for name in r.leakage}
     for name, metric in attacks.items():
-        shown.add_column(f"{name}\n{metric}")
+        rows.add_column(f"{name}\n{metric}")
     for cell, result in results:
         row = [str(cell.defense), "failed" if result.val_loss is None else f"{result.val_loss:.3f}"]
         if with_epsilon:
             row.append(_epsilon(result))
         row += [_cell(result.leakage.get(name)) for name in attacks]
-        shown.add_row(*row)
-    return shown
+        rows.add_row(*row)
+    return rows
 
 
 def explanation(results: Sequence[tuple[Cell, CellResult]]) -> str:
-    """What the table's words mean, and what failed and why."""
+    """Return what the table's words mean, and what failed and why."""
     lines = [
         "",
         "In brackets: 95% intervals, Student's t over looks (of membership: over the games of the "
@@ -187,15 +189,15 @@ def explanation(results: Sequence[tuple[Cell, CellResult]]) -> str:
     ]
     if len({cell.defense.kind for cell, r in results if "epsilon" in r.privacy}) > 1:
         lines.append(
-            "Epsilons of different defences speak of different neighbours and adversaries: each "
-            "defence's `guarantee` says of which. They are not to be compared."
+            "Epsilons of different defences are for different neighbours and adversaries, which "
+            "each defence's `guarantee` names. Do not compare them."
         )
     unknown = {
-        f"{cell.defense}, {name}: unknown at {found.unknown} of {found.looks + found.unknown} "
-        f"looks: {found.why}"
+        f"{cell.defense}, {name}: unknown at {leakage.unknown} of "
+        f"{leakage.looks + leakage.unknown} looks: {leakage.why}"
         for cell, result in results
-        for name, found in result.leakage.items()
-        if found.unknown
+        for name, leakage in result.leakage.items()
+        if leakage.unknown
     }
     lines += sorted(unknown)
     lines += [f"{cell.defense} warns: {text}" for cell, r in results for text in r.warnings]
@@ -217,15 +219,12 @@ def _epsilon(result: CellResult) -> str:
     return "inf" if epsilon is None else f"{epsilon:.3g}"
 
 
-def _cell(found: Leakage | None) -> str:
-    if found is None:
+def _cell(leakage: Leakage | None) -> str:
+    if leakage is None:
         return ""
-    if not found.exposed:
+    if not leakage.exposed:
         return "not shared"
-    if found.value is None:
+    if leakage.value is None:
         return "unknown"
-    interval = "" if found.low is None else f" [{found.low:.3f}, {found.high:.3f}]"
-    return f"{found.value:.3f}{interval}" + (" *" if found.unknown else "")
-
-
-__all__ = ["SweepCommand", "UserError", "explanation", "table"]
+    interval = "" if leakage.low is None else f" [{leakage.low:.3f}, {leakage.high:.3f}]"
+    return f"{leakage.value:.3f}{interval}" + (" *" if leakage.unknown else "")

@@ -1,4 +1,4 @@
-"""Tables of results that fit the terminal: what is too wide goes on below, no number is cut."""
+"""Tables of results that fit the terminal: wide ones continue below, no number is cut."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-_ANY_WIDTH = 100_000
+_ANY_WIDTH = 100_000  # characters, more than any table has
 
 
 def print_table(console: Console, table: Table, keys: int = 1) -> None:
-    """Prints a table of short texts in as few blocks as fit the console's width, one below another.
+    """Print a table of short texts in as few blocks as fit the console's width, one below another.
 
-    Headers wrap between words; cells do not, but those of a column with ``overflow="fold"``, which
-    takes a third of the width at most.
+    Headers wrap between words. Cells do not, except in a column with ``overflow="fold"``, which
+    takes at most a third of the width.
 
     Args:
         console: where to print.
@@ -36,12 +36,12 @@ def print_table(console: Console, table: Table, keys: int = 1) -> None:
 
 
 def _laid_out(console: Console, table: Table, columns: Sequence[int], title: object) -> Table:
-    """The columns with their headers on one line each where that fits, else wrapped."""
-    shown = _part(console, table, columns, whole_headers=True)
-    if _width(console, shown) > console.width:
-        shown = _part(console, table, columns)
-    shown.title = title  # type: ignore[assignment]
-    return shown
+    """Return the columns with their headers on one line each where that fits, else wrapped."""
+    block = _part(console, table, columns, whole_headers=True)
+    if _width(console, block) > console.width:
+        block = _part(console, table, columns)
+    block.title = title  # type: ignore[assignment]
+    return block
 
 
 def _part(

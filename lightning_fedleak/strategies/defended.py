@@ -24,11 +24,6 @@ _SUPPORTED = (
 class DefendedStrategy(EitherStrategy):
     """A strategy in which defences act before an update leaves the client.
 
-    ::
-
-        strategy = DefendedStrategy("auto", defenses=[GradientNoise(clip=1.0, sigma=0.5)])
-        trainer = L.Trainer(strategy=strategy)
-
     An optimizer step has three places, with the names of
     :class:`~lightning_fedleak.snapshots.Stage`:
 

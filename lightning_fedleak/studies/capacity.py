@@ -1,4 +1,4 @@
-"""How many distinct tokens an update's first block tells apart, before any training."""
+"""How many distinct tokens an update's first block reveals, before any training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Trial:
         texts: in the batch.
         types: distinct tokens that an update of it can hold.
         f1: of the attack; None where it has no result.
-        certified: whether the attack itself can tell that nothing is missing.
+        certified: whether the attack itself can check that nothing is missing.
         seconds: wall time of the attack.
     """
 
@@ -81,9 +81,9 @@ class CapacityStudy:
         Raises:
             SourceError: no trained map reads an input that tokens determine.
         """
-        for known in find_known_inputs(self.anatomy, find_linear_maps(self.anatomy)):
-            if any(m.factor != "B" for m in known.trainable_maps(self.anatomy)):
-                return known
+        for candidate in find_known_inputs(self.anatomy, find_linear_maps(self.anatomy)):
+            if any(m.factor != "B" for m in candidate.trainable_maps(self.anatomy)):
+                return candidate
         raise SourceError(
             "no trained map of this model reads an input that a token determines: with these "
             "targets the first block's projections are not trained, and this attack reads nothing. "
@@ -101,7 +101,7 @@ class CapacityStudy:
         return sum(m.rows for m in self.maps)
 
     def planted(self, seconds: float) -> Capacity:
-        """Return how many types, planted at random, these rows tell apart.
+        """Return how many types, planted at random, these rows reveal.
 
         Args:
             seconds: after which no other set is planted.
@@ -134,10 +134,10 @@ class CapacityStudy:
                 trials[texts] = self._trial(attack, text, texts)
             return trials[texts].exact
 
-        most = min(len(text), MOST_TIMES * size)
-        good, bad = 0, min(size, most)
-        while exact(bad) and bad < most:
-            good, bad = bad, min(2 * bad, most)
+        largest = min(len(text), MOST_TIMES * size)
+        good, bad = 0, min(size, largest)
+        while exact(bad) and bad < largest:
+            good, bad = bad, min(2 * bad, largest)
         if not trials[bad].exact:
             while bad - good > 1:
                 middle = (good + bad) // 2

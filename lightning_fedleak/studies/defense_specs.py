@@ -1,4 +1,4 @@
-"""Defences and their strengths as words on a command line."""
+"""Defences and their strengths in words, as a command line takes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRIDS = {
 }
 """A grid of each of the package's defences, by its name."""
 MECHANISMS = get_args(Mechanism)
-"""Of TokenLDP; each is a word for it with this mechanism."""
+"""Mechanisms of TokenLDP; each name stands for that defence with this mechanism."""
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_+*.\- ]*")
 
 
@@ -43,12 +43,12 @@ class DefenseSpec:
     settings: Mapping[str, Any]
 
     def __str__(self) -> str:
-        """As it is written on the command line."""
-        settings = ",".join(f"{name}={_shown(value)}" for name, value in self.settings.items())
+        """Return the defence as a user writes it."""
+        settings = ",".join(f"{name}={_written(value)}" for name, value in self.settings.items())
         return f"{self.kind}:{settings}" if settings else self.kind
 
     def build(self) -> list[Defense]:
-        """A new defence, for one run.
+        """Return a new defence, for one run; an empty list for ``none``.
 
         Raises:
             SpecError: a setting out of its range.
@@ -62,7 +62,7 @@ class DefenseSpec:
 
 
 def defense_kinds() -> dict[str, type[Defense]]:
-    """The package's defences by name."""
+    """Return the package's defences by name."""
     classes = (getattr(known, name) for name in known.__all__)
     return {
         kind.name: kind
@@ -72,28 +72,31 @@ def defense_kinds() -> dict[str, type[Defense]]:
 
 
 def parse_defenses(text: str) -> list[DefenseSpec]:
-    """Every combination of the settings in ``name:setting=value/value,setting=value``.
+    """Return every combination of the settings in ``name:setting=value/value,setting=value``.
 
-    Values are numbers, ``true``, ``false``, ``none`` or words; several of one setting are told
-    apart by ``/`` and make a grid: ``gradient_noise:clip=1,sigma=0/1e-4/1e-3``. A mechanism of
+    Values are numbers, ``true``, ``false``, ``none`` or words; several of one setting are separated
+    by ``/`` and make a grid: ``gradient_noise:clip=1,sigma=0/1e-4/1e-3``. A mechanism of
     TokenLDP may stand for the defence: ``grr:epsilon=5`` is ``token_ldp:mechanism=grr,epsilon=5``.
 
     Args:
         text: one defence, or ``none``.
 
     Raises:
-        SpecError: an unknown defence or setting, or a value that cannot be read.
+        SpecError: an unknown defence or setting, or a value that is no number or word.
     """
-    kind, _, rest = text.strip().partition(":")
+    kind, _, text_of_settings = text.strip().partition(":")
     if kind == NONE:
-        if rest:
+        if text_of_settings:
             raise SpecError(f"'{NONE}' is no defence and takes no settings")
         return [DefenseSpec(NONE, {})]
     check_defense(kind)
     if kind in MECHANISMS:
-        kind, rest = TokenLDP.name, ",".join([f"mechanism={kind}", *filter(None, [rest])])
+        kind, text_of_settings = (
+            TokenLDP.name,
+            ",".join([f"mechanism={kind}", *filter(None, [text_of_settings])]),
+        )
     defense = defense_kinds()[kind]
-    settings = _settings(kind, defense, rest)
+    settings = _settings(kind, defense, text_of_settings)
     _check_complete(kind, defense, settings)
     specs = [
         DefenseSpec(kind, dict(zip(settings, values, strict=True)))
@@ -104,9 +107,9 @@ def parse_defenses(text: str) -> list[DefenseSpec]:
     return specs
 
 
-def _settings(kind: str, of: type[Defense], text: str) -> dict[str, list[Any]]:
-    allowed = [name for name in inspect.signature(of).parameters if name != "self"]
-    found: dict[str, list[Any]] = {}
+def _settings(kind: str, defense: type[Defense], text: str) -> dict[str, list[Any]]:
+    allowed = [name for name in inspect.signature(defense).parameters if name != "self"]
+    settings: dict[str, list[Any]] = {}
     for part in text.split(",") if text else []:
         name, equals, values = part.strip().partition("=")
         if not equals or not values:
@@ -116,29 +119,30 @@ def _settings(kind: str, of: type[Defense], text: str) -> dict[str, list[Any]]:
                 f"'{kind}' has no setting '{name}'{did_you_mean(name, allowed)}. It has: "
                 f"{', '.join(allowed)}"
             )
-        if name in found:
+        if name in settings:
             raise SpecError(f"'{name}' is given twice in '{kind}:{text}'; write {name}=a/b")
-        found[name] = [_value(value) for value in values.split("/")]
-    return found
+        settings[name] = [_value(value) for value in values.split("/")]
+    return settings
 
 
-def _check_complete(kind: str, of: type[Defense], settings: Mapping[str, Any]) -> None:
-    """Refuses a defence without a setting that it cannot do without, with what to write."""
-    takes = inspect.signature(of).parameters.values()
-    named = [p for p in takes if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    missing = [p.name for p in named if p.default is p.empty and p.name not in settings]
+def _check_complete(kind: str, defense: type[Defense], settings: Mapping[str, Any]) -> None:
+    """Raise an error for a defence without a required setting; it says what to write."""
+    signature = inspect.signature(defense).parameters.values()
+    parameters = [p for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in settings]
     if missing:
-        given = [f"{name}={'/'.join(map(_shown, values))}" for name, values in settings.items()]
-        others = [p.name for p in named if p.default is not p.empty]
+        words = [f"{name}={'/'.join(map(_written, values))}" for name, values in settings.items()]
+        words += [f"{name}=VALUE" for name in missing]
+        optional = [p.name for p in parameters if p.default is not p.empty]
         raise SpecError(
             f"'{kind}' needs {' and '.join(missing)}: write "
-            f"{kind}:{','.join([*given, *(f'{name}=VALUE' for name in missing)])}. It also takes "
-            f"{', '.join(others)}{_grid(kind)}"
+            f"{kind}:{','.join(words)}. It also takes "
+            f"{', '.join(optional)}{_grid(kind)}"
         )
 
 
 def _grid(kind: str) -> str:
-    """A grid to copy, as the end of a sentence."""
+    """Return a grid to copy, as the end of a sentence."""
     return f". A grid to copy: --defense {kind}:{GRIDS[kind]}" if kind in GRIDS else ""
 
 
@@ -158,10 +162,7 @@ def _value(text: str) -> Any:
     raise SpecError(f"'{text}' is neither a number nor a word")
 
 
-def _shown(value: Any) -> str:
+def _written(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-__all__ = ["NONE", "DefenseSpec", "SpecError", "defense_kinds", "parse_defenses"]

@@ -212,7 +212,7 @@ def test_canaries_that_cannot_be_scored_so_are_refused(tmp_path: Path) -> None:
     model = tiny_llama()
     texts = texts_of(model)
     own = canary_set(texts)
-    with pytest.raises(ValueError, match="by must be one of"):
+    with pytest.raises(ValueError, match=r"by must be .loss. or .row."):
         CanaryScorer(own, by="logit")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every_n_steps"):
         CanaryScorer(own, every_n_steps=0)

@@ -61,7 +61,7 @@ def test_errors_say_what_to_change(
         assert match in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["capacity", "--batch", "8 by 64"])
-    assert "8x64 say" in capsys.readouterr().err
+    assert "such as 8x64" in capsys.readouterr().err
 
 
 def test_an_end_that_was_not_reached_is_said() -> None:

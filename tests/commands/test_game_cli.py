@@ -195,7 +195,7 @@ def test_errors_are_one_line(
         ([*fc, "--text", text, "--position", "30"], "--position 30"),
         ([*fc, "--text", text, "--model", str(tmp_path)], "holds no model"),
         ([*fc, "--text", text, "--protocol", "authors", "--tokens", "8"], "at least 11"),
-        ([*fc, "--text", text, "--json", str(tmp_path)], "no file in a folder that exists"),
+        ([*fc, "--text", text, "--json", str(tmp_path)], "no file in an existing folder"),
         ([*given, "--attack", "attention", "--text", str(some)], "public texts are too few"),
         ([*given, "--attack", "attention", "--text", str(short)], "too few to give"),
         (
@@ -272,7 +272,7 @@ def test_each_game_draws_new_noise_unless_it_is_memoised(
         defended(model, text, tmp_path / "g.json", f"grr:epsilon=8,per=token{more}", **given)
         for more in ("", ",memoize=true")
     )
-    assert "in every epoch anew" in fresh["guarantee"]
+    assert "again in every epoch" in fresh["guarantee"]
     assert "keeps its replacement" in kept["guarantee"]
     assert fresh["results"][0]["scores"] != kept["results"][0]["scores"]
 
@@ -286,7 +286,7 @@ def test_each_game_draws_new_noise_unless_it_is_memoised(
         ("gr:epsilon=1", "no defence 'gr' (did you mean 'grr'?)"),
         ("grr", "needs epsilon: write token_ldp:mechanism=grr,epsilon=VALUE"),
         ("grr:epsilon=-1", "epsilon must be a number above 0, got -1"),
-        ("grr:epsilon=1,special_ids=3", "'special_ids' and 'kind' are the game's own"),
+        ("grr:epsilon=1,special_ids=3", "the game itself sets 'special_ids' and 'kind'"),
     ],
 )
 def test_a_defence_that_no_game_can_play_is_refused(

@@ -7,11 +7,10 @@ from lightning_fedleak.studies.defense_specs import (
     MECHANISMS,
     NONE,
     DefenseSpec,
-    SpecError,
     defense_kinds,
     parse_defenses,
 )
-from lightning_fedleak.studies.names import DEFENSE_NAMES
+from lightning_fedleak.studies.names import DEFENSE_NAMES, SpecError
 
 
 def test_values_make_a_grid_in_order() -> None:
@@ -67,7 +66,7 @@ def test_a_refusal_shows_a_grid_to_copy(kind: str) -> None:
         ("gradient_noise:clip=1,sigma=", r"must be setting=value"),
         ("gradient_noise:clip=1,clip=2,sigma=0", r"'clip' is given twice"),
         ("gradient_noise:clip=1,sigma=[1]", r"'\[1\]' is neither a number nor a word"),
-        ("gradient_noise:clip=-1,sigma=1", r"cannot be built: .*clip=-1 must be a positive"),
+        ("gradient_noise:clip=-1,sigma=1", r"cannot be built: .*clip must be a number above 0"),
         ("gradient_noise:clip=1", r"needs sigma: write gradient_noise:clip=1,sigma=VALUE\. "),
         ("dpsgd", r"needs max_grad_norm: write dpsgd:max_grad_norm=VALUE\..* noise_multiplier, "),
         ("none:sigma=1", r"'none' is no defence and takes no settings"),

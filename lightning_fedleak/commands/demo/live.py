@@ -17,17 +17,17 @@ from rich.text import Text
 
 from lightning_fedleak.callbacks import LeakageMonitor
 
-_ROWS_SHOWN = 12
-_BAR_WIDTH = 10
-_WIDTH_FOR_BARS = 104
-_SHOWN = ("recall", "precision", "f1")
+_ROWS = 12  # looks in the live table, so that it fits a terminal of 24 lines
+_BAR_WIDTH = 10  # characters of an F1 of 1
+_WIDTH_FOR_BARS = 104  # characters of a terminal in which bars fit beside two attacks
+_METRICS = ("recall", "precision", "f1")
 
 
 class LiveTable(L.Callback):
     """Shows each look of a monitor as it comes.
 
     Args:
-        console: where to; a live table if it is a terminal, otherwise one line a look.
+        console: where to print; a live table if it is a terminal, otherwise one line a look.
         monitor: whose results are shown.
         title: above the table.
 
@@ -41,7 +41,7 @@ class LiveTable(L.Callback):
         self.title = title
         self.steps = 0
         self._attacks = [attack.name for attack in monitor.attacks]
-        self._rows: deque[list[str]] = deque(maxlen=_ROWS_SHOWN)
+        self._rows: deque[list[str]] = deque(maxlen=_ROWS)
         self._live: Live | None = None
         self._status = console.status("The attacks calibrate on text that the model wrote ...")
         self._progress = Progress(
@@ -50,12 +50,12 @@ class LiveTable(L.Callback):
         self._task = self._progress.add_task("training", total=None)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Asks the monitor to be told of each look."""
+        """Subscribe to each look of the monitor."""
         self.monitor.subscribe(self._on_look)
         self._status.start()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Opens the table."""
+        """Open the table."""
         self._status.stop()
         self._progress.update(self._task, total=trainer.max_steps)
         if self.console.is_terminal:
@@ -64,21 +64,21 @@ class LiveTable(L.Callback):
         else:
             self._print(self.title)
             self._print(_aligned(["", "", *(c for a in self._attacks for c in (a, "", ""))]))
-            self._print(_aligned(["step", "loss", *_SHOWN * len(self._attacks)]))
+            self._print(_aligned(["step", "loss", *_METRICS * len(self._attacks)]))
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Moves the progress bar on."""
+        """Advance the progress bar."""
         self.steps = trainer.global_step
         self._progress.update(self._task, completed=trainer.global_step)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Closes the table."""
+        """Close the table."""
         self._close()
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Closes the table, so that what is printed next stands below it."""
+        """Close the table, so that what is printed next stands below it."""
         self._close()
 
     def _close(self) -> None:
@@ -93,7 +93,9 @@ class LiveTable(L.Callback):
         loss = float(trainer.callback_metrics.get("train_loss", math.nan))
         row = [str(self.monitor.last_step), _number(loss)]
         for name in self._attacks:
-            row += [_number(latest.get(f"leakage/{name}/{metric}", math.nan)) for metric in _SHOWN]
+            row += [
+                _number(latest.get(f"leakage/{name}/{metric}", math.nan)) for metric in _METRICS
+            ]
         if self._live is None:
             self._print(_aligned(row))
             return
@@ -113,8 +115,8 @@ class LiveTable(L.Callback):
             table.add_column(f"{name}\nrecall", justify="right")
             table.add_column("\nprecision", justify="right")
             table.add_column("\nf1", no_wrap=True)
-        wide = self.console.width >= _WIDTH_FOR_BARS
-        f1_columns = range(4, 2 + 3 * len(self._attacks), 3) if wide else ()
+        with_bars = self.console.width >= _WIDTH_FOR_BARS
+        f1_columns = range(4, 2 + 3 * len(self._attacks), 3) if with_bars else ()
         for row in self._rows:
             table.add_row(*(_bar(c) if i in f1_columns else c for i, c in enumerate(row)))
         return Group(table, self._progress)

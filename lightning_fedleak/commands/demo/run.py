@@ -44,7 +44,7 @@ _NOTICES = (
     ".*does not have many workers",
     ".*treespec",
 )
-_PUBLIC_TEXTS = 256
+_PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
 _PATIENCE = 1
 
 
@@ -63,7 +63,7 @@ class Demo(DemoOptions):
     """The command ``fedleak demo``; its settings are its options."""
 
     def run(self, console: Console | None = None) -> int:
-        """Runs both parts and prints what they mean.
+        """Run both parts and prints what they mean.
 
         Args:
             console: where to print; stdout by default.
@@ -94,7 +94,7 @@ class Demo(DemoOptions):
             second = None
             if not watched.interrupted:
                 second = self._fit(console, public, folder / "gated", gated=True)
-                _say_what_the_gate_did(console, second)
+                _print_gate(console, second)
         interrupted = (second or watched).interrupted
         if interrupted:
             console.print("\nInterrupted. This is what was measured until then.", style="bold")
@@ -115,9 +115,9 @@ class Demo(DemoOptions):
             soft_wrap=True,
         )
         if watched.readings:
-            shown = os.path.relpath(write([folder])[0])
+            page = os.path.relpath(write([folder])[0])
             console.print(
-                f"\nThe report, one page for people who decide: {shown}",
+                f"\nThe report, one page for people who decide: {page}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -199,7 +199,7 @@ class Demo(DemoOptions):
         )
 
 
-def _say_what_the_gate_did(console: Console, run: _Finished) -> None:
+def _print_gate(console: Console, run: _Finished) -> None:
     if run.event is not None:
         text = f"RiskGate '{run.gate_name}' stopped training {run.event}"
         console.rule("what you see when the gate closes", style="red")
@@ -212,14 +212,14 @@ def _say_what_the_gate_did(console: Console, run: _Finished) -> None:
 
 
 def _tensorboard_command(folder: Path) -> str:
-    beside = Path(sys.executable).with_name("tensorboard")
-    program = os.path.relpath(beside) if beside.exists() else "tensorboard"
+    script = Path(sys.executable).with_name("tensorboard")
+    program = os.path.relpath(script) if script.exists() else "tensorboard"
     return shlex.join([program, "--logdir", str(folder)])
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the libraries' own notices out of the demo's few lines."""
+    """Keep the libraries' own notices out of the demo's few lines."""
     levels = {name: logging.getLogger(name).level for name in _CHATTY}
     with warnings.catch_warnings():
         for notice in _NOTICES:

@@ -1,4 +1,4 @@
-"""What a watched run measured, in sentences."""
+"""The results of a watched run, in sentences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Reading:
     Attributes:
         attack: its name in the logs.
         step: optimizer step.
-        n: word types that the batch really held.
+        n: word types in the batch.
         recall, precision: shares, 0 to 1; None where the result is unknown.
         exposed: whether the surface that the attack reads was shared at all.
     """
@@ -30,7 +30,7 @@ class Reading:
 
     @property
     def f1(self) -> float:
-        """Harmonic mean of recall and precision; 0 where either is unknown."""
+        """Return the harmonic mean of recall and precision; 0 where either is unknown."""
         if not self.recall or not self.precision:
             return 0.0
         return 2 * self.recall * self.precision / (self.recall + self.precision)
@@ -53,14 +53,14 @@ def read_back(path: Path) -> list[Reading]:
 
 
 def summary(readings: Sequence[Reading], batch_size: int) -> str:
-    """The share of the words that one update gave away, by attack, and what that says.
+    """Return sentences about the share of the words that one update gave away, by attack.
 
     Args:
         readings: of one run; several attacks and steps.
         batch_size: texts behind one update.
     """
-    known = [r for r in readings if r.exposed and r.recall is not None]
-    if not known:
+    results = [r for r in readings if r.exposed and r.recall is not None]
+    if not results:
         return "Nothing was measured: no attack gave a result. That is 'unknown', not 'safe'" + (
             "; the attacks of this demo read the gradient of the output head, and this run "
             "does not share it."
@@ -68,15 +68,15 @@ def summary(readings: Sequence[Reading], batch_size: int) -> str:
             else "."
         )
     best = max(
-        {r.attack for r in known}, key=lambda a: _mean([r.f1 for r in known if r.attack == a])
+        {r.attack for r in results}, key=lambda a: _mean([r.f1 for r in results if r.attack == a])
     )
-    recall = _mean([r.recall for r in known if r.attack == best and r.recall is not None])
+    recall = _mean([r.recall for r in results if r.attack == best and r.recall is not None])
     lines = [
-        f"Off one shared update the server could have read {_percent(recall)} of the private words "
-        f"({best}).",
+        f"From one shared update the server could have read {_percent(recall)} of the private "
+        f"words ({best}).",
         "",
-        f"Mean, lowest and highest of {len({r.step for r in known})} updates, each of {batch_size} "
-        f"texts that held {_mean([r.n for r in known]):.0f} different words:",
+        f"Mean, lowest and highest of {len({r.step for r in results})} updates, each of "
+        f"{batch_size} texts that held {_mean([r.n for r in results]):.0f} different words:",
     ]
     for attack in dict.fromkeys(r.attack for r in readings):
         lines.append(f"  {attack}: {_sentence([r for r in readings if r.attack == attack])}")
@@ -92,16 +92,18 @@ def summary(readings: Sequence[Reading], batch_size: int) -> str:
 
 def _sentence(readings: Sequence[Reading]) -> str:
     if not any(r.exposed for r in readings):
-        return "nothing, for it reads a gradient that this run does not share"
-    known = [r for r in readings if r.recall is not None and r.precision is not None]
-    if not known:
+        return "nothing, because it reads a gradient that this run does not share"
+    results = [r for r in readings if r.recall is not None and r.precision is not None]
+    if not results:
         return "unknown, it gave no result"
     tail = (
-        f"; no result at {len(readings) - len(known)} looks" if len(known) < len(readings) else ""
+        f"; no result at {len(readings) - len(results)} looks"
+        if len(results) < len(readings)
+        else ""
     )
     return (
-        f"recall {_spread([r.recall for r in known])}, "
-        f"precision {_spread([r.precision for r in known])}{tail}"
+        f"recall {_spread([r.recall for r in results])}, "
+        f"precision {_spread([r.precision for r in results])}{tail}"
     )
 
 
@@ -112,7 +114,7 @@ def _spread(shares: Sequence[float | None]) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share; what is not all or nothing is not rounded to that."""
+    """Return a share in percent; nothing but 0 and 1 is rounded to 0% or 100%."""
     for digits in (0, 1, 2):
         text = f"{share:.{digits}%}"
         if share in (0, 1) or float(text[:-1]) not in (0, 100):

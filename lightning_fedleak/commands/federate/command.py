@@ -1,4 +1,4 @@
-"""``fedleak federate``: a federation that is watched, gated and defended, and what it gave away."""
+"""``fedleak federate``: a federation that is watched, gated and defended, and what it leaked."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FederateCommand(Setting):
     """The command ``fedleak federate``; its settings are its options."""
 
     def run(self, console: Console | None = None) -> int:
-        """Runs the federation and prints what it gave away.
+        """Run the federation and print what it leaked.
 
         Args:
             console: where to print; stdout by default.
@@ -60,7 +60,7 @@ class FederateCommand(Setting):
         self.check()
         engine = self._engine()
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self.account(None)  # what cannot be meant is refused before anything is written
+        self.account(None)  # raises an error before anything is written
         self._check_gate()
         sizes = [len(rows) for rows in self.rows]
         folder = self.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -80,8 +80,8 @@ class FederateCommand(Setting):
                 if number == 0:
                     table.add(Round(0, server.loss, {}, frozenset(), {}, None))
                     return
-                spent = self._spent(folder, server) if private else None
-                rounds.append(read_back(folder, number, server.loss, silent, spent, server.noise))
+                epsilon = self._epsilon(folder, server) if private else None
+                rounds.append(read_back(folder, number, server.loss, silent, epsilon, server.noise))
                 table.add(rounds[-1])
 
             try:
@@ -105,8 +105,8 @@ class FederateCommand(Setting):
         )
         if self.attack != "none":
             try:
-                shown = os.path.relpath(write([folder])[0])
-                console.print(f"The report: {shown}", highlight=False, soft_wrap=True)
+                page = os.path.relpath(write([folder])[0])
+                console.print(f"The report: {page}", highlight=False, soft_wrap=True)
             except ReportError as error:
                 console.print(f"No report: {error}", highlight=False, soft_wrap=True)
         return 0
@@ -119,8 +119,8 @@ class FederateCommand(Setting):
         engine: Run = on_flower.run
         return engine
 
-    def _spent(self, folder: Path, server: Server) -> float:
-        """Epsilon so far; where clients add the noise, that of the one that has released most."""
+    def _epsilon(self, folder: Path, server: Server) -> float:
+        """Return epsilon so far; where clients add the noise, of the one that has released most."""
         if server.dp is not None:
             return server.dp.privacy.epsilon
         ledgers = {p.read_bytes(): p for p in folder.glob("client_*.ledger")}
@@ -140,25 +140,25 @@ class FederateCommand(Setting):
             if "membership" in gate.metric and texts < LEAST_MEMBERS:
                 raise SourceError(
                     f"--watch {gate.metric}: a round has {texts} texts of a client, and no update "
-                    f"is judged by fewer than {LEAST_MEMBERS}: give more --local-steps or a larger "
-                    "--batch-size (and clients with so many texts), or watch words alone (--watch "
-                    "leakage/worst/words)"
+                    f"is judged with fewer than {LEAST_MEMBERS}: give more --local-steps or a "
+                    "larger --batch-size (and clients with so many texts), or watch words alone "
+                    "(--watch leakage/worst/words)"
                 )
 
     def _introduce(self, console: Console, sizes: Sequence[int]) -> None:
         model = "the embedded model" if self.model is None else self.model
         text = "the embedded messages of a bank's customers" if self.text is None else self.text
-        what = model if self.peft is None else f"low-rank adapters on {model}"
+        trained = model if self.peft is None else f"low-rank adapters on {model}"
         lr = self.make_optimizer.keywords["lr"]
         lines = [
             f"{self.clients} clients with {min(sizes)} to {max(sizes)} rows each of {text} train "
-            f"{what}: {self.rounds} rounds of {self.local_steps} steps of {self.optimizer} (lr "
+            f"{trained}: {self.rounds} rounds of {self.local_steps} steps of {self.optimizer} (lr "
             f"{lr:g}), {self.batch_size} texts of at most {self.length} tokens a step."
         ]
         if self.attack != "none":
             lines.append(
                 "Each update is attacked before it leaves, and so is their sum, which is all that "
-                "a server behind a secure aggregation sees. The attacks are calibrated first."
+                "a server sees behind a secure aggregation. The attacks are calibrated first."
             )
         if self.gate is not None:
             lines.append(
@@ -166,7 +166,9 @@ class FederateCommand(Setting):
                 "unknown does not pass. In brackets: what did not leave."
             )
             if self.watch is None and self.words_hidden:
-                lines.append(f"It does not watch words, never known here: {self.words_hidden}.")
+                lines.append(
+                    f"It does not watch words, which are never known here: {self.words_hidden}."
+                )
         dp = self.account(None)
         if dp is not None:
             lines.append(
@@ -178,7 +180,7 @@ class FederateCommand(Setting):
 
 
 def summary(rounds: Sequence[Round], clients: int) -> str:
-    """What was read off an update and off the sum, in sentences.
+    """Return sentences about what was read from an update and from the sum.
 
     Args:
         rounds: that were closed.
@@ -186,30 +188,30 @@ def summary(rounds: Sequence[Round], clients: int) -> str:
     """
     lines = []
     for metric, name in HEADLINES.items():
-        found = [r.found[metric] for r in rounds if metric in r.found]
-        own = [v for by in found for c, v in by.items() if c != SUM]
-        total = [by[SUM] for by in found if SUM in by]
-        if own or total:
-            lines.append(f"{name}: {_told(own, 'an update')}; {_told(total, 'the sum')}.")
-    held = sum(len(r.withheld) for r in rounds)
-    if held:
-        lines.append(f"{held} of {clients * len(rounds)} updates did not leave.")
+        values = [r.leakage[metric] for r in rounds if metric in r.leakage]
+        updates = [v for by_client in values for c, v in by_client.items() if c != SUM]
+        sums = [by_client[SUM] for by_client in values if SUM in by_client]
+        if updates or sums:
+            lines.append(f"{name}: {_spread(updates, 'an update')}; {_spread(sums, 'the sum')}.")
+    withheld = sum(len(r.withheld) for r in rounds)
+    if withheld:
+        lines.append(f"{withheld} of {clients * len(rounds)} updates did not leave.")
     lines += [
-        f"Client {client} counted for nothing in round {r.number}: {why}."
+        f"Client {client} counted for nothing in round {r.number}: {reason}."
         for r in rounds
-        for client, why in r.absent.items()
+        for client, reason in r.absent.items()
         if client not in r.withheld
     ]
     if rounds and rounds[-1].epsilon is not None:
         lines.append(f"Epsilon of all rounds: {rounds[-1].epsilon:.2f}.")
     if rounds and (noise := rounds[-1].noise or 0.0) > 1:
         lines.append(
-            f"Noise drowned the updates: on their mean it is {noise:.3g} times as long as that "
-            "mean is at most, as each is clipped. Low numbers and a loss that rises may be the "
-            "noise's. More clients in a round, fewer trained numbers (--peft lora) or a larger "
-            "epsilon make it less."
+            f"Noise drowned the updates: its norm is {noise:.3g} times the largest norm that the "
+            "mean of the clipped updates can have. Low numbers and a loss that rises may come from "
+            "the noise. More clients in a round, fewer trained numbers (--peft lora) or a larger "
+            "epsilon reduce it."
         )
-    if any("auc" in r.found for r in rounds):
+    if any("auc" in r.leakage for r in rounds):
         lines.append("An AUC of .5 is what guessing gives; 1 is certainty.")
     lines.append(
         "'Unknown' is not 'safe', and a low number says that these attacks fail here, not that "
@@ -220,17 +222,19 @@ def summary(rounds: Sequence[Round], clients: int) -> str:
     return "\n".join(lines)
 
 
-def _told(values: Sequence[float], of: str) -> str:
-    known = [v for v in values if not math.isnan(v)]
-    if not known:
-        return f"of {of} unknown"
-    some = f" (unknown in {len(values) - len(known)} of {len(values)})" * (len(known) < len(values))
-    return f"off {of} {statistics.median(known):.2f} in the median, {max(known):.2f} at most{some}"
+def _spread(values: Sequence[float], source: str) -> str:
+    finite = [v for v in values if not math.isnan(v)]
+    if not finite:
+        return f"unknown from {source}"
+    unknown = len(values) - len(finite)
+    tail = f" (unknown in {unknown} of {len(values)})" if unknown else ""
+    median = statistics.median(finite)
+    return f"from {source} {median:.2f} in the median, {max(finite):.2f} at most{tail}"
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What each line of a warning says is in the table, and in the files."""
+    """Silence warnings whose content is in the table and in the files."""
     quiet = {rank_zero.log: logging.WARNING, gates.log: logging.ERROR}
     levels = {log: log.level for log in quiet}
     for log, level in quiet.items():
@@ -243,6 +247,3 @@ def _quiet() -> Iterator[None]:
         finally:
             for log, level in levels.items():
                 log.setLevel(level)
-
-
-__all__ = ["FederateCommand", "summary"]

@@ -20,16 +20,16 @@ from lightning_fedleak.federation import (
 )
 
 Closed = Callable[[int, Server, dict[int, str]], None]
-"""Gets each round: its number, the server after it, and who sent nothing, and why; 0 at first."""
+"""Called after each round with its number, the server, and why clients sent nothing; 0 at first."""
 
 
 def run(setting: Setting, folder: Path, closed: Closed) -> Server:
-    """Trains all rounds.
+    """Train all rounds.
 
     Args:
         setting: of the federation.
         folder: of logs and ledgers.
-        closed: is told of each round.
+        closed: called after each round.
 
     Raises:
         ValueError: a gate that watches what is not logged.
@@ -38,14 +38,14 @@ def run(setting: Setting, folder: Path, closed: Closed) -> Server:
     server = Server(setting, folder)
     closed(0, server, {})
     model = setting.make_model()
-    own = [account_of(setting, folder, client) for client in range(setting.clients)]
+    accounts = [account_of(setting, folder, client) for client in range(setting.clients)]
     watches = setting.attack != "none"
     observer = setting.observer(folder) if watches else None
     gates = setting.gates()
     outs = None
     if observer is not None:
-        outs = [OutgoingUpdates(observer, gates, dp, client=c) for c, dp in enumerate(own)]
-    how = "KeyboardInterrupt"
+        outs = [OutgoingUpdates(observer, gates, dp, client=c) for c, dp in enumerate(accounts)]
+    outcome = "KeyboardInterrupt"
     try:
         for round_ in range(1, setting.rounds + 1):
             sent = server.state
@@ -54,28 +54,28 @@ def run(setting: Setting, folder: Path, closed: Closed) -> Server:
                 with recording() as batches:
                     state, loss = setting.train(model, sent, client, round_)
                 if outs is None:
-                    returned[client] = unwatched(own[client], sent, state)
+                    returned[client] = unwatched(accounts[client], sent, state)
                     continue
                 try:
-                    left = outs[client].leaves(
+                    released = outs[client].leaves(
                         round_, sent, state, batches, utility={"train_loss": loss}
                     )
-                    returned[client] = left.state
+                    returned[client] = released.state
                 except LeakageLimitExceeded:
                     returned[client] = None
             closed(round_, server, server.close(round_, returned, observer))
-        how = "finished"
+        outcome = "finished"
     except Exception as error:
-        how = type(error).__name__
+        outcome = type(error).__name__
         raise
     finally:
         if observer is not None:
-            observer.end(how)
+            observer.end(outcome)
     return server
 
 
 def account_of(setting: Setting, folder: Path, client: int) -> ClientDP | None:
-    """A client's own account, where it adds noise; None elsewhere."""
+    """Return a client's own account where clients add noise; None elsewhere."""
     if setting.trust == "central":
         return None
     return setting.account(folder / f"client_{client}.ledger")
@@ -84,7 +84,7 @@ def account_of(setting: Setting, folder: Path, client: int) -> ClientDP | None:
 def unwatched(
     dp: ClientDP | None, sent: dict[str, Tensor], state: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What leaves a client that nobody watches: with its own noise, where it adds some."""
+    """Return what leaves a client without attacks: with its own noise, where it adds some."""
     if dp is None:
         return state
     try:
@@ -92,6 +92,3 @@ def unwatched(
     except UpdateError:  # NaN, say: zero leaves, with the same noise
         update = None
     return moved(sent, dp.privatized(update, sent))
-
-
-__all__ = ["account_of", "run", "unwatched"]

@@ -28,7 +28,7 @@ from lightning_fedleak.commands.federate.setting import Setting
 from lightning_fedleak.federation import ClientDP, RoundObserver
 from lightning_fedleak.federation.flower import ROUND, WEIGHT, FedLeakMod
 
-_AT_ONCE = 2
+_AT_ONCE = 2  # workers of Ray; more need more memory
 _RAY = {
     "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
     "init_args": {
@@ -38,30 +38,30 @@ _RAY = {
         "log_to_driver": False,
     },
 }
-_WAIT_SECONDS = 3600.0
+_WAIT_SECONDS = 3600.0  # for the clients of a round; later replies do not count
 
 
 def run(setting: Setting, folder: Path, closed: Closed) -> Server:
-    """Trains all rounds; see :func:`~lightning_fedleak.commands.federate.local.run`.
+    """Train all rounds; see :func:`~lightning_fedleak.commands.federate.local.run`.
 
     Raises:
-        RuntimeError: the engine ended without a word of the server's.
+        RuntimeError: the engine ended before the server returned.
     """
-    plain = Setting(**{f.name: getattr(setting, f.name) for f in fields(Setting)})
+    settings = Setting(**{f.name: getattr(setting, f.name) for f in fields(Setting)})
     ended: list[Server | Exception] = []
     app = ServerApp()
 
     @app.main()  # type: ignore[untyped-decorator, unused-ignore]
     def main(grid: Grid, context: Context) -> None:
         try:
-            ended.append(_serve(plain, folder, closed, grid))
+            ended.append(_serve(settings, folder, closed, grid))
         except Exception as error:  # the engine's own call would return as if all were well
             ended.append(error)
 
     with _quiet():
         run_simulation(
             app,
-            _client_app(plain, folder.resolve()),
+            _client_app(settings, folder.resolve()),
             num_supernodes=setting.clients,
             backend_config=_RAY,
         )
@@ -74,16 +74,16 @@ def run(setting: Setting, folder: Path, closed: Closed) -> Server:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Flower tells of its own workings, between the lines of the table; errors are still shown."""
-    told = logging.getLogger("flwr")
-    level, propagates = told.level, told.propagate
-    told.setLevel(logging.ERROR)
-    told.propagate = False  # another library may have given the root a handler
+    """Silence Flower's notices between the lines of the table; errors are still shown."""
+    log = logging.getLogger("flwr")
+    level, propagates = log.level, log.propagate
+    log.setLevel(logging.ERROR)
+    log.propagate = False  # another library may have given the root a handler
     try:
         yield
     finally:
-        told.setLevel(level)
-        told.propagate = propagates
+        log.setLevel(level)
+        log.propagate = propagates
 
 
 def _serve(setting: Setting, folder: Path, closed: Closed, grid: Grid) -> Server:
@@ -92,21 +92,23 @@ def _serve(setting: Setting, folder: Path, closed: Closed, grid: Grid) -> Server
     observer = (
         setting.observer(folder / "server", folder.name) if setting.attack != "none" else None
     )
-    how = "KeyboardInterrupt"
+    outcome = "KeyboardInterrupt"
     try:
         nodes = _nodes(grid, setting.clients)
         for round_ in range(1, setting.rounds + 1):
-            drawn = server.drawn()
+            clients = server.drawn()
             config = ConfigRecord({ROUND: round_, "threads": torch.get_num_threads()})
             content = RecordDict({"arrays": ArrayRecord(server.state), "config": config})
-            asked = [Message(content, dst_node_id=nodes[c], message_type="train") for c in drawn]
+            messages = [
+                Message(content, dst_node_id=nodes[c], message_type="train") for c in clients
+            ]
             replies = {
                 reply.metadata.src_node_id: reply
-                for reply in grid.send_and_receive(asked, timeout=_WAIT_SECONDS)
+                for reply in grid.send_and_receive(messages, timeout=_WAIT_SECONDS)
             }
-            returned: dict[int, dict[str, Tensor] | None] = dict.fromkeys(drawn)
+            returned: dict[int, dict[str, Tensor] | None] = dict.fromkeys(clients)
             failed: dict[int, str] = {}
-            for client in drawn:
+            for client in clients:
                 reply = replies.get(nodes[client])
                 if reply is not None and reply.has_error():
                     failed[client] = reply.error.reason
@@ -114,24 +116,24 @@ def _serve(setting: Setting, folder: Path, closed: Closed, grid: Grid) -> Server
                     returned[client] = reply.content["arrays"].to_torch_state_dict()
             silent = server.close(round_, returned, observer)
             closed(round_, server, silent | failed)
-        how = "finished"
+        outcome = "finished"
     except Exception as error:
-        how = type(error).__name__
+        outcome = type(error).__name__
         raise
     finally:
         if observer is not None:
-            observer.end(how)
+            observer.end(outcome)
     return server
 
 
 def _nodes(grid: Grid, clients: int) -> dict[int, int]:
-    """The engine's number of each client's node, as the clients tell."""
+    """Return the engine's node of each client's number, which the clients report."""
     while len(nodes := list(grid.get_node_ids())) < clients:
         time.sleep(0.1)
-    asked = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
+    messages = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in nodes]
     return {
         int(reply.content["client"]["number"]): reply.metadata.src_node_id
-        for reply in grid.send_and_receive(asked, timeout=_WAIT_SECONDS)
+        for reply in grid.send_and_receive(messages, timeout=_WAIT_SECONDS)
     }
 
 
@@ -146,7 +148,7 @@ def _client_app(setting: Setting, folder: Path) -> ClientApp:
             FedLeakMod(make, setting.gates(), dp, secure_aggregation=summed, uncovered=("query",))
         ]
     app = ClientApp(mods=mods)
-    app.query()(_tell)
+    app.query()(_answer)
     app.train()(partial(_train, setting, folder))
     return app
 
@@ -159,7 +161,7 @@ def _account(setting: Setting, folder: Path, context: Context) -> ClientDP | Non
     return account_of(setting, folder, int(context.node_config["partition-id"]))
 
 
-def _tell(message: Message, context: Context) -> Message:
+def _answer(message: Message, context: Context) -> Message:
     number = MetricRecord({"number": int(context.node_config["partition-id"])})
     return Message(RecordDict({"client": number}), reply_to=message)
 
@@ -178,8 +180,5 @@ def _train(setting: Setting, folder: Path, message: Message, context: Context) -
 
 @cache
 def _model(setting: Setting) -> nn.Module:
-    """One in each worker, which gets the weights of every round."""
+    """Return the worker's model, which gets the weights of every round."""
     return setting.make_model()
-
-
-__all__ = ["run"]

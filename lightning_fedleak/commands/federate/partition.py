@@ -1,4 +1,4 @@
-"""Whose text is whose: texts dealt to the clients of a federation."""
+"""Texts dealt to the clients of a federation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_fedleak.finetuning.assets import SourceError
 
 
 def alike(n: int, clients: int, seed: int) -> list[list[int]]:
-    """``n`` texts in a random order, one after the other to each client in turn.
+    """Return ``n`` texts in a random order, dealt one after the other to each client in turn.
 
     Args:
         n: texts.
@@ -33,7 +33,7 @@ def alike(n: int, clients: int, seed: int) -> list[list[int]]:
 
 
 def by_speaker(speakers: Sequence[str], clients: int, seed: int) -> list[list[int]]:
-    """All texts of a speaker to one client: to the one that has the fewest texts so far.
+    """Return a deal of whole speakers, each to the client that has the fewest texts so far.
 
     Args:
         speakers: whose each text is.
@@ -55,13 +55,13 @@ def by_speaker(speakers: Sequence[str], clients: int, seed: int) -> list[list[in
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     shuffled = [list(texts.values())[i] for i in order]
     dealt: list[list[int]] = [[] for _ in range(clients)]
-    for own in sorted(shuffled, key=len, reverse=True):
-        min(dealt, key=len).extend(own)
+    for texts_of_speaker in sorted(shuffled, key=len, reverse=True):
+        min(dealt, key=len).extend(texts_of_speaker)
     return dealt
 
 
 def by_dirichlet(kinds: Sequence[str], clients: int, alpha: float, seed: int) -> list[list[int]]:
-    """Of each kind of text each client gets a share of its own, drawn from a Dirichlet.
+    """Return a deal in which each client's share of each kind of text is drawn from a Dirichlet.
 
     Hsu et al. 2019, *Measuring the effects of non-identical data distribution for federated visual
     classification*, section 3, with the shares drawn for each kind.
@@ -69,7 +69,7 @@ def by_dirichlet(kinds: Sequence[str], clients: int, alpha: float, seed: int) ->
     Args:
         kinds: of each text; all the same: clients differ in how much text they have.
         clients: to deal them to.
-        alpha: of the symmetric Dirichlet; clients are alike where it is large.
+        alpha: of the symmetric Dirichlet; the larger, the more alike clients are.
         seed: of order and shares.
 
     Raises:
@@ -78,15 +78,15 @@ def by_dirichlet(kinds: Sequence[str], clients: int, alpha: float, seed: int) ->
     generator = torch.Generator().manual_seed(seed)
     dealt: list[list[int]] = [[] for _ in range(clients)]
     for kind in sorted(set(kinds)):
-        own = [i for i, k in enumerate(kinds) if k == kind]
-        order = torch.randperm(len(own), generator=generator).tolist()
+        of_kind = [i for i, k in enumerate(kinds) if k == kind]
+        order = torch.randperm(len(of_kind), generator=generator).tolist()
         with torch.random.fork_rng(devices=[]):  # distributions take no generator
             torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
             shares = Dirichlet(torch.full((clients,), alpha, dtype=torch.float64)).sample()
-        ends = [0, *(shares.cumsum(0) * len(own)).round().long().tolist()]
-        ends[-1] = len(own)
+        ends = [0, *(shares.cumsum(0) * len(of_kind)).round().long().tolist()]
+        ends[-1] = len(of_kind)
         for client in range(clients):
-            dealt[client] += [own[i] for i in order[ends[client] : ends[client + 1]]]
+            dealt[client] += [of_kind[i] for i in order[ends[client] : ends[client + 1]]]
     empty = [client for client, texts in enumerate(dealt) if not texts]
     if empty:
         raise SourceError(
@@ -94,6 +94,3 @@ def by_dirichlet(kinds: Sequence[str], clients: int, alpha: float, seed: int) ->
             f"more text, fewer clients, another --seed, or a larger --alpha than {alpha:g}."
         )
     return dealt
-
-
-__all__ = ["alike", "by_dirichlet", "by_speaker"]

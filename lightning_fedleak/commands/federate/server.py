@@ -1,4 +1,4 @@
-"""The server of a federation, whichever engine brings it what clients return."""
+"""The server of a federation, for any engine that returns what clients send."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ class Server:
         self.state: dict[str, Tensor] = trained_state(self._model)
         self.loss = setting.validation_loss(self._model, self.state)
         self._noise = setting.account(folder / "server.ledger") if _central(setting) else None
-        # What is drawn, and how the sum is divided, is the same whoever adds the noise.
+        # The draw and the divisor of the sum do not depend on who adds the noise.
         self._terms = self._noise or setting.account(None)
 
     @property
     def dp(self) -> ClientDP | None:
-        """Its account, where it adds the noise."""
+        """Return its account, where it adds the noise."""
         return self._noise
 
     @property
     def noise(self) -> float | None:
-        """How many times as long as the mean of clipped updates can be at most the noise on it is.
+        """Return the norm of the noise over the largest norm that the mean of clipped updates can
+        have.
 
         It depends on no data. None without differential privacy.
         """
@@ -59,7 +60,7 @@ class Server:
         return self._terms.mean_noise_std * math.sqrt(numbers) / self._terms.clip
 
     def drawn(self) -> list[int]:
-        """The clients of a round."""
+        """Return the clients of a round."""
         everyone = list(range(self._setting.clients))
         if self._noise is not None:
             self._noise.check_affords_another()
@@ -71,11 +72,11 @@ class Server:
         returned: Mapping[int, Mapping[str, Tensor] | None],
         observer: RoundObserver | None,
     ) -> dict[int, str]:
-        """The next model, of what came back; why clients count for nothing.
+        """Compute the next model from what came back; return why clients count for nothing.
 
         Args:
             round_: number of the round.
-            returned: by client that was drawn; None of one that sent nothing.
+            returned: state by client that was drawn; None for one that sent nothing.
             observer: looks at the sum.
 
         Raises:
@@ -111,14 +112,14 @@ class Server:
     def _look(
         self, round_: int, sent: Mapping[str, Tensor], clients: list[int], observer: RoundObserver
     ) -> None:
-        """What the sum gives away: all that a server sees behind a secure aggregation."""
-        known = [b for client in clients for b in self._setting.batches(client, round_)]
+        """Attack the sum: all that a server sees behind a secure aggregation."""
+        batches = [b for client in clients for b in self._setting.batches(client, round_)]
         utility = {} if math.isnan(self.loss) else {"val_loss": self.loss}
         observer.begin(round_, sent)
         look = observer.look(
             self.state,
             SUM,
-            batches=known,
+            batches=batches,
             noise_std=0.0 if self._terms is None else self._terms.mean_noise_std,
             utility=utility,
             logged=False,
@@ -128,6 +129,3 @@ class Server:
 
 def _central(setting: Setting) -> bool:
     return setting.trust == "central"
-
-
-__all__ = ["Server"]

@@ -1,6 +1,6 @@
-"""A federation as its options say: model, texts of each client, local training, observer, account.
+"""A federation as its options describe it: model, texts, local training, observer, account.
 
-Everything follows from the options, so that each process of an engine makes the same anew.
+Everything follows from the options, so that each process of an engine builds the same objects.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ OPTIMIZERS = {
 
 WORDS, MEMBERSHIP = "leakage/worst/words", "leakage/worst/membership"
 
-_SET_ASIDE = 5
-"""One text in so many calibrates the attacks, and another is in no batch."""
-_MOST_PUBLIC = 200
-_MOST_VALIDATED = 64
-_LEAST_TEXTS = 10
+_SET_ASIDE = 5  # one text in so many calibrates the attacks, another is in no batch; not tuned
+_MOST_PUBLIC = 200  # texts that the attacks calibrate on; not tuned, more take longer
+_MOST_VALIDATED = 64  # texts of the validation loss; not tuned, more take longer
+_LEAST_TEXTS = 10  # below it a fifth would be one text
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Setting(FederateOptions):
     # ---- model ------------------------------------------------------------------------------
 
     def make_model(self) -> nn.Module:
-        """The model with what is trained of it, in train mode; the same at every call."""
+        """Return the model with its trained part, in train mode; the same at every call."""
         model: nn.Module = load_model(self.model)
         if self.peft == "lora":
             rank = 8 if self.lora_r is None else self.lora_r
@@ -65,20 +64,20 @@ class Setting(FederateOptions):
 
     @property
     def make_optimizer(self) -> partial[torch.optim.Optimizer]:
-        """Makes what clients train by, of parameters."""
-        kind, lr, more = OPTIMIZERS[self.optimizer]
-        return partial(kind, lr=lr if self.lr is None else self.lr, **more)
+        """Return a function from parameters to the optimizer of clients."""
+        kind, lr, settings = OPTIMIZERS[self.optimizer]
+        return partial(kind, lr=lr if self.lr is None else self.lr, **settings)
 
     # ---- texts ------------------------------------------------------------------------------
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Of the model."""
+        """Return the tokenizer of the model."""
         return load_tokenizer(self.model)
 
     @cached_property
     def _texts(self) -> tuple[list[list[int]], list[str], list[str], list[str]]:
-        """Each client's texts by number; all of theirs; calibration's; those in no batch."""
+        """Return each client's texts by number; all of theirs; calibration's; those in no batch."""
         source = self.text or EMBEDDED_MESSAGES
         if self.partition_by is None:
             texts = read_texts(source, self.column, option="--column")
@@ -99,8 +98,8 @@ class Setting(FederateOptions):
             )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
         aside = len(texts) // _SET_ASIDE
-        public, outside, own = order[:aside], order[aside : 2 * aside], order[2 * aside :]
-        kinds = [labels[i] for i in own]
+        public, outside, training = order[:aside], order[aside : 2 * aside], order[2 * aside :]
+        kinds = [labels[i] for i in training]
         if self.partition == "dirichlet":
             dealt = by_dirichlet(kinds, self.clients, self.alpha, self.seed)
         elif self.partition_by is not None:
@@ -109,7 +108,7 @@ class Setting(FederateOptions):
             dealt = alike(len(kinds), self.clients, self.seed)
         return (
             dealt,
-            [texts[i] for i in own],
+            [texts[i] for i in training],
             [texts[i] for i in public[:_MOST_PUBLIC]],
             [texts[i] for i in outside],
         )
@@ -119,7 +118,7 @@ class Setting(FederateOptions):
 
     @cached_property
     def rows(self) -> list[list[Tensor]]:
-        """Rows of token ids of each client.
+        """Return the rows of token ids of each client.
 
         Raises:
             SourceError: a client has none, or a row is longer than the model reads.
@@ -129,9 +128,9 @@ class Setting(FederateOptions):
             raise SourceError(
                 f"--length {self.length} is more than the {limit} tokens that this model can read."
             )
-        dealt, own, _, _ = self._texts
-        rows = [self._rows([own[i] for i in texts]) for texts in dealt]
-        without = [client for client, mine in enumerate(rows) if not mine]
+        dealt, texts, _, _ = self._texts
+        rows = [self._rows([texts[i] for i in numbers]) for numbers in dealt]
+        without = [client for client, client_rows in enumerate(rows) if not client_rows]
         if without:
             raise SourceError(
                 f"client {without[0]} has no text of at least 2 tokens: give more text, or fewer "
@@ -141,7 +140,7 @@ class Setting(FederateOptions):
 
     @cached_property
     def outside(self) -> list[Tensor]:
-        """Rows that are in no client's batch."""
+        """Return the rows that are in no client's batch."""
         return self._rows(self._texts[3])
 
     def _padded(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -149,7 +148,9 @@ class Setting(FederateOptions):
         return PadRight(0 if pad is None else int(pad))(rows)
 
     def batches(self, client: int, round_: int) -> list[dict[str, Tensor]]:
-        """What a client trains on in a round: its rows in an order that is drawn anew."""
+        """Return a client's batches of a round: its rows in an order that is drawn again each
+        time.
+        """
         rows = self.rows[client]
         generator = torch.Generator().manual_seed(_mixed(self.seed, client, round_))
         size = min(self.batch_size, len(rows))
@@ -166,7 +167,7 @@ class Setting(FederateOptions):
     def train(
         self, model: nn.Module, sent: Mapping[str, Tensor], client: int, round_: int
     ) -> tuple[dict[str, Tensor], float]:
-        """A client's round; what it returns, and the mean loss of its steps.
+        """Train a client's round; return its state and the mean loss of its steps.
 
         Args:
             model: from :meth:`make_model`; its weights are those that are sent, and then trained.
@@ -175,31 +176,31 @@ class Setting(FederateOptions):
             round_: number of the round.
         """
         model.load_state_dict(dict(sent), strict=False)
-        stepping = self.make_optimizer([p for p in model.parameters() if p.requires_grad])
+        optimizer = self.make_optimizer([p for p in model.parameters() if p.requires_grad])
         losses = []
         with torch.random.fork_rng(devices=[]):  # of dropout
             torch.manual_seed(_mixed(self.seed, client, round_))
             for batch in self.batches(client, round_):
                 trained_on(batch)
-                stepping.zero_grad()
+                optimizer.zero_grad()
                 loss = model(**batch).loss
                 loss.backward()
-                stepping.step()
+                optimizer.step()
                 losses.append(float(loss.detach()))
         return trained_state(model), math.fsum(losses) / len(losses)
 
     @torch.no_grad()
     def validation_loss(self, model: nn.Module, state: Mapping[str, Tensor]) -> float:
-        """Mean loss of a token of text that is in no client's batch."""
+        """Return the mean loss of a token of text that is in no client's batch."""
         model.load_state_dict(dict(state), strict=False)
         model.eval()
         rows = self.outside[:_MOST_VALIDATED]
         total = tokens = 0.0
         for start in range(0, len(rows), self.batch_size):
             batch = self._padded(rows[start : start + self.batch_size])
-            counted = float((batch["labels"][:, 1:] >= 0).sum())
-            total += counted * float(model(**batch).loss)
-            tokens += counted
+            batch_tokens = float((batch["labels"][:, 1:] >= 0).sum())
+            total += batch_tokens * float(model(**batch).loss)
+            tokens += batch_tokens
         model.train()
         return total / tokens
 
@@ -208,7 +209,7 @@ class Setting(FederateOptions):
     def observer(
         self, folder: Path, federation: str | None = None, *, gated: bool = True
     ) -> RoundObserver:
-        """Attacks the updates of this federation.
+        """Return an observer that attacks the updates of this federation.
 
         Args:
             folder: of its files.
@@ -230,18 +231,18 @@ class Setting(FederateOptions):
 
     @cached_property
     def words_hidden(self) -> str | None:
-        """Why words are never known here, so that no gate watches them by default."""
+        """Return why words are never known here, so that no gate watches them by default."""
         return self.observer(self.out, gated=False).never_judged(WORDS)
 
     @property
     def watched(self) -> tuple[str, ...]:
-        """What the gates watch: what the table shows, as far as it can be known here."""
+        """Return what the gates watch: the columns of the table that can be known here."""
         if self.watch is not None:
             return (self.watch,)
         return (MEMBERSHIP,) if self.words_hidden else (WORDS, MEMBERSHIP)
 
     def gates(self) -> list[RoundGate]:
-        """One for each value that is watched, or none.
+        """Return a gate for each value that is watched, or none.
 
         Raises:
             SourceError: what is watched has no such threshold.
@@ -253,12 +254,12 @@ class Setting(FederateOptions):
             try:
                 gates.append(RoundGate(name, at_most=self.gate, action=self.action))
             except ValueError as error:
-                more = f" (--watch {WORDS} watches words alone)" * (self.watch is None)
-                raise SourceError(f"--watch {name}: {error}{more}") from error
+                hint = f" (--watch {WORDS} watches words alone)" * (self.watch is None)
+                raise SourceError(f"--watch {name}: {error}{hint}") from error
         return gates
 
     def account(self, ledger: Path | None) -> ClientDP | None:
-        """Client-level differential privacy; None where none was asked for.
+        """Return client-level differential privacy; None where the options set none.
 
         Args:
             ledger: of the server, or of one client where each adds noise of its own; None where
@@ -286,8 +287,5 @@ class Setting(FederateOptions):
 
 
 def _mixed(seed: int, client: int, round_: int) -> int:
-    """A seed for a client's round."""
+    """Return the seed of a client's round."""
     return ((seed * 1_000_003 + client) * 1_000_003 + round_) % 2**63
-
-
-__all__ = ["OPTIMIZERS", "Setting"]

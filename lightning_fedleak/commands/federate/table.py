@@ -1,4 +1,4 @@
-"""What the rounds of a federation gave away, read back from its files, as a table."""
+"""The results of the rounds of a federation, read from its files, as a table."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ from lightning_fedleak.records import RECORD, RESULTS, GateLine, read_lines, rea
 HEADLINES = {"f1": "words, F1", "auc": "membership, AUC"}
 """Of the families that read updates: the metric that stands for one, and how a table names it."""
 
-_EACH = 8
-"""Clients that have a column each, at most."""
+_MOST_COLUMNS = 8  # clients with a column each; a table of more shows lowest, median and highest
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round as the files tell of it; round 0 is the model that the first one begins with.
+    """A round as its files describe it; round 0 is the model that the first one begins with.
 
     Attributes:
         number: of the round.
         loss: validation loss of the model after it.
-        found: by metric and client (``"sum"`` of all together) the highest value that any attack
-            had in this round; NaN: all are unknown.
+        leakage: by metric and client (``"sum"`` of all together) the highest value that any attack
+            had in this round; NaN where all are unknown.
         withheld: clients whose update a gate or an error held back.
         absent: why clients sent nothing that counts, by client.
         epsilon: what was spent so far; None without differential privacy.
-        noise: how many times as long as the mean of clipped updates can be at most the noise on it
-            is; None without differential privacy.
+        noise: its norm over the largest norm that the mean of clipped updates can have; None
+            without differential privacy.
     """
 
     number: int
     loss: float
-    found: Mapping[str, Mapping[str | int, float]]
+    leakage: Mapping[str, Mapping[str | int, float]]
     withheld: frozenset[str | int]
     absent: Mapping[int, str]
     epsilon: float | None
@@ -56,18 +55,18 @@ def read_back(
     epsilon: float | None,
     noise: float | None = None,
 ) -> Round:
-    """A round, of all files below ``folder``; the rest is as :class:`Round` has it."""
-    found: dict[str, dict[str | int, float]] = {name: {} for name in HEADLINES}
+    """Return a round from all files below ``folder``; arguments are fields of :class:`Round`."""
+    leakage: dict[str, dict[str | int, float]] = {name: {} for name in HEADLINES}
     for path in sorted(folder.rglob(RESULTS)):
         for line in read_results(path):
             if line.round != number or line.client is None or line.client == "all":
                 continue
             headline = "auc" if "auc" in line.metrics else "f1"  # a game has an F1 too
             value = line.value_of_this_look(headline)
-            before = found[headline].get(line.client, math.nan)
-            if value is None or before > value:
-                value = before
-            found[headline][line.client] = value
+            highest = leakage[headline].get(line.client, math.nan)
+            if value is None or highest > value:
+                value = highest
+            leakage[headline][line.client] = value
     withheld: set[str | int] = set()
     for path in sorted(folder.rglob(RECORD)):
         for decision in read_lines(path).lines:
@@ -78,15 +77,15 @@ def read_back(
                 and decision.client is not None
             ):
                 withheld.add(decision.client)
-    shown = {name: by_client for name, by_client in found.items() if by_client}
-    return Round(number, loss, shown, frozenset(withheld), absent, epsilon, noise)
+    known = {name: by_client for name, by_client in leakage.items() if by_client}
+    return Round(number, loss, known, frozenset(withheld), absent, epsilon, noise)
 
 
 class RoundsTable:
     """Shows each round as it closes: a live table on a terminal, lines elsewhere.
 
     Args:
-        console: where to.
+        console: where to print.
         clients: of the federation.
         private: there is an epsilon to show.
     """
@@ -99,25 +98,25 @@ class RoundsTable:
         self._live: Live | None = None
 
     def __enter__(self) -> RoundsTable:
-        """Opens it."""
+        """Open the table."""
         if self._console.is_terminal:
             self._live = Live(self._table(), console=self._console, refresh_per_second=4)
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes it, so that what is printed next stands below."""
+        """Close the table, so that what is printed next stands below it."""
         if self._live is not None:
             self._live.stop()
 
     def add(self, round_: Round) -> None:
-        """A round, a line for each family of attacks."""
+        """Add a round, with a line for each family of attacks."""
         if self._live is None and not self._rows:
             self._line(self._headers())
         first = [str(round_.number), _number(round_.loss)]
         times = "-" if round_.noise is None else f"{round_.noise:.3g}x"
-        epsilon = [times, _spent(round_.epsilon)] if self._private else []
-        families = [(HEADLINES[n], self._values(f, round_)) for n, f in round_.found.items()]
+        epsilon = [times, _epsilon(round_.epsilon)] if self._private else []
+        families = [(HEADLINES[n], self._values(f, round_)) for n, f in round_.leakage.items()]
         if not families:
             families = [("", ["-"] * len(self._columns()))]
         for family, values in families:
@@ -130,18 +129,18 @@ class RoundsTable:
             self._live.update(self._table(), refresh=True)
 
     def _columns(self) -> list[str]:
-        if self._clients > _EACH:
+        if self._clients > _MOST_COLUMNS:
             return ["lowest", "median", "highest", "sum"]
         return [*(f"client {c}" for c in range(self._clients)), "sum"]
 
-    def _values(self, found: Mapping[str | int, float], round_: Round) -> list[str]:
-        total = _number(found[SUM]) if SUM in found else "-"
-        if self._clients <= _EACH:
-            return [*(_of(c, found, round_) for c in range(self._clients)), total]
-        known = [v for c, v in found.items() if c != SUM and not math.isnan(v)]
-        if not known:
+    def _values(self, by_client: Mapping[str | int, float], round_: Round) -> list[str]:
+        total = _number(by_client[SUM]) if SUM in by_client else "-"
+        if self._clients <= _MOST_COLUMNS:
+            return [*(_cell(c, by_client, round_) for c in range(self._clients)), total]
+        values = [v for c, v in by_client.items() if c != SUM and not math.isnan(v)]
+        if not values:
             return ["unknown"] * 3 + [total]
-        return [*map(_number, (min(known), statistics.median(known), max(known))), total]
+        return [*map(_number, (min(values), statistics.median(values), max(values))), total]
 
     def _headers(self) -> list[str]:
         return ["round", "loss", "leaks", *self._columns(), *["noise", "epsilon"] * self._private]
@@ -160,20 +159,16 @@ class RoundsTable:
         return table
 
 
-def _of(client: int, found: Mapping[str | int, float], round_: Round) -> str:
-    """A client's value; in brackets where its update did not leave."""
+def _cell(client: int, by_client: Mapping[str | int, float], round_: Round) -> str:
+    """Return a client's value; in brackets where its update did not leave."""
     if client in round_.withheld:
-        value = found.get(client, math.nan)
-        return f"({_number(value)})"
-    return _number(found[client]) if client in found else "-"
+        return f"({_number(by_client.get(client, math.nan))})"
+    return _number(by_client[client]) if client in by_client else "-"
 
 
 def _number(value: float) -> str:
     return "unknown" if math.isnan(value) else f"{value:.3f}"
 
 
-def _spent(value: float | None) -> str:
+def _epsilon(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-__all__ = ["HEADLINES", "Round", "RoundsTable", "read_back"]

@@ -1,4 +1,4 @@
-"""The attacks on texts by the names that the command line and the benchmarks know them by."""
+"""The attacks on texts by the names that commands and benchmarks use."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ READERS: Mapping[str, Callable[..., TextAttack]] = MappingProxyType(
 )
 """Attacks on gradients: what makes each for batches of so many texts of so many tokens. ``dlg``,
 ``tag`` and ``lamp`` are :class:`GradientMatching`, ``film`` :class:`BeamFromWords`; all but
-``subspace`` are told both numbers."""
+``subspace`` need both numbers."""
 
-STEPS_A_SWEEP = 50
-PAPER_LR = 0.3
-RELAXATION_LR = 0.3
+STEPS_A_SWEEP = 50  # gradient steps between two sweeps of verified changes; not tuned
+PAPER_LR = 0.3  # learning rate of the descent with the paper's choices; not tuned
+RELAXATION_LR = 0.3  # learning rate of the relaxation; not tuned
 
 
 def make_adversary(
@@ -53,7 +53,7 @@ def make_adversary(
     public_text: PublicText | Literal["sampled"] | None = "sampled",
     autocast: torch.dtype | None = None,
 ) -> InversionAttack:
-    """An attack by its name, called ``name@layer``.
+    """Return an attack on activations by its name; it is called ``name@layer``.
 
     Args:
         name: out of ``ADVERSARIES``.
@@ -104,12 +104,12 @@ def make_adversary(
 def make_reader(
     name: str, texts: int, length: int, *, budget_seconds: float | None = None
 ) -> TextAttack:
-    """An attack on gradients by its name.
+    """Return an attack on gradients by its name.
 
     Args:
         name: out of ``READERS``.
-        texts: of a batch, which all but ``subspace`` are told.
-        length: tokens of each text, likewise.
+        texts: of a batch; ``subspace`` does not use it.
+        length: tokens of each text; ``subspace`` does not use it.
         budget_seconds: wall time for one batch, or None.
 
     Raises:
@@ -118,6 +118,3 @@ def make_reader(
     if name not in READERS:
         raise ValueError(f"there is no attack {name!r}; choose from {', '.join(READERS)}")
     return READERS[name](texts, length, budget_seconds=budget_seconds, name=name)
-
-
-__all__ = ["ADVERSARIES", "READERS", "make_adversary", "make_reader"]

@@ -18,8 +18,7 @@ from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.studies.invert.noise import gaussian_noise
 from lightning_fedleak.studies.invert.task import Utility, utility
 
-ROUGE_UP_TO = 512
-"""Tokens of a text, above which ROUGE is left out: the time of ROUGE-L grows with the square."""
+ROUGE_UP_TO = 512  # tokens of a text; ROUGE-L of longer ones takes time with the square
 
 
 @dataclass(frozen=True)
@@ -67,18 +66,18 @@ class Cell:
 
     @property
     def seconds_per_token(self) -> float:
-        """Wall time."""
+        """Return the wall time for a token."""
         return self.seconds / (self.texts * self.length)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; numbers that are not finite become None."""
-        found: dict[str, Any] = finite(asdict(self) | {"rates": dict(self.rates)})
-        found["rates"] = {name: finite(asdict(rate)) for name, rate in self.rates.items()}
-        return found
+        """Return plain values for JSON; numbers that are not finite become None."""
+        content: dict[str, Any] = finite(asdict(self) | {"rates": dict(self.rates)})
+        content["rates"] = {name: finite(asdict(rate)) for name, rate in self.rates.items()}
+        return content
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Cell:
-        """From :meth:`to_dict`."""
+        """Return the cell that :meth:`to_dict` wrote."""
         values = dict(content)
         if values["utility"] is not None:
             values["utility"] = Utility(**numbers(values["utility"], ("accuracy",)))
@@ -90,14 +89,14 @@ class Cell:
 
 
 def finite(value: Any) -> Any:
-    """The same, None in place of numbers that are not finite, also in dicts."""
+    """Return the value with None in place of numbers that are not finite, also in dicts."""
     if isinstance(value, dict):
         return {key: finite(entry) for key, entry in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def numbers(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The same, NaN in place of None under some names."""
+    """Return the values with NaN in place of None under some names."""
     return {k: math.nan if v is None and k in names else v for k, v in values.items()}
 
 
@@ -115,7 +114,7 @@ def run_cells(
     special_ids: Sequence[int] = (),
     began: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Cell]:
-    """Yields each cell as soon as it is known: layers, attacks on them, lengths, noise levels.
+    """Yield each cell when it is measured: layers, attacks on them, lengths, noise levels.
 
     The first ``texts`` of the rows are attacked, all of them measure the utility, with noise of the
     same law. An attack that raises costs its own cells and no other's; so does a utility that
@@ -132,7 +131,7 @@ def run_cells(
         seed: of the noise.
         mask_token_id: for the task of a masked model.
         special_ids: never masked in it.
-        began: told the name of what comes next.
+        began: called with the name of what comes next.
     """
     for layer in layers:
         useful: dict[tuple[int, float], Utility | str] = {}
@@ -200,13 +199,13 @@ def _utility(
             special_ids=special_ids,
         )
     except Exception as error:
-        return f"utility: {_said(error)}"
+        return f"utility: {describe(error)}"
 
 
 def _attacked(
     cell: Cell, attack: InversionAttack | Exception, anatomy: Anatomy, ids: Tensor, seed: int
 ) -> Cell:
-    """The cell, with what the attack finds."""
+    """Return the cell with the results of the attack."""
     values = dict(vars(cell))
     try:
         if isinstance(attack, Exception):
@@ -215,12 +214,12 @@ def _attacked(
         hidden = hidden_states(anatomy, cell.layer, ids)
         noise = gaussian_noise(hidden, cell.sigma, relative=cell.relative, seed=seed)
         sent, truth = (hidden + noise)[: cell.texts], ids[: cell.texts]
-        start, spent = time.perf_counter(), time.process_time()
+        start, cpu_seconds = time.perf_counter(), time.process_time()
         guess = attack.reconstruct(sent, None, None)
-        seconds, spent = time.perf_counter() - start, time.process_time() - spent
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_seconds
         scores = sentence_scores(guess.tokens, truth, rouge=cell.length <= ROUGE_UP_TO)
     except Exception as error:
-        problems = [p for p in (cell.problem, _said(error)) if p]
+        problems = [p for p in (cell.problem, describe(error)) if p]
         return Cell(**values | {"problem": "; ".join(problems), "finished": False})
     steps = getattr(guess, "steps", None)
     return Cell(
@@ -228,7 +227,7 @@ def _attacked(
         | {
             "rates": reconstruction_rates(scores, seed=seed),
             "seconds": seconds,
-            "cpu_seconds": spent,
+            "cpu_seconds": cpu_seconds,
             "candidates": guess.candidates / truth.numel(),
             "steps": None if steps is None else float(steps.double().mean()),
             "finished": guess.finished,
@@ -236,8 +235,6 @@ def _attacked(
     )
 
 
-def _said(error: Exception) -> str:
+def describe(error: Exception) -> str:
+    """Return the class and the message of an error."""
     return f"{type(error).__name__}: {error}"
-
-
-__all__ = ["ROUGE_UP_TO", "Cell", "finite", "numbers", "run_cells"]

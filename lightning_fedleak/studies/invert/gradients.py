@@ -1,4 +1,4 @@
-"""Whole texts off a batch's gradient, over batch sizes, lengths and noise levels, cell by cell."""
+"""Whole texts read from a batch's gradient, over batch sizes, lengths and noise levels."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from lightning_fedleak.snapshots import (
     Stage,
     UnusableObservation,
 )
-from lightning_fedleak.studies.invert.cells import ROUGE_UP_TO, finite, numbers
+from lightning_fedleak.studies.invert.cells import ROUGE_UP_TO, describe, finite, numbers
 
-LR = 2e-4
+LR = 2e-4  # of AdamW in that one step; not tuned
 
 
 class NotShared(ValueError):
-    """What an attack reads is not trained, and so in no gradient that is shared."""
+    """An attack reads a gradient that is not shared, because its parameter is not trained."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class GradientCell:
         sigma: of the noise.
         relative: whether in units of the root mean square of all entries that are shared.
         batches: attacked.
-        unknown: of them, those of which the attack said nothing; their texts do not count.
+        unknown: of them, those for which the attack has no result; their texts do not count.
         rates: over the texts of the others, by the names of
             :func:`~lightning_fedleak.metrics.texts.reconstruction_rates`, each with its 95%
             interval; empty where there are none.
@@ -77,18 +77,18 @@ class GradientCell:
 
     @property
     def texts(self) -> int:
-        """Texts that count."""
+        """Return how many texts count."""
         return self.batch * (self.batches - self.unknown)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; numbers that are not finite become None."""
-        found: dict[str, Any] = finite(asdict(self) | {"rates": dict(self.rates)})
-        found["rates"] = {name: finite(asdict(rate)) for name, rate in self.rates.items()}
-        return found
+        """Return plain values for JSON; numbers that are not finite become None."""
+        content: dict[str, Any] = finite(asdict(self) | {"rates": dict(self.rates)})
+        content["rates"] = {name: finite(asdict(rate)) for name, rate in self.rates.items()}
+        return content
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> GradientCell:
-        """From :meth:`to_dict`."""
+        """Return the cell that :meth:`to_dict` wrote."""
         values = dict(content)
         values["rates"] = {
             name: Rate(**numbers(rate, ("value", "low", "high")))
@@ -98,12 +98,12 @@ class GradientCell:
 
 
 def batches_of(texts: int, size: int) -> int:
-    """As many batches of ``size`` as ``texts`` make, one at least."""
+    """Return how many batches of ``size`` the ``texts`` make, one at least."""
     return max(1, texts // size)
 
 
 def step_of_adamw(anatomy: Anatomy, input_ids: Tensor) -> None:
-    """Trains what is trained for one step, as PEFT's LoRA must be before its A has a gradient.
+    """Train for one step, as PEFT's LoRA must be before its A has a gradient.
 
     Args:
         anatomy: of a causal model, whose weights change.
@@ -111,9 +111,9 @@ def step_of_adamw(anatomy: Anatomy, input_ids: Tensor) -> None:
     """
     trained = {n: p for n, p in anatomy.root.named_parameters() if p.requires_grad}
     batch = TokenBatch(input_ids.to(anatomy.device), None, None, "causal")
-    found = gradient_of(anatomy, batch, list(trained))
+    gradients = gradient_of(anatomy, batch, list(trained))
     for name, parameter in trained.items():
-        parameter.grad = found[name]
+        parameter.grad = gradients[name]
     torch.optim.AdamW(trained.values(), lr=LR).step()
     for parameter in trained.values():
         parameter.grad = None
@@ -131,11 +131,11 @@ def run_gradient_cells(
     seed: int = 0,
     began: Callable[[str], None] = lambda _: None,
 ) -> Iterator[GradientCell]:
-    """Yields each cell as soon as it is known: attacks, lengths, batch sizes, noise levels.
+    """Yield each cell when it is measured: attacks, lengths, batch sizes, noise levels.
 
     What is shared is the gradient of the mean loss of next-token prediction, of what is trained, in
-    eval mode, with Gaussian noise of which the attack is told how much. An attack that raises says
-    nothing of its batch. ``KeyboardInterrupt`` is passed on.
+    eval mode, with Gaussian noise whose size the attack knows. An attack that raises an error has
+    no result for its batch. ``KeyboardInterrupt`` is passed on.
 
     Args:
         anatomy: of a causal model.
@@ -147,7 +147,7 @@ def run_gradient_cells(
             gradient, or are absolute.
         texts: attacked in each cell: as many whole batches as they make, one at least.
         seed: of the noise.
-        began: told the name of what comes next.
+        began: called with the name of what comes next.
     """
     for name, make in attacks:
         for length, ids in rows.items():
@@ -162,7 +162,7 @@ def run_gradient_cells(
                     )
                     if isinstance(attack, Exception):
                         yield replace(
-                            cell, unknown=len(batches), finished=False, problem=_said(attack)
+                            cell, unknown=len(batches), finished=False, problem=describe(attack)
                         )
                     else:
                         yield _attacked(cell, attack, roles, anatomy, batches, seed)
@@ -195,11 +195,11 @@ def _attacked(
     batches: Sequence[Tensor],
     seed: int,
 ) -> GradientCell:
-    """The cell, with what the attack finds."""
+    """Return the cell with the results of the attack."""
     metric = TextReconstruction(rouge=cell.length <= ROUGE_UP_TO, seed=seed, sync_on_compute=False)
     guesses: list[TextGuess] = []
     problem = None
-    seconds = spent = 0.0
+    seconds = cpu_seconds = 0.0
     for number, ids in enumerate(batches):
         batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
         start, busy = 0.0, 0.0
@@ -212,23 +212,23 @@ def _attacked(
             if not guess.finished and not bool((guess.tokens >= 0).any()):
                 raise UnusableObservation("no time: the budget is over before any token is found")
             took = time.perf_counter() - start, time.process_time() - busy
-            held = batch.context_mask() if attack.last_token_open else torch.ones_like(ids).bool()
-            real = held.cpu()
+            mask = batch.context_mask() if attack.last_token_open else torch.ones_like(ids).bool()
+            real = mask.cpu()
             metric.update(in_true_order(guess.tokens, ids, real), ids, real)
         except Exception as error:
-            problem = _said(error)
+            problem = describe(error)
         else:
             guesses.append(guess)
             seconds += took[0]
-            spent += took[1]
-    sure = [g.certified for g in guesses if g.certified is not None]
+            cpu_seconds += took[1]
+    certified = [g.certified for g in guesses if g.certified is not None]
     return replace(
         cell,
         unknown=len(batches) - len(guesses),
         rates=metric.rates() if guesses else {},
-        certified=sum(sure) if sure else None,
+        certified=sum(certified) if certified else None,
         seconds=seconds / len(guesses) if guesses else math.nan,
-        cpu_seconds=spent / len(guesses) if guesses else math.nan,
+        cpu_seconds=cpu_seconds / len(guesses) if guesses else math.nan,
         budget_seconds=getattr(attack, "budget_seconds", None),
         finished=all(g.finished for g in guesses),
         problem=problem,
@@ -238,22 +238,15 @@ def _attacked(
 def _shared(
     anatomy: Anatomy, batch: TokenBatch, roles: Sequence[str], cell: GradientCell, seed: int
 ) -> Observation:
-    """The gradient of a batch as it leaves the client: the part that an attack reads."""
-    found = gradient_of(anatomy, batch, [*roles, *trained_names(anatomy)])
-    every = {id(g): g for g in found.values()}.values()  # a tied matrix has two roles
-    squares = sum(float(g.double().square().sum()) for g in every)
-    unit = math.sqrt(squares / sum(g.numel() for g in every)) if cell.relative else 1.0
+    """Return the gradient of a batch as it leaves the client: the part that an attack reads."""
+    gradients = gradient_of(anatomy, batch, [*roles, *trained_names(anatomy)])
+    distinct = {id(g): g for g in gradients.values()}.values()  # a tied matrix has two roles
+    squares = sum(float(g.double().square().sum()) for g in distinct)
+    unit = math.sqrt(squares / sum(g.numel() for g in distinct)) if cell.relative else 1.0
     std = cell.sigma * unit
     generator = torch.Generator().manual_seed(seed)
-    read = {role: found[role] for role in roles}
+    read = {role: gradients[role] for role in roles}
     if std:
         for g in {id(g): g for g in read.values()}.values():
             g += std * torch.randn(g.shape, generator=generator).to(g)
     return Observation((GradientSnapshot(0, Stage.SHARED, read, noise_std=std),))
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-__all__ = ["GradientCell", "NotShared", "batches_of", "run_gradient_cells", "step_of_adamw"]

@@ -14,19 +14,19 @@ COLORS = dict(
 )
 STYLES = {"token_accuracy": "-", "rouge_l": ":", "exact_sentences": "--"}
 NAMES = {"token_accuracy": "tokens", "rouge_l": "ROUGE-L", "exact_sentences": "exact texts"}
-PANEL = (4.4, 3.2)
+PANEL = (4.4, 3.2)  # inches of one panel
 DPI = 100
 
 Axis = Literal["sigma", "length"]
 
 
 def worth_drawing(cells: Sequence[Cell], against: Axis) -> bool:
-    """Whether there are two points at least on the axis, with results."""
+    """Return whether there are results at two points or more of the axis."""
     return len({getattr(c, against) for c in cells if c.rates}) > 1
 
 
 def draw(cells: Sequence[Cell], against: Axis, path: Path, *, model: str = "") -> None:
-    """Writes a picture: a column for each split, a row for each length (or noise level).
+    """Write a picture: a column for each split, a row for each length (or noise level).
 
     Solid lines are token accuracy (Eq. 5) with its 95% interval, dotted ROUGE-L, dashed the share
     of texts without an error. The black line is the task accuracy of the whole model from the same
@@ -46,28 +46,29 @@ def draw(cells: Sequence[Cell], against: Axis, path: Path, *, model: str = "") -
 
     across: Axis = "length" if against == "sigma" else "sigma"
     layers = sorted({c.layer for c in cells})
-    others = sorted({getattr(c, across) for c in cells})
+    row_values = sorted({getattr(c, across) for c in cells})
     figure = Figure(
-        figsize=(PANEL[0] * len(layers) + 0.6, PANEL[1] * len(others) + 0.9), layout="constrained"
+        figsize=(PANEL[0] * len(layers) + 0.6, PANEL[1] * len(row_values) + 0.9),
+        layout="constrained",
     )
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(others), len(layers), squeeze=False, sharey=True)
-    for row, other in enumerate(others):
+    axes = figure.subplots(len(row_values), len(layers), squeeze=False, sharey=True)
+    for row, row_value in enumerate(row_values):
         for column, layer in enumerate(layers):
-            here = [c for c in cells if c.layer == layer and getattr(c, across) == other]
+            panel_cells = [c for c in cells if c.layer == layer and getattr(c, across) == row_value]
             last = column == len(layers) - 1
-            _panel(axes[row, column], here, against, perplexity_label=last)
-            where = f"split {layer} of {cells[0].blocks}"
-            what = f"{other} tokens" if across == "length" else f"noise {other:g}"
-            axes[row, column].set_title(f"{where}, {what}", fontsize=9)
+            _panel(axes[row, column], panel_cells, against, perplexity_label=last)
+            place = f"split {layer} of {cells[0].blocks}"
+            condition = f"{row_value} tokens" if across == "length" else f"noise {row_value:g}"
+            axes[row, column].set_title(f"{place}, {condition}", fontsize=9)
         axes[row, 0].set_ylabel("share")
     for axis in axes[-1]:
         axis.set_xlabel(_label(against, cells[0].relative))
-    found: dict[str, Any] = {}
+    handles: dict[str, Any] = {}
     for axis in axes.flat:
-        found |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     figure.legend(
-        list(found.values()), list(found), loc="outside lower center", ncols=3, fontsize=8
+        list(handles.values()), list(handles), loc="outside lower center", ncols=3, fontsize=8
     )
     figure.suptitle(model, fontsize=10)
     figure.savefig(path, dpi=DPI)
@@ -83,12 +84,12 @@ def _panel(axis: Any, cells: Sequence[Cell], against: Axis, *, perplexity_label:
     points = sorted({getattr(c, against) for c in cells})
     attacks = [a for a in ADVERSARIES if any(c.attack == a for c in cells)]
     for attack in attacks:
-        own = sorted(
+        attack_cells = sorted(
             (c for c in cells if c.attack == attack and c.rates), key=lambda c: getattr(c, against)
         )
-        x = [getattr(c, against) for c in own]
+        x = [getattr(c, against) for c in attack_cells]
         for rate, style in STYLES.items():
-            values = [c.rates[rate] for c in own]
+            values = [c.rates[rate] for c in attack_cells]
             axis.plot(
                 x,
                 [v.value for v in values],
@@ -125,6 +126,3 @@ def _panel(axis: Any, cells: Sequence[Cell], against: Axis, *, perplexity_label:
         axis.set_xticks(points, [f"{p:g}" for p in points])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
-
-
-__all__ = ["draw", "worth_drawing"]

@@ -1,4 +1,4 @@
-"""What the top model still does with noised hidden states."""
+"""How well the top model works with noised hidden states."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.model_runs import hidden_states, undisturbed
 from lightning_fedleak.studies.invert.noise import gaussian_noise, noised
 
-MASKED_SHARE = 0.15
-LOGITS_AT_ONCE = 1 << 25
-MOST_NATS = 700.0
-"""Cross-entropy at which the perplexity is cut off, so that it stays a number."""
+MASKED_SHARE = 0.15  # of the tokens of a text, as in BERT's pre-training
+LOGITS_AT_ONCE = 1 << 25  # numbers, 128 MiB in float32; fewer take less memory and more runs
+MOST_NATS = 700.0  # cross-entropy above which the perplexity would overflow a float
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def utility(
     mask_token_id: int | None = None,
     special_ids: Sequence[int] = (),
 ) -> Utility:
-    """Runs the whole model in eval mode with noise added at the split.
+    """Return the accuracy of the whole model in eval mode with noise added at the split.
 
     A causal model predicts each next token. A masked one predicts 15% of the tokens of each text
     (one at least, no special ones), which ``mask_token_id`` stands for in its input: the hidden
@@ -71,34 +70,34 @@ def utility(
     if anatomy.kind == "causal":
         if ids.shape[1] < 2:
             raise ValueError("texts of one token have no next token to predict: give longer ones")
-        wanted = torch.zeros_like(ids, dtype=torch.bool)
-        wanted[:, :-1] = True
+        targeted = torch.zeros_like(ids, dtype=torch.bool)
+        targeted[:, :-1] = True
         targets = ids.roll(-1, 1)
         return _predictions(
-            anatomy, layer, ids, targets, wanted, "next-token", sigma, relative, seed
+            anatomy, layer, ids, targets, targeted, "next-token", sigma, relative, seed
         )
     if anatomy.kind == "masked" and anatomy.head is not None:
         if mask_token_id is None:
             raise ValueError("a masked model predicts the tokens that are masked: give its mask id")
-        wanted = chosen_places(ids, special_ids, seed)
-        masked = ids.masked_fill(wanted, mask_token_id)
+        targeted = chosen_places(ids, special_ids, seed)
+        masked = ids.masked_fill(targeted, mask_token_id)
         return _predictions(
-            anatomy, layer, masked, ids, wanted, "masked-token", sigma, relative, seed
+            anatomy, layer, masked, ids, targeted, "masked-token", sigma, relative, seed
         )
     if anatomy.kind == "seq2seq":
-        raise ValueError("utility is known for causal models, masked models and plain encoders")
+        raise ValueError("utility is defined for causal models, masked models and plain encoders")
     return _pooled(anatomy, layer, ids, sigma, relative, seed)
 
 
 def chosen_places(ids: Tensor, special_ids: Sequence[int], seed: int) -> Tensor:
-    """(B, L) bool: 15% of each text's tokens that are not special, at least one of each."""
+    """Return (B, L) bool: 15% of each text's tokens that are not special, at least one of each."""
     special = torch.tensor(list(special_ids), dtype=ids.dtype, device=ids.device)
     may = ~torch.isin(ids, special)
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(ids.shape, generator=generator).to(ids.device).masked_fill(~may, 2.0)
     rank = order.argsort(1).argsort(1)
-    many = (may.sum(1, keepdim=True) * MASKED_SHARE).ceil()
-    return (rank < many) & may
+    quota = (may.sum(1, keepdim=True) * MASKED_SHARE).ceil()
+    return (rank < quota) & may
 
 
 def _predictions(
@@ -106,13 +105,15 @@ def _predictions(
     layer: int,
     ids: Tensor,
     targets: Tensor,
-    wanted: Tensor,
-    what: str,
+    targeted: Tensor,
+    task: str,
     sigma: float,
     relative: bool,
     seed: int,
 ) -> Utility:
-    """Accuracy and perplexity at the places ``wanted`` (B, L), in runs that bound the memory."""
+    """Return accuracy and perplexity at the places ``targeted`` (B, L), in runs of bounded
+    memory.
+    """
     noise = gaussian_noise(hidden_states(anatomy, layer, ids), sigma, relative=relative, seed=seed)
     vocabulary = anatomy.vocab_size or 1
     rows = max(1, LOGITS_AT_ONCE // (ids.shape[1] * vocabulary))
@@ -121,12 +122,12 @@ def _predictions(
         for a in range(0, len(ids), rows):
             part = slice(a, a + rows)
             with noised(anatomy, layer, noise[part]):
-                logits = model(input_ids=ids[part]).logits[wanted[part]].float()
-            truth = targets[part][wanted[part]]
+                logits = model(input_ids=ids[part]).logits[targeted[part]].float()
+            truth = targets[part][targeted[part]]
             right += int((logits.argmax(1) == truth).sum())
             nats += float(F.cross_entropy(logits, truth, reduction="sum"))
-    n = int(wanted.sum())
-    return Utility(f"{what} accuracy", right / n, math.exp(min(MOST_NATS, nats / n)))
+    n = int(targeted.sum())
+    return Utility(f"{task} accuracy", right / n, math.exp(min(MOST_NATS, nats / n)))
 
 
 def _pooled(
@@ -139,9 +140,6 @@ def _pooled(
             raise ValueError("a model with a head of classes: give the encoder without its head")
         clean = states.float().mean(1)
         with noised(anatomy, layer, noise):
-            moved = model(input_ids=ids)[0].float().mean(1)
-    cosine = F.cosine_similarity(moved, clean, dim=1).mean()
+            noisy = model(input_ids=ids)[0].float().mean(1)
+    cosine = F.cosine_similarity(noisy, clean, dim=1).mean()
     return Utility("cosine of the pooled output", float(cosine))
-
-
-__all__ = ["Utility", "chosen_places", "utility"]

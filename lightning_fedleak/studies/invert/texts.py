@@ -16,12 +16,12 @@ class TooLittleText(ValueError):
 
 
 def special_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Ids that the tokenizer puts before and behind a text, such as BERT's [CLS] and [SEP]."""
-    plain = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
-    whole = list(tokenizer(PROBE)["input_ids"])
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return whole[:start], whole[start + len(plain) :]
+    """Return the ids that the tokenizer puts before and behind a text, such as [CLS] and [SEP]."""
+    ids = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+    with_special = list(tokenizer(PROBE)["input_ids"])
+    for start in range(len(with_special) - len(ids) + 1):
+        if with_special[start : start + len(ids)] == ids:
+            return with_special[:start], with_special[start + len(ids) :]
     return [], []
 
 
@@ -35,7 +35,7 @@ def rows_of_length(
     seed: int = 0,
     start_token_id: int | None = None,
 ) -> Tensor:
-    """Texts of exactly ``length`` tokens, the tokenizer's special ones among them.
+    """Return texts of exactly ``length`` tokens, with the tokenizer's special ones.
 
     Drawn from ``texts`` in random order; one that is too short is joined with the next, one that is
     too long is cut.
@@ -66,13 +66,13 @@ def rows_of_length(
         )
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     rows: list[Tensor] = []
-    held: list[int] = []
+    collected: list[int] = []
     for i in order:
-        text = texts[i] if not held else " " + texts[i]
-        held += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(held) >= room:
-            rows.append(torch.tensor([*front, *held[:room], *end]))
-            held = []
+        text = texts[i] if not collected else " " + texts[i]
+        collected += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(collected) >= room:
+            rows.append(torch.tensor([*front, *collected[:room], *end]))
+            collected = []
         if len(rows) == most:
             break
     if len(rows) < least:
@@ -81,6 +81,3 @@ def rows_of_length(
             "for: give more text, fewer texts or a smaller length"
         )
     return torch.stack(rows)
-
-
-__all__ = ["TooLittleText", "rows_of_length", "special_ends"]

@@ -1,6 +1,7 @@
 """A grid of defences, their strengths and attacks: what each costs and what it hides."""
 
-from lightning_fedleak.studies.defense_specs import DefenseSpec, SpecError, parse_defenses
+from lightning_fedleak.studies.defense_specs import DefenseSpec, parse_defenses
+from lightning_fedleak.studies.names import SpecError
 from lightning_fedleak.studies.sweep.cell import Cell, CellResult, Leakage, Setting, run_cell
 from lightning_fedleak.studies.sweep.grid import Grid
 

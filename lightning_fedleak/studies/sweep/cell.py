@@ -37,7 +37,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.studies.defense_specs import DefenseSpec
 from lightning_fedleak.studies.names import SWEEP_ATTACKS
 
-_PUBLIC_TEXTS = 256
+_PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
 _CHATTY = ("lightning.pytorch", "lightning.fabric", "transformers")
 
 
@@ -85,10 +85,10 @@ class Cell:
     defense: DefenseSpec
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         defense = {"kind": self.defense.kind, "settings": dict(self.defense.settings)}
         setting = asdict(self.setting)
-        if self.setting.column is None:  # so that what was measured before there was one is found
+        if self.setting.column is None:  # keeps the keys of results without one
             del setting["column"]
         return {"setting": setting, "defense": defense}
 
@@ -139,19 +139,18 @@ class CellResult:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CellResult:
-        """Takes back what :meth:`to_dict` gave."""
+        """Return the result that :meth:`to_dict` wrote."""
         leakage = {name: Leakage(**entry) for name, entry in values["leakage"].items()}
-        told = tuple(values["warnings"])
-        return cls(**{**values, "leakage": leakage, "warnings": told})
+        return cls(**{**values, "leakage": leakage, "warnings": tuple(values["warnings"])})
 
 
 def run_cell(cell: Cell, folder: Path) -> CellResult:
-    """Fine-tunes a model under a defence, attacks it as it trains, and measures what it learnt.
+    """Fine-tune a model under a defence, attack it as it trains, and return what was measured.
 
     The loss is a mean over texts of each text's mean, as DP-SGD needs it, in every cell.
 
@@ -195,8 +194,8 @@ def run_cell(cell: Cell, folder: Path) -> CellResult:
     privacy: dict[str, float | None] = {}
     for defense in defenses:
         if (cost := defense.privacy) is not None:
-            known = {k: v for k, v in asdict(cost).items() if v is not None}
-            privacy |= {k: v if math.isfinite(v) else None for k, v in known.items()}
+            fields = {k: v for k, v in asdict(cost).items() if v is not None}
+            privacy |= {k: v if math.isfinite(v) else None for k, v in fields.items()}
     return CellResult(
         val_loss=None if loss is None else float(loss),
         privacy=privacy,
@@ -207,18 +206,18 @@ def run_cell(cell: Cell, folder: Path) -> CellResult:
 
 
 def loss_before(setting: Setting) -> float:
-    """The validation loss of the model before any training."""
+    """Return the validation loss of the model before any training."""
     with quiet():
         module = CausalLMFineTuning(setting.model, loss="sample_mean")
         trainer = L.Trainer(
             devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
         )
-        found = trainer.validate(module, datamodule=_data(setting), verbose=False)
-    return float(found[0]["val_loss"])
+        metrics = trainer.validate(module, datamodule=_data(setting), verbose=False)
+    return float(metrics[0]["val_loss"])
 
 
 def make_attacks(setting: Setting, anatomy: Anatomy) -> list[Attack]:
-    """The attacks of a setting, by their names there.
+    """Return the attacks of a setting, by their names there.
 
     Raises:
         ValueError: an unknown name, or a layer that the model does not have.
@@ -226,34 +225,34 @@ def make_attacks(setting: Setting, anatomy: Anatomy) -> list[Attack]:
     layer = max(1, len(anatomy.blocks) // 2) if setting.layer is None else setting.layer
     public = _public_text(setting.model, setting.length, setting.seed)
     tokens, seed, budget = setting.length, setting.seed, setting.budget_seconds
-    made: list[Attack] = []
+    attacks: list[Attack] = []
     for name in setting.attacks:
         if name == "flatchat":
-            made.append(FlatChat(public, seed=seed, name=name))
+            attacks.append(FlatChat(public, seed=seed, name=name))
         elif name == "aligned_flatchat":
-            made.append(AlignedFlatChat(public, seed=seed, name=name))
+            attacks.append(AlignedFlatChat(public, seed=seed, name=name))
         elif name == "fc":
-            made.append(FCMembership(layer, tokens=tokens, name=name))
+            attacks.append(FCMembership(layer, tokens=tokens, name=name))
         elif name == "attention":
             batch = setting.batch_size
             attention = AttentionMembership(
                 layer, public, tokens=tokens, batch=batch, seed=seed, name=name
             )
-            made.append(attention)
+            attacks.append(attention)
         elif name == "prefix":
-            made.append(PrefixInversion(layer, public, budget, seed=seed, name=name))
+            attacks.append(PrefixInversion(layer, public, budget, seed=seed, name=name))
         elif name == "descent":
-            made.append(EmbeddingDescent(layer, budget_seconds=budget, name=name))
+            attacks.append(EmbeddingDescent(layer, budget_seconds=budget, name=name))
         else:
             raise ValueError(
                 f"there is no attack '{name}'; these exist: {', '.join(SWEEP_ATTACKS)}"
             )
-    return made
+    return attacks
 
 
 @functools.lru_cache(maxsize=1)
 def _public_text(model: str | None, length: int, seed: int) -> PublicText:
-    """By the model as it was before training, once for all cells."""
+    """Return text by the model as it was before training, sampled once for all cells."""
     anatomy = find_anatomy(CausalLMFineTuning(model))
     return PublicText.sampled_from(anatomy, n=_PUBLIC_TEXTS, length=length, seed=seed)
 
@@ -324,7 +323,9 @@ def _fit(trainer: L.Trainer, module: L.LightningModule, setting: Setting) -> Non
 
 @contextmanager
 def quiet() -> Iterator[list[str]]:
-    """Keeps notices out of the table; gives, in the end, what this package warned of."""
+    """Keep notices out of the table; yield a list that gets the warnings of this package in the
+    end.
+    """
     levels = {name: logging.getLogger(name).level for name in _CHATTY}
     heard: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -339,15 +340,3 @@ def quiet() -> Iterator[list[str]]:
                 logging.getLogger(name).setLevel(level)
             ours = (str(w.message) for w in caught if "lightning_fedleak" in w.filename)
             heard += [text for text in ours if "gave no result" not in text]
-
-
-__all__ = [
-    "Cell",
-    "CellResult",
-    "Leakage",
-    "Setting",
-    "leakage_of",
-    "loss_before",
-    "make_attacks",
-    "run_cell",
-]

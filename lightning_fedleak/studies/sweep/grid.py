@@ -1,4 +1,6 @@
-"""Runs the cells of a grid one after another, keeps each result at once, and goes on later."""
+"""The cells of a grid run one after another; each result is written at once, and a run continues
+later.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,18 @@ class Grid:
         self.folder = folder
 
     def path(self, cell: Cell) -> Path:
-        """Where a cell's result is kept."""
+        """Return the path of a cell's result."""
         return self.folder / "cells" / f"{key_of(cell)}.json"
 
     def result(self, cell: Cell) -> CellResult | None:
-        """What is known of a cell, None before it was run."""
+        """Return the result of a cell, None before it was run."""
         path = self.path(cell)
         if not path.exists():
             return None
         return CellResult.from_dict(json.loads(path.read_text(encoding="utf-8"))["result"])
 
     def todo(self) -> list[Cell]:
-        """Cells that were not run, or failed."""
+        """Return the cells that were not run, or failed."""
         return [c for c in self.cells if (r := self.result(c)) is None or r.error is not None]
 
     def run(
@@ -50,7 +52,7 @@ class Grid:
         on_start: Callable[[Cell], None] = lambda cell: None,
         on_result: Callable[[Cell, CellResult], None] = lambda cell, result: None,
     ) -> None:
-        """Runs what is left to do.
+        """Run the cells that are left.
 
         An interrupt ends it; what is done by then is kept.
 
@@ -70,12 +72,12 @@ class Grid:
             on_result(cell, result)
 
     def results(self) -> list[tuple[Cell, CellResult]]:
-        """Every cell that has one, in the grid's order."""
-        found = ((cell, self.result(cell)) for cell in self.cells)
-        return [(cell, result) for cell, result in found if result is not None]
+        """Return every cell that has a result, in the order of the grid."""
+        pairs = ((cell, self.result(cell)) for cell in self.cells)
+        return [(cell, result) for cell, result in pairs if result is not None]
 
     def write(self, path: Path) -> None:
-        """All results in one file of JSON."""
+        """Write all results to one file of JSON."""
         rows = [{**cell.to_dict(), "result": r.to_dict()} for cell, r in self.results()]
         _write(path, json.dumps({"schema": SCHEMA, "cells": rows}, indent=1) + "\n")
 
@@ -85,30 +87,27 @@ class Grid:
 
 
 def key_of(cell: Cell) -> str:
-    """Name of a cell: a hash of all its settings."""
+    """Return the name of a cell: a hash of all its settings."""
     text = json.dumps(cell.to_dict(), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _write(path: Path, text: str) -> None:
-    """A file is either whole or not there."""
+    """Write a file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points that no other is below in both coordinates, by the first coordinate.
+    """Return indices of the points that no other is below in both coordinates, by the first one.
 
     A point stays where another is equal to it.
     """
-    kept = [
+    front = [
         i
         for i, (x, y) in enumerate(points)
         if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
     ]
-    return sorted(kept, key=lambda i: points[i])
-
-
-__all__ = ["SCHEMA", "Grid", "key_of", "pareto"]
+    return sorted(front, key=lambda i: points[i])

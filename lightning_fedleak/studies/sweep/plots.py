@@ -12,7 +12,7 @@ from lightning_fedleak.studies.sweep.grid import pareto
 def plot_pareto(
     results: Sequence[tuple[Cell, CellResult]], path: Path, *, loss_before: float | None = None
 ) -> None:
-    """Draws validation loss against leakage; cells that no other beats in both are joined.
+    """Draw validation loss against leakage; cells that no other beats in both are joined.
 
     Args:
         results: cells with a loss and at least one known leakage; others are left out.
@@ -34,15 +34,15 @@ def plot_pareto(
     for axis, attack in zip(axes, attacks, strict=False):
         points: list[tuple[float, float]] = []
         for cell, result, loss in done:
-            found = result.leakage.get(attack)
-            if found is None or found.value is None:
+            leakage = result.leakage.get(attack)
+            if leakage is None or leakage.value is None:
                 continue
-            points.append((found.value, loss))
+            points.append((leakage.value, loss))
             color = f"C{kinds.index(cell.defense.kind)}"
-            if found.low is not None and found.high is not None:
-                axis.plot([found.low, found.high], [loss, loss], color=color, alpha=0.4)
-            axis.plot([found.value], [loss], "o", color=color)
-            right = found.value > 0.5
+            if leakage.low is not None and leakage.high is not None:
+                axis.plot([leakage.low, leakage.high], [loss, loss], color=color, alpha=0.4)
+            axis.plot([leakage.value], [loss], "o", color=color)
+            right = leakage.value > 0.5
             axis.annotate(
                 str(cell.defense),
                 points[-1],
@@ -51,7 +51,7 @@ def plot_pareto(
                 textcoords="offset points",
                 ha="right" if right else "left",
             )
-            axis.set_xlabel(f"{attack}: {found.metric}")
+            axis.set_xlabel(f"{attack}: {leakage.metric}")
         front = [points[i] for i in pareto(points)]
         axis.plot([x for x, _ in front], [y for _, y in front], color="0.6", lw=0.8, zorder=0)
         if loss_before is not None:
@@ -63,6 +63,3 @@ def plot_pareto(
     axes[0].set_ylabel("validation loss")
     figure.suptitle("less leakage to the left, more utility below", fontsize=9)
     figure.savefig(path, dpi=130)
-
-
-__all__ = ["plot_pareto"]

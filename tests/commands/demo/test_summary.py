@@ -43,7 +43,7 @@ def test_unknown_is_neither_zero_nor_safe() -> None:
 def test_a_surface_that_is_not_shared_is_said() -> None:
     hidden = reading("a", 0, 0.0, exposed=False)
     assert "does not share it" in summary([hidden], 8)
-    assert "a: nothing, for it reads a gradient" in summary([hidden, reading("b", 0, 0.5)], 8)
+    assert "a: nothing, because it reads a gradient" in summary([hidden, reading("b", 0, 0.5)], 8)
 
 
 def test_reads_back_the_shared_stage_only(tmp_path: Path) -> None:

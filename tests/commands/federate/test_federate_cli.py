@@ -87,7 +87,9 @@ def test_the_default_gate_watches_what_the_table_shows(tmp_path: Path, given: di
     own = {"text": None, "column": None, "length": 16, "members": 16, "rounds": 1}
     own |= {"optimizer": "adamw", "peft": "lora", "local_steps": 4, "batch_size": 4, "gate": 0.75}
     said, folder = federate(tmp_path, given, **own)
-    assert "It does not watch words, never known here: a round of 4 steps of AdamW" in said
+    assert (
+        "It does not watch words, which are never known here: a round of 4 steps of AdamW" in said
+    )
     [start, *_] = lines(folder, "run.jsonl")
     assert [gate["metric"] for gate in start["gates"]] == ["leakage/worst/membership"]
     [row] = [line for line in said.splitlines() if "membership, AUC  " in line]
@@ -116,7 +118,7 @@ def test_epsilon_is_shown_and_kept(tmp_path: Path, given: dict, trust: str) -> N
     start, *shown = said[said.index("\n round ") :].splitlines()[2:5]
     assert start.split() == ["0", start.split()[1], *"-----"]  # before any noise
     assert all(x.split()[-2].endswith("x") for x in shown)
-    assert "Noise drowned the updates: on their mean it is" in said
+    assert "Noise drowned the updates: its norm is" in said
     spent = [float(x.split()[-1]) for x in shown]
     assert [x.split()[0] for x in shown] == ["1", "2"]
     assert 0 < spent[0] < spent[1]
@@ -171,7 +173,7 @@ def test_what_a_table_says_of_many_clients_and_of_what_is_unknown() -> None:
         [Round(1, 2.0, {"auc": {0: nan, 1: 0.7, "sum": nan}}, frozenset(), {0: "gone"}, None)], 2
     )
     assert (
-        "off an update 0.70 in the median, 0.70 at most (unknown in 1 of 2); of the sum unknown"
+        "from an update 0.70 in the median, 0.70 at most (unknown in 1 of 2); unknown from the sum"
         in told
     )
     assert "Client 0 counted for nothing in round 1: gone." in told
@@ -214,9 +216,9 @@ def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
         (["--column", "text", "--gate", "0.5", "--watch", "leakage/words"], "words: RoundGate"),
         (["--gate", "0.5", "--action", "harden"], "--trust local too"),
         (["--trust", "local"], "give --epsilon or --noise-multiplier too"),
-        (["--epsilon", "8", "--sampling", "poisson"], "say how many with --per-round"),
+        (["--epsilon", "8", "--sampling", "poisson"], "give their number with --per-round"),
         (["--epsilon", "8", "--delta", "0.9"], "must be below 1 / 4"),
-        (["--lora-r", "4", "--column", "text"], "say --peft lora too"),
+        (["--lora-r", "4", "--column", "text"], "give --peft lora too"),
         (["--column", "text", "--length", "4000"], "more than the"),
     ):
         assert main(["federate", *texts, *arguments]) == 1, arguments

@@ -210,6 +210,13 @@ class AttentionMembership(MembershipAttack):
 
     Raises:
         ValueError: a setting outside of its range, or two that exclude each other.
+
+    Example:
+        >>> from lightning_fedleak import AttentionMembership
+        >>> public = [[5, 6, 7, 8], [9, 8, 7, 6]]  # token ids, or strings with tokenizer=
+        >>> attack = AttentionMembership(layer=1, public_text=public, readout="token")
+        >>> attack.name, attack.readout
+        ('attention_membership', 'token')
     """
 
     threat_model = ThreatModel.create(

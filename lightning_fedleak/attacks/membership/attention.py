@@ -214,9 +214,9 @@ class AttentionMembership(MembershipAttack):
     Example:
         >>> from lightning_fedleak import AttentionMembership
         >>> public = [[5, 6, 7, 8], [9, 8, 7, 6]]  # token ids, or strings with tokenizer=
-        >>> attack = AttentionMembership(layer=1, public_text=public, readout="token")
-        >>> attack.name, attack.readout
-        ('attention_membership', 'token')
+        >>> attack = AttentionMembership(layer=1, public_text=public)
+        >>> attack.name, attack.config()["score"]
+        ('attention_membership', 'band')
     """
 
     threat_model = ThreatModel.create(

@@ -351,7 +351,10 @@ def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
     [
         (("flatchat", "fc, token", "gradient", "token_relaxation"), ()),
         (("flatchat", "fc, token"), (lambda: GradientNoise(1.0, 0.01),)),
-        (("flatchat", "fc, token"), (lambda: DPSGD(1.0, noise_multiplier=1.0, poisson=False),)),
+        (
+            ("flatchat", "fc, token"),
+            (lambda: DPSGD(1.0, noise_multiplier=1.0, poisson_sampling=False),),
+        ),
     ],
     ids=["plain", "noise", "dpsgd"],
 )

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
+from lightning_fedleak.defenses import DPSGD, ClipSettings, mean_of_sample_means
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
@@ -183,9 +183,9 @@ def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) 
     defense = DPSGD(
         CLIP,
         noise_multiplier=SIGMA,
-        clipping=options.clipping,
-        poisson=False,
-        max_physical_batch=options.pieces,
+        poisson_sampling=False,
+        max_physical_batch_size=options.pieces,
+        clip=ClipSettings(form=options.clipping),
     )
     trainer = L.Trainer(
         strategy=DefendedStrategy("auto", [defense]),

@@ -431,7 +431,7 @@ def waiting(section: Section) -> None:
     defended: dict[str, Callable[[], tuple[Defense, ...]]] = {
         "none": lambda: (),
         "GradientNoise": lambda: (GradientNoise(1.0, 0.01),),
-        "DPSGD": lambda: (DPSGD(1.0, noise_multiplier=1.0, poisson=False),),
+        "DPSGD": lambda: (DPSGD(1.0, noise_multiplier=1.0, poisson_sampling=False),),
     }
     section.table(
         "times that the host waits for the device in one step",

@@ -33,7 +33,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks.defenses.dp_sgd_games import play_add_remove, refutations, sampled_gaussian_auc
 from benchmarks.defenses.planted import PlantedNeuron
 from lightning_fedleak.auditing import audit_scores, gaussian_epsilon
-from lightning_fedleak.defenses import DPSGD
+from lightning_fedleak.defenses import DPSGD, ClipSettings
 from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
     ORDERS,
@@ -163,7 +163,9 @@ def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: 
     for sigma, rate in [*((sigma, 1.0) for sigma in sigmas), (sigmas[0], 0.5)]:
 
         def defense(sigma: float = sigma) -> DPSGD:
-            return DPSGD(1e-3, noise_multiplier=sigma, target_delta=delta, loss="trusted")
+            return DPSGD(
+                1e-3, noise_multiplier=sigma, target_delta=delta, clip=ClipSettings(loss="trusted")
+            )
 
         own = int(10 * sigma) + 1000 * seed
         neuron = PlantedNeuron(small_gpt2(), ids, defense, sample_rate=rate, seed=own)

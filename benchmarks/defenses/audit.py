@@ -87,7 +87,9 @@ BROKEN = (ROWS[1], ROWS[5])
 
 def audits(row: Row, count: int, games: int, seed: int) -> tuple[list[Games], PlantedGradients]:
     def defense() -> DPSGD:
-        return DPSGD(0.7, noise_multiplier=row.sigma, target_delta=SMALL, poisson=row.poisson)
+        return DPSGD(
+            0.7, noise_multiplier=row.sigma, target_delta=SMALL, poisson_sampling=row.poisson
+        )
 
     planted = PlantedGradients(
         defense,

@@ -184,12 +184,7 @@ def one_run(method: str, epsilon: float, seed: int, options: argparse.Namespace)
     strategy: Any = "auto"
     if private:
         noise = {"noise_multiplier": 0.0} if epsilon == math.inf else {"target_epsilon": epsilon}
-        defense = DPSGD(
-            CLIP,
-            target_delta=DELTA,
-            max_physical_batch=PIECE,
-            **noise,
-        )
+        defense = DPSGD(CLIP, target_delta=DELTA, max_physical_batch_size=PIECE, **noise)
         strategy = DefendedStrategy("auto", [defense])
     before, hits, count = losses(module, data["held"])
     asked = losses(module, data["canaries"])[0]

@@ -45,7 +45,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fedleak.auditing import audit_one_run
-from lightning_fedleak.defenses import DPSGD, DPAdamBC, noise_multiplier_for
+from lightning_fedleak.defenses import DPSGD, DPAdamBC, ReleaseSettings, Users, noise_multiplier_for
 from lightning_fedleak.metrics import membership_rates
 from lightning_fedleak.strategies import DefendedStrategy
 
@@ -221,12 +221,17 @@ def one_run(
         if epsilon < math.inf:
             per_epoch = max(1, round(units / batch))
             sigma = multiplier(epsilon, batch / units, epochs * per_epoch, **noise)
-        unit: dict[str, Any] = dict(noise)
+        unit: Any = "example"
         if users:
             mixed = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
-            unit |= {"unit": "user", "group_by": (mixed % units).tolist()}
+            unit = Users((mixed % units).tolist())
         defense = DPSGD(
-            own.get("clip", CLIP), sigma, target_delta=DELTA, max_physical_batch=LARGE * 2, **unit
+            own.get("clip", CLIP),
+            sigma,
+            target_delta=DELTA,
+            max_physical_batch_size=LARGE * 2,
+            unit=unit,
+            release=ReleaseSettings(**noise),
         )
         strategy = DefendedStrategy("auto", [defense])
     start = time.process_time()

@@ -111,7 +111,7 @@ def fitted(
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
-    defense = DPSGD(1.0, noise_multiplier=sigma, target_delta=DELTA, max_physical_batch=256)
+    defense = DPSGD(1.0, noise_multiplier=sigma, target_delta=DELTA, max_physical_batch_size=256)
     L.Trainer(
         accelerator="cpu",
         max_steps=steps,

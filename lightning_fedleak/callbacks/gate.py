@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _DPSGD_MEND = (
     " DPSGD can be only with accountant='filter' (with target_epsilon and target_delta, and "
-    "most_notches above 0): other accountants do not cover noise that is chosen in the run."
+    "max_hardenings above 0): other accountants do not cover noise that is chosen in the run."
 )
 
 

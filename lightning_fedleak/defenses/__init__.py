@@ -21,6 +21,7 @@ from lightning_fedleak.defenses.base import (
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.dpsgd import DPSGD
 from lightning_fedleak.defenses.dpsgd.loss_graph import mean_of_sample_means
+from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSettings, Users
 from lightning_fedleak.defenses.freeze import Freeze
 from lightning_fedleak.defenses.gradient_noise import GradientNoise
 from lightning_fedleak.defenses.token_ldp.token_ldp import TokenLDP
@@ -32,6 +33,7 @@ __all__ = [
     "ActivationNoise",
     "BudgetSpent",
     "CanaryGradient",
+    "ClipSettings",
     "DPAdamBC",
     "Defense",
     "DefenseContext",
@@ -39,8 +41,10 @@ __all__ = [
     "Freeze",
     "GradientNoise",
     "Privacy",
+    "ReleaseSettings",
     "RenyiFilter",
     "TokenLDP",
+    "Users",
     "effective_noise_multiplier",
     "group_epsilon",
     "joint_noise_multiplier",

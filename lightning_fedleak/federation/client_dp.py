@@ -178,7 +178,7 @@ class ClientDP(Defense):
             target_delta,
             seeded=seed is not None,
             harden_factor=harden_factor,
-            most_notches=most_notches,
+            max_hardenings=most_notches,
             sampling=accounted_as,
             owner="ClientDP",
         )

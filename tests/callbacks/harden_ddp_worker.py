@@ -20,7 +20,14 @@ import torch.distributed as dist
 
 from lightning_fedleak.attacks.base import Query, WordGuess
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.defenses import DPSGD, ActivationNoise, Defense, Freeze, GradientNoise
+from lightning_fedleak.defenses import (
+    DPSGD,
+    ActivationNoise,
+    Defense,
+    Freeze,
+    GradientNoise,
+    ReleaseSettings,
+)
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
@@ -64,7 +71,7 @@ def dp() -> DPSGD:
         target_epsilon=200.0,
         target_delta=1e-3,
         accountant="filter",
-        most_notches=2,
+        release=ReleaseSettings(max_hardenings=2),
     )
 
 

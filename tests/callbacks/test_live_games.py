@@ -21,7 +21,7 @@ from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.auditing import audit_canaries
 from lightning_fedleak.callbacks import Games, LeakageMonitor, RiskGate
 from lightning_fedleak.canaries import InclusionMismatch, with_canaries
-from lightning_fedleak.defenses import DPSGD, Defense, Freeze, GradientNoise, TokenLDP
+from lightning_fedleak.defenses import DPSGD, ClipSettings, Defense, Freeze, GradientNoise, TokenLDP
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
@@ -821,7 +821,12 @@ def test_all_canaries_are_scored_alike_at_each_look_and_by_one_rule_over_the_run
 
 
 def test_scores_of_canaries_under_dpsgd_with_little_noise_tell_them_apart(tmp_path):
-    defense = DPSGD(max_grad_norm=1.0, noise_multiplier=0.01, poisson=False, loss="trusted")
+    defense = DPSGD(
+        max_grad_norm=1.0,
+        noise_multiplier=0.01,
+        poisson_sampling=False,
+        clip=ClipSettings(loss="trusted"),
+    )
     strategy = DefendedStrategy("auto", defenses=[defense])
     monitor, data, _ = audited(tmp_path, rule="max", lr=1e-3, strategy=strategy)
     scores, inside = monitor.canary_scores(), data.canaries.included

@@ -195,7 +195,7 @@ def test_refused(call) -> None:
 
 
 def planted(sigma: float, **settings) -> PlantedNeuron:
-    from lightning_fedleak.defenses import DPSGD
+    from lightning_fedleak.defenses import DPSGD, ClipSettings
 
     ids = torch.randint(3, 97, (4, 6), generator=torch.Generator().manual_seed(0))
 
@@ -205,7 +205,7 @@ def planted(sigma: float, **settings) -> PlantedNeuron:
             noise_multiplier=sigma,
             target_delta=1e-5,
             accountant="rdp",
-            loss="trusted",
+            clip=ClipSettings(loss="trusted"),
         )
 
     rate = settings.get("sample_rate", 1.0)

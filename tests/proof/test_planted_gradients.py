@@ -17,6 +17,7 @@ from lightning_fedleak.defenses import DPSGD, DefenseError, noise
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, EarlierPieces, NoiseGauge
 from lightning_fedleak.defenses.dpsgd.factorization import banded
+from tests.helpers.dpsgd_settings import grouped
 
 pytest.importorskip("opacus")
 
@@ -30,7 +31,7 @@ def planted(sigma: float, rate: float = 1.0, steps: int = 1, **settings: Any) ->
     given = {"max_grad_norm": 0.7, "target_delta": DELTA, **settings}
 
     def defense() -> DPSGD:
-        return DPSGD(noise_multiplier=sigma, **given)
+        return DPSGD(noise_multiplier=sigma, **grouped(**given))
 
     return PlantedGradients(
         defense, targets=GAMES, batch_size=round(rate * GAMES), steps=steps, seed=1
@@ -51,8 +52,8 @@ def audited(
     ("sigma", "settings"),
     [
         (0.5, {}),
-        (1.0, {"poisson": False}),
-        (1.0, {"max_physical_batch": 90}),
+        (1.0, {"poisson_sampling": False}),
+        (1.0, {"max_physical_batch_size": 90}),
         (1.0, {"max_grad_norm": "auto"}),
         (1.0, {"per_layer": True, "layer_noise": "by_clip"}),
     ],
@@ -73,7 +74,7 @@ def test_no_more_audits_of_dpsgd_than_allowed_exceed_its_epsilon(sigma, settings
 def test_nor_under_poisson_sampling(
     sigma: float, rate: float, steps: int, most: int | None
 ) -> None:
-    game = planted(sigma, rate, steps, max_physical_batch=most)
+    game = planted(sigma, rate, steps, max_physical_batch_size=most)
     cut = best_threshold(sigma, rate, steps, games=GAMES, delta=0.1)
     count, power = audited(game, 120, sigma, rate, delta=0.1, threshold=cut)
     assert game.history == ((sigma, rate, steps),)
@@ -127,14 +128,16 @@ def test_bands_with_half_the_noise_are_refuted(monkeypatch: pytest.MonkeyPatch) 
 
 
 ROWS = [1 + target % 4 for target in range(GAMES)]
-USERS: dict[str, Any] = {"unit": "user", "group_by": owners(ROWS)}
+USERS: dict[str, Any] = {"group_by": owners(ROWS)}
 
 
 def of_users(sigma: float, rate: float = 1.0, steps: int = 1, **settings: Any) -> PlantedGradients:
     """Targets are users of one to four rows."""
 
     def defense() -> DPSGD:
-        return DPSGD(0.7, noise_multiplier=sigma, target_delta=DELTA, **{**USERS, **settings})
+        return DPSGD(
+            0.7, noise_multiplier=sigma, target_delta=DELTA, **grouped(**{**USERS, **settings})
+        )
 
     return PlantedGradients(
         defense, targets=GAMES, batch_size=round(rate * GAMES), steps=steps, seed=2, rows=ROWS
@@ -142,11 +145,12 @@ def of_users(sigma: float, rate: float = 1.0, steps: int = 1, **settings: Any) -
 
 
 @pytest.mark.parametrize(
-    "settings", [{"rows_per_user": 2}, {"max_physical_batch": 150}, {"max_physical_batch": 3}]
+    "settings",
+    [{"rows_per_user": 2}, {"max_physical_batch_size": 150}, {"max_physical_batch_size": 3}],
 )
 def test_a_user_with_all_of_their_rows_is_told_no_better_than_accounted(settings: Any) -> None:
     game = of_users(1.0, **settings)
-    audits = 5 if settings.get("max_physical_batch") == 3 else 80
+    audits = 5 if settings.get("max_physical_batch_size") == 3 else 80
     count, power = audited(game, audits, 1.0, delta=DELTA, claim="gaussian", threshold=0.0)
     assert game.history == ((1.0, 1.0, 1),)
     assert count.p_value > 0.01
@@ -234,7 +238,12 @@ def test_a_broken_step_is_refuted(
     broken(monkeypatch)
     monkeypatch.setattr(NoiseGauge, "measured", lambda self: None)
     count, power = audited(
-        planted(1.0, max_physical_batch=most), 30, 1.0, delta=DELTA, claim="gaussian", threshold=0.0
+        planted(1.0, max_physical_batch_size=most),
+        30,
+        1.0,
+        delta=DELTA,
+        claim="gaussian",
+        threshold=0.0,
     )
     assert count.refuted > 20
     assert count.p_value < 1e-9
@@ -260,7 +269,7 @@ def test_a_piece_that_is_added_twice_is_seen_by_dpsgd_itself(
     a_piece_twice(monkeypatch)
     monkeypatch.setattr(ClippedSum, "check_complete", right)
     with pytest.raises(DefenseError, match="not the sum of what its layer was seen to add"):
-        planted(1.0, max_physical_batch=150).games(0, 1.0, 1.0)
+        planted(1.0, max_physical_batch_size=150).games(0, 1.0, 1.0)
 
 
 def test_half_the_noise_is_seen_by_dpsgd_itself(monkeypatch: pytest.MonkeyPatch) -> None:

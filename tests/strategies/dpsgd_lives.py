@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fedleak.defenses import DPSGD
+from lightning_fedleak.defenses import DPSGD, ReleaseSettings
 from lightning_fedleak.defenses.accounting.ledger import Ledger
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.dpsgd_runs import CLIP, CausalLM, loader, trainer
@@ -36,7 +36,7 @@ def defense(folder: Path, **settings: Any) -> DPSGD:
         target_delta=1e-3,
         accountant="rdp",
         ledger=folder / "ledger",
-        max_physical_batch=2,  # so that some kills come within a batch
+        max_physical_batch_size=2,
         **settings,
     )
 
@@ -58,8 +58,8 @@ class Save(Callback):
 
 def live(folder: Path, pipe: int | None, bands: int = 0, **limits: Any) -> DPSGD:
     """Trains; of every release the step's number and the first coordinates go into the pipe."""
-    correlated = {"mechanism": "banded", "bands": bands} if bands else {}
-    own, checkpoint = defense(folder, **correlated), folder / "last.ckpt"
+    correlated = ReleaseSettings(mechanism="banded", bands=bands) if bands else None
+    own, checkpoint = defense(folder, release=correlated), folder / "last.ckpt"
     strategy = DefendedStrategy("auto", [own])
     saves = Save(checkpoint, draft=not bands)
     epochs = 50 if bands else 10**6

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_fedleak.defenses import DPSGD
+from lightning_fedleak.defenses import DPSGD, ReleaseSettings
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.models import tiny_gpt2
 from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, Look, N, fit, loader, looked, trainer
@@ -32,7 +32,7 @@ def agree(module: torch.nn.Module) -> bool:
 
 def exact(tied: bool, precision: str, most: int | None = None) -> dict[str, Any]:
     module = CausalLM(tiny_gpt2(tied=tied, dropout=0.0).train())
-    defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, max_physical_batch=most)
+    defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, max_physical_batch_size=most)
     look = looked(defense, module, BATCH, name="ddp", devices=2, max_epochs=1, precision=precision)
     sizes = [len(batch["labels"]) for batch in look.batches]
     means = []
@@ -52,7 +52,9 @@ def exact(tied: bool, precision: str, most: int | None = None) -> dict[str, Any]
 
 def noise(trust: Any) -> dict[str, Any]:
     module = CausalLM(lr=1e-3)
-    strategy = DefendedStrategy("ddp", [DPSGD(CLIP, noise_multiplier=50.0, trust=trust)])
+    strategy = DefendedStrategy(
+        "ddp", [DPSGD(CLIP, noise_multiplier=50.0, release=ReleaseSettings(trust=trust))]
+    )
     look = Look(strategy, BATCH)
     trainer(strategy, callbacks=[look], devices=2, max_steps=2).fit(module, loader())
     scaled = [shared * BATCH / (50.0 * CLIP) for shared in look.shared]

@@ -32,10 +32,13 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_fedleak.defenses import (
     DPSGD,
+    ClipSettings,
     Defense,
     DefenseError,
     DPAdamBC,
     Freeze,
+    ReleaseSettings,
+    Users,
     mean_of_sample_means,
 )
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
@@ -46,6 +49,7 @@ from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.processes import local_part
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
 from tests.strategies.dpsgd_runs import CLIP, CLIPS, loader, trainer
 
@@ -325,10 +329,9 @@ class Runs:
             CLIPS.get(name, CLIP),
             noise_multiplier=0.0,
             seed=1,
-            max_physical_batch=most,
-            per_layer=per_layer,
-            unit="example" if users is None else "user",
-            group_by=users,
+            max_physical_batch_size=most,
+            unit="example" if users is None else Users(users),
+            clip=ClipSettings(per_layer=per_layer),
         )
         plain = LM((MODELS[name] if twin is None else twin)())
         module = self.module((MODELS[name] if build is None else build)())
@@ -379,7 +382,7 @@ class Runs:
                 L.seed_everything(0, verbose=False)
                 module = self.module(gpt2(dropout=0.2))
                 module.gather = gather
-                defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, loss=loss)
+                defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, clip=ClipSettings(loss=loss))
                 self.fit(defense, module, data=loader(batch_size=batch_size), max_steps=6)
             finally:
                 step_checks.check_isolation = original
@@ -411,7 +414,7 @@ class Runs:
 
     def rare(self, most: int | None = None) -> Found:
         """Batches so small that many are empty, on one rank or on both."""
-        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, max_physical_batch=most)
+        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, max_physical_batch_size=most)
         module, run, look = self.fit(
             defense, twin=LM(), data=loader(n=21, batch_size=1), max_epochs=1
         )
@@ -465,7 +468,7 @@ class Runs:
     def broken_stand_in(self) -> Found:
         """The loss of what stands in for an empty batch is infinite."""
         module = self.module()
-        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, loss="trusted")
+        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, clip=ClipSettings(loss="trusted"))
         watch = Sizes()
 
         def training_step(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -539,11 +542,19 @@ class Runs:
 
     def budget(self) -> Found:
         defense = DPSGD(
-            CLIP, target_epsilon=5.0, target_delta=1e-3, accountant="rdp", on_budget="raise"
+            CLIP,
+            target_epsilon=5.0,
+            target_delta=1e-3,
+            accountant="rdp",
+            release=ReleaseSettings(on_budget="raise"),
         )
         self.fit(defense, max_epochs=2)
         longer = DPSGD(
-            CLIP, target_epsilon=5.0, target_delta=1e-3, accountant="rdp", on_budget="raise"
+            CLIP,
+            target_epsilon=5.0,
+            target_delta=1e-3,
+            accountant="rdp",
+            release=ReleaseSettings(on_budget="raise"),
         )
         longer.noise_multiplier = defense.noise_multiplier
         return {
@@ -592,8 +603,10 @@ class Runs:
                     run.should_stop = True
 
         def defense() -> DPSGD:
-            own: Found = {"mechanism": mechanism, "bands": 3, "max_physical_batch": 3}
-            return DPSGD(CLIP, noise_multiplier=50.0, accountant="rdp", target_delta=1e-3, **own)
+            own: Found = {"mechanism": mechanism, "bands": 3, "max_physical_batch_size": 3}
+            return DPSGD(
+                CLIP, noise_multiplier=50.0, accountant="rdp", target_delta=1e-3, **grouped(**own)
+            )
 
         def made(own: DPSGD, **settings: Any) -> list[Tensor]:
             _, _, look = self.fit(own, self.module(lr=1e-6), look=True, max_epochs=2, **settings)
@@ -637,7 +650,7 @@ class Runs:
         for steps, resumed in ((2, None), (3, str(path))):
             module = self.module()
             module.kind = DPAdamBC
-            defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch=3)
+            defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch_size=3)
             _, run, _ = self.fit(defense, module, max_steps=steps, max_epochs=-1, ckpt_path=resumed)
             if resumed is None:
                 run.save_checkpoint(path)
@@ -683,13 +696,13 @@ class Runs:
 
         return {
             "whole": self.message(DPSGD(CLIP, **plain), use_distributed_sampler=False),
-            "uneven": self.message(DPSGD(CLIP, poisson=False, **plain), data=uneven),
-            "even": self.message(DPSGD(CLIP, poisson=False, **plain), max_steps=1),
+            "uneven": self.message(DPSGD(CLIP, poisson_sampling=False, **plain), data=uneven),
+            "even": self.message(DPSGD(CLIP, poisson_sampling=False, **plain), max_steps=1),
             "apart": self.message(DPSGD(CLIP, noise_multiplier=1.0 + dist.get_rank(), seed=1)),
             "shuffled": self.message(DPSGD(CLIP, **plain), data=shuffled),
-            "seeds": self.message(DPSGD(CLIP, poisson=False, **plain), data=by_seed(rank)),
+            "seeds": self.message(DPSGD(CLIP, poisson_sampling=False, **plain), data=by_seed(rank)),
             "same seeds": self.message(
-                DPSGD(CLIP, poisson=False, **plain), data=by_seed(0), max_steps=1
+                DPSGD(CLIP, poisson_sampling=False, **plain), data=by_seed(0), max_steps=1
             ),
         }
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_fedleak.defenses import DPSGD, DefenseError, DPAdamBC
 from lightning_fedleak.defenses.dpsgd.factorization import banded
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.dpsgd_settings import grouped
 from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, Look, N, loader, trainer
 
 pytest.importorskip("opacus")
@@ -23,7 +24,7 @@ NOISE, STEPS = 50.0, 12
 
 def defense(**settings: Any) -> DPSGD:
     given = {"mechanism": "banded", "bands": 3, "noise_multiplier": NOISE, "accountant": "rdp"}
-    return DPSGD(CLIP, **{"target_delta": 1e-3, **given, **settings})
+    return DPSGD(CLIP, **grouped(**{"target_delta": 1e-3, **given, **settings}))
 
 
 class Noise(Callback):
@@ -80,7 +81,7 @@ def check_independent(rows: Tensor) -> None:
 def test_what_a_fit_releases_is_correlated_as_planned_and_goes_on_after_a_stop(
     tmp_path: Path,
 ) -> None:
-    first, own = Noise(stop=7), defense(max_physical_batch=2)
+    first, own = Noise(stop=7), defense(max_physical_batch_size=2)
     saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_last=True)
     run = fit(own, first, saver, folder=tmp_path)
     assert run.global_step == 7
@@ -91,7 +92,7 @@ def test_what_a_fit_releases_is_correlated_as_planned_and_goes_on_after_a_stop(
     assert path.name == f"secret-dpsgd-{held['noise']}-0-of-1.safetensors"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert all(not isinstance(v, Tensor) or v.numel() < 10 for v in held.values())
-    second, own = Noise(), defense(max_physical_batch=2)
+    second, own = Noise(), defense(max_physical_batch_size=2)
     run = fit(own, second, ckpt_path=last)
     assert run.global_step == STEPS
     assert own.accountant.history == ((NOISE, 3 * BATCH / N, 4),)
@@ -102,17 +103,19 @@ def test_what_a_fit_releases_is_correlated_as_planned_and_goes_on_after_a_stop(
     raw = torch.stack(first.rows)
     assert float((raw[5] @ raw[6]) / raw.shape[1]) < -0.2
 
-    again = defense(max_physical_batch=2)  # from the same checkpoint: its noise is used up
+    again = defense(max_physical_batch_size=2)  # from the same checkpoint: its noise is used up
     third = Noise()
     with pytest.warns(UserWarning, match="A new mechanism begins"):
         fit(again, third, ckpt_path=last)
     assert again.accountant.history == ((NOISE, 3 * BATCH / N, 5),)
     check_independent(whitened(third.rows))
     with pytest.raises(DefenseError, match="number of steps was 12"):
-        fit(defense(max_physical_batch=2), ckpt_path=last, limit_train_batches=4)
+        fit(defense(max_physical_batch_size=2), ckpt_path=last, limit_train_batches=4)
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_physical_batch": 3, "mechanism": "banded_inverse"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_physical_batch_size": 3, "mechanism": "banded_inverse"}]
+)
 def test_sums_are_those_of_brute_force(settings: Any) -> None:
     own = defense(noise_multiplier=0.0, **settings)
     strategy = DefendedStrategy("auto", [own])
@@ -123,7 +126,7 @@ def test_sums_are_those_of_brute_force(settings: Any) -> None:
 
 
 def test_users_have_groups_as_examples_have() -> None:
-    own = defense(unit="user", group_by=[i // 2 for i in range(N)], bands=2)
+    own = defense(group_by=[i // 2 for i in range(N)], bands=2)
     run = trainer(DefendedStrategy("auto", [own]), max_epochs=2)
     run.fit(CausalLM(), loader(batch_size=2))
     assert run.global_step == STEPS

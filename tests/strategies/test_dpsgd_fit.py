@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor
 
-from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, Freeze
+from lightning_fedleak.defenses import DPSGD, BudgetSpent, ClipSettings, DefenseError, Freeze
 from lightning_fedleak.strategies import StepError
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
@@ -138,7 +138,7 @@ def test_two_optimizer_steps_on_one_batch_are_refused() -> None:
     with pytest.raises(DefenseError, match="this batch was released already"):
         fit(defense, Twice())
     assert defense.accountant.steps == 1
-    each = DPSGD(CLIP, noise_multiplier=1.0, seed=1, poisson=False)
+    each = DPSGD(CLIP, noise_multiplier=1.0, seed=1, poisson_sampling=False)
     fit(each, Twice())
     assert each.accountant.history == ((0.0, 1.0, 12),)  # noise of a seed counts as none
 
@@ -292,7 +292,7 @@ def test_a_loss_of_nan_stops_nothing_and_reaches_no_weight() -> None:
             self.factor = float("nan") if batch_idx == 1 else 1.0
             return super().training_step(batch, batch_idx)
 
-    defense = DPSGD(CLIP, noise_multiplier=1.0, loss="trusted")
+    defense = DPSGD(CLIP, noise_multiplier=1.0, clip=ClipSettings(loss="trusted"))
     module, _ = fit(defense, Sour())
     assert defense.releases == defense.accountant.steps == 6
     assert all(bool(p.isfinite().all()) for p in module.parameters())

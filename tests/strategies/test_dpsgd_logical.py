@@ -22,6 +22,7 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import tiny_gpt2, tiny_llama
 from tests.strategies.dpsgd_runs import CLIP, CLIPS, CausalLM, Look, fit, loader, trainer
 from tests.strategies.test_dpsgd_fit import lora
@@ -36,7 +37,10 @@ MODELS = {
 
 def quiet(**settings: Any) -> DPSGD:
     clip = settings.pop("max_grad_norm", CLIP)
-    return DPSGD(clip, **{"noise_multiplier": 0.0, "seed": 1, "max_physical_batch": 3, **settings})
+    return DPSGD(
+        clip,
+        **grouped(**{"noise_multiplier": 0.0, "seed": 1, "max_physical_batch_size": 3, **settings}),
+    )
 
 
 class Local(Look):
@@ -90,7 +94,7 @@ def test_local_is_the_mean_over_the_logical_batch_and_training_is_the_same() -> 
     found = []
     for most in (3, None):
         module = CausalLM()
-        look = looked(quiet(max_physical_batch=most), module, max_epochs=2)
+        look = looked(quiet(max_physical_batch_size=most), module, max_epochs=2)
         found.append((look.local, [p.detach().clone() for p in module.parameters()]))
     (local, weights), (whole, expected) = found
     for a, b in zip(local, whole, strict=True):
@@ -207,7 +211,7 @@ def test_everything_counts_logical_steps(tmp_path: Path) -> None:
 
 
 def test_a_step_of_few_rows_or_none_needs_no_pieces() -> None:
-    defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch=2)
+    defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch_size=2)
     module, run = fit(defense, data=loader(batch_size=1))
     assert run.global_step == defense.releases == 24
     assert module.sizes
@@ -226,7 +230,9 @@ def test_one_broken_example_takes_nothing_away_and_stops_nothing(poisson: bool) 
                 torch.where(bad, hidden * float("inf"), hidden), batch["labels"], causal=True
             )
 
-    defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch=3, poisson=poisson)
+    defense = DPSGD(
+        CLIP, noise_multiplier=1.0, seed=1, max_physical_batch_size=3, poisson_sampling=poisson
+    )
     module, run = fit(defense, Broken(), data=loader(batch_size=8))
     assert run.global_step == defense.releases == 3
     assert all(p.isfinite().all() for p in module.parameters())
@@ -239,7 +245,7 @@ def test_what_fails_in_a_piece_releases_nothing() -> None:
                 raise OSError("no memory")
             return super().training_step(batch, batch_idx)
 
-    defense = quiet(poisson=False)
+    defense = quiet(poisson_sampling=False)
     with pytest.raises(OSError, match="no memory"):
         fit(defense, Fails(), data=loader(batch_size=12), max_epochs=1)
     assert defense.releases == 1
@@ -256,7 +262,11 @@ def test_a_checkpoint_within_a_batch_forgets_and_repeats_no_release(tmp_path: Pa
             return super().training_step(batch, batch_idx)
 
     settings: Any = {"noise_multiplier": 1.0, "target_delta": 1e-3, "accountant": "rdp"}
-    pieces: Any = {"max_physical_batch": 3, "poisson": False, "ledger": tmp_path / "ledger"}
+    pieces: Any = {
+        "max_physical_batch_size": 3,
+        "poisson_sampling": False,
+        "ledger": tmp_path / "ledger",
+    }
     first = DPSGD(CLIP, **settings, **pieces)
     with pytest.raises(KeyError, match="killed"):
         fit(first, Saves(), data=loader(batch_size=12), max_epochs=4)
@@ -268,14 +278,14 @@ def test_a_checkpoint_within_a_batch_forgets_and_repeats_no_release(tmp_path: Pa
 
 
 def test_accumulation_is_refused_with_what_to_write_instead() -> None:
-    mend = "max_physical_batch"
+    mend = "max_physical_batch_size"
     with pytest.raises(DefenseError, match=mend):
         fit(DPSGD(CLIP, noise_multiplier=1.0), accumulate_grad_batches=4)
     with pytest.raises(DefenseError, match=mend):
         fit(quiet(), callbacks=[GradientAccumulationScheduler({0: 2})])
     for wrong in (0, True, 2.5):
-        with pytest.raises(DefenseError, match="max_physical_batch"):
-            DPSGD(CLIP, noise_multiplier=1.0, max_physical_batch=wrong)  # type: ignore[arg-type]
+        with pytest.raises(DefenseError, match="max_physical_batch_size"):
+            DPSGD(CLIP, noise_multiplier=1.0, max_physical_batch_size=wrong)  # type: ignore[arg-type]
 
 
 def test_what_is_trained_must_stay_the_same_in_all_pieces() -> None:
@@ -284,7 +294,7 @@ def test_what_is_trained_must_stay_the_same_in_all_pieces() -> None:
             self.model.transformer.ln_f.requires_grad_(len(self.sizes) != 1)
             return super().training_step(batch, batch_idx)
 
-    defense = quiet(poisson=False)
+    defense = quiet(poisson_sampling=False)
     with pytest.raises(DefenseError, match="what is trained changed"):
         fit(defense, Thaws(), data=loader(batch_size=12))
     assert defense.releases == 0

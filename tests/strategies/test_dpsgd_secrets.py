@@ -17,8 +17,9 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 from lightning_fedleak.defenses import DPSGD, DefenseError
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Places, places_of
-from lightning_fedleak.defenses.dpsgd.users import rows_by_user
+from lightning_fedleak.defenses.dpsgd.sampling import rows_by_user
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.dpsgd_settings import grouped
 
 N, BATCH = 24, 4
 DATA = TensorDataset(torch.randn(N, 6), torch.arange(N) % 2)
@@ -50,7 +51,7 @@ class Stop(Callback):
 
 def defense(mechanism: Any, **settings: Any) -> DPSGD:
     given = {"noise_multiplier": 1.0, "target_delta": 1e-3, "accountant": "rdp", "bands": 3}
-    return DPSGD(1.0, mechanism=mechanism, **{**given, **settings})
+    return DPSGD(1.0, **grouped(mechanism=mechanism, **{**given, **settings}))
 
 
 def fit(own: DPSGD, module: Module, *callbacks: Any, **settings: Any) -> L.Trainer:

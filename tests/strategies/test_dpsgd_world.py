@@ -292,7 +292,7 @@ def test_weights_that_move_on_no_rank_and_gradients_that_one_changes_are_refused
 def test_examples_that_two_processes_may_hold_are_refused(ddp) -> None:
     for found in of(ddp, "shares"):
         assert "Leave use_distributed_sampler=True" in found["whole"]
-        assert "Use poisson=True, or leave examples out" in found["uneven"]
+        assert "Use poisson_sampling=True, or leave examples out" in found["uneven"]
         assert found["even"] == "nothing was refused"
         assert "different values of noise_multiplier, from 1.0 to 2.0" in found["apart"]
         assert "hold other examples at the same places" in found["shuffled"]

@@ -69,7 +69,7 @@ def test_dpsgd_gets_the_rows_that_were_drawn(change: str, poisson: bool) -> None
                 return [batch[0].repeat(2, 1)]
             return [batch[0][:1]] if change == "cut" and poisson else [batch[0].flip(1)]
 
-    defense = DPSGD(1.0, noise_multiplier=1.0, accountant="rdp", poisson=poisson)
+    defense = DPSGD(1.0, noise_multiplier=1.0, accountant="rdp", poisson_sampling=poisson)
     run = trainer(DefendedStrategy("auto", [defense]), max_epochs=4)
     if change == "as it was" or (change == "cut" and not poisson):
         run.fit(Augmented(), loader())

@@ -389,7 +389,17 @@ def text_attacks() -> list[Attack]:
 
 
 def dpsgd(**settings: Any) -> list[Any]:
-    return [fedleak.DPSGD(0.9, **({"noise_multiplier": 0.5, "seed": 1} | settings))]
+    values = {"noise_multiplier": 0.5, "seed": 1} | settings
+    groups = vars(fedleak.defenses)
+    if "ReleaseSettings" in groups:  # later than 0.1.0
+        if "poisson" in values:
+            values["poisson_sampling"] = values.pop("poisson")
+        if "clipping" in values:
+            values["clip"] = groups["ClipSettings"](form=values.pop("clipping"))
+        if "most_notches" in values:
+            hardenings = values.pop("most_notches")
+            values["release"] = groups["ReleaseSettings"](max_hardenings=hardenings)
+    return [fedleak.DPSGD(0.9, **values)]
 
 
 def watched(attacks: Callable[[], Any], every: int = 3, **more: Any) -> Callable[[], list[Any]]:

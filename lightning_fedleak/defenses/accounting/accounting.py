@@ -410,16 +410,16 @@ class Accountant:
         check_count(count, "count")
         event = noise_multiplier, sample_rate
         others = tuple(row for row in self.history if row[:2] != event)
-        wanted = count + sum(row[2] for row in self.history if row[:2] == event)
+        total = count + sum(row[2] for row in self.history if row[:2] == event)
         question = epsilon, delta, event, others
         if self._search is None or self._search[0] != question:
             self._search = question, _Search()
 
-        def fits(total: int) -> bool:
-            history = (*others, (*event, total))
+        def fits(releases: int) -> bool:
+            history = (*others, (*event, releases))
             return epsilon_of(history, delta, self.kind, self.sampling) <= epsilon
 
-        return self._search[1].answer(wanted, fits)
+        return self._search[1].answer(total, fits)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return ``releases``, (K, 3) float64, for the checkpoint."""

@@ -41,7 +41,7 @@ class Budget:
         target_delta: delta of the guarantee; None for a tenth of one over the examples.
         seeded: whether the noise can be guessed, so that epsilon is infinite.
         harden_factor: by which a hardening multiplies the noise.
-        most_notches: hardenings that are allowed; None for no limit.
+        max_hardenings: hardenings that are allowed; None for no limit.
         sampling: how batches are drawn.
         owner: class of the defence, for messages.
 
@@ -62,7 +62,7 @@ class Budget:
         *,
         seeded: bool,
         harden_factor: float,
-        most_notches: int | None,
+        max_hardenings: int | None,
         sampling: Sampling = "poisson",
         owner: str = "DPSGD",
     ) -> None:
@@ -74,7 +74,7 @@ class Budget:
         self.target_delta = target_delta
         self.seeded = seeded
         self.harden_factor = harden_factor
-        self.most_notches = most_notches
+        self.max_hardenings = max_hardenings
         self.notches = 0
         self.rate: float | None = None
         self.delta = target_delta
@@ -125,7 +125,7 @@ class Budget:
     @property
     def can_harden(self) -> bool:
         """Return whether noise may be turned up: all but a filter need it fixed before the run."""
-        return self.kind == "filter" and self.most_notches != 0
+        return self.kind == "filter" and self.max_hardenings != 0
 
     def harden(self) -> str | None:
         """Multiply the noise by ``harden_factor``, from the next release on.
@@ -133,7 +133,7 @@ class Budget:
         Returns:
             What changed, in words; None where the noise may not be larger.
         """
-        if not self.can_harden or self.notches == self.most_notches:
+        if not self.can_harden or self.notches == self.max_hardenings:
             return None
         previous = self.noise_now
         if previous * self.harden_factor > MOST_NOISE:

@@ -28,6 +28,7 @@ from lightning_fedleak.defenses.accounting.ledger import (
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.validate import check_number
 
+# Orders without a fixed noise: the usual range of best orders; each more costs log(K). Not tuned
 DEFAULT_ORDERS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
 
 

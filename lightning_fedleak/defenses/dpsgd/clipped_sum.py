@@ -384,23 +384,23 @@ class ClippedSum:
         self.clip, self.half = clip, half
         self._earlier = earlier
 
-    def sum_of(self, parameter: nn.Parameter, onto: Tensor | None = None) -> Tensor:
+    def sum_of(self, parameter: nn.Parameter, target: Tensor | None = None) -> Tensor:
         """Return the clipped sum of these samples' gradients, float32 or float64, in whole shape.
 
         Args:
             parameter: of the gradients.
-            onto: a sum to which it is added in place; None for zeros.
+            target: a sum to which it is added in place; None for zeros.
         """
         if parameter not in self.parts:
-            if onto is not None:
-                return onto
+            if target is not None:
+                return target
             return zeros_of(parameter)
         parts, factors = self.parts[parameter], self.factors
         if factors.dim() == 2:
             factors = factors[self.clip.group_of(parameter)]
         if not self._all_finite:  # zero times NaN is NaN
             parts, factors = select_samples(parts, self._finite), factors[self._finite]
-        return weighted_sum(parts, factors.to(where_whole(parameter)), parameter.shape, onto)
+        return weighted_sum(parts, factors.to(where_whole(parameter)), parameter.shape, target)
 
     def with_canary(self, samples: Tensor, divisor: float) -> CanaryGradient:
         """Return what is released of crafted layers, clipped together with the real ones.
@@ -415,7 +415,7 @@ class ClippedSum:
         """
         if self._users is not None:
             raise DefenseError(
-                "DPSGD: a canary is one row, and with unit='user' all rows of a user are clipped "
+                "DPSGD: a canary is one row, and with unit=Users() all rows of a user are clipped "
                 "together; what would leave of it is not computed"
             )
         if len(self.clip.norms) > 1:
@@ -479,8 +479,8 @@ class ClippedSum:
         earlier = {} if self._earlier is None else self._earlier.sums
 
         def addend(parameter: nn.Parameter) -> Tensor:
-            onto = None if isinstance(parameter, DTensor) else earlier.pop(parameter, None)
-            return self.sum_of(parameter, onto)
+            target = None if isinstance(parameter, DTensor) else earlier.pop(parameter, None)
+            return self.sum_of(parameter, target)
 
         for index, parameter, total in self.sums(parameters, team, addend):
             if isinstance(parameter, DTensor) and parameter in earlier:

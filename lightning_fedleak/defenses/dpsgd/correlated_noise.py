@@ -352,7 +352,7 @@ class StepNoise:
         self._draws.appendleft((base, release))
         self._current, self._complete = {}, False
 
-    def add(self, number: int, onto: Tensor, scale: float, key: Key) -> None:
+    def add(self, number: int, target: Tensor, scale: float, key: Key) -> None:
         """Add ``scale`` times the result of :meth:`draw`, in place.
 
         Raises:
@@ -360,9 +360,9 @@ class StepNoise:
         """
         if self.mechanism == "independent":
             base, release = self._draws[0]
-            add_standard_normal(key(base, release, number), onto, scale)
+            add_standard_normal(key(base, release, number), target, scale)
         else:
-            onto.add_(self.draw(number, onto, key), alpha=scale)
+            target.add_(self.draw(number, target, key), alpha=scale)
 
     def draw(self, number: int, like: Tensor, key: Key) -> Tensor:
         """Return the noise on one parameter, over the standard deviation of independent noise.

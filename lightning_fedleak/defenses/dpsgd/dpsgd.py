@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -46,22 +46,32 @@ from lightning_fedleak.defenses.dpsgd.clipped_sum import (
 )
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism, NoisePlan, StepNoise
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
-from lightning_fedleak.defenses.dpsgd.sampling import Sampling, check_same_data, sampling_of
+from lightning_fedleak.defenses.dpsgd.sampling import (
+    Sampling,
+    check_same_data,
+    digest_of,
+    rows_by_user,
+    sampling_of,
+)
+from lightning_fedleak.defenses.dpsgd.settings import (
+    ClipSettings,
+    OldArguments,
+    ReleaseSettings,
+    Unit,
+    Users,
+)
 from lightning_fedleak.defenses.dpsgd.setup_checks import (
+    check_budget,
     check_clip,
-    check_mechanism,
     check_model,
-    check_settings,
+    check_sampling,
     check_shards,
     check_trainer,
-    check_users,
     planned_steps,
 )
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep
-from lightning_fedleak.defenses.dpsgd.users import GroupBy, digest_of, rows_by_user
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.processes import Team, reshard
-from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 
 class DPSGD(Defense):
@@ -91,33 +101,17 @@ class DPSGD(Defense):
             tenth of that; ``target_epsilon`` needs one.
         accountant: ``"prv"`` (tight), ``"rdp"`` (fast), or ``"filter"``: a budget that holds at
             whatever step the run ends, also where a gate turns the noise up (:meth:`harden`).
-        clipping: how per-sample gradients are kept: ``"ghost"`` as factors, ``"per_sample"`` in
-            full, ``"auto"`` for each layer in what is smaller.
-        poisson: whether batches are Poisson samples. Without, the loader's batches are taken, and
-            each example is accounted as if it were in all of them.
-        trust: ``"local"`` where the server sees each client's update, ``"central"`` where it sees
-            their sum alone (secure aggregation): each client then adds a share of the noise.
-        on_budget: whether a spent budget ends the fit (``"stop"``) or raises an error
-            (``"raise"``). Nothing is released beyond it.
-        loss: ``"trusted"`` if you have proved that the loss is a mean over samples of terms that
-            depend on one sample each; ``"checked"`` looks.
+        poisson_sampling: whether batches are Poisson samples. Without, the loader's batches are
+            taken, and each example is accounted as if it were in all of them.
+        max_physical_batch_size: rows that are run at once; a larger batch is run in pieces and
+            released once. None for the whole batch.
         ledger: file that remembers every release through a crash.
+        unit: what is added or removed: an ``"example"``, or :class:`Users` with all of their rows.
+        clip: by layers or together, and what is known of the loss: :class:`ClipSettings`.
+        release: trust in the server, correlated noise, hardening, and the end of the budget:
+            :class:`ReleaseSettings`.
         seed: for tests: noise and samples follow from it, and epsilon is infinite.
-        harden_factor: by which a gate multiplies the noise, with ``accountant="filter"``.
-        most_notches: how often it may; None for no limit.
-        gamma: of automatic clipping.
-        per_layer: whether each layer is clipped separately, to C over the root of their number.
-        layer_noise: with several layers, ``"equal"`` noise on every number, or ``"by_clip"``: in
-            proportion to the layer's norm.
-        max_physical_batch: rows that are run at once; a larger batch is run in pieces and released
-            once. None for the whole batch.
-        unit: what is added or removed: an ``"example"``, or a ``"user"`` with all rows.
-        group_by: the user of a row: the name of a column, a function of an example, or one key for
-            each row.
-        rows_per_user: most rows of one user in a batch, drawn at random; None for all.
-        mechanism: correlation of noise over steps: ``"independent"``, ``"banded"`` (BandMF with
-            cyclic Poisson sampling) or ``"banded_inverse"`` (BISR, the same batches every epoch).
-        bands: of the matrix that correlates noise, or of its inverse.
+        old: arguments as 0.1.0 spelled them; they warn, and work through 0.2.
 
     Attributes:
         releases: how many were made.
@@ -141,77 +135,49 @@ class DPSGD(Defense):
         target_epsilon: float | None = None,
         target_delta: float | None = None,
         accountant: Account = "prv",
-        clipping: Clipping = "auto",
-        poisson: bool = True,
-        trust: Trust = "local",
-        on_budget: Literal["stop", "raise"] = "stop",
-        loss: Literal["checked", "trusted"] = "checked",
-        ledger: str | os.PathLike[str] | None = None,
-        seed: int | None = None,
         *,
-        harden_factor: float = 2.0,
-        most_notches: int | None = None,
-        gamma: float = 0.01,
-        per_layer: bool = False,
-        layer_noise: LayerNoise = "equal",
-        max_physical_batch: int | None = None,
-        unit: Literal["example", "user"] = "example",
-        group_by: GroupBy | None = None,
-        rows_per_user: int | None = None,
-        mechanism: Mechanism = "independent",
-        bands: int | None = None,
+        poisson_sampling: bool = True,
+        max_physical_batch_size: int | None = None,
+        ledger: str | os.PathLike[str] | None = None,
+        unit: Unit = "example",
+        clip: ClipSettings | None = None,
+        release: ReleaseSettings | None = None,
+        seed: int | None = None,
+        **old: Any,
     ) -> None:
-        check_settings(
-            max_grad_norm,
-            noise_multiplier,
-            target_epsilon,
-            target_delta,
-            seed,
-            accountant,
-        )
-        choices = {
-            "clipping": (clipping, ("auto", "per_sample", "ghost")),
-            "trust": (trust, ("local", "central")),
-            "on_budget": (on_budget, ("stop", "raise")),
-            "loss": (loss, ("checked", "trusted")),
-        }
-        for argument, (value, allowed) in choices.items():
-            check_choice(f"DPSGD: {argument}", value, allowed, error=DefenseError)
-        check_users(unit, group_by is not None, rows_per_user, poisson=poisson)
-        check_number("DPSGD: harden_factor", harden_factor, above=1, error=DefenseError)
-        for argument, count, least in (
-            ("most_notches", most_notches, 0),
-            ("max_physical_batch", max_physical_batch, 1),
-        ):
-            check_integer(
-                f"DPSGD: {argument}", count, at_least=least, optional=True, error=DefenseError
-            )
-        check_mechanism(mechanism, bands, poisson=poisson, accountant=accountant)
-        check_clip(max_grad_norm, gamma, per_layer, layer_noise)
+        poisson_sampling, max_physical_batch_size, clip, release, unit = OldArguments(
+            **old
+        ).convert(poisson_sampling, max_physical_batch_size, clip, release, unit)
+        check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
+        check_clip(max_grad_norm, clip)
+        check_sampling(unit, release, poisson_sampling, max_physical_batch_size, accountant)
+        users = unit if isinstance(unit, Users) else None
         self.max_grad_norm = max_grad_norm
-        self.gamma = gamma
-        self.per_layer = per_layer
-        self.layer_noise: LayerNoise = layer_noise
+        self.gamma = clip.gamma
+        self.per_layer = clip.per_layer
+        self.layer_noise: LayerNoise = clip.layer_noise
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
-        self.clipping: Clipping = clipping
-        self.poisson = poisson
-        self.trust: Trust = trust
-        self.on_budget = on_budget
-        self.loss = loss
+        self.clipping: Clipping = clip.form
+        self.poisson_sampling = poisson_sampling
+        self.trust: Trust = release.trust
+        self.on_budget = release.on_budget
+        self.loss = clip.loss
         self.seed = seed
-        self.max_physical_batch = max_physical_batch
-        self.unit = unit
-        self.group_by = group_by
-        self.rows_per_user = rows_per_user
+        self.max_physical_batch_size = max_physical_batch_size
+        self.unit = "example" if users is None else "user"
+        self.group_by = None if users is None else users.group_by
+        self.rows_per_user = None if users is None else users.rows_per_user
         self.releases = 0
         self.measured_noise_multiplier = math.nan
-        self.mechanism: Mechanism = mechanism
-        self.bands = bands
+        self.mechanism: Mechanism = release.mechanism
+        self.bands = release.bands
         # With correlated noise an example's place decides which steps it may be in.
-        drawn = poisson and mechanism == "independent"
-        self.guarantee = guarantee_of(trust, drawn, seed, accountant == "filter", unit)
-        self._noise = StepNoise(mechanism, bands)
+        independent = poisson_sampling and self.mechanism == "independent"
+        self.guarantee = guarantee_of(
+            self.trust, independent, seed, accountant == "filter", self.unit
+        )
+        self._noise = StepNoise(self.mechanism, self.bands)
         self._checkpointed = 0
         self._budget = Budget(
             accountant,
@@ -219,8 +185,8 @@ class DPSGD(Defense):
             target_epsilon,
             target_delta,
             seeded=seed is not None,
-            harden_factor=harden_factor,
-            most_notches=most_notches,
+            harden_factor=release.harden_factor,
+            max_hardenings=release.max_hardenings,
         )
         self.ledger = None if ledger is None else os.path.abspath(ledger)
         self._ledger = ledger
@@ -232,6 +198,7 @@ class DPSGD(Defense):
     def settings(self) -> dict[str, bool | int | float | str]:
         """Return the public settings, the accountant and the noise multiplier."""
         settings = super().settings() | {"accountant": self._budget.kind}
+        settings["poisson"] = settings.pop("poisson_sampling")  # the name in records
         if self.noise_multiplier is not None:
             settings["noise_multiplier"] = self.noise_multiplier
         if isinstance(self.max_grad_norm, Mapping):
@@ -329,7 +296,7 @@ class DPSGD(Defense):
         self._noise.begin_fit()
         self._team = team = Team(context)
         with team.together():
-            check_trainer(context, poisson=self.poisson)
+            check_trainer(context, poisson=self.poisson_sampling)
             check_model(context.root, self.clipping)
             check_shards(context.root, context.processes)
             if self._ledger is not None and team.process == 0:
@@ -344,9 +311,9 @@ class DPSGD(Defense):
             team,
             clip=self._clip(context),
             clipping=self.clipping,
-            poisson=self.poisson,
+            poisson=self.poisson_sampling,
             trusted=self.loss == "trusted",
-            max_rows=self.max_physical_batch,
+            max_rows=self.max_physical_batch_size,
             row=lambda: self._noise.row,
         )
 
@@ -359,7 +326,7 @@ class DPSGD(Defense):
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
         """
         self._team = team = Team(context)
-        drawn = 0 if self._sampling is None else self._sampling.drawn
+        first_step = 0 if self._sampling is None else self._sampling.next_step
         team.check_alike(
             max_grad_norm=0.0 if self._step is None else self._step.clip.sensitivity,
             noise_multiplier=self.noise_multiplier or 0.0,
@@ -370,10 +337,10 @@ class DPSGD(Defense):
             self._sampling = sampling = sampling_of(
                 dataloader,
                 context,
-                poisson=self.poisson,
+                poisson=self.poisson_sampling,
                 trust=self.trust,
                 entropy=self._base(context),
-                first_step=drawn,
+                first_step=first_step,
                 users=None if self.unit == "example" else self._users,
                 rows_per_user=self.rows_per_user,
                 mechanism=self.mechanism,
@@ -388,7 +355,7 @@ class DPSGD(Defense):
             batch_size=sampling.expected,
             users=0 if sampling.users is None else digest_of(sampling.users),
         )
-        check_same_data(sampling.loader, team, poisson=self.poisson)
+        check_same_data(sampling.loader, team, poisson=self.poisson_sampling)
         self._forget_if_moved()
         # Computed on another machine, it may differ in its last bits.
         self.noise_multiplier = team.told_by_first(self.noise_multiplier)
@@ -429,7 +396,7 @@ class DPSGD(Defense):
     def on_logical_batch(
         self, step: Callable[[Any], Any], batch: Any, context: DefenseContext
     ) -> Any:
-        """Run the batch, in pieces where it has more rows than ``max_physical_batch``.
+        """Run the batch, in pieces where it has more rows than ``max_physical_batch_size``.
 
         Raises:
             DefenseError: it was released already, is not the one that was drawn, or weights were

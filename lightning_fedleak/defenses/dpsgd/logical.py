@@ -133,8 +133,7 @@ def run_pieces(
         ``backward`` puts the gradients of all pieces into ``p.grad``.
     """
     trained = [p for p in context.root.parameters() if p.requires_grad]
-    for parameter in trained:
-        parameter.grad = None
+    _pop_gradients(trained)
     # Where none counts (this process drew no row) the first stands for all.
     counts = [piece.rows for piece in pieces] if any(p.rows for p in pieces) else [1]
     total, start = sum(counts), 0
@@ -148,7 +147,7 @@ def run_pieces(
             with _unreduced(context) if reduced_last and not last else nullcontext():
                 with logging(piece):
                     output = step(piece.batch)
-                loss = (output["loss"] if isinstance(output, Mapping) else output).reshape(())
+                loss = _loss_in(output).reshape(())
                 dtype = loss.dtype
                 if reduced_last and last:
                     _restore(wide)
@@ -156,7 +155,7 @@ def run_pieces(
             _accumulate_wide(halves, wide)
             rows = counts[number] if number < len(counts) else 0
             if rows:
-                value = {**output, "loss": loss} if isinstance(output, Mapping) else loss
+                value = _with_loss(output, loss)
                 combined = _combined(combined, value, start, rows, total)
                 start += rows
                 del value
@@ -164,13 +163,28 @@ def run_pieces(
             if not last:
                 end_piece(piece)
     _restore(wide)
-    gradients = {p: p.grad for p in trained if p.grad is not None}
-    for parameter in gradients:
-        parameter.grad = None
-    mean = (combined["loss"] if isinstance(combined, Mapping) else combined).to(dtype)
+    gradients = _pop_gradients(trained)
+    mean = _loss_in(combined).to(dtype)
     anchor = torch.zeros((), device=mean.device, requires_grad=True)
     loss = _RestoredGradients.apply(anchor, mean, gradients)  # type: ignore[no-untyped-call]
-    return {**combined, "loss": loss} if isinstance(combined, Mapping) else loss
+    return _with_loss(combined, loss)
+
+
+def _pop_gradients(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """Return the gradients of parameters, and set ``p.grad`` to None."""
+    gradients = {p: p.grad for p in parameters if p.grad is not None}
+    for parameter in gradients:
+        parameter.grad = None
+    return gradients
+
+
+def _loss_in(output: Any) -> Tensor:
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+    return loss
+
+
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
 
 class _RestoredGradients(torch.autograd.Function):

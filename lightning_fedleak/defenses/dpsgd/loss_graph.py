@@ -43,7 +43,7 @@ from lightning_fedleak.defenses.dpsgd.recorder import Call
 MEND = (
     "Return `mean_of_sample_means(logits, labels, causal=...)` (from lightning_fedleak.defenses) "
     "from training_step, or another mean over samples of each sample's own mean. If you have "
-    "proved that your loss is one, pass DPSGD(loss='trusted')."
+    "proved that your loss is one, pass DPSGD(clip=ClipSettings(loss='trusted'))."
 )
 _SHAPES = {
     "AliasBackward0",
@@ -76,8 +76,8 @@ _STEPS = (
 )
 """Beginnings of operations whose slope depends on the batch, which no second derivative shows."""
 _REENTRANT = "CheckpointFunctionBackward"
-_MEAN = 1
-_ALONG = ("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1")
+_MEAN = 1  # torch's number of the reduction "mean"
+_DIMENSIONS = ("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1")
 _CHECKPOINTING = (
     "DPSGD: gradient checkpointing with use_reentrant=True hides whether samples are mixed. Use "
     'gradient_checkpointing_enable({"use_reentrant": False}).'
@@ -238,8 +238,8 @@ def under_ddp(loss: Tensor) -> Tensor | GradientEdge:
 
 def _signature(node: Any, name: str) -> str:
     """Return an operation's name and the dimensions it works along."""
-    along = (getattr(node, attribute, None) for attribute in _ALONG)
-    return f"{name} {[dims for dims in along if isinstance(dims, int | tuple)]}"
+    dimensions = (getattr(node, attribute, None) for attribute in _DIMENSIONS)
+    return f"{name} {[dims for dims in dimensions if isinstance(dims, int | tuple)]}"
 
 
 def outputs_of(loss: Tensor, calls: Sequence[Call]) -> list[Call]:
@@ -292,40 +292,29 @@ def check_isolation(
     Raises:
         DefenseError: samples are mixed, or that cannot be checked.
     """
+    restore = restore or (lambda: None)
     edges = [call.edge for call in top]
     try:
         gradients = torch.autograd.grad(loss, edges, retain_graph=True, create_graph=not separate)
     except RuntimeError as error:
         raise _unknown(f"its gradient cannot be computed ({error})") from error
-    if restore is not None:
-        restore()
+    restore()
     finite = [g.isfinite().reshape(samples, -1).all(1).nonzero().flatten() for g in gradients]
     rows = sorted(functools.reduce(operator.and_, (set(layer.tolist()) for layer in finite)))
     sample = rows[len(rows) // 2] if rows else 0
     mixed = None if separate else _mixing_error(gradients, top, edges, sample, samples)
-    if restore is not None:
-        restore()
+    restore()
     above = {edge.node for edge in edges}
     below = [call for call in calls if call.trained and call.edge.node not in above]
     masked = [_mask_others(g.detach(), sample, samples) for g in gradients]
     del gradients
-    if not below:
-        if mixed is not None:
-            raise mixed
-        return len(rows) > 1
-    try:
-        reached = torch.autograd.grad(
-            edges, [call.edge for call in below], masked, retain_graph=True, allow_unused=True
-        )
-    except RuntimeError as error:
-        if "use_reentrant" in str(error):
-            raise DefenseError(_CHECKPOINTING) from error
-        raise
-    if restore is not None:
+    layers: Sequence[Tensor | None] = ()
+    if below:
+        layers = _layer_gradients(edges, below, masked)
         restore()
     if mixed is not None:
         raise mixed
-    for call, gradient in zip(below, reached, strict=True):
+    for call, gradient in zip(below, layers, strict=True):
         if gradient is not None and _reaches_others(gradient, sample, samples):
             raise DefenseError(
                 f"DPSGD: the gradient of sample {sample} reaches rows of '{call.name}' that belong "
@@ -335,6 +324,20 @@ def check_isolation(
                 "layer (position ids may have shape (1, T)), or freeze it."
             )
     return len(rows) > 1
+
+
+def _layer_gradients(
+    edges: Sequence[GradientEdge], calls: Sequence[Call], gradients: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """Return the gradients that reach calls of layers from edges above them."""
+    try:
+        return torch.autograd.grad(
+            edges, [call.edge for call in calls], gradients, retain_graph=True, allow_unused=True
+        )
+    except RuntimeError as error:
+        if "use_reentrant" in str(error):
+            raise DefenseError(_CHECKPOINTING) from error
+        raise
 
 
 def _mixing_error(

@@ -273,7 +273,7 @@ def squared_norms_of_users(
 
 @_full_precision()
 def weighted_sum(
-    parts: Sequence[Part], weights: Tensor, shape: torch.Size, onto: Tensor | None = None
+    parts: Sequence[Part], weights: Tensor, shape: torch.Size, target: Tensor | None = None
 ) -> Tensor:
     """Return ``sum_b weights[b] gradient_b``, of the parameter's shape.
 
@@ -281,10 +281,10 @@ def weighted_sum(
         parts: of all B samples.
         weights: (B,).
         shape: of the parameter.
-        onto: a tensor of this shape and of the gradients' dtype, to which the sum is added in
+        target: a tensor of this shape and of the gradients' dtype, to which the sum is added in
             place; None for zeros.
     """
-    total = onto
+    total = target
     for part in parts:
         if isinstance(part, Dense):
             wide = _wide(part.values)
@@ -303,9 +303,8 @@ def weighted_sum(
             term = left.T @ right
         else:
             source = _wide(part.values) * weights.to(_wide(part.values).dtype)[:, None, None]
-            target = source.new_zeros(shape) if total is None else total
-            target.index_add_(0, part.ids.flatten(), source.flatten(0, 1))
-            total = target
+            total = source.new_zeros(shape) if total is None else total
+            total.index_add_(0, part.ids.flatten(), source.flatten(0, 1))
             continue
         total = term if total is None else total.add_(term)
     assert total is not None
@@ -434,20 +433,23 @@ def refusal(name: str, module: nn.Module) -> str:
         )
     if isinstance(module, nn.RNNBase):
         return f"'{name}' is a {kind}; use opacus.layers.DP{kind}, or freeze it."
-    if isinstance(module, nn.Embedding):
-        settings = {
-            "max_norm": module.max_norm is not None,
-            "scale_grad_by_freq": module.scale_grad_by_freq,
-            "sparse": module.sparse,
-        }
-        for setting, on in settings.items():
-            if on:
-                return (
-                    f"the embedding '{name}' has `{setting}`, which mixes samples or hides rows. "
-                    "Build it without."
-                )
     if isinstance(module, nn.EmbeddingBag):
         return f"'{name}' is an EmbeddingBag, which is not supported. Use nn.Embedding."
+    return _embedding_refusal(name, module) if isinstance(module, nn.Embedding) else ""
+
+
+def _embedding_refusal(name: str, embedding: nn.Embedding) -> str:
+    settings = {
+        "max_norm": embedding.max_norm is not None,
+        "scale_grad_by_freq": embedding.scale_grad_by_freq,
+        "sparse": embedding.sparse,
+    }
+    for setting, enabled in settings.items():
+        if enabled:
+            return (
+                f"the embedding '{name}' has `{setting}`, which mixes samples or hides rows. Build "
+                "it without."
+            )
     return ""
 
 

@@ -41,8 +41,8 @@ DOMAIN = b"lightning-fedleak poisson sampling 1\0"  # prefix of the hash; anothe
 LEAST_ENTROPY = 16  # bytes; 128 bits cannot be guessed
 MOST_WAITING = 1 << 12  # batches whose sizes are stored; workers fetch far fewer ahead of training
 _ALREADY = (
-    "DP-SGD samples each example independently and replaces the sampler, or with poisson=False "
-    "counts each example once in a batch: it must know what the sampler does."
+    "DP-SGD samples each example independently and replaces the sampler, or with "
+    "poisson_sampling=False counts each example once in a batch: it must know the sampler's rule."
 )
 
 
@@ -527,11 +527,12 @@ def _sized(dataset: Dataset[Any]) -> Any:
 def _emptied(once: Any, twice: Any) -> Any:
     """Return ``once`` with what is longer in ``twice`` cut to length 0."""
     if isinstance(once, Tensor):
-        grew = [d for d, (a, b) in enumerate(zip(once.shape, twice.shape, strict=True)) if a != b]
-        if not grew:
+        sizes = zip(once.shape, twice.shape, strict=True)
+        longer = [dim for dim, (one_size, two_size) in enumerate(sizes) if one_size != two_size]
+        if not longer:
             return once
         shape = list(once.shape)
-        shape[grew[0]] = 0
+        shape[longer[0]] = 0
         return once.new_empty(shape)
     if isinstance(once, np.ndarray):
         return _emptied(torch.from_numpy(once), torch.from_numpy(twice)).numpy()

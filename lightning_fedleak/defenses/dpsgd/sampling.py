@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
@@ -31,6 +31,7 @@ from lightning_fedleak.defenses.dpsgd.poisson import (
     is_sharded,
     poisson_loader,
 )
+from lightning_fedleak.defenses.dpsgd.settings import GroupBy
 from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.model_state import preserve_process
 
@@ -62,8 +63,8 @@ class Sampling:
     places: Places | None = None
 
     @property
-    def drawn(self) -> int:
-        """Return how many Poisson batches were drawn; the next loader continues there."""
+    def next_step(self) -> int:
+        """Return the number of the next Poisson batch, where the next loader continues."""
         sampler = self.loader.batch_sampler
         return sampler.step if isinstance(sampler, PoissonBatchSampler) else 0
 
@@ -74,8 +75,8 @@ class Sampling:
             DefenseError: something between the loader and the training step changed the batch.
         """
         sampler, size = self.loader.batch_sampler, self.loader.batch_size
-        drawn = isinstance(sampler, PoissonBatchSampler) and not sampler.claim(samples)
-        if drawn or (size is not None and samples > size):
+        foreign = isinstance(sampler, PoissonBatchSampler) and not sampler.claim(samples)
+        if foreign or (size is not None and samples > size):
             raise DefenseError(
                 f"DPSGD: training_step gets a batch of {samples} samples, and the loader made none "
                 "of that size. A hook (on_after_batch_transfer?) or callback that adds rows to a "
@@ -237,9 +238,9 @@ def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
     sampler = dataloader.sampler
     if len(dataloader.dataset) % sampler.num_replicas and not sampler.drop_last:
         raise DefenseError(
-            "DPSGD: poisson=False takes the batches of a sampler that repeats examples, because "
-            f"{len(dataloader.dataset)} of them are not the same number for each of the "
-            f"{sampler.num_replicas} processes. Use poisson=True, or leave examples out "
+            "DPSGD: poisson_sampling=False takes the batches of a sampler that repeats examples, "
+            f"because {len(dataloader.dataset)} of them are not the same number for each of the "
+            f"{sampler.num_replicas} processes. Use poisson_sampling=True, or leave examples out "
             "(DistributedSampler(drop_last=True), torch.utils.data.Subset)."
         )
 
@@ -276,7 +277,7 @@ def _check_order(loader: DataLoader[Any]) -> None:
                 keeps_order = not _is_shuffled(tensor, repeated)
             if not keeps_order:
                 raise DefenseError(
-                    "DPSGD: with unit='user' the user of a row follows from its place in the "
+                    "DPSGD: with unit=Users() the user of a row follows from its place in the "
                     f"batch, and the collate function ({_collate_name(loader)}) or the dataset's "
                     "`__getitems__` sorts or shuffles rows, or makes a row of several examples: "
                     "one user's rows would be clipped as another's. Let row i of every tensor be "
@@ -284,7 +285,7 @@ def _check_order(loader: DataLoader[Any]) -> None:
                 )
     if count > 1 and not conclusive:
         warnings.warn(
-            "DPSGD: with unit='user' the user of a row follows from its place in the batch. "
+            "DPSGD: with unit=Users() the user of a row follows from its place in the batch. "
             f"Whether the collate function ({_collate_name(loader)}) keeps the order of examples "
             "could not be checked: its batches are random, or the same for all examples. It is "
             "trusted.",
@@ -383,3 +384,113 @@ def _digest(dataset: Any) -> int:
     examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
     digest = hashlib.sha256("\0".join(values_in(examples)).encode()).digest()
     return int.from_bytes(digest[:6], "big")
+
+
+# ---- users ----------------------------------------------------------------------------------
+
+
+def users_of(dataset: Any, group_by: GroupBy) -> list[list[int]]:
+    """Return the rows of every user, without the keys of :func:`rows_by_user`."""
+    return [*rows_by_user(dataset, group_by).values()]
+
+
+def rows_by_user(dataset: Any, group_by: GroupBy) -> dict[Any, list[int]]:
+    """Return the rows of every user by key, in the order of each user's first row.
+
+    Args:
+        dataset: map-style.
+        group_by: the name of a column, a function of an example, or one key for each row.
+
+    Raises:
+        DefenseError: a row without a key, or not one key for each row; names the column.
+    """
+    keys = _keys(dataset, group_by)
+    if len(keys) != len(dataset):
+        raise DefenseError(
+            f"DPSGD: group_by gives {len(keys)} keys for {len(dataset)} rows; give one for each"
+        )
+    users: dict[Any, list[int]] = {}
+    for row, key in enumerate(keys):
+        try:
+            user = _comparable(key)
+            if user is not None:
+                users.setdefault(user, []).append(row)
+        except (TypeError, ValueError, RuntimeError) as error:  # also arrays, and pandas' NA
+            raise DefenseError(
+                f"DPSGD: row {row}'s {_name(group_by)} is a {type(key).__name__}, by which users "
+                "cannot be compared; give a number or a string"
+            ) from error
+        if user is None:
+            raise DefenseError(
+                f"DPSGD: row {row} has no {_name(group_by)} (it is {key!r}), so its user is not "
+                "known. Leave such rows out of the dataset, or give them a key."
+            )
+    return users
+
+
+def digest_of(users: Sequence[Sequence[int]]) -> int:
+    """Return a digest, of 48 bits, of the rows of every user."""
+    text = ";".join(",".join(map(str, rows)) for rows in users)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+
+def _comparable(key: Any) -> Any:
+    """Return a key by which users are compared; None for None, NaN, "" and what holds one of them.
+
+    Raises:
+        TypeError: it is equal to itself alone, or has no hash.
+    """
+    if isinstance(key, tuple | frozenset):
+        parts = [_comparable(part) for part in key]
+        kind = tuple if isinstance(key, tuple) else frozenset
+        return None if any(part is None for part in parts) else kind(parts)
+    key = key.item() if getattr(key, "shape", None) in ((), (1,)) else key
+    by_identity: Any = object.__hash__
+    if key is not None and type(key).__hash__ is by_identity:
+        raise TypeError("equal to itself alone")
+    missing = key is None or bool(key != key) or bool(key == "")
+    return None if missing else key
+
+
+def _name(group_by: GroupBy) -> str:
+    return f"'{group_by}'" if isinstance(group_by, str) else "key (group_by)"
+
+
+def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
+    if isinstance(dataset, Subset) and (isinstance(group_by, str) or callable(group_by)):
+        inner = _keys(dataset.dataset, group_by)
+        return [inner[i] for i in dataset.indices]
+    if callable(group_by):
+        return [group_by(dataset[row]) for row in range(len(dataset))]
+    if not isinstance(group_by, str):
+        ordered = hasattr(group_by, "__len__") and hasattr(group_by, "__getitem__")
+        if not ordered or isinstance(group_by, Mapping):
+            raise DefenseError(
+                f"DPSGD: group_by is a {type(group_by).__name__}, whose keys have no order. "
+                "Give the name of a column, a function of an example, or a list with one key for "
+                "each row."
+            )
+        return group_by
+    names = getattr(dataset, "column_names", None)
+    if names is not None:
+        if group_by not in names:
+            raise _no_column(group_by, names)
+        column: Sequence[Any] = dataset[group_by]
+        return column
+    keys = []
+    for row in range(len(dataset)):
+        example = dataset[row]
+        if not isinstance(example, Mapping) or group_by not in example:
+            names = [*example] if isinstance(example, Mapping) else []
+            raise _no_column(group_by, names, row)
+        keys.append(example[group_by])
+    return keys
+
+
+def _no_column(name: str, names: Sequence[Any], row: int | None = None) -> DefenseError:
+    owner = "the dataset has" if row is None else f"row {row} has"
+    columns = f"; {owner} {', '.join(map(repr, names))}" if names else ""
+    return DefenseError(
+        f"DPSGD: unit=Users() needs the user of each row, and {owner} no column '{name}'{columns}. "
+        "Give group_by the name of one, a function of an example, or one key for each row."
+    )

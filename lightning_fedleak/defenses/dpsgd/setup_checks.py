@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.batch import trainer_of
-from lightning_fedleak.defenses.dpsgd.clipped_sum import LayerNoise, MaxGradNorm
+from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
+from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSettings, Unit, Users
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
@@ -22,14 +23,6 @@ PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
 def _check_number(name: str, value: object, **limits: Any) -> None:
     check_number(f"DPSGD: {name}", value, error=DefenseError, **limits)
-
-
-def _check_integer(name: str, value: object, **limits: Any) -> None:
-    check_integer(f"DPSGD: {name}", value, error=DefenseError, **limits)
-
-
-def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    check_choice(f"DPSGD: {name}", value, choices, error=DefenseError)
 
 
 def check_trainer(context: DefenseContext, *, poisson: bool) -> None:
@@ -72,13 +65,14 @@ def check_trainer(context: DefenseContext, *, poisson: bool) -> None:
             f"DPSGD: accumulate_grad_batches={accumulated} joins several batches into one release, "
             "in which a sample can occur more than once and each loss is divided before it is "
             f"clipped. Use accumulate_grad_batches=1 and a batch_size {accumulated} times as big: "
-            "DPSGD(max_physical_batch=...) runs it in pieces of as many rows as fit into memory."
+            "DPSGD(max_physical_batch_size=...) runs it in pieces that fit into memory."
         )
     if poisson and getattr(trainer, "overfit_batches", False):
         raise DefenseError(
             f"DPSGD draws each batch from all of the data, so that "
             f"overfit_batches={trainer.overfit_batches} would not repeat the same batches. Give "
-            "the loader a few rows alone (torch.utils.data.Subset), or DPSGD(poisson=False)."
+            "the loader a few rows alone (torch.utils.data.Subset), or pass "
+            "DPSGD(poisson_sampling=False)."
         )
 
 
@@ -196,8 +190,7 @@ def planned_steps(
     return int(min(counts))
 
 
-def check_settings(
-    max_grad_norm: MaxGradNorm,
+def check_budget(
     noise_multiplier: float | None,
     target_epsilon: float | None,
     target_delta: float | None,
@@ -211,13 +204,8 @@ def check_settings(
     Raises:
         DefenseError: says which.
     """
-    _check_choice("accountant", accountant, ("prv", "rdp", "filter"))
-    norms: Sequence[object] = () if max_grad_norm == "auto" else (max_grad_norm,)
-    if isinstance(max_grad_norm, Mapping):
-        norms = [*max_grad_norm.values()] or [max_grad_norm]
-    for norm in norms:
-        hint = "or 'auto', or such numbers by the names of layers"
-        _check_number("max_grad_norm", norm, above=0, hint=hint)
+    choices = ("prv", "rdp", "filter")
+    check_choice("DPSGD: accountant", accountant, choices, error=DefenseError)
     filtered = accountant == "filter"
     if filtered and target_epsilon is None:
         raise DefenseError(
@@ -246,77 +234,67 @@ def check_settings(
     _check_number("target_delta", target_delta, above=0, below=1, optional=True)
 
 
-def check_mechanism(mechanism: str, bands: int | None, *, poisson: bool, accountant: str) -> None:
-    """Raise an error for bands that cannot be, and settings that exclude correlated noise.
+def check_clip(max_grad_norm: MaxGradNorm, clip: ClipSettings) -> None:
+    """Raise an error for clip norms out of range, and settings of clipping that do nothing.
 
     Raises:
         DefenseError: says which.
     """
-    _check_choice("mechanism", mechanism, ("independent", "banded", "banded_inverse"))
-    if mechanism == "independent":
-        if bands is not None:
-            raise DefenseError(
-                f"DPSGD: bands={bands!r} is for mechanism='banded' or 'banded_inverse', and the "
-                "noise is independent. Pass one of them, or leave bands out."
-            )
-        return
-    hint = f"over how many steps mechanism={mechanism!r} correlates noise. 4 to 16 are usual"
-    _check_integer("bands", bands, hint=hint)
-    if not poisson:
-        raise DefenseError(
-            f"DPSGD: mechanism={mechanism!r} decides itself how batches are drawn, and "
-            "poisson=False takes the loader's as they are: leave it out"
-        )
-    if accountant == "filter":
-        raise DefenseError(
-            f"DPSGD: mechanism={mechanism!r} needs noise that is fixed before the run, and "
-            "accountant='filter' is there to turn it up. Use accountant='prv' or 'rdp'."
-        )
-
-
-def check_clip(
-    max_grad_norm: MaxGradNorm, gamma: float, per_layer: bool, layer_noise: LayerNoise
-) -> None:
-    """Raise an error for settings of clipping that are out of range or do nothing.
-
-    Raises:
-        DefenseError: says which.
-    """
-    _check_number("gamma", gamma, above=0)
-    _check_choice("layer_noise", layer_noise, ("equal", "by_clip"))
     by_name = isinstance(max_grad_norm, Mapping)
-    if by_name and per_layer:
+    norms: Sequence[object] = () if max_grad_norm == "auto" else (max_grad_norm,)
+    if isinstance(max_grad_norm, Mapping):
+        norms = [*max_grad_norm.values()] or [max_grad_norm]
+    for norm in norms:
+        hint = "or 'auto', or such numbers by the names of layers"
+        _check_number("max_grad_norm", norm, above=0, hint=hint)
+    if by_name and clip.per_layer:
         raise DefenseError(
             "DPSGD: max_grad_norm names layers already; leave per_layer out, which gives each "
             "layer an equal share of one norm"
         )
-    if layer_noise != "equal" and not (by_name or per_layer):
+    if clip.layer_noise != "equal" and not (by_name or clip.per_layer):
         raise DefenseError(
-            f"DPSGD: layer_noise={layer_noise!r} shares noise among layers that are clipped one by "
-            "one: pass per_layer=True, or max_grad_norm by the names of layers"
+            f"DPSGD: layer_noise={clip.layer_noise!r} shares noise among layers that are clipped "
+            "one by one: pass per_layer=True, or max_grad_norm by the names of layers"
         )
 
 
-def check_users(unit: str, grouped: bool, rows_per_user: int | None, *, poisson: bool) -> None:
-    """Raise an error for a unit of privacy without users, or settings that do nothing for it.
+def check_sampling(
+    unit: Unit,
+    release: ReleaseSettings,
+    poisson: bool,
+    max_physical_batch_size: int | None,
+    accountant: str,
+) -> None:
+    """Raise an error for a size or unit out of range, and for what excludes correlated noise.
 
     Raises:
         DefenseError: says which.
     """
-    _check_choice("unit", unit, ("example", "user"))
-    if unit == "user" and not grouped:
+    check_integer(
+        "DPSGD: max_physical_batch_size",
+        max_physical_batch_size,
+        optional=True,
+        hint="the rows that are run at once",
+        error=DefenseError,
+    )
+    if not isinstance(unit, Users):
+        hint = "or Users(group_by)"
+        check_choice("DPSGD: unit", unit, ("example",), hint=hint, error=DefenseError)
+    elif not poisson:
         raise DefenseError(
-            "DPSGD: unit='user' needs group_by: the name of a column, a function of an example, or "
-            "one key for each row"
-        )
-    if unit != "user" and (grouped or rows_per_user is not None):
-        raise DefenseError(
-            "DPSGD: group_by and rows_per_user are for unit='user', and the unit is an example. "
-            "Pass unit='user', or leave them out."
-        )
-    if unit == "user" and not poisson:
-        raise DefenseError(
-            "DPSGD: unit='user' draws users by chance, and poisson=False takes the loader's "
+            "DPSGD: users are drawn by chance, and poisson_sampling=False takes the loader's "
             "batches as they are: leave it out"
         )
-    _check_integer("rows_per_user", rows_per_user, optional=True, hint="None takes all rows")
+    if release.mechanism == "independent":
+        return
+    if not poisson:
+        raise DefenseError(
+            f"DPSGD: mechanism={release.mechanism!r} decides itself how batches are drawn, and "
+            "poisson_sampling=False takes the loader's as they are: leave it out"
+        )
+    if accountant == "filter":
+        raise DefenseError(
+            f"DPSGD: mechanism={release.mechanism!r} needs noise that is fixed before the run, and "
+            "accountant='filter' is there to turn it up. Use accountant='prv' or 'rdp'."
+        )

@@ -70,15 +70,16 @@ class DrawnBatches:
             raise DefenseError(
                 "DPSGD: this batch was released already (a second optimizer step on it, in an "
                 "overridden optimizer_step perhaps). Every release is accounted as a Poisson "
-                "sample of its own. Take one optimizer step on each batch, or pass poisson=False: "
-                "then each example is accounted as if it were in all of them."
+                "sample of its own. Take one optimizer step on each batch, or pass "
+                "poisson_sampling=False: then each example is accounted as if it were in all of "
+                "them."
             )
         self._waiting += 1
         if self._waiting > 1:
             raise DefenseError(
                 "DPSGD: a second batch came before the first was released (gradient accumulation, "
                 "by a callback perhaps). Let every batch have its own optimizer step: a larger "
-                "batch_size, of which DPSGD(max_physical_batch=...) runs a few rows at a time."
+                "batch_size, of which DPSGD(max_physical_batch_size=...) runs a few rows at a time."
             )
 
     def released(self) -> None:

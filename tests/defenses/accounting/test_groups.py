@@ -14,6 +14,7 @@ from lightning_fedleak.defenses.accounting.accounting import ORDERS, epsilon_of,
 from lightning_fedleak.defenses.accounting.groups import group_rdp
 from tests.defenses.dpsgd.test_correlated_noise import Steps
 from tests.defenses.dpsgd.test_dpsgd import Run, first
+from tests.helpers.dpsgd_settings import grouped
 
 
 @pytest.mark.parametrize(("sigma", "rate"), [(0.7, 0.3), (1.0, 0.01), (5.0, 0.999), (2.0, 1.0)])
@@ -81,7 +82,7 @@ def test_large_groups_and_little_noise_are_told_or_infinite() -> None:
 
 def test_a_run_tells_what_its_groups_cost() -> None:
     settings: Any = {"target_delta": 1e-3}
-    run = Run(DPSGD(1.0, noise_multiplier=2.0, accountant="rdp", **settings))
+    run = Run(DPSGD(1.0, noise_multiplier=2.0, accountant="rdp", **grouped(**settings)))
     run.step(first(4))
     own, pair = run.defense.privacy, run.defense.group_privacy(2)
     assert run.defense.group_privacy(1).epsilon == pytest.approx(own.epsilon)
@@ -94,7 +95,7 @@ def test_a_run_tells_what_its_groups_cost() -> None:
     assert pair.delta == pytest.approx(2e-3 * math.exp(0.5))
     assert run.defense.group_privacy(20).epsilon == math.inf
     banded: Any = settings | {"mechanism": "banded", "bands": 2, "accountant": "rdp"}
-    run = Steps(DPSGD(1.0, noise_multiplier=9.0, **banded), 4)
+    run = Steps(DPSGD(1.0, noise_multiplier=9.0, **grouped(**banded)), 4)
     run.step(first(4), lr=1e-3)
     own, pair = run.defense.privacy, run.defense.group_privacy(2)
     assert pair.epsilon == 2 * own.epsilon

@@ -13,7 +13,14 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses import DPSGD, DefenseError, DPAdamBC, GradientNoise
+from lightning_fedleak.defenses import (
+    DPSGD,
+    ClipSettings,
+    DefenseError,
+    DPAdamBC,
+    GradientNoise,
+    ReleaseSettings,
+)
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.defenses.dpsgd.test_dpsgd import Run, first
@@ -143,7 +150,7 @@ def test_dpsgd_tells_it_the_noise_of_every_release_also_after_a_notch(tmp_path: 
 def test_the_noise_of_several_clients_is_averaged_with_their_gradients(
     trust: Any, share: float
 ) -> None:
-    run = Run(DPSGD(0.3, noise_multiplier=2.0, trust=trust), clients=4)
+    run = Run(DPSGD(0.3, noise_multiplier=2.0, release=ReleaseSettings(trust=trust)), clients=4)
     draws = torch.stack([run.step(first(0), lr=0.01) for _ in range(100)])
     [told] = set(run.defense.noise_variances(run.parameters, run.context).values())
     assert told == pytest.approx((2.0 * share * 0.3 / 8) ** 2 / 4)
@@ -151,7 +158,9 @@ def test_the_noise_of_several_clients_is_averaged_with_their_gradients(
 
 
 def test_layers_that_differ_in_noise_are_told_apart() -> None:
-    defense = DPSGD({"below": 0.4, "above": 0.1}, noise_multiplier=3.0, layer_noise="by_clip")
+    defense = DPSGD(
+        {"below": 0.4, "above": 0.1}, noise_multiplier=3.0, clip=ClipSettings(layer_noise="by_clip")
+    )
     run = Run(defense)
     run.step(first(4))
     told = defense.noise_variances(run.parameters, run.context)

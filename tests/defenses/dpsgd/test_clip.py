@@ -12,11 +12,13 @@ from torch import Tensor
 from lightning_fedleak.defenses import (
     DPSGD,
     CanaryGradient,
+    ClipSettings,
     DefenseError,
     joint_noise_multiplier,
 )
 from tests.defenses.dpsgd.test_dpsgd import Run, first
 from tests.defenses.dpsgd.test_logical import Pieces
+from tests.helpers.dpsgd_settings import grouped
 
 GAMMA = 0.01
 NORMS = {"below": 0.3, "above.weight": 0.2, "": 0.05}
@@ -58,7 +60,9 @@ def brute(run: Run, batch: Any, name: str) -> Tensor:
 @pytest.mark.parametrize("most", [None, 5])
 @pytest.mark.parametrize("name", GROUPS)
 def test_clipped_sums_are_those_of_brute_force(name: str, most: int | None) -> None:
-    defense = DPSGD(noise_multiplier=0.0, max_physical_batch=most, **GROUPS[name][0])
+    defense = DPSGD(
+        noise_multiplier=0.0, max_physical_batch_size=most, **grouped(**GROUPS[name][0])
+    )
     run, batch = Pieces(defense), first(12)
     batch[0] = batch[0] * torch.linspace(0.01, 30, 12)[:, None]
     expected = brute(run, batch, name).sum(0) / 8
@@ -75,7 +79,7 @@ def test_one_example_moves_the_sum_by_no_more_than_the_norms_say(name: str) -> N
         if scale is not None:
             batch[0] = batch[0].clone()
             batch[0][8] *= scale
-        run = Run(DPSGD(noise_multiplier=0.0, **settings))
+        run = Run(DPSGD(noise_multiplier=0.0, **grouped(**settings)))
         runs.append(8 * run.step(batch).double())
     without, *with_it = runs
     sensitivity = math.hypot(*norms)
@@ -96,7 +100,9 @@ def test_noise_is_accounted_as_one_gaussian_of_the_noise_multiplier(name: str) -
     sigma, by_clip = 1.7, "layer_noise" in settings
     joint = math.hypot(*norms)
     stds = [sigma * (math.sqrt(len(norms)) * c if by_clip else joint) for c in norms]
-    defense = DPSGD(noise_multiplier=sigma, target_delta=1e-3, accountant="rdp", **settings)
+    defense = DPSGD(
+        noise_multiplier=sigma, target_delta=1e-3, accountant="rdp", **grouped(**settings)
+    )
     run = Run(defense)
     drawn = [split(run, 8 * run.step(first(0), lr=1e-3).double()) for _ in range(250)]
     squares = numbers = 0.0
@@ -122,7 +128,7 @@ def test_the_joint_noise_multiplier_is_that_of_the_whitened_sum() -> None:
 
 
 def test_too_little_noise_on_one_layer_is_seen() -> None:
-    run = Run(DPSGD(noise_multiplier=1.0, **GROUPS["named, by clip"][0]))
+    run = Run(DPSGD(noise_multiplier=1.0, **grouped(**GROUPS["named, by clip"][0])))
     run.backward(first(8))
     step = run.defense._step
     assert step is not None
@@ -151,7 +157,7 @@ def test_a_canary_is_clipped_automatically_too_and_unknown_where_layers_are_apar
     joint = torch.cat([own, 5 * canary.samples[:, 0]], 1)
     expected = 5 * canary.samples[:, 0] / (joint.norm(dim=1, keepdim=True) + GAMMA) / 8
     torch.testing.assert_close(found[:, 0], expected, rtol=1e-4, atol=1e-8)
-    apart = Run(DPSGD(0.4, noise_multiplier=0.0, per_layer=True))
+    apart = Run(DPSGD(0.4, noise_multiplier=0.0, clip=ClipSettings(per_layer=True)))
     apart.backward(batch)
     with pytest.raises(DefenseError, match="clip all layers together"):
         apart.defense.on_canary(canary, apart.parameters, apart.context)
@@ -160,7 +166,7 @@ def test_a_canary_is_clipped_automatically_too_and_unknown_where_layers_are_apar
 @pytest.mark.parametrize("name", ["auto", "per layer"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_sample_that_is_not_finite_counts_as_zero(name: str, bad: float) -> None:
-    run, batch = Run(DPSGD(noise_multiplier=0.0, **GROUPS[name][0])), first(6)
+    run, batch = Run(DPSGD(noise_multiplier=0.0, **grouped(**GROUPS[name][0]))), first(6)
     expected = brute(run, batch, name)
     expected[2] = 0
     batch[0] = batch[0].clone()
@@ -185,7 +191,7 @@ def test_a_sample_that_is_not_finite_counts_as_zero(name: str, bad: float) -> No
 )
 def test_what_is_refused(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(DefenseError, match=word):
-        Run(DPSGD(noise_multiplier=1.0, **settings))
+        Run(DPSGD(noise_multiplier=1.0, **grouped(**settings)))
 
 
 def test_neither_norms_nor_what_is_trained_may_change_in_a_fit() -> None:

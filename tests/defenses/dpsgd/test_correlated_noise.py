@@ -23,6 +23,7 @@ from lightning_fedleak.defenses.dpsgd.factorization import banded, banded_invers
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.defenses.noise import noise_key, standard_normal
 from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, clipped, data, first
+from tests.helpers.dpsgd_settings import grouped
 
 SIGMA, STEPS, BATCH = 1.5, 11, 8
 
@@ -45,7 +46,7 @@ class Steps(Run):
 
 def correlated(mechanism: Any = "banded", bands: int = 3, **settings: Any) -> DPSGD:
     given = {"noise_multiplier": SIGMA, "accountant": "rdp", **settings}
-    return DPSGD(CLIP, mechanism=mechanism, bands=bands, **given)
+    return DPSGD(CLIP, **grouped(mechanism=mechanism, bands=bands, **given))
 
 
 def draws(run: Run, entropy: list[bytes]) -> Tensor:
@@ -470,7 +471,7 @@ def test_a_parameter_that_was_not_trained_in_the_step_before_is_refused() -> Non
         ({"mechanism": "banded", "bands": None}, "bands must be .* at least 1, got None"),
         ({"mechanism": "banded_inverse", "bands": 0}, "bands must be .* at least 1, got 0"),
         ({"mechanism": "independent", "bands": 3}, "leave bands out"),
-        ({"poisson": False}, "decides itself how batches are drawn"),
+        ({"poisson_sampling": False}, "decides itself how batches are drawn"),
         (
             {"accountant": "filter", "target_epsilon": 1.0, "target_delta": 1e-3},
             "accountant='filter' is there to turn it up",

@@ -18,11 +18,14 @@ from lightning_fedleak.defenses import (
     DPSGD,
     BudgetSpent,
     CanaryGradient,
+    ClipSettings,
     DefenseContext,
     DefenseError,
     GradientNoise,
+    ReleaseSettings,
 )
 from lightning_fedleak.defenses.dpsgd import correlated_noise, step
+from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 N, CLIP = 40, 0.3
@@ -118,7 +121,7 @@ def clipped(rows: Tensor, clip: float = CLIP) -> Tensor:
 @pytest.mark.parametrize("clipping", ["auto", "per_sample", "ghost"])
 @pytest.mark.parametrize("samples", [1, 5, 12])
 def test_a_release_is_the_clipped_sum_over_the_expected_batch_size(clipping, samples) -> None:
-    run = Run(DPSGD(CLIP, noise_multiplier=0.0, clipping=clipping))
+    run = Run(DPSGD(CLIP, noise_multiplier=0.0, clip=ClipSettings(form=clipping)))
     rows = run.one_by_one(first(samples))
     assert bool((rows.norm(dim=1) > CLIP).any())
     expected = clipped(rows).sum(0) / 8
@@ -185,7 +188,7 @@ def test_a_seed_is_ignored_after_a_resume_without_state() -> None:
 
 @pytest.mark.parametrize(("trust", "share"), [("local", 1.0), ("central", 2.0)])
 def test_trust(trust: Any, share: float) -> None:
-    defense = DPSGD(CLIP, noise_multiplier=1.0, trust=trust)
+    defense = DPSGD(CLIP, noise_multiplier=1.0, release=ReleaseSettings(trust=trust))
     run = Run(defense, clients=4)
     noise = torch.cat([8 * run.step(first(0), lr=0.01) / CLIP for _ in range(60)])
     assert float(noise.std()) == pytest.approx(1 / share, rel=0.05)
@@ -253,7 +256,7 @@ def test_epsilon_is_that_of_the_releases(accountant: Any) -> None:
     expected = defense.accountant.epsilon(1e-3)
     assert (privacy.delta, privacy.sample_rate, privacy.releases) == (1e-3, 0.2, 10)
     assert expected <= privacy.epsilon <= 1.05 * expected
-    without = DPSGD(CLIP, noise_multiplier=2.0, target_delta=1e-3, poisson=False)
+    without = DPSGD(CLIP, noise_multiplier=2.0, target_delta=1e-3, poisson_sampling=False)
     assert Run(without).loader.batch_size == 8
     assert without.privacy.sample_rate == 1.0
 
@@ -308,7 +311,11 @@ def test_on_budget_raise_does_not_stop_the_trainer() -> None:
     root = Net()
     root._trainer = trainer(max_steps=2)
     defense = DPSGD(
-        CLIP, target_epsilon=3.0, target_delta=1e-3, accountant="rdp", on_budget="raise"
+        CLIP,
+        target_epsilon=3.0,
+        target_delta=1e-3,
+        accountant="rdp",
+        release=ReleaseSettings(on_budget="raise"),
     )
     run = Run(defense, root)
     run.step(first(3))
@@ -346,7 +353,7 @@ def test_each_client_has_a_ledger_and_their_number_stays(tmp_path) -> None:
 
 def test_releases_of_a_trusted_sum_are_not_accounted_as_each_clients_own() -> None:
     def made(trust: Any) -> DPSGD:
-        return DPSGD(CLIP, noise_multiplier=1.0, trust=trust)
+        return DPSGD(CLIP, noise_multiplier=1.0, release=ReleaseSettings(trust=trust))
 
     central, local = made("central"), made("local")
     Run(central, clients=4).step(first(0))
@@ -401,7 +408,7 @@ def test_batches_are_poisson_samples_that_go_on_in_the_next_loader() -> None:
             r"delta must be .* below 1.*got 1\.0",
         ),
         ({"noise_multiplier": 1.0, "max_grad_norm": 0.0}, r"max_grad_norm must be .*got 0\.0"),
-        ({"noise_multiplier": 1.0, "clipping": "flat"}, "clipping must be .*, got 'flat'"),
+        ({"noise_multiplier": 1.0, "form": "flat"}, "form must be .*, got 'flat'"),
         ({"noise_multiplier": 1.0, "trust": "none"}, "trust must be .*, got 'none'"),
         ({"noise_multiplier": 1.0, "on_budget": "warn"}, "on_budget must be .*, got 'warn'"),
         ({"noise_multiplier": 1.0, "loss": "any"}, "loss must be .*, got 'any'"),
@@ -411,7 +418,7 @@ def test_batches_are_poisson_samples_that_go_on_in_the_next_loader() -> None:
 )
 def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(DefenseError, match=message):
-        DPSGD(**{"max_grad_norm": 1.0, **settings})
+        DPSGD(**grouped(**{"max_grad_norm": 1.0, **settings}))
 
 
 @pytest.mark.parametrize(
@@ -421,7 +428,7 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
         (
             {"accumulate_grad_batches": 2},
             {},
-            "a batch_size 2 times as big: DPSGD\\(max_physical_batch",
+            "a batch_size 2 times as big: DPSGD\\(max_physical_batch_size",
         ),
         ({}, {"precision": "16-mixed"}, "Use 'bf16-mixed'"),
     ],
@@ -477,7 +484,7 @@ MODELS: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), {}, "DPMultiheadAttention"),
     (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {}, "`max_norm`"),
     (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), {}, "`sparse`"),
-    (lambda: nn.Sequential(nn.Conv1d(3, 3, 1)), {"clipping": "ghost"}, "has no rule for '0'"),
+    (lambda: nn.Sequential(nn.Conv1d(3, 3, 1)), {"form": "ghost"}, "has no rule for '0'"),
     (
         lambda: nn.Sequential(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
         {},
@@ -489,14 +496,14 @@ MODELS: list[tuple[Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("build", "settings", "message"), MODELS)
 def test_a_model_without_per_sample_gradients(build, settings, message: str) -> None:
     with pytest.raises(DefenseError, match=message):
-        Run(DPSGD(CLIP, noise_multiplier=1.0, **settings), build())
+        Run(DPSGD(CLIP, noise_multiplier=1.0, **grouped(**settings)), build())
 
 
 @pytest.mark.parametrize("clipping", ["auto", "ghost"])
 def test_models_that_are_taken_and_left_as_they_were(clipping: Any) -> None:
     for model in (tiny_gpt2(), tiny_bert_mlm(), nn.Sequential(nn.Linear(6, 3))):
         model.train()
-        run = Run(DPSGD(CLIP, noise_multiplier=1.0, clipping=clipping), model)
+        run = Run(DPSGD(CLIP, noise_multiplier=1.0, clip=ClipSettings(form=clipping)), model)
         run.defense.teardown()
         run.defense.teardown()
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -551,7 +558,7 @@ class Sneaky(Net):
 
 
 def test_a_weight_used_outside_of_its_layer_is_noticed() -> None:
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0, loss="trusted"), Sneaky())
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0, clip=ClipSettings(loss="trusted")), Sneaky())
     with pytest.raises(DefenseError, match="is not the sum of what its layer was seen to add"):
         run.step(first(5))
     assert run.defense.releases == 0
@@ -642,7 +649,7 @@ def test_a_compiled_model_releases_what_a_plain_one_does(loss, monkeypatch) -> N
     root.compile(backend="aot_eager")
     F.cross_entropy(root(first(4)[0]), first(4)[1]).backward()
     for _ in range(2):
-        run = Run(DPSGD(CLIP, noise_multiplier=0.0, loss=loss), root)
+        run = Run(DPSGD(CLIP, noise_multiplier=0.0, clip=ClipSettings(loss=loss)), root)
         for samples in (4, 3, 6, 1, 12):
             plain.load_state_dict(root.state_dict())
             rows = Run(DPSGD(CLIP, noise_multiplier=1.0), plain).one_by_one(first(samples))

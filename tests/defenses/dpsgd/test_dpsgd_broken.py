@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses import DPSGD, CanaryGradient, mean_of_sample_means
+from lightning_fedleak.defenses import DPSGD, CanaryGradient, ClipSettings, mean_of_sample_means
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, clipped, first
 from tests.defenses.dpsgd.test_dpsgd_per_sample import CLIPPINGS, MODELS, batch_of, loss_of
 from tests.defenses.dpsgd.test_dpsgd_silent import IDS, Rows, Words, noisy, side_by_side
@@ -44,7 +44,7 @@ class Deep(Net):
 def test_a_broken_sample_counts_as_zero(model: Any, value: float, clipping: Any) -> None:
     batch = spoilt(value)
     root = model()
-    run = Run(DPSGD(CLIP, noise_multiplier=0.0, clipping=clipping), root)
+    run = Run(DPSGD(CLIP, noise_multiplier=0.0, clip=ClipSettings(form=clipping)), root)
     run.loss = lambda b: run.root(b[0]).square().mean(1).mean()  # type: ignore[method-assign]
     expected = clipped(run.one_by_one(without(batch))).sum(0) / 8
     for _ in range(2):
@@ -92,7 +92,11 @@ def test_nan_in_one_sample_reaches_no_other(name: str, clipping: Any) -> None:
     """Against one backward pass for each of the others, in float64 (Llama's norms are float32)."""
     kind, build = MODELS[name]
     model = build().double().train()
-    run = Run(DPSGD(CLIP, noise_multiplier=0.0, clipping=clipping), model, precision="64-true")
+    run = Run(
+        DPSGD(CLIP, noise_multiplier=0.0, clip=ClipSettings(form=clipping)),
+        model,
+        precision="64-true",
+    )
     batch, loss = batch_of(kind), loss_of(kind)
     rows = []
     for i in [i for i in range(5) if i != BROKEN]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, default_collate
 
-from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError
+from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, ReleaseSettings
 from lightning_fedleak.defenses.dpsgd import step as step_checks
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, data, first, trainer
 
@@ -162,18 +162,18 @@ LOADERS: list[tuple[dict[str, Any], str]] = [
 def test_a_loader_that_gives_an_example_twice_is_refused(settings, message, poisson) -> None:
     given = DataLoader(data(), **settings)
     with pytest.raises(DefenseError, match=f"{message} chooses examples in its own way"):
-        Run(DPSGD(CLIP, noise_multiplier=1.0, poisson=poisson), loader=given)
+        Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=poisson), loader=given)
 
 
 def test_without_poisson_a_row_is_an_example_and_the_loader_stays() -> None:
     given = DataLoader(data(), batch_size=8, shuffle=True, drop_last=True)
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson=False), loader=given)
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=False), loader=given)
     assert run.loader is not given
     assert type(given.collate_fn) is not type(run.loader.collate_fn)
     seen = torch.cat([batch[0] for batch in run.loader])
     assert len(seen) == len(torch.unique(seen, dim=0)) == 40
     doubled = DataLoader(data(), batch_size=8, collate_fn=twice)
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson=False), loader=doubled)
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=False), loader=doubled)
     with pytest.raises(DefenseError, match="16 rows of 8 examples"):
         next(iter(run.loader))
 
@@ -188,7 +188,7 @@ def test_a_batch_is_released_once() -> None:
         run.step(batch)
     assert run.defense.accountant.steps == 1
     run.step(first(5))
-    each = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson=False))
+    each = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=False))
     each.step(batch)
     each.step(batch)
     assert each.defense.accountant.history == ((1.0, 1.0, 2),)
@@ -206,7 +206,9 @@ def test_under_central_trust_all_clients_divide_alike() -> None:
     """Else the sample on the larger share's client weighs more than the noise was made for."""
     released = []
     for client in range(2):
-        defense = DPSGD(CLIP, noise_multiplier=0.0, trust="central", target_delta=1e-3)
+        defense = DPSGD(
+            CLIP, noise_multiplier=0.0, target_delta=1e-3, release=ReleaseSettings(trust="central")
+        )
         run = Run(defense, loader=sharded(client), client=client, clients=2)
         assert len(run.loader.batch_sampler.shard) == 3 - client
         released.append(run.step(first(1)))
@@ -216,7 +218,7 @@ def test_under_central_trust_all_clients_divide_alike() -> None:
 
 @pytest.mark.parametrize("poisson", [True, False])
 def test_clients_that_may_share_examples_are_warned(poisson: bool) -> None:
-    defense = DPSGD(CLIP, noise_multiplier=1.0, poisson=poisson)
+    defense = DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=poisson)
     assert "If several clients hold an example, add their epsilons." in defense.guarantee
     with pytest.warns(UserWarning, match="2 clients, and no DistributedSampler splits"):
         Run(defense, clients=2)

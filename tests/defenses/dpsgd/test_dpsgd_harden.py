@@ -29,6 +29,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe
 from tests.callbacks.runs import fit as fit_watched
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, first, trainer
+from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.notices import announced
 from tests.strategies.dpsgd_runs import CausalLM
@@ -38,7 +39,9 @@ EPSILON, DELTA = 3.0, 1e-3
 
 def filtered(sigma: float | None = 6.0, **given: Any) -> DPSGD:
     budget = {"target_epsilon": EPSILON, "target_delta": DELTA}
-    return DPSGD(CLIP, noise_multiplier=sigma, accountant="filter", **{**budget, **given})
+    return DPSGD(
+        CLIP, **grouped(noise_multiplier=sigma, accountant="filter", **{**budget, **given})
+    )
 
 
 def rdp(sigma: float, rate: float, order: float) -> float:
@@ -140,11 +143,11 @@ def test_a_canary_gets_the_noise_that_the_update_gets() -> None:
 
 
 def test_it_is_as_strong_as_it_gets() -> None:
-    defense = filtered(most_notches=2)
+    defense = filtered(max_hardenings=2)
     Run(defense)
     assert [defense.harden() is None for _ in range(4)] == [False, False, True, True]
     assert defense.noise_multiplier_now == 24.0
-    assert not filtered(most_notches=0).can_harden
+    assert not filtered(max_hardenings=0).can_harden
     endless = filtered(harden_factor=1e3)
     Run(endless)
     assert [endless.harden() is None for _ in range(3)] == [False, True, True]
@@ -155,7 +158,7 @@ def test_it_is_as_strong_as_it_gets() -> None:
 
 @pytest.mark.parametrize("poisson", [True, False])
 def test_the_account_is_the_sum_of_renyi_divergences_at_one_order(poisson: bool) -> None:
-    defense = filtered(poisson=poisson)
+    defense = filtered(poisson_sampling=poisson)
     run = Run(defense)
     order, rate = order_of(defense), 0.2 if poisson else 1.0
     spent = 0.0
@@ -176,7 +179,7 @@ def test_the_account_is_the_sum_of_renyi_divergences_at_one_order(poisson: bool)
 @given(notches=st.lists(st.booleans(), min_size=1, max_size=12), sigma=st.floats(2.5, 8.0))
 @settings(deadline=None, max_examples=15)
 def test_no_release_is_made_beyond_the_budget(notches: list[bool], sigma: float) -> None:
-    defense = filtered(sigma, target_epsilon=EPSILON, poisson=False, on_budget="raise")
+    defense = filtered(sigma, target_epsilon=EPSILON, poisson_sampling=False, on_budget="raise")
     run = Run(defense)
     order = order_of(defense)
     spent = 0.0
@@ -202,7 +205,7 @@ def test_a_notch_makes_room_for_more_releases() -> None:
     def releases(harden_after: int | None) -> int:
         root = Net()
         root._trainer = trainer(max_epochs=100)
-        defense = filtered(sigma=4.0, poisson=False)
+        defense = filtered(sigma=4.0, poisson_sampling=False)
         run = Run(defense, root)
         for step in range(400):
             if step == harden_after:
@@ -366,8 +369,8 @@ def test_orders_that_change_are_refused() -> None:
         ({"target_delta": None}, "means nothing without target_delta"),
         ({"harden_factor": 1.0}, r"harden_factor must be a number above 1, got 1\.0"),
         ({"harden_factor": math.inf}, "harden_factor must be a number above 1, got inf"),
-        ({"most_notches": -1}, "most_notches must be .* at least 0, or None, got -1"),
-        ({"most_notches": 1.5}, r"most_notches must be an integer .*got 1\.5"),
+        ({"max_hardenings": -1}, "max_hardenings must be .* at least 0, or None, got -1"),
+        ({"max_hardenings": 1.5}, r"max_hardenings must be an integer .*got 1\.5"),
         ({"seed": 1}, "no epsilon holds"),
     ],
 )
@@ -379,7 +382,7 @@ def test_settings_that_cannot_be_meant(given_: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize("sigma", [0.0, 0.01, 0.1])
 def test_noise_that_spends_the_budget_at_once_is_refused_at_setup(sigma: float) -> None:
     with pytest.raises(DefenseError, match="more noise is needed"):
-        Run(filtered(sigma, poisson=False))
+        Run(filtered(sigma, poisson_sampling=False))
 
 
 @pytest.mark.parametrize("accountant", ["prv", "rdp"])
@@ -418,7 +421,7 @@ def test_a_gate_turns_dpsgd_up_and_a_resumed_run_stays_so(tmp_path: Path) -> Non
     roomy: dict[str, Any] = {"target_epsilon": 8.0, "target_delta": 1e-3}
     # A Poisson batch of 20 of 160 is never empty: an empty one would put a look off.
     data = random_token_loader(160, batch_size=20)
-    defense = filtered(20.0, harden_factor=4.0, most_notches=4, **roomy)
+    defense = filtered(20.0, harden_factor=4.0, max_hardenings=4, **roomy)
     with announced("dpsgd: noise multiplier 20 -> 80"):
         run, gate, probe = watched(tmp_path, defense, every=2, max_steps=4, loader=data)
     assert gate.notches == defense.notches == 2
@@ -427,7 +430,7 @@ def test_a_gate_turns_dpsgd_up_and_a_resumed_run_stays_so(tmp_path: Path) -> Non
     before, after = (float(update.std()) for update in probe.at("shared"))
     assert after == pytest.approx(4 * before, rel=0.25)  # of 1552 numbers each, not seeded
     run.save_checkpoint(tmp_path / "a.ckpt")
-    resumed = filtered(20.0, harden_factor=4.0, most_notches=4, **roomy)
+    resumed = filtered(20.0, harden_factor=4.0, max_hardenings=4, **roomy)
     again: dict[str, Any] = {"max_epochs": 2, "ckpt_path": tmp_path / "a.ckpt", "loader": data}
     watched(tmp_path, resumed, at_most=1.0, max_steps=6, **again)
     assert resumed.notches == 2

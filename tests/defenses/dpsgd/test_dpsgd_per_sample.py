@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
+from lightning_fedleak.defenses import DPSGD, ClipSettings, Users, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.per_sample import (
     Dense,
     Outer,
@@ -363,8 +363,8 @@ def reduced() -> Iterator[Callable[[], None]]:
 def test_norms_and_sums_are_not_computed_in_tf32(
     clipping: Any, unit: Any, reduced: Callable[[], None]
 ) -> None:
-    group_by = {} if unit == "example" else {"unit": unit, "group_by": [i // 2 for i in range(40)]}
-    run = Pieces(DPSGD(1.0, noise_multiplier=1.0, clipping=clipping, **group_by))
+    group_by = {} if unit == "example" else {"unit": Users([i // 2 for i in range(40)])}
+    run = Pieces(DPSGD(1.0, noise_multiplier=1.0, clip=ClipSettings(form=clipping), **group_by))
     sampler: Any = run.loader.batch_sampler
     rows = next(iter(sampler))
     batch = [value[rows] for value in data().tensors]

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseContext
 from lightning_fedleak.defenses.accounting.accounting import Accountant
+from tests.helpers.dpsgd_settings import grouped
 
 CLIP, WIDTH, BATCH, N = 0.5, 4, 4, 16
 TARGET = torch.tensor([3.0, 0.0, 0.0, 0.0])
@@ -45,7 +46,10 @@ class Server:
     """Sees releases; ``score`` is the neuron's gradient along what the target would add."""
 
     def __init__(self, sigma: float, **settings: Any) -> None:
-        self.defense, self.model = DPSGD(CLIP, noise_multiplier=sigma, **settings), Planted()
+        self.defense, self.model = (
+            DPSGD(CLIP, **grouped(noise_multiplier=sigma, **settings)),
+            Planted(),
+        )
         self.context = DefenseContext(
             root=self.model,
             client=0,
@@ -100,7 +104,7 @@ def test_the_auc_of_a_planted_neuron_is_what_the_noise_allows(
     sigma: float, most: int | None
 ) -> None:
     """Of batches as they are, and of logical ones in pieces."""
-    server = Server(sigma, max_physical_batch=most)
+    server = Server(sigma, max_physical_batch_size=most)
     batch = server.others[:BATCH]
     with_target = torch.cat([TARGET[None], batch[1:]])
     inside = [server.score(with_target) for _ in range(250)]
@@ -113,7 +117,7 @@ def test_the_auc_of_a_planted_neuron_is_what_the_noise_allows(
 
 @pytest.mark.parametrize("most", [None, 1, 3])
 def test_without_noise_the_neuron_tells_all(most: int | None) -> None:
-    server = Server(0.0, max_physical_batch=most)
+    server = Server(0.0, max_physical_batch_size=most)
     batch = server.others[:BATCH]
     assert server.score(batch) == 0.0
     assert server.score(torch.cat([TARGET[None], batch[1:]])) == pytest.approx(1.0, rel=1e-5)

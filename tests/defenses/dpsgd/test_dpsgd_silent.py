@@ -22,13 +22,14 @@ from torch.utils.data import (
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.recorder import _equal_rows
 from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, data, first, trainer
+from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
 
 IDS = torch.randint(3, 97, (5, 6), generator=torch.Generator().manual_seed(0))
 
 
 def noisy(**settings: Any) -> DPSGD:
-    return DPSGD(CLIP, noise_multiplier=1.0, **settings)
+    return DPSGD(CLIP, noise_multiplier=1.0, **grouped(**settings))
 
 
 # ---- rows of one example in several places -----------------------------------------------------
@@ -191,7 +192,7 @@ def test_equal_rows(data: Any) -> None:
 @pytest.mark.parametrize("poisson", [True, False])
 def test_an_example_in_two_places_of_the_dataset_is_refused(twice: Any, poisson: bool) -> None:
     with pytest.raises(DefenseError, match="is at another place too"):
-        Run(noisy(poisson=poisson), loader=DataLoader(twice(data()), batch_size=2))
+        Run(noisy(poisson_sampling=poisson), loader=DataLoader(twice(data()), batch_size=2))
 
 
 def test_parts_of_datasets_are_taken() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_fedleak.defenses import DPSGD, CanaryGradient
+from lightning_fedleak.defenses import DPSGD, CanaryGradient, ClipSettings
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Run, clipped
 from tests.defenses.dpsgd.test_dpsgd_per_sample import CLIPPINGS, MODELS, batch_of
 
@@ -16,7 +16,7 @@ def run_of(name: str, clipping: Any = "auto") -> tuple[Run, dict[str, torch.Tens
     """A run whose loss is what the Hugging Face model returns, and a batch of five."""
     kind, build = MODELS[name]
     run = Run(
-        DPSGD(CLIP, noise_multiplier=0.0, clipping=clipping),
+        DPSGD(CLIP, noise_multiplier=0.0, clip=ClipSettings(form=clipping)),
         build().double().train(),
         precision="64-true",
     )

@@ -16,6 +16,7 @@ from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError
 from lightning_fedleak.defenses.dpsgd.logical import _combined, pieces_of
 from lightning_fedleak.defenses.processes import Team
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, clipped, first
+from tests.helpers.dpsgd_settings import grouped
 
 
 class Pieces(Run):
@@ -40,7 +41,8 @@ class Pieces(Run):
 
 
 def quiet(most: int | None = 5, **settings: Any) -> DPSGD:
-    return DPSGD(CLIP, **{"noise_multiplier": 0.0, "max_physical_batch": most, **settings})
+    settings = {"noise_multiplier": 0.0, "max_physical_batch_size": most, **settings}
+    return DPSGD(CLIP, **grouped(**settings))
 
 
 class Fields(NamedTuple):
@@ -92,7 +94,7 @@ def test_what_training_step_gives_is_put_together_by_rows() -> None:
 @pytest.mark.parametrize("clipping", ["auto", "per_sample", "ghost"])
 @pytest.mark.parametrize("most", [1, 5, 11])
 def test_a_release_in_pieces_is_the_clipped_sum(clipping: Any, most: int) -> None:
-    run = Pieces(quiet(most, clipping=clipping))
+    run = Pieces(quiet(most, form=clipping))
     batch = first(12)
     rows = run.one_by_one(batch)
     loss = run.backward(batch)
@@ -237,7 +239,7 @@ def test_a_batch_is_drawn_and_released_once_also_in_pieces() -> None:
         run.step(batch)
     run = Pieces(quiet(4, noise_multiplier=1.0))
     run.backward(first(12))
-    with pytest.raises(DefenseError, match="max_physical_batch"):
+    with pytest.raises(DefenseError, match="max_physical_batch_size"):
         run.backward(first(12))
 
 

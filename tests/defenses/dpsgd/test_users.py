@@ -22,10 +22,11 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.poisson import UserBatchSampler, poisson_loader
-from lightning_fedleak.defenses.dpsgd.users import users_of
+from lightning_fedleak.defenses.dpsgd.sampling import users_of
 from tests.defenses.dpsgd.test_clip import GROUPS, split
 from tests.defenses.dpsgd.test_dpsgd import CLIP, data
 from tests.defenses.dpsgd.test_logical import Pieces
+from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2
 from tests.strategies.dpsgd_runs import CausalLM, fit
@@ -57,8 +58,8 @@ class Columns(Keyed):
 
 
 def by_user(**settings: Any) -> DPSGD:
-    given = {"max_grad_norm": CLIP, "noise_multiplier": 0.0, "group_by": KEYS, "unit": "user"}
-    return DPSGD(**{**given, **settings})
+    given = {"max_grad_norm": CLIP, "noise_multiplier": 0.0, "group_by": KEYS}
+    return DPSGD(**grouped(**{**given, **settings}))
 
 
 def drawn(run: Pieces) -> tuple[list[Tensor], list[int]]:
@@ -140,7 +141,7 @@ def test_keys_of_several_parts_are_compared_by_their_values() -> None:
 @pytest.mark.parametrize("most", [None, 12, 4, 1])
 @pytest.mark.parametrize("name", ["together", "auto", "named"])
 def test_the_sum_is_of_users_whose_mean_gradient_is_clipped(name: str, most: int | None) -> None:
-    run = Pieces(by_user(max_physical_batch=most, **GROUPS[name][0]))
+    run = Pieces(by_user(max_physical_batch_size=most, **GROUPS[name][0]))
     for _ in range(3):
         batch, rows = drawn(run)
         expected = brute(run, batch, rows, name).sum(0) / 8
@@ -157,7 +158,7 @@ def test_norms_have_the_cross_terms_between_a_users_rows(clipping: Any) -> None:
         ids = torch.randint(3, 97, (6, 5))
     for model in (tiny_gpt2(dropout=0.0).train(), tiny_bert_mlm(dropout=0.0).train()):
         loader: Any = DataLoader(TensorDataset(ids), batch_size=3)
-        defense = by_user(group_by=[0, 0, 0, 1, 2, 2], clipping=clipping, max_grad_norm=0.5)
+        defense = by_user(group_by=[0, 0, 0, 1, 2, 2], form=clipping, max_grad_norm=0.5)
 
         class Tokens(Pieces):
             def loss(self, batch: Any) -> Tensor:
@@ -185,7 +186,7 @@ def test_norms_have_the_cross_terms_between_a_users_rows(clipping: Any) -> None:
 def test_one_user_moves_the_sum_by_no_more_than_the_clip_with_all_of_their_rows(most: int) -> None:
     found = []
     for scale in (1.0, 1e5):
-        run = Pieces(by_user(max_physical_batch=most))
+        run = Pieces(by_user(max_physical_batch_size=most))
         sampler: Any = run.loader.batch_sampler
         rows = [row for user in sampler.users for row in user]
         batch = [value[rows].clone() for value in data().tensors]
@@ -197,7 +198,7 @@ def test_one_user_moves_the_sum_by_no_more_than_the_clip_with_all_of_their_rows(
     distance = float((found[0] - found[1]).norm())
     assert distance <= 2 * CLIP  # replaced: twice at most
     without = [i for i, row in enumerate(rows) if KEYS[row] != "h"]
-    run = Pieces(by_user(max_physical_batch=most))
+    run = Pieces(by_user(max_physical_batch_size=most))
     sampler = run.loader.batch_sampler
     sampler._counts.append([len(user) for user in sampler.users if KEYS[user[0]] != "h"])
     alone = 8 * run.step([value[without] for value in batch])
@@ -206,7 +207,7 @@ def test_one_user_moves_the_sum_by_no_more_than_the_clip_with_all_of_their_rows(
 
 @pytest.mark.parametrize("most", [12, 2])
 def test_a_row_that_is_not_finite_takes_its_user_out_and_no_other(most: int) -> None:
-    run = Pieces(by_user(max_physical_batch=most))
+    run = Pieces(by_user(max_physical_batch_size=most))
     batch, rows = drawn(run)
     expected = brute(run, batch, rows)
     users = [*dict.fromkeys(KEYS[row] for row in rows)]
@@ -335,10 +336,7 @@ def test_the_noise_is_that_of_one_user() -> None:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"group_by": None}, "needs group_by"),
-        ({"unit": "example"}, "the unit is an example"),
-        ({"unit": "household"}, "unit must be .*, got 'household'"),
-        ({"poisson": False}, "draws users by chance"),
+        ({"poisson_sampling": False}, "users are drawn by chance"),
         ({"rows_per_user": 0}, "rows_per_user must be .*, got 0"),
         ({"group_by": "customer"}, "no column 'customer'"),
     ],
@@ -391,7 +389,7 @@ def test_a_fit_by_users(workers: int) -> None:
 
     module = Counted()
     module.defense = defense = by_user(
-        group_by=lambda row: row[1], noise_multiplier=1.0, max_physical_batch=8
+        group_by=lambda row: row[1], noise_multiplier=1.0, max_physical_batch_size=8
     )
     loader: Any = DataLoader(WithKeys(), 4, collate_fn=whole, num_workers=workers)
     _, run = fit(defense, module, data=loader, max_epochs=3)

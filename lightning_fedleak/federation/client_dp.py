@@ -23,8 +23,8 @@ from torch import Tensor
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.accounting.accounting import (
     Accountant,
-    Kind,
-    Sampling,
+    AccountantKind,
+    SamplingScheme,
     effective_noise_multiplier,
 )
 from lightning_fedleak.defenses.accounting.budget import Budget
@@ -133,7 +133,7 @@ class ClientDP(Defense):
         trust: Trusted = "central",
         target_epsilon: float | None = None,
         rounds: int | None = None,
-        accountant: Kind | Literal["filter"] | None = None,
+        accountant: AccountantKind | Literal["filter"] | None = None,
         dropouts: int = 0,
         ledger: str | os.PathLike[str] | None = None,
         harden_factor: float = 2.0,
@@ -155,7 +155,7 @@ class ClientDP(Defense):
             )
         amplified = trust == "central" and sampling != "all"
         self.replaces = trust != "central" or sampling == "fixed"
-        accounted_as: Sampling = (
+        accounted_as: SamplingScheme = (
             "without_replacement" if amplified and sampling == "fixed" else "poisson"
         )
         if accountant is None:

@@ -64,9 +64,9 @@ PRV_POINTS = 2**21  # points of PRV's mesh, about; more take longer and make the
 PRV_ERROR = 0.002  # error of PRV's answer over the scale that it is called with. Not tuned
 PRV_LARGEST_LOSS = 650.0  # privacy loss; exp of one above 709 is no float64
 
-Kind = Literal["prv", "rdp"]
+AccountantKind = Literal["prv", "rdp"]
 Trust = Literal["local", "central"]
-Sampling = Literal["poisson", "without_replacement"]
+SamplingScheme = Literal["poisson", "without_replacement"]
 History = tuple[tuple[float, float, int], ...]
 """Noise multiplier, sample rate and count of every kind of release."""
 
@@ -78,7 +78,9 @@ LARGEST_ORDER = 128  # of the bound without replacement; larger orders take long
 LARGEST_EXPONENT = 700.0  # exp of more than 709 is no float64
 
 
-def rdp_of(noise_multiplier: float, sample_rate: float, sampling: Sampling = "poisson") -> Floats:
+def rdp_of(
+    noise_multiplier: float, sample_rate: float, sampling: SamplingScheme = "poisson"
+) -> Floats:
     """Return (len(ORDERS),) Renyi DP of one release at :data:`ORDERS`; read-only.
 
     Args:
@@ -305,15 +307,15 @@ class Accountant:
 
     def __init__(
         self,
-        kind: Kind = "prv",
+        kind: AccountantKind = "prv",
         ledger: str | os.PathLike[str] | None = None,
         *,
-        sampling: Sampling = "poisson",
+        sampling: SamplingScheme = "poisson",
     ) -> None:
         _check_kind(kind, sampling)
         check_opacus()
-        self.kind: Kind = kind
-        self.sampling: Sampling = sampling
+        self.kind: AccountantKind = kind
+        self.sampling: SamplingScheme = sampling
         self._ledger = Ledger(ledger)
         self._epsilons: dict[tuple[float, History], float] = {}
         self._search: tuple[object, _Search] | None = None
@@ -433,8 +435,8 @@ class Accountant:
 def epsilon_of(
     history: Sequence[tuple[float, float, int]],
     delta: float,
-    kind: Kind,
-    sampling: Sampling = "poisson",
+    kind: AccountantKind,
+    sampling: SamplingScheme = "poisson",
 ) -> float:
     """Return the epsilon of releases with fixed noise, at ``delta``: an upper bound.
 
@@ -473,8 +475,8 @@ def noise_multiplier_for(
     target_delta: float,
     sample_rate: float,
     steps: int,
-    kind: Kind = "prv",
-    sampling: Sampling = "poisson",
+    kind: AccountantKind = "prv",
+    sampling: SamplingScheme = "poisson",
 ) -> float:
     """Return the noise multiplier at which ``steps`` releases cost at most ``target_epsilon``.
 
@@ -506,7 +508,7 @@ def noise_multiplier_for(
     )
 
     @functools.cache
-    def excess(log_noise: float, accountant: Kind) -> float:
+    def excess(log_noise: float, accountant: AccountantKind) -> float:
         event = math.exp(log_noise), sample_rate, steps
         epsilon = epsilon_of([event], target_delta, accountant, sampling)
         return math.log(max(epsilon, 1e-12) / target_epsilon) if epsilon < math.inf else 100.0

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_fedleak.defenses.accounting.accounting import (
     MOST_NOISE,
     Accountant,
-    Kind,
-    Sampling,
+    AccountantKind,
+    SamplingScheme,
     Trust,
     noise_multiplier_for,
 )
@@ -24,7 +24,7 @@ from lightning_fedleak.defenses.base import DefenseError, Privacy, State
 EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; saves calls of PRV
 _ACCOUNT = "accountant/"
 
-Account = Kind | Literal["filter"]
+Account = AccountantKind | Literal["filter"]
 
 
 class BudgetSpent(DefenseError):
@@ -63,11 +63,11 @@ class Budget:
         seeded: bool,
         harden_factor: float,
         max_hardenings: int | None,
-        sampling: Sampling = "poisson",
+        sampling: SamplingScheme = "poisson",
         owner: str = "DPSGD",
     ) -> None:
         self._owner = owner
-        self._sampling: Sampling = sampling
+        self._sampling: SamplingScheme = sampling
         self.kind: Account = kind
         self.noise_multiplier = noise_multiplier
         self.target_epsilon = target_epsilon
@@ -179,7 +179,7 @@ class Budget:
         if self.noise_multiplier is None or (self._calibrated and self.accountant.steps == 0):
             assert self.target_epsilon is not None
             steps = planned_steps()
-            kind: Kind = "prv" if self.kind == "prv" else "rdp"
+            kind: AccountantKind = "prv" if self.kind == "prv" else "rdp"
             self.noise_multiplier = noise_multiplier_for(
                 self.target_epsilon, delta, rate, steps, kind, self._sampling
             )

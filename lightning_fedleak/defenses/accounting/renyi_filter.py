@@ -15,7 +15,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     ORDERS,
     Floats,
     History,
-    Sampling,
+    SamplingScheme,
     conversion,
     rdp_of,
 )
@@ -68,13 +68,13 @@ class RenyiFilter:
         orders: Sequence[float] | None = DEFAULT_ORDERS,
         ledger: str | os.PathLike[str] | None = None,
         *,
-        sampling: Sampling = "poisson",
+        sampling: SamplingScheme = "poisson",
     ) -> None:
         check_number("epsilon", epsilon, above=0, error=DefenseError)
         check_number("delta", delta, above=0, below=1, error=DefenseError)
         self.epsilon = epsilon
         self.delta = delta
-        self.sampling: Sampling = sampling
+        self.sampling: SamplingScheme = sampling
         self.orders: tuple[float, ...] = ()
         self._orders_fixed = orders is not None
         if orders is not None:
@@ -214,7 +214,7 @@ def best_order(
     delta: float,
     noise_multiplier: float,
     sample_rate: float,
-    sampling: Sampling = "poisson",
+    sampling: SamplingScheme = "poisson",
 ) -> float:
     """Return the order at which the most releases of one kind fit in (epsilon, delta).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 import time
@@ -32,6 +33,18 @@ def test_every_script_says_how_it_is_run_and_is_listed(smoke: ModuleType) -> Non
     for path in scripts:
         assert smoke.runs_of(path)
         assert f"| `{path.relative_to(FOLDER)}` |" in listed
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda p: p.stem)
+def test_scripts_import_by_package_and_nothing_of_tests(path: Path) -> None:
+    siblings = {other.stem for other in FOLDER.rglob("*.py")} - {"__init__", "__main__"}
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names = [node.module or ""]
+        else:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        assert not {name.partition(".")[0] for name in names} & {"tests", *siblings}, names
 
 
 def main(smoke: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:

@@ -13,7 +13,7 @@ import lightning_fedleak as fedleak
 NAMES = sorted(set(fedleak.__all__) - {"__version__"})
 
 
-def examples(name: str) -> list[doctest.DocTest]:
+def find_examples(name: str) -> list[doctest.DocTest]:
     """Return the examples of a name's own docstring, not those of its methods."""
     finder = doctest.DocTestFinder(recurse=False)
     return [test for test in finder.find(getattr(fedleak, name), name) if test.examples]
@@ -21,7 +21,7 @@ def examples(name: str) -> list[doctest.DocTest]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_runs(name, tmp_path, monkeypatch):
-    tests = examples(name)
+    tests = find_examples(name)
     if not tests:
         pytest.skip("no example yet: tests/tools/test_house.py holds how many may be missing")
     monkeypatch.chdir(tmp_path)

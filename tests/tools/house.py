@@ -132,7 +132,7 @@ class Row:
     target: float | None = None
     is_share: bool = False
 
-    def written(self, value: float | None) -> str:
+    def format(self, value: float | None) -> str:
         """Return a value of this row as text, and a dash for None."""
         if value is None:
             return "-"
@@ -275,7 +275,7 @@ class House:
     def _is_in(source: Source, path: Path) -> bool:
         return source.path == path or path in source.path.parents
 
-    def measures(self) -> dict[str, Measure]:
+    def measure(self) -> dict[str, Measure]:
         """Return the measure of each row, by the row's name."""
         measures = {
             "code": self._code(),
@@ -304,7 +304,7 @@ class House:
 
     def _lines(self) -> dict[str, Measure]:
         counts = [(len(s.lines), s.place(1, f"{len(s.lines)} lines")) for s in self.inside]
-        return {"longest": _most(counts), "long": _above(counts, MOST_LINES)}
+        return {"longest": _largest(counts), "long": _exceeding(counts, MOST_LINES)}
 
     def _imports(self) -> dict[str, Measure]:
         counts = []
@@ -313,7 +313,7 @@ class House:
                 modules = source.imports(self.sources)
                 names = ", ".join(sorted(m.removeprefix(f"{PACKAGE}.") for m in modules))
                 counts.append((len(modules), source.place(1, f"{len(modules)}: {names}")))
-        return {"imports": _above(counts, MANY_IMPORTS - 1), "most_imports": _most(counts)}
+        return {"imports": _exceeding(counts, MANY_IMPORTS - 1), "most_imports": _largest(counts)}
 
     def _callbacks(self) -> Measure:
         face = f"{PACKAGE}.callbacks"
@@ -355,14 +355,17 @@ class House:
             ]
             count = len(names) - (names[:1] in (["self"], ["cls"]))
             counts.append((count, source.place(function.lineno, f"{function.name}: {count}")))
-        return {"parameters": _above(counts, MOST_PARAMETERS), "most_parameters": _most(counts)}
+        return {
+            "parameters": _exceeding(counts, MOST_PARAMETERS),
+            "most_parameters": _largest(counts),
+        }
 
     def _complexity(self) -> Measure:
         counts = []
         for source, function in self._functions():
             count = branches(function)
             counts.append((count, source.place(function.lineno, f"{function.name}: {count}")))
-        return _above(counts, MOST_BRANCHES)
+        return _exceeding(counts, MOST_BRANCHES)
 
     def _definitions(self) -> dict[str, Measure]:
         places: dict[str, list[Place]] = defaultdict(list)
@@ -558,13 +561,13 @@ def _is_text(node: ast.stmt | None) -> bool:
     )
 
 
-def _most(counts: list[tuple[int, Place]]) -> Measure:
+def _largest(counts: list[tuple[int, Place]]) -> Measure:
     """Return the largest count, with the ten places of the largest."""
     ordered = sorted(counts, key=lambda entry: -entry[0])
     return Measure(ordered[0][0] if ordered else 0, [place for _, place in ordered[:10]])
 
 
-def _above(counts: list[tuple[int, Place]], limit: int) -> Measure:
+def _exceeding(counts: list[tuple[int, Place]], limit: int) -> Measure:
     """Return how many counts exceed a limit, with their places, the largest first."""
     ordered = sorted((entry for entry in counts if entry[0] > limit), key=lambda entry: -entry[0])
     return Measure(len(ordered), [place for _, place in ordered])
@@ -608,7 +611,7 @@ def main(arguments: list[str] | None = None) -> None:
     parse.add_argument("--list", choices=[row.name for row in ROWS], metavar="ROW")
     options = parse.parse_args(arguments)
     house = House(options.path)
-    measures = house.measures()
+    measures = house.measure()
     if options.list is not None:
         for place in measures[options.list].places:
             print(f"{place.path.relative_to(house.root)}:{place.line}: {place.text}")
@@ -616,8 +619,8 @@ def main(arguments: list[str] | None = None) -> None:
     width = max(len(row.title) for row in ROWS)
     print(f"{'row':<16}{'':<{width}}{'is':>10}{'at most':>10}")
     for row in ROWS:
-        value = row.written(measures[row.name].value)
-        print(f"{row.name:<16}{row.title:<{width}}{value:>10}{row.written(row.target):>10}")
+        value = row.format(measures[row.name].value)
+        print(f"{row.name:<16}{row.title:<{width}}{value:>10}{row.format(row.target):>10}")
 
 
 if __name__ == "__main__":

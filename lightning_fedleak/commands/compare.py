@@ -12,7 +12,7 @@ from rich.table import Table
 from lightning_fedleak.report import NothingToReport, findings, read
 from lightning_fedleak.report.attacks import AttackSummary, Points
 from lightning_fedleak.report.fits import FitSummary
-from lightning_fedleak.report.wording import interval, known, share
+from lightning_fedleak.report.wording import in_words, interval, share
 
 
 def compare(before: Path, after: Path, console: Console | None = None) -> None:
@@ -34,7 +34,7 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
         table.add_column(title, overflow="fold")  # a name is never cut
     for name in dict.fromkeys([*first.utility, *second.utility]):
         values = [_last(fit.utility.get(name)) for fit in (first, second)]
-        table.add_row(escape(f"utility/{name}"), *map(known, values), _change(*values))
+        table.add_row(escape(f"utility/{name}"), *map(in_words, values), _change(*values))
     attacks = [{(a.name, a.stage): a for a in fit.attacks} for fit in (first, second)]
     for key in dict.fromkeys([*attacks[0], *attacks[1]]):
         pair = [by_name.get(key) for by_name in attacks]

@@ -7,7 +7,7 @@ from lightning_fedleak.records.families import (
     WORDS,
     Family,
 )
-from lightning_fedleak.records.fields import Record, Releases, as_json, named
+from lightning_fedleak.records.fields import JsonObject, Record, Releases, as_json, named
 from lightning_fedleak.records.files import (
     RECORD,
     RESULTS,
@@ -54,6 +54,7 @@ __all__ = [
     "FileLines",
     "GateFacts",
     "GateLine",
+    "JsonObject",
     "LookLine",
     "MetricValue",
     "ModelFacts",

@@ -16,6 +16,8 @@ from typing import Annotated, Any, NamedTuple, Self, Union, get_args, get_origin
 LARGEST = 2**53
 """Integers and amounts above are no run's: floats are no longer exact there."""
 
+JsonObject = Mapping[str, Any]
+"""An object of JSON whose keys no record names, such as the settings of an attack."""
 FieldReader = Callable[[Any, str], Any]
 """Returns a field's value for a value of JSON and the path to it, or raises :class:`OddField`."""
 
@@ -29,9 +31,8 @@ def named(key: str, **more: Any) -> Any:
     return field(metadata={"key": key}, **more)
 
 
-def others() -> Any:
-    """Return a dataclass field for the keys that no other field of its record has."""
-    return field(default_factory=dict, metadata={"others": True})
+OTHER_KEYS = {"others": True}
+"""Metadata of a field that takes the keys which no other field of its record has."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,9 @@ class Record:
         kind: type = cls
         readers = _readers(kind)
         arguments: dict[str, Any] = {}
-        known = set()
         rest = None
         for one in fields(cls):
             key = one.metadata.get("key", one.name)
-            known.add(key)
             if "others" in one.metadata:
                 rest = one.name
             elif not one.init:
@@ -69,7 +68,8 @@ class Record:
             elif one.default is MISSING and one.default_factory is MISSING:
                 raise OddField(f"{root}{key} is missing")
         if rest is not None:
-            arguments[rest] = {key: part for key, part in value.items() if key not in known}
+            keys = {one.metadata.get("key", one.name) for one in fields(cls)}
+            arguments[rest] = {key: part for key, part in value.items() if key not in keys}
         return cls(**arguments)
 
 
@@ -112,7 +112,7 @@ def reader_of(hint: Any) -> FieldReader:
         reader: FieldReader = arguments[1]
         return reader
     if kind in (Union, UnionType):
-        return _one_of(arguments)
+        return _union_of(arguments)
     if kind is tuple:
         return _list_of(reader_of(arguments[0]))
     if kind is not None and issubclass(kind, Mapping):
@@ -122,7 +122,7 @@ def reader_of(hint: Any) -> FieldReader:
     if issubclass(hint, Record):
         from_json: FieldReader = hint.from_json
         return from_json
-    return number_if(is_number) if hint is float else _plain(hint)
+    return number_if(is_number) if hint is float else _typed(hint)
 
 
 def number_if(holds: Callable[[Any], bool]) -> FieldReader:
@@ -136,7 +136,7 @@ def number_if(holds: Callable[[Any], bool]) -> FieldReader:
     return read
 
 
-def _plain(kind: type) -> FieldReader:
+def _typed(kind: type) -> FieldReader:
     """Return a reader of strings, truth values or integers."""
 
     def read(value: Any, path: str) -> Any:
@@ -156,7 +156,7 @@ def _is_of(value: Any, kind: type) -> bool:
     )
 
 
-def _one_of(hints: Sequence[Any]) -> FieldReader:
+def _union_of(hints: Sequence[Any]) -> FieldReader:
     readers = [reader_of(hint) for hint in hints if hint is not NoneType]
 
     def read(value: Any, path: str) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.records.fields import OddField
+from lightning_fedleak.records.fields import JsonObject, OddField
 from lightning_fedleak.records.results import ResultLine
 from lightning_fedleak.records.run import RUN_LINES, SCHEMA, RunLine
 
@@ -40,7 +40,7 @@ def read_lines(path: Path) -> FileLines:
     if not path.is_file():
         return FileLines()
     lines: list[ResultLine | RunLine] = []
-    broken, newer, odd = [], [], []
+    unreadable, newer, odd = [], [], []
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, 1):
             if not text.strip():
@@ -50,7 +50,7 @@ def read_lines(path: Path) -> FileLines:
             except (ValueError, RecursionError):
                 content = None
             if not isinstance(content, dict):
-                broken.append(number)
+                unreadable.append(number)
                 continue
             schema = content.get("schema", 1)
             if isinstance(schema, int) and schema > SCHEMA:
@@ -63,7 +63,7 @@ def read_lines(path: Path) -> FileLines:
     problems = [
         f"{len(numbers)} of the lines of {short(path)} {reason}: {first_of(numbers)}"
         for numbers, reason in (
-            (broken, "cannot be read"),
+            (unreadable, "cannot be read"),
             (newer, "are of a newer version"),
             (odd, "are not as a run writes them"),
         )
@@ -77,7 +77,7 @@ def read_results(path: Path) -> list[ResultLine]:
     return [line for line in read_lines(path).lines if isinstance(line, ResultLine)]
 
 
-def _read_line(content: dict[str, Any], name: str) -> ResultLine | RunLine:
+def _read_line(content: JsonObject, name: str) -> ResultLine | RunLine:
     if name == RESULTS:
         return ResultLine.from_json(content)
     line = RunLine.from_json(content)
@@ -109,5 +109,5 @@ def short(path: Path) -> str:
 
 def first_of(values: Sequence[object]) -> str:
     """Return the first eight values, and how many more there are."""
-    shown = ", ".join(map(str, values[:8]))
-    return f"{shown} and {len(values) - 8} more" if len(values) > 8 else shown
+    first = ", ".join(map(str, values[:8]))
+    return f"{first} and {len(values) - 8} more" if len(values) > 8 else first

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from lightning_fedleak.records.fields import Record
+from lightning_fedleak.records.fields import JsonObject, Record
 
 NOT_PLAYED = "not played: "
 """Begins the reason in the lines of attacks that a run left out."""
@@ -47,7 +46,7 @@ class ResultLine(Record):
     client: str | int | None = None
     round: int | None = None
     attack: str
-    config: Mapping[str, Any] | None = None
+    config: JsonObject | None = None
     n: int | None = None
     exposed: bool | None = None
     metrics: Mapping[str, MetricValue | None]

@@ -8,15 +8,16 @@ from typing import Annotated, Any
 
 from lightning_fedleak.records.families import Family, standard_family
 from lightning_fedleak.records.fields import (
+    OTHER_KEYS,
     Amount,
     FieldReader,
     History,
+    JsonObject,
     Limit,
     OddField,
     Record,
     Share,
     named,
-    others,
     reader_of,
 )
 
@@ -55,7 +56,7 @@ def _settings_reader() -> FieldReader:
         "poisson": reader_of(bool | None),
     }
 
-    def read(value: Any, path: str) -> Mapping[str, Any]:
+    def read(value: Any, path: str) -> JsonObject:
         if not isinstance(value, dict):
             raise OddField(path)
         for name, reader in kinds.items():
@@ -68,7 +69,7 @@ def _settings_reader() -> FieldReader:
 
 @dataclass(frozen=True, kw_only=True)
 class DefenseFacts(Record):
-    """A defence.
+    """What a defence is and promises.
 
     Attributes:
         name: its name in the logs.
@@ -80,7 +81,7 @@ class DefenseFacts(Record):
     name: str
     class_name: str | None = named("class", default=None)
     guarantee: str | None = None
-    settings: Annotated[Mapping[str, Any], _settings_reader()] | None = None
+    settings: Annotated[JsonObject, _settings_reader()] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class DefenseLine(DefenseFacts, RunLine):
 
     @property
     def facts(self) -> DefenseFacts:
-        """The defence."""
+        """The defence, without the line."""
         return DefenseFacts(**{one.name: getattr(self, one.name) for one in fields(DefenseFacts)})
 
 
@@ -143,7 +144,7 @@ class MonitorFacts(Record):
     adversary: tuple[str, ...] | None = None
     local_steps: int | None = None
     stages: tuple[str, ...] | None = None
-    more: Mapping[str, Any] = others()
+    more: JsonObject = field(default_factory=dict, metadata=OTHER_KEYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +169,7 @@ class AttackFacts(Record):
     needs: tuple[str, ...] | None = None
     reads: tuple[str, ...] = ()
     exposed: bool | None = None
-    config: Mapping[str, Any] | None = None
+    config: JsonObject | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +218,9 @@ class BeginLine(RunLine):
     fit: str | None = None
     resumed: EndedFit | None = None
     versions: Mapping[str, str] | None = None
-    machine: Mapping[str, Any] | None = None
+    machine: JsonObject | None = None
     model: ModelFacts | None = None
-    training: Mapping[str, Any] | None = None
+    training: JsonObject | None = None
     monitor: MonitorFacts | None = None
     families: tuple[Family, ...] = ()
     attacks: tuple[AttackFacts, ...] = ()
@@ -239,8 +240,8 @@ class BeginLine(RunLine):
         name = next((one.family for one in self.attacks if one.name == attack), "")
         if not name:
             return None
-        own = (family for family in self.families if family.name == name)
-        return next(own, standard_family(name))
+        recorded = (family for family in self.families if family.name == name)
+        return next(recorded, standard_family(name))
 
 
 # ---- while it goes on ---------------------------------------------------------------------------
@@ -336,13 +337,13 @@ class EndLine(RunLine):
 
     Attributes:
         step: optimizer steps or rounds in all.
-        how: ``"finished"``, or the class of what was raised.
+        outcome: ``"finished"``, or the class of what was raised.
         privacy: what each defence has spent in all.
     """
 
     kind: str = field(default="end", init=False)
     step: int
-    how: str
+    outcome: str = named("how")
     privacy: tuple[Spending, ...] | None = None
 
 

@@ -6,9 +6,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
 
-from lightning_fedleak.records import STANDARD_FAMILIES, Family, MetricValue, ResultLine
+from lightning_fedleak.records import (
+    STANDARD_FAMILIES,
+    AttackFacts,
+    Family,
+    JsonObject,
+    MetricValue,
+    ResultLine,
+)
 from lightning_fedleak.report.logs import FitLog
 from lightning_fedleak.report.wording import NOT_RECORDED
 
@@ -79,7 +85,7 @@ class AttackSummary:
     adversary: str
     dishonest: bool | None
     reads: Sequence[str]
-    config: Mapping[str, Any] | None
+    config: JsonObject | None
     exposed: bool
     looks: int
     withheld: int
@@ -117,7 +123,7 @@ class ClientRow:
     attacks: Mapping[str, ClientSummary]
 
 
-class Results:
+class FitResults:
     """The results of a fit, and which of its updates left their clients.
 
     Args:
@@ -148,7 +154,7 @@ class Results:
         """Results of single clients: without those of their sum."""
         return [line for line in self.lines if line.stage != "aggregate"]
 
-    def left(self, lines: Iterable[ResultLine]) -> list[ResultLine]:
+    def without_withheld(self, lines: Iterable[ResultLine]) -> list[ResultLine]:
         """Return the lines without those of updates that did not leave."""
         return [
             line
@@ -179,38 +185,34 @@ class Results:
     def _attack(self, name: str, stage: str, lines: Sequence[ResultLine]) -> AttackSummary:
         begin = self._log.begin
         facts = next((a for a in begin.attacks if a.name == name), None) if begin else None
+        facts = facts or AttackFacts(name=name, family="")
         family = self.family(name, lines)
         headline = family.headline
-        left = self.left(lines)
-        shared = [line for line in left if line.was_shared]
-        values = _known(line.value_of_this_look(headline) for line in shared)
-        worst = _known(line.value(f"{headline}_worst_client") for line in shared)
-        reasons = [_reason(line, headline) for line in left if _is_unknown(line, headline)]
+        sent = self.without_withheld(lines)
+        shared = [line for line in sent if line.was_shared]
+        values = _numbers(line.value_of_this_look(headline) for line in shared)
+        worst = _numbers(line.value(f"{headline}_worst_client") for line in shared)
+        reasons = [_reason(line, headline) for line in sent if _is_unknown(line, headline)]
         clients = self._by_client(lines, headline) if self.several else {}
-        with_value = [line for line in left if line.metric(headline) is not None]
-        last = with_value[-1] if with_value else None
         if stage != "aggregate" and len(clients) > 1:
-            worst += _known(client.mean for client in clients.values())
-            newest = {str(line.client): line for line in with_value}
-            last = max(newest.values(), key=lambda line: line.value(headline) or 0.0, default=None)
+            worst += _numbers(client.mean for client in clients.values())
+        last = _last_line(sent, headline, of_worst=stage != "aggregate" and len(clients) > 1)
         summary = AttackSummary(
             name=name,
             stage=stage,
             family=family,
             headline=headline,
             chance=family.chance,
-            adversary=(facts and facts.adversary) or NOT_RECORDED,
-            dishonest=None
-            if facts is None or facts.needs is None
-            else any(need.startswith(CHOOSES) for need in facts.needs),
-            reads=list(facts.reads) if facts else [],
-            config=(facts and facts.config) or lines[-1].config,
+            adversary=facts.adversary or NOT_RECORDED,
+            dishonest=_is_dishonest(facts),
+            reads=list(facts.reads),
+            config=facts.config or lines[-1].config,
             exposed=any(line.was_shared for line in lines),
             looks=len(values),
-            withheld=len(lines) - len(left),
+            withheld=len(lines) - len(sent),
             unknown=len(reasons),
             why_unknown=reasons[-1] if reasons else None,
-            n=_count(left, headline),
+            n=_samples(sent, headline),
             mean=mean(values),
             highest=max(values, default=None),
             worst_client=max(worst, default=None),
@@ -218,12 +220,12 @@ class Results:
             last=None if last is None else last.metric(headline),
             last_n=None if last is None else last.n,
             last_client=None if last is None or len(clients) < 2 else str(last.client),
-            rates={m: None if last is None else last.metric(m) for m in family.shown_metrics},
+            rates={m: last.metric(m) if last else None for m in family.shown_metrics},
             means={
-                m: mean(_known(line.value_of_this_look(m) for line in shared))
+                m: mean(_numbers(line.value_of_this_look(m) for line in shared))
                 for m in family.shown_metrics
             },
-            certified=mean(_known(line.value("certified") for line in left)),
+            certified=mean(_numbers(line.value("certified") for line in sent)),
         )
         return replace(
             summary, above_chance=_above_chance(summary), conclusive=_is_conclusive(summary)
@@ -233,16 +235,16 @@ class Results:
         by_client: dict[str, list[ResultLine]] = {}
         for line in lines:
             by_client.setdefault(str(line.client), []).append(line)
-        return {name: self._client(own, headline) for name, own in by_client.items()}
+        return {client: self._client(part, headline) for client, part in by_client.items()}
 
     def _client(self, lines: Sequence[ResultLine], headline: str) -> ClientSummary:
-        left = self.left(lines)
-        values = _known(line.value_of_this_look(headline) for line in left if line.was_shared)
-        rates = [rate for line in left if (rate := line.metric(headline)) is not None]
+        sent = self.without_withheld(lines)
+        values = _numbers(line.value_of_this_look(headline) for line in sent if line.was_shared)
+        rates = [rate for line in sent if (rate := line.metric(headline)) is not None]
         return ClientSummary(
             looks=len(values),
-            withheld=len(lines) - len(left),
-            unknown=sum(_is_unknown(line, headline) for line in left),
+            withheld=len(lines) - len(sent),
+            unknown=sum(_is_unknown(line, headline) for line in sent),
             mean=mean(values),
             highest=max(values, default=None),
             last=rates[-1] if rates else None,
@@ -268,10 +270,10 @@ class Results:
         A single client, at what was shared, has the name "". Of several there is a line for each,
         and for their sum where it was measured; without updates that did not leave.
         """
-        wanted = ("shared", "aggregate") if self.several else ("shared",)
+        stages = ("shared", "aggregate") if self.several else ("shared",)
         series: dict[str, dict[str, Points]] = {}
-        for line in self.left(self.lines):
-            if line.stage in wanted:
+        for line in self.without_withheld(self.lines):
+            if line.stage in stages:
                 headline = self.family(line.attack, [line]).headline
                 client = str(line.client) if self.several else ""
                 points = series.setdefault(line.attack, {}).setdefault(client, [])
@@ -292,7 +294,7 @@ def mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
+def _numbers(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
@@ -307,8 +309,8 @@ def _above_chance(attack: AttackSummary) -> float:
     if attack.chance:
         last = attack.last.value if attack.last else None
         values = [attack.mean, attack.worst_client, last]
-    known = _known(values)
-    return (max(known) - attack.chance) / (1 - attack.chance) if known else -1.0
+    numbers = _numbers(values)
+    return (max(numbers) - attack.chance) / (1 - attack.chance) if numbers else -1.0
 
 
 def _is_conclusive(attack: AttackSummary) -> bool | None:
@@ -316,6 +318,22 @@ def _is_conclusive(attack: AttackSummary) -> bool | None:
     if not attack.chance or last is None or last.low is None or last.high is None:
         return None
     return not last.low <= attack.chance <= last.high
+
+
+def _last_line(lines: Sequence[ResultLine], headline: str, *, of_worst: bool) -> ResultLine | None:
+    """Return the last line with a result; or of each client's last line that of the worst one."""
+    measured = [line for line in lines if line.metric(headline) is not None]
+    if not of_worst:
+        return measured[-1] if measured else None
+    newest = {str(line.client): line for line in measured}
+    return max(newest.values(), key=lambda line: line.value(headline) or 0.0, default=None)
+
+
+def _is_dishonest(facts: AttackFacts) -> bool | None:
+    """Return whether the server of an attack chooses something; None where it was not recorded."""
+    if facts.needs is None:
+        return None
+    return any(need.startswith(CHOOSES) for need in facts.needs)
 
 
 def _is_unknown(line: ResultLine, headline: str) -> bool:
@@ -326,7 +344,7 @@ def _reason(line: ResultLine, headline: str) -> str:
     return line.unknown or f"its {headline or 'value'} is no number"
 
 
-def _count(lines: Sequence[ResultLine], headline: str) -> int:
+def _samples(lines: Sequence[ResultLine], headline: str) -> int:
     """Return tokens, texts or games in all; of what is pooled each client's highest count."""
     pooled: dict[str, int] = {}
     single = 0

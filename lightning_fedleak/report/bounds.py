@@ -80,7 +80,7 @@ def allowances(
         return []
     from lightning_fedleak.auditing.mechanisms import dp_auc, dp_tpr  # loads torch: seconds
 
-    found = []
+    limits = []
     for account in holding:
         summed = account.trust in ("secure_aggregation", "central")
         stage = "aggregate" if summed and clients > 1 else "shared"
@@ -91,7 +91,7 @@ def allowances(
         epsilon, delta = account.bound
         largest = min(epsilon, LARGEST_SHOWN_EPSILON)
         tpr_in_a_batch, auc_in_a_batch = _in_a_batch(account)
-        found.append(
+        limits.append(
             Allowance(
                 defense=account.defense,
                 stage=stage,
@@ -105,7 +105,7 @@ def allowances(
                 measured_auc=_highest([a.last for a in games]),
             )
         )
-    return found
+    return limits
 
 
 def _in_a_batch(account: Account) -> tuple[float, float] | tuple[None, None]:
@@ -143,12 +143,12 @@ class _FitAccount:
     Attributes:
         account: what it spent.
         origin: name of the fit whose checkpoint it went on from; None where that is not here.
-        before: the releases that the checkpoint held.
+        restored: the releases that the checkpoint held.
     """
 
     account: Account
     origin: str | None
-    before: Sequence[Releases]
+    restored: Sequence[Releases]
 
     def new_releases(self, elsewhere: Sequence[Releases]) -> list[Releases]:
         """Return the releases without those from the checkpoint that are recorded elsewhere.
@@ -157,9 +157,9 @@ class _FitAccount:
         here. Where the checkpoint's are no part of the history, nothing is taken off.
         """
         counts = _by_kind(self.account.history)
-        before, recorded = _by_kind(self.before), _by_kind(elsewhere)
-        if all(counts.get(kind, 0) >= count for kind, count in before.items()):
-            for kind, count in before.items():
+        restored, recorded = _by_kind(self.restored), _by_kind(elsewhere)
+        if all(counts.get(kind, 0) >= count for kind, count in restored.items()):
+            for kind, count in restored.items():
                 counts[kind] -= min(count, recorded.get(kind, 0))
         return [Releases(*kind, count) for kind, count in counts.items() if count]
 
@@ -180,17 +180,17 @@ def joint_accounts(logs: Sequence[tuple[FitLog, Sequence[Account]]]) -> list[Joi
     fit_names = {log.run: log.fit_name for log, _ in logs}
     for log, accounts in logs:
         resumed = log.begin.resumed if log.begin else None
-        before = {one.defense: one.history for one in resumed.privacy} if resumed else {}
+        restored = {one.defense: one.history for one in resumed.privacy} if resumed else {}
         for account in accounts:
             fits = by_defense.setdefault(account.defense, {})
             other = fits.get(log.fit_name)
-            if other is None or _count(other.account) < _count(account):
+            if other is None or _releases(other.account) < _releases(account):
                 origin = fit_names.get(resumed.run if resumed else "")
-                fits[log.fit_name] = _FitAccount(account, origin, before.get(account.defense, ()))
+                fits[log.fit_name] = _FitAccount(account, origin, restored.get(account.defense, ()))
     return [_joint(name, fits) for name, fits in by_defense.items() if len(fits) > 1]
 
 
-def _count(account: Account) -> int:
+def _releases(account: Account) -> int:
     return sum(one.number for one in account.history)
 
 
@@ -199,22 +199,9 @@ def _joint(defense: str, fits: Mapping[str, _FitAccount]) -> JointAccount:
     added = _sum([account.epsilon for account in accounts])
     deltas = rounded_up(math.fsum(account.delta or 0.0 for account in accounts))
     delta = max(account.delta or 0.0 for account in accounts)
-    accountants = {account.accountant for account in accounts}
-    drawn = {account.sampling for account in accounts}
     epsilon: float | str | None = math.inf
     if all(account.holds for account in accounts):
-        recorded = all(account.history for account in accounts)
-        if recorded and accountants <= {"prv", "rdp"} and len(drawn) == 1:
-            history = [
-                release
-                for fit in fits.values()
-                for release in fit.new_releases(_history(fits.get(fit.origin or "")))
-            ]
-            kind = "prv" if accountants == {"prv"} else "rdp"
-            epsilon = composed_epsilon(history, delta, kind, *drawn)
-        else:
-            epsilon, delta = added, deltas
-    units = {account.unit for account in accounts}
+        epsilon, delta = _composed(fits, delta) or (added, deltas)
     return JointAccount(
         defense=defense,
         fits=len(fits),
@@ -222,9 +209,28 @@ def _joint(defense: str, fits: Mapping[str, _FitAccount]) -> JointAccount:
         epsilon=epsilon,
         sum_of_epsilons=added,
         sum_of_deltas=deltas,
-        unit=_common(units),
+        unit=_common({account.unit for account in accounts}),
         whole=all(account.whole for account in accounts),
     )
+
+
+def _composed(
+    fits: Mapping[str, _FitAccount], delta: float
+) -> tuple[float | str | None, float] | None:
+    """Return the epsilon of all releases at a delta; None where one accountant cannot take all."""
+    accounts = [fit.account for fit in fits.values()]
+    accountants = {account.accountant for account in accounts}
+    samplings = {account.sampling for account in accounts}
+    recorded = all(account.history for account in accounts)
+    if not recorded or not accountants <= {"prv", "rdp"} or len(samplings) > 1:
+        return None
+    history = [
+        release
+        for fit in fits.values()
+        for release in fit.new_releases(_history(fits.get(fit.origin or "")))
+    ]
+    kind = "prv" if accountants == {"prv"} else "rdp"
+    return composed_epsilon(history, delta, kind, *samplings), delta
 
 
 def _history(fit: _FitAccount | None) -> Sequence[Releases]:
@@ -239,5 +245,5 @@ def _common(units: set[str]) -> str:
 
 
 def _sum(epsilons: Sequence[float | None]) -> float | None:
-    known = [epsilon for epsilon in epsilons if epsilon is not None]
-    return rounded_up(math.fsum(known)) if len(known) == len(epsilons) else None
+    numbers = [epsilon for epsilon in epsilons if epsilon is not None]
+    return rounded_up(math.fsum(numbers)) if len(numbers) == len(epsilons) else None

@@ -11,12 +11,16 @@ from lightning_fedleak.report.attacks import AttackSummary
 
 Points = Sequence[tuple[float, float | None]]
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 420, 46, 14, 10, 28
+WIDTH = 420
+"""Pixels of a picture, which the page scales. The margins hold the numbers at the axes."""
+MARGIN, RIGHT, TOP, BOTTOM = 46, 14, 10, 28
+"""Pixels around a picture."""
 MOST_POINTS = 200
 """Of one line; a longer one is drawn by the lowest and highest value of each part. Not tuned."""
 COLOURS = 8
-_DRAWN = 1e300
-"""Values beyond are no points of a line."""
+"""Lines that a page tells apart: its style sheet has so many colours."""
+LARGEST_DRAWN = 1e300
+"""Larger values are no points of a line: differences of two would be infinite."""
 
 
 def few(series: Mapping[str, Points], *, last: str = "") -> dict[str, Points]:
@@ -30,19 +34,19 @@ def few(series: Mapping[str, Points], *, last: str = "") -> dict[str, Points]:
         return dict(series)
 
     def height(name: str) -> float:
-        known = [value for _, value in series[name] if value is not None]
-        return math.fsum(known) / len(known) if known else -math.inf
+        values_of_line = [value for _, value in series[name] if value is not None]
+        return math.fsum(values_of_line) / len(values_of_line) if values_of_line else -math.inf
 
     order = sorted((name for name in series if name != last), key=height, reverse=True)
-    shown = set(order[: COLOURS - 2])
+    highest = set(order[: COLOURS - 2])
     others: dict[float, list[float]] = {}
     for name in order[COLOURS - 2 :]:
         for step, value in series[name]:
             others.setdefault(step, []).extend([] if value is None else [value])
     mean = [(x, math.fsum(v) / len(v) if v else None) for x, v in sorted(others.items())]
-    drawn = {name: line for name, line in series.items() if name in shown}
-    drawn[f"mean of the {len(order) - len(shown)} others"] = mean
-    return drawn | ({last: series[last]} if last in series else {})
+    lines = {name: line for name, line in series.items() if name in highest}
+    lines[f"mean of the {len(order) - len(highest)} others"] = mean
+    return lines | ({last: series[last]} if last in series else {})
 
 
 def lines(
@@ -67,7 +71,7 @@ def lines(
         unit: of what is counted from left to right.
     """
     series = {
-        name: [(x, None if y is None or abs(y) > _DRAWN else y) for x, y in line]
+        name: [(x, None if y is None or abs(y) > LARGEST_DRAWN else y) for x, y in line]
         for name, line in series.items()
     }
     points = [p for line in series.values() for p in line]
@@ -76,28 +80,28 @@ def lines(
         return Markup('<p class="unknown">nothing is known</p>')
     low, high = span or _span(values)
     first, last = min(x for x, _ in points), max(x for x, _ in points)
-    across = _scale(first, max(last, first + 1), LEFT, WIDTH - RIGHT)
-    down = _scale(low, high, height - BOTTOM, TOP)
-    parts = [_axes(height, low, high, down, first, max(last, first + 1), across)]
+    x_scale = _scale(first, max(last, first + 1), MARGIN, WIDTH - RIGHT)
+    y_scale = _scale(low, high, height - BOTTOM, TOP)
+    parts = [_axes(height, low, high, y_scale, first, max(last, first + 1), x_scale)]
     if level is not None:
-        parts.append(_dashed(LEFT, down(level), WIDTH - RIGHT, down(level), "level"))
-    for what, steps in (marks or {}).items():
+        parts.append(_dashed(MARGIN, y_scale(level), WIDTH - RIGHT, y_scale(level), "level"))
+    for event, steps in (marks or {}).items():
         for step in steps:
-            x = across(step)
-            title = f"<title>{escape(what)}: {unit} {step:g}</title>"
+            x = x_scale(step)
+            title = f"<title>{escape(event)}: {unit} {step:g}</title>"
             parts.append(f"<g>{title}{_dashed(x, TOP, x, height - BOTTOM, 'mark')}</g>")
     for number, (name, line) in enumerate(series.items()):
         colour = f"c{number % COLOURS}"
         for run in _known_runs(_thinned(line)):
-            drawn = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in run)
+            corners = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in run)
             title = f"<title>{escape(name)}</title>"
             if len(run) == 1:
-                x, y = across(run[0][0]), down(run[0][1])
+                x, y = x_scale(run[0][0]), y_scale(run[0][1])
                 parts.append(
                     f'<circle class="{colour} dot" cx="{x:.1f}" cy="{y:.1f}" r="3">{title}</circle>'
                 )
             else:
-                parts.append(f'<polyline class="{colour}" points="{drawn}">{title}</polyline>')
+                parts.append(f'<polyline class="{colour}" points="{corners}">{title}</polyline>')
     legend = "".join(
         f'<li><i class="c{number % COLOURS}"></i>{escape(name)}</li>'
         for number, name in enumerate(series)
@@ -117,10 +121,10 @@ def intervals(attacks: Sequence[AttackSummary], *, label: str) -> Markup:
         return Markup('<p class="unknown">no attack was played</p>')
     step = 36
     height = TOP + step * len(attacks) + BOTTOM
-    across = _scale(0.0, 1.0, RIGHT, WIDTH - RIGHT)
+    x_scale = _scale(0.0, 1.0, RIGHT, WIDTH - RIGHT)
     parts = []
     for tick in (0, 0.25, 0.5, 0.75, 1):
-        x = across(tick)
+        x = x_scale(tick)
         parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{TOP}" y2="{height - BOTTOM}"/>')
         parts.append(f'<text x="{x}" y="{height - 10}" text-anchor="middle">{tick:g}</text>')
     for number, attack in enumerate(attacks):
@@ -136,12 +140,12 @@ def intervals(attacks: Sequence[AttackSummary], *, label: str) -> Markup:
             continue
         parts.append(f'<text x="{RIGHT}" y="{top + 13}">{escape(title)}</text>')
         if last.low is not None and last.high is not None:
-            ends = f'x1="{across(last.low):.1f}" x2="{across(last.high):.1f}"'
+            ends = f'x1="{x_scale(last.low):.1f}" x2="{x_scale(last.high):.1f}"'
             parts.append(f'<line class="whisker" {ends} y1="{y}" y2="{y}"/>')
         if attack.chance:
-            x = across(attack.chance)
+            x = x_scale(attack.chance)
             parts.append(_dashed(x, y - 7, x, y + 7, "level"))
-        parts.append(f'<circle class="dot c0" cx="{across(last.value):.1f}" cy="{y}" r="4"/>')
+        parts.append(f'<circle class="dot c0" cx="{x_scale(last.value):.1f}" cy="{y}" r="4"/>')
     return Markup(f"<figure>{_svg(height, label, parts)}</figure>")
 
 
@@ -162,20 +166,20 @@ def _axes(
     height: int,
     low: float,
     high: float,
-    down: _Scale,
+    y_scale: _Scale,
     first: float,
     last: float,
-    across: _Scale,
+    x_scale: _Scale,
 ) -> str:
     parts = []
     for value in _ticks(low, high):
-        y = down(value)
+        y = y_scale(value)
         parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<line class="grid" x1="{MARGIN}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+        parts.append(f'<text x="{MARGIN - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
     for step in (one for one in _ticks(first, last) if one == int(one)):
-        x = across(step)
+        x = x_scale(step)
         parts.append(f'<text x="{x:.1f}" y="{height - 10}" text-anchor="middle">{step:g}</text>')
     return "".join(parts)
 
@@ -216,11 +220,11 @@ def _thinned(line: Points) -> list[tuple[float, float | None]]:
     points: list[tuple[float, float | None]] = []
     for start in range(0, len(line), size):
         part = line[start : start + size]
-        known = [(x, y) for x, y in part if y is not None]
-        if not known:
+        values_of_line = [(x, y) for x, y in part if y is not None]
+        if not values_of_line:
             points.append((part[0][0], None))
             continue
-        ends = {min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])}
+        ends = {min(values_of_line, key=lambda p: p[1]), max(values_of_line, key=lambda p: p[1])}
         points += sorted(ends)
     return points
 

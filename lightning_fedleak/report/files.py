@@ -17,7 +17,7 @@ from lightning_fedleak.report.logs import ReportError, read
 from lightning_fedleak.report.page import page
 from lightning_fedleak.report.registry import entry
 
-ABOUT = "report.toml"
+REPORT_TOML = "report.toml"
 
 
 def write(
@@ -46,24 +46,24 @@ def write(
     """
     logs = read(runs, run=run)
     folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
-    if about is None and (folder / ABOUT).is_file():
-        about = folder / ABOUT
-    found = findings(logs, _people(about))
+    if about is None and (folder / REPORT_TOML).is_file():
+        about = folder / REPORT_TOML
+    content = findings(logs, _people(about))
     try:
-        registered = entry(found)
+        registered = entry(content)
     except ValueError as error:
         raise ReportError(str(error)) from None
     texts = {str(path): _text(path) for path in reveal}
     files = {
-        folder / "report.html": page(found, texts),
-        folder / "report.json": json.dumps(as_json(found), indent=1, allow_nan=False) + "\n",
+        folder / "report.html": page(content, texts),
+        folder / "report.json": json.dumps(as_json(content), indent=1, allow_nan=False) + "\n",
     }
-    if any(account.holds for fit in found.runs for account in fit.privacy):
+    if any(account.holds for fit in content.runs for account in fit.privacy):
         files[folder / "report.yaml"] = registered
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path, content in files.items():
-            _write(path, content, private=bool(texts) and path.suffix == ".html")
+        for path, text in files.items():
+            _write(path, text, private=bool(texts) and path.suffix == ".html")
     except OSError as error:
         raise ReportError(
             f"'{folder}' cannot be written to ({error.strerror}): name another folder with --out"

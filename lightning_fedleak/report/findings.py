@@ -8,38 +8,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.records import MetricValue
+from lightning_fedleak.records import JsonObject, MetricValue, named
 from lightning_fedleak.records.fields import is_number
 from lightning_fedleak.records.files import first_of
 from lightning_fedleak.report.advice import next_steps
 from lightning_fedleak.report.bounds import JointAccount, joint_accounts
 from lightning_fedleak.report.fits import FitSummary, fit_summary
-from lightning_fedleak.report.logs import FitLog, Logs, joined
+from lightning_fedleak.report.logs import FitLog, Logs, merge_monitors
 from lightning_fedleak.report.privacy import Account, accounts
-from lightning_fedleak.report.verdict import Verdict, verdict, verdict_without_runs
+from lightning_fedleak.report.verdict import ReportVerdict, verdict, verdict_without_runs
 from lightning_fedleak.report.wording import visible
 
 SCHEMA = 2
 """Version of ``report.json``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """The results of a command.
 
     Attributes:
-        about: its settings.
+        settings: of the command.
         columns: names.
         rows: one for each cell of the command; None is empty.
     """
 
-    about: Mapping[str, Any]
+    settings: JsonObject = field(metadata={"key": "about"})
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
@@ -50,8 +50,8 @@ class Findings:
 
     Attributes:
         schema: version of ``report.json``.
-        made: when, in UTC.
-        made_by: this package, with its version.
+        date: when it was made, in UTC.
+        package: this package, with its version.
         verdict: what a reader who reads one thing should read.
         next_steps: what people can do, the most urgent first.
         runs: one for each fit or federation.
@@ -62,18 +62,18 @@ class Findings:
     """
 
     schema: int = SCHEMA
-    made: str
-    made_by: str
-    verdict: Verdict
+    date: str = named("made")
+    package: str = named("made_by")
+    verdict: ReportVerdict
     next_steps: Sequence[str]
     runs: Sequence[FitSummary]
     privacy_together: Sequence[JointAccount]
     results: Mapping[str, Table]
     problems: Sequence[str]
-    people: Mapping[str, Any]
+    people: JsonObject
 
 
-def findings(logs: Logs, people: Mapping[str, Any] | None = None) -> Findings:
+def findings(logs: Logs, people: JsonObject | None = None) -> Findings:
     """Return everything that a report says.
 
     Args:
@@ -89,11 +89,11 @@ def findings(logs: Logs, people: Mapping[str, Any] | None = None) -> Findings:
                 f"{len(odd)} of the results of {Path(name).name} are not as a command writes "
                 f"them: {first_of(odd)}"
             )
-    fits, spent = _summaries(logs.fits, problems)
-    joint = joint_accounts(spent)
-    found = Findings(
-        made=datetime.now(UTC).isoformat(timespec="seconds"),
-        made_by=f"lightning-fedleak {version('lightning-fedleak')}",
+    fits, accounts_by_log = _summaries(logs.fits, problems)
+    joint = joint_accounts(accounts_by_log)
+    content = Findings(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        package=f"lightning-fedleak {version('lightning-fedleak')}",
         verdict=verdict(fits, joint) if fits else verdict_without_runs(len(tables)),
         next_steps=next_steps(fits),
         runs=fits,
@@ -102,7 +102,7 @@ def findings(logs: Logs, people: Mapping[str, Any] | None = None) -> Findings:
         problems=problems,
         people=dict(people or {}),
     )
-    return visible(found)
+    return visible(content)
 
 
 def _summaries(
@@ -116,29 +116,35 @@ def _summaries(
     for log in logs:
         by_fit.setdefault(log.fit_name, []).append(log)
     fits: list[FitSummary] = []
-    spent: list[tuple[FitLog, Sequence[Account]]] = []
+    accounts_by_log: list[tuple[FitLog, Sequence[Account]]] = []
     for monitors in by_fit.values():
-        log = joined(monitors)
+        log = merge_monitors(monitors)
         fit, odd_ledgers = fit_summary(log)
         fits.append(fit)
         problems += odd_ledgers
-        spent += [(one, fit.privacy if one is log else accounts(one)[0]) for one in monitors]
-    return fits, spent
+        for monitor in monitors:
+            own_accounts = fit.privacy if monitor is log else accounts(monitor)[0]
+            accounts_by_log.append((monitor, own_accounts))
+    return fits, accounts_by_log
 
 
 # ---- results of commands ------------------------------------------------------------------------
 
 
-def _table(content: Mapping[str, Any]) -> tuple[Table, list[int]]:
+def _table(content: JsonObject) -> tuple[Table, list[int]]:
     """Return a command's results, one row for each cell, and the numbers of rows that are none."""
     cells = list(content.get("results") or content.get("cells") or ())
     odd = [number for number, row in enumerate(cells, 1) if not isinstance(row, Mapping)]
-    rows = [_flat(row) for row in cells if isinstance(row, Mapping)]
+    rows = [_flatten(row) for row in cells if isinstance(row, Mapping)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     rates = [n for n in names if any(isinstance(row.get(n), MetricValue) for row in rows)]
     columns = list(dict.fromkeys([*names[:2], *rates, *names[2:]]))
-    about = {name: v for name, v in content.items() if _is_plain(v) and v is not None}
-    return Table(about, columns, [[row.get(name) for name in columns] for row in rows]), odd
+    settings = {name: v for name, v in content.items() if _is_plain(v) and v is not None}
+    return Table(
+        settings=settings,
+        columns=columns,
+        rows=[[row.get(name) for name in columns] for row in rows],
+    ), odd
 
 
 def _is_plain(value: object) -> bool:
@@ -150,7 +156,7 @@ def _is_plain(value: object) -> bool:
     )
 
 
-def _flat(row: Mapping[str, Any], root: str = "") -> dict[str, Any]:
+def _flatten(row: JsonObject, root: str = "") -> dict[str, Any]:
     """Return numbers and words of nested settings and rates, without lists (of games, say)."""
     flat: dict[str, Any] = {}
     for name, value in row.items():
@@ -159,7 +165,7 @@ def _flat(row: Mapping[str, Any], root: str = "") -> dict[str, Any]:
                 ends = (value[end] for end in ("value", "low", "high"))
                 flat[root + name] = MetricValue(*(end if is_number(end) else None for end in ends))
             else:
-                flat |= _flat(value, f"{root}{name}/")
+                flat |= _flatten(value, f"{root}{name}/")
         elif _is_plain(value):
             flat[root + name] = value
     return flat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_fedleak.records import (
     STANDARD_FAMILIES,
@@ -13,6 +13,7 @@ from lightning_fedleak.records import (
     Decision,
     DefenseFacts,
     GateFacts,
+    JsonObject,
     ModelFacts,
     MonitorFacts,
     NotPlayed,
@@ -22,8 +23,8 @@ from lightning_fedleak.report.attacks import (
     SUM,
     AttackSummary,
     ClientRow,
+    FitResults,
     Points,
-    Results,
 )
 from lightning_fedleak.report.bounds import Allowance, allowances
 from lightning_fedleak.report.logs import FitLog
@@ -31,19 +32,19 @@ from lightning_fedleak.report.privacy import CLIENT, TOKENS, Account, accounts, 
 from lightning_fedleak.report.wording import NOT_RECORDED, digits, first_four
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shared:
     """What left a client, after which defences, and who could see it.
 
     Attributes:
-        what: in words.
+        description: in words.
         seen_by: in words.
         trained: names of the trained parameters; None where they were not recorded.
         unread: those that no attack reads.
         clients: how many there are; None where the run was not recorded.
     """
 
-    what: str
+    description: str = named("what")
     clients: int | None
     seen_by: str
     trained: Sequence[str] | None
@@ -70,7 +71,7 @@ class DefenseSummary:
     name: str
     class_name: str = named("class")
     guarantee: str
-    settings: Mapping[str, Any]
+    settings: JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class FitSummary:
         monitors: how many wrote its lines.
         unit: what its looks count.
         recorded: whether it wrote down what it was.
-        began, ended: in words.
+        start, end: when it began, and how it ended, in words.
         steps: the last look.
         model, training, versions, machine, monitor, settings_hash: as recorded.
         shared: what left a client.
@@ -106,13 +107,13 @@ class FitSummary:
     monitors: int
     unit: Literal["step", "round"]
     recorded: bool
-    began: str
-    ended: str
+    start: str = named("began")
+    end: str = named("ended")
     steps: int | None
     model: ModelFacts | None
-    training: Mapping[str, Any] | None
+    training: JsonObject | None
     versions: Mapping[str, str] | None
-    machine: Mapping[str, Any] | None
+    machine: JsonObject | None
     monitor: MonitorFacts | None
     settings_hash: str
     shared: Shared
@@ -134,11 +135,11 @@ class FitSummary:
 def fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
     """Return what a report says of a fit, and what is wrong with the ledgers that it names."""
     begin = log.begin or BeginLine(run=log.run)
-    results = Results(log)
+    results = FitResults(log)
     attacks = results.attacks()
-    spent, problems = accounts(log)
+    spendings, problems = accounts(log)
     not_played = {one.name: one.reason for one in _not_played(log)}
-    shared = _shared(log.begin, len(results.clients), spent)
+    shared = _shared(log.begin, len(results.clients), spendings)
     tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
     summary = FitSummary(
         name=log.folder.name,
@@ -147,8 +148,8 @@ def fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         monitors=log.monitors,
         unit="round" if log.is_federation else "step",
         recorded=log.begin is not None,
-        began=begin.time or NOT_RECORDED,
-        ended=_ended(log),
+        start=begin.time or NOT_RECORDED,
+        end=_end_in_words(log),
         steps=max(
             (*(r.step for r in log.results), *(look.step for look in log.looks)), default=None
         ),
@@ -165,8 +166,8 @@ def fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         updates=len({(line.client, line.step) for line in results.of_clients}),
         withheld=len(results.withheld),
         utility=_utility(log),
-        privacy=spent,
-        implied=allowances(spent, attacks, shared.clients or 1),
+        privacy=spendings,
+        implied=allowances(spendings, attacks, shared.clients or 1),
         defenses=_defenses(begin.defenses) if log.begin else None,
         gates=None if begin.gates is None else [_rule(g) for g in begin.gates],
         decisions=[line.decision for line in log.decisions],
@@ -176,21 +177,21 @@ def fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
     return summary, problems
 
 
-def _ended(log: FitLog) -> str:
+def _end_in_words(log: FitLog) -> str:
     if log.begin is None:
         return f"end {NOT_RECORDED}"
     if log.end is None:
-        how = "end unknown" if log.is_federation else "was cut off, or still runs"
-        return f"{how}: no end was recorded"
-    stopped = [line.gate for line in log.decisions if line.did == "stopped"]
-    if log.end.how == "finished" and stopped:
-        return f"was stopped by the gate {', '.join(stopped)}"
+        state = "end unknown" if log.is_federation else "was cut off, or still runs"
+        return f"{state}: no end was recorded"
+    stopping = [line.gate for line in log.decisions if line.did == "stopped"]
+    if log.end.outcome == "finished" and stopping:
+        return f"was stopped by the gate {', '.join(stopping)}"
     reasons = {
         "finished": "finished normally",
         "KeyboardInterrupt": "was interrupted by hand",
         "SIGTERMException": "was stopped from outside (SIGTERM)",
     }
-    return reasons.get(log.end.how, f"ended by an error ({log.end.how})")
+    return reasons.get(log.end.outcome, f"ended by an error ({log.end.outcome})")
 
 
 def _utility(log: FitLog) -> dict[str, Points]:
@@ -198,32 +199,34 @@ def _utility(log: FitLog) -> dict[str, Points]:
     series: dict[str, dict[int, float | None]] = {}
     for look in log.looks:
         client = SUM if look.client == SUM else f"client {look.client}"
-        whose = "" if look.client is None else f", {client}"
+        suffix = "" if look.client is None else f", {client}"
         for name, value in (look.utility or {}).items():
             finite = None if value is None or math.isinf(value) else value
-            series.setdefault(f"{name}{whose}", {}).setdefault(look.step, finite)
+            series.setdefault(f"{name}{suffix}", {}).setdefault(look.step, finite)
     return {name: list(points.items()) for name, points in series.items()}
 
 
 # ---- what left, and who could see it ------------------------------------------------------------
 
 
-def _shared(begin: BeginLine | None, clients: int, spent: Sequence[Account]) -> Shared:
+def _shared(begin: BeginLine | None, clients: int, spendings: Sequence[Account]) -> Shared:
     """Return what left a client; ``clients`` is how many are in the lines of the fit."""
     if begin is None:
-        return Shared(NOT_RECORDED, None, NOT_RECORDED, None, None)
+        return Shared(
+            description=NOT_RECORDED, clients=None, seen_by=NOT_RECORDED, trained=None, unread=None
+        )
     monitor, model = begin.monitor or MonitorFacts(), begin.model
-    what = "the gradient of every step"
+    update = "the gradient of every step"
     if monitor.local_steps:
         steps = (
             "optimizer step"
             if monitor.local_steps == 1
             else f"{monitor.local_steps} optimizer steps"
         )
-        what = f"the weights' change after every {steps}"
+        update = f"the weights' change after every {steps}"
     if model is not None and model.trained_parameters and model.parameters:
         trained, total = model.trained_parameters, model.parameters
-        what += f", of {'all' if trained == total else f'{trained:,} of'} {total:,} parameters"
+        update += f", of {'all' if trained == total else f'{trained:,} of'} {total:,} parameters"
     peft = f" ({', '.join(model.peft)})" if model is not None and model.peft else ""
     seen_by = "whoever receives a client's update: the server, its staff and storage"
     for defense in begin.defenses:
@@ -233,7 +236,7 @@ def _shared(begin: BeginLine | None, clients: int, spent: Sequence[Account]) -> 
         elif party == "sum":
             seen_by = "the sum over clients only, if a secure aggregation really hides the parts"
     return Shared(
-        what=f"{what}{peft}, {_defended(begin.defenses, spent)}",
+        description=f"{update}{peft}, {_effects(begin.defenses, spendings)}",
         clients=max(monitor.clients, clients),
         seen_by=seen_by,
         trained=None if model is None else model.trained,
@@ -241,9 +244,9 @@ def _shared(begin: BeginLine | None, clients: int, spent: Sequence[Account]) -> 
     )
 
 
-def _defended(defenses: Sequence[DefenseFacts], spent: Sequence[Account]) -> str:
+def _effects(defenses: Sequence[DefenseFacts], spendings: Sequence[Account]) -> str:
     """Return what defences did to what left a client, with the settings that matter."""
-    by_name = {account.defense: account for account in spent}
+    by_name = {account.defense: account for account in spendings}
     effects = dict.fromkeys(_effect(one, by_name.get(one.name)) for one in defenses)
     return "; ".join(effects) or "without a defence"
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 from lightning_fedleak.records import (
     RECORD,
@@ -16,7 +16,9 @@ from lightning_fedleak.records import (
     DefenseLine,
     EndLine,
     GateLine,
+    JsonObject,
     LookLine,
+    MonitorFacts,
     ResultLine,
     RunLine,
     as_json,
@@ -73,7 +75,7 @@ class FitLog:
 
 @dataclass(frozen=True)
 class Logs:
-    """What was read.
+    """The logs that were read.
 
     Attributes:
         fits: in the order in which they began.
@@ -82,7 +84,7 @@ class Logs:
     """
 
     fits: tuple[FitLog, ...]
-    results: Mapping[str, Any] = field(default_factory=dict)
+    results: Mapping[str, JsonObject] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
 
@@ -99,7 +101,7 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     """
     problems: list[str] = []
     fits: list[FitLog] = []
-    results: dict[str, Any] = {}
+    results: dict[str, JsonObject] = {}
     for place in places:
         if not place.exists():
             raise NothingToReport(f"'{place}' does not exist: name the folder of a run's logs")
@@ -112,9 +114,9 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
         for path in sorted(place.rglob("*.json")) if place.is_dir() else ():
             _add_result(path, results, problems, is_named=False)
     if not fits and not results:
-        listed = ", ".join(f"'{place}'" for place in places)
+        names = ", ".join(f"'{place}'" for place in places)
         raise NothingToReport(
-            f"no {RESULTS}, and no results of fedleak game, invert or sweep, in {listed}. A "
+            f"no {RESULTS}, and no results of fedleak game, invert or sweep, in {names}. A "
             "LeakageMonitor writes its file to the logger's folder (lightning_logs/version_0, say)"
         )
     different = {(fit.folder.resolve(), fit.run): fit for fit in fits}
@@ -135,10 +137,10 @@ def _fits(folder: Path, problems: list[str]) -> list[FitLog]:
         problems += file.problems
         for line in file.lines:
             by_run.setdefault(line.run, []).append(line)
-    return [_fit(folder, run, lines) for run, lines in by_run.items()]
+    return [_fit_log(folder, run, lines) for run, lines in by_run.items()]
 
 
-def _fit(folder: Path, run: str, lines: Sequence[ResultLine | RunLine]) -> FitLog:
+def _fit_log(folder: Path, run: str, lines: Sequence[ResultLine | RunLine]) -> FitLog:
     """Return the log of one fit; its first line gets the defences that came later."""
     begin = next((line for line in lines if isinstance(line, BeginLine)), None)
     if begin is not None:
@@ -181,7 +183,7 @@ def _texts(fit: FitLog) -> set[str]:
 
 
 def _add_result(
-    path: Path, results: dict[str, Any], problems: list[str], *, is_named: bool
+    path: Path, results: dict[str, JsonObject], problems: list[str], *, is_named: bool
 ) -> None:
     """Add a command's file of results; other files are a problem where the user named them."""
     try:
@@ -197,52 +199,68 @@ def _add_result(
         problems.append(f"{short(path)} holds no results of fedleak game, invert or sweep")
 
 
-def joined(monitors: Sequence[FitLog]) -> FitLog:
+def merge_monitors(logs: Sequence[FitLog]) -> FitLog:
     """Return the lines of several monitors of one fit as the log of one.
 
     In a federation one process that knows the end is enough: clients do not learn of it.
     """
-    if len(monitors) == 1:
-        return monitors[0]
-    begins = [log.begin for log in monitors if log.begin is not None]
+    if len(logs) == 1:
+        return logs[0]
+    begin = _merge_begins([log.begin for log in logs if log.begin is not None])
+    ends = [log.end for log in logs if log.end is not None]
+    decisions = sorted((line for log in logs for line in log.decisions), key=_step)
+    return FitLog(
+        logs[0].folder,
+        ", ".join(log.run for log in logs),
+        begin,
+        sorted((line for log in logs for line in log.looks), key=_step),
+        sorted((line for log in logs for line in log.results), key=_step),
+        list({repr(replace(line, run="")): line for line in decisions}.values()),
+        ends[-1] if ends and (len(ends) == len(logs) or begin.is_federation) else None,
+        len(logs),
+    )
+
+
+def _merge_begins(begins: Sequence[BeginLine]) -> BeginLine:
+    """Return what all monitors of a fit recorded of it, as one of them would have."""
     first = begins[0]
-    attacks = {attack.name: attack for begin in begins for attack in begin.attacks}
-    families = {family.name: family for begin in begins for family in begin.families}
-    gates = {gate.name: gate for begin in begins for gate in begin.gates or ()}
-    not_played = {one.name: one for begin in begins for one in begin.not_played or ()}
-    settings = [begin.monitor for begin in begins if begin.monitor is not None]
-    monitor = None
-    if settings:
-        monitor = replace(
-            settings[0],
-            adversary=tuple(dict.fromkeys(one for s in settings for one in s.adversary or ())),
-            stages=tuple(dict.fromkeys(one for s in settings for one in s.stages or ())),
-        )
-    begin = replace(
+    attacks = _by_name([begin.attacks for begin in begins])
+    not_played = _by_name([begin.not_played or () for begin in begins])
+    others_unread = [begin.unread or () for begin in begins[1:]]
+    monitors = [begin.monitor for begin in begins if begin.monitor is not None]
+    return replace(
         first,
         attacks=tuple(attacks.values()),
-        families=tuple(families.values()),
+        families=tuple(_by_name([begin.families for begin in begins]).values()),
         not_played=tuple(one for one in not_played.values() if one.name not in attacks),
-        gates=tuple(gates.values()),
+        gates=tuple(_by_name([begin.gates or () for begin in begins]).values()),
         defenses=tuple(defense for begin in begins for defense in begin.defenses),
-        unread=tuple(
-            name for name in first.unread or () if all(name in (b.unread or ()) for b in begins)
-        ),
-        monitor=monitor,
-        settings_hash=", ".join(b.settings_hash or NOT_RECORDED for b in begins),
+        unread=tuple(n for n in first.unread or () if all(n in names for names in others_unread)),
+        monitor=_merge_settings(monitors) if monitors else None,
+        settings_hash=", ".join(begin.settings_hash or NOT_RECORDED for begin in begins),
     )
-    ends = [log.end for log in monitors if log.end is not None]
-    decisions = sorted((line for log in monitors for line in log.decisions), key=_step)
-    return FitLog(
-        monitors[0].folder,
-        ", ".join(log.run for log in monitors),
-        begin,
-        sorted((line for log in monitors for line in log.looks), key=_step),
-        sorted((line for log in monitors for line in log.results), key=_step),
-        list({repr(replace(line, run="")): line for line in decisions}.values()),
-        ends[-1] if ends and (len(ends) == len(monitors) or begin.is_federation) else None,
-        len(monitors),
+
+
+def _merge_settings(monitors: Sequence[MonitorFacts]) -> MonitorFacts:
+    adversary = [capability for one in monitors for capability in one.adversary or ()]
+    stages = [stage for one in monitors for stage in one.stages or ()]
+    return replace(
+        monitors[0],
+        adversary=tuple(dict.fromkeys(adversary)),
+        stages=tuple(dict.fromkeys(stages)),
     )
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=_Named)
+
+
+def _by_name(lists: Sequence[Sequence[N]]) -> dict[str, N]:
+    return {one.name: one for each in lists for one in each}
 
 
 def _step(line: LookLine | ResultLine | GateLine) -> int:

@@ -16,20 +16,20 @@ from lightning_fedleak.report.attacks import SUM
 from lightning_fedleak.report.findings import Findings
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.privacy import Account
-from lightning_fedleak.report.wording import UNIT_IN_WORDS, interval, known, share
+from lightning_fedleak.report.wording import UNIT_IN_WORDS, in_words, interval, share
 
 _TEMPLATE = "page.html"
 
 
-def page(found: Findings, revealed: Mapping[str, str] | None = None) -> str:
+def page(findings: Findings, revealed: Mapping[str, str] | None = None) -> str:
     """Return the report as HTML, in which everything that runs have named is escaped.
 
     Args:
-        found: what the report says.
+        findings: what the report says.
         revealed: contents of local reveal files, by name: private text. The page must then be
             kept as they are.
     """
-    return _template().render(found=found, revealed=revealed or {})
+    return _template().render(findings=findings, revealed=revealed or {})
 
 
 @cache
@@ -37,9 +37,14 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"known": known, "share": share, "interval": interval, "rates": _rates}
+    environment.filters |= {
+        "in_words": in_words,
+        "share": share,
+        "interval": interval,
+        "rates": _rates,
+    }
     environment.filters["most"] = _most
-    environment.globals |= {"account": account_facts, "pictures": pictures, "terms": terms}
+    environment.globals |= {"account": account_facts, "pictures": pictures, "terms": glossary}
     environment.globals["questions"] = questions
     source = files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8")
     return environment.from_string(source)
@@ -62,17 +67,17 @@ def pictures(fit: FitSummary) -> dict[str, Markup]:
     """Return the pictures of a fit, by their titles."""
     acted: dict[str, list[float]] = {}
     for decision in fit.decisions:
-        whose = "" if decision.client is None else f", client {decision.client}"
-        acted.setdefault(f"{decision.gate} {decision.did}{whose}", []).append(decision.step)
+        suffix = "" if decision.client is None else f", client {decision.client}"
+        acted.setdefault(f"{decision.gate} {decision.did}{suffix}", []).append(decision.step)
     unit = fit.unit
-    shown = {
+    titled = {
         "Each attack: latest result, 95% interval (dashed: guessing)": charts.intervals(
             fit.attacks, label="attacks with intervals, unknown ones first"
         )
     }
     single = {name: lines[""] for name, lines in fit.headlines.items() if set(lines) == {""}}
     if single:
-        shown[f"Leakage over {unit}s, of what was shared"] = charts.lines(
+        titled[f"Leakage over {unit}s, of what was shared"] = charts.lines(
             single,
             label=f"each attack's headline over {unit}s",
             span=(0.0, 1.0),
@@ -83,7 +88,7 @@ def pictures(fit: FitSummary) -> dict[str, Markup]:
         if name not in single:
             by_client = {c if c == SUM else f"client {c}": line for c, line in lines.items()}
             headline = next(a.headline for a in fit.attacks if a.name == name)
-            shown[f"{name}, {headline}, by client"] = charts.lines(
+            titled[f"{name}, {headline}, by client"] = charts.lines(
                 charts.few(by_client, last=SUM),
                 label=f"{name} over {unit}s, one line for each client",
                 span=(0.0, 1.0),
@@ -91,20 +96,20 @@ def pictures(fit: FitSummary) -> dict[str, Markup]:
                 unit=unit,
             )
     if fit.utility:
-        shown[f"Utility over {unit}s"] = charts.lines(
+        titled[f"Utility over {unit}s"] = charts.lines(
             charts.few(fit.utility), label=f"utility over {unit}s", marks=acted, unit=unit
         )
     for account in fit.privacy:
         target = account.target_epsilon
         protected = {"client": ", for a whole client", "row": ", for a text",
                      "user": ", for a user"}.get(account.unit, "")  # fmt: skip
-        shown[f"Epsilon spent ({account.defense}{protected})"] = charts.lines(
+        titled[f"Epsilon spent ({account.defense}{protected})"] = charts.lines(
             {"epsilon": account.series},
             label=f"epsilon over {unit}s",
             level=target if isinstance(target, int | float) else None,
             unit=unit,
         )
-    return shown
+    return titled
 
 
 def account_facts(account: Account) -> list[tuple[str, object]]:
@@ -134,16 +139,19 @@ def account_facts(account: Account) -> list[tuple[str, object]]:
     if account.is_of_clients:
         facts += [
             ("Clients of the federation, in a round",
-             f"{known(settings.get('clients'))}, {known(settings.get('per_round'))}"),
+             f"{in_words(settings.get('clients'))}, {in_words(settings.get('per_round'))}"),
             ("Drawn", settings.get("sampling")),
         ]  # fmt: skip
     if account.correlated:
         facts.append(("Noise correlated over steps", account.correlated))
-    noise, rate = known(account.noise_multiplier), known(account.sample_rate)
+    noise, rate = in_words(account.noise_multiplier), in_words(account.sample_rate)
     facts += [
         ("Clip norm", account.clip_norm),
         ("Target", account.target_epsilon),
-        ("Releases, noise multiplier, sample rate", f"{known(account.releases)}, {noise}, {rate}"),
+        (
+            "Releases, noise multiplier, sample rate",
+            f"{in_words(account.releases)}, {noise}, {rate}",
+        ),
         ("Accountant", account.accountant),
         ("Ledger", account.ledger),
     ]
@@ -163,7 +171,7 @@ def _without_sampling(account: Account) -> object:
     return "not computed: the budget is a filter's" if account.accountant == "filter" else None
 
 
-def terms(fit: FitSummary) -> list[tuple[str, str]]:
+def glossary(fit: FitSummary) -> list[tuple[str, str]]:
     """Return what the words and numbers of a run mean."""
     families = {attack.family.name: attack.family for attack in fit.attacks}
     return [
@@ -180,79 +188,104 @@ def terms(fit: FitSummary) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def questions(found: Findings) -> list[tuple[str, list[tuple[str, object]]]]:
+Answers = list[tuple[str, object]]
+
+
+def questions(findings: Findings) -> list[tuple[str, Answers]]:
     """Return what reviewers ask, answered from the runs.
 
     The groups are those of NIST SP 800-226 (its layers from the claim to the data) and of EDPB
     Opinion 28/2024 (what a controller documents of attacks and of residual risk).
     """
-    fits, people = found.runs, found.people
-    accounts = [account for fit in fits for account in fit.privacy]
-    attacks = [attack for fit in fits for attack in fit.attacks]
-    recorded = all(fit.recorded for fit in fits)
-    versions = next((fit.versions for fit in fits if fit.versions), {})
-
-    def answer(section: str, name: str) -> object:
-        return (people.get(section) or {}).get(name)
-
-    def each(values: Iterable[object]) -> list[object] | None:
-        """Return each value once; None where there is none and a run was not recorded."""
-        return list(dict.fromkeys(values)) or ([] if recorded else None)
-
-    claim: list[tuple[str, object]] = [
-        ("Epsilon and delta", each(a.claim for a in accounts)),
-        ("What it limits", each(a.limit or "no epsilon holds for the run" for a in accounts)),
-        ("Unit of privacy and neighbours", each(a.guarantee for a in accounts)),
-        ("Accountant, releases", each(f"{a.accountant}, {known(a.releases)}" for a in accounts)),
-    ]
-    mechanism: list[tuple[str, object]] = [
+    implementation = findings.people.get("implementation") or {}
+    data: Answers = [
         (
-            "Clip norm and noise multiplier",
-            each(
-                f"{known(a.clip_norm)}, {known(a.noise_multiplier)}"
-                for a in accounts
-                if a.noise_multiplier is not None
-            ),
+            "Whose data, collected how",
+            (findings.people.get("dp_variant") or {}).get("data_domain"),
         ),
-        ("Library and versions", ", ".join(f"{name} {v}" for name, v in versions.items())),
-        (
-            "Utility at the last look",
-            {name: line[-1][1] for fit in fits for name, line in fit.utility.items() if line},
-        ),
-        ("Bias between groups", answer("implementation", "justification")),
-    ]
-    rules: list[str] = []
-    for fit in fits:
-        if fit.gates is not None:
-            rules += [gate.rule for gate in fit.gates] or ["none"]
-    trust: list[tuple[str, object]] = [
-        ("What leaves a client", each(fit.shared.what for fit in fits)),
-        ("Who sees it", each(fit.shared.seen_by for fit in fits)),
-        ("Who is trusted", each(a.trusted for a in accounts)),
-        ("Gates", each(rules)),
-    ]
-    data: list[tuple[str, object]] = [
-        ("Whose data, collected how", answer("dp_variant", "data_domain")),
         (
             "Use of the data before and beside this",
-            answer("implementation", "preprocessing_and_hyperparameter_tuning"),
+            implementation.get("preprocessing_and_hyperparameter_tuning"),
         ),
     ]
-    tested: list[tuple[str, object]] = [
-        ("Attacks tried", each(a.name for a in attacks)),
-        ("Adversaries", each(a.adversary for a in attacks)),
-        ("Their strength", "each attack's settings stand in the table of attacks"),
-        ("Results", each(f"{a.name} ({a.stage}): {interval(a.last)}" for a in attacks if a.last)),
-        ("Unknown results", sum(a.unknown for a in attacks)),
-        ("Not tested", each(one for fit in fits for one in fit.not_tested)),
-        ("Direct extraction from the trained model", "not tested here"),
-        ("Personal data by queries to the model", "not tested here"),
-        ("Date of the tests", each(fit.began[:10] for fit in fits)),
+    mechanism = [
+        *_mechanism(findings),
+        ("Bias between groups", implementation.get("justification")),
     ]
     return [
-        ("The claim (NIST SP 800-226)", claim),
+        ("The claim (NIST SP 800-226)", _claim(findings)),
         ("Mechanism, utility, bias", mechanism),
-        ("Trust and side channels", trust),
+        ("Trust and side channels", _trust(findings)),
         ("Data collection", data),
-        ("Attacks and residual risk (EDPB Opinion 28/2024)", tested),
+        ("Attacks and residual risk (EDPB Opinion 28/2024)", _attempts(findings)),
+    ]
+
+
+def _each(findings: Findings, values: Iterable[object]) -> list[object] | None:
+    """Return each value once; None where there is none and a run was not recorded."""
+    recorded = all(fit.recorded for fit in findings.runs)
+    return list(dict.fromkeys(values)) or ([] if recorded else None)
+
+
+def _claim(findings: Findings) -> Answers:
+    accounts = [account for fit in findings.runs for account in fit.privacy]
+    limits = (a.limit or "no epsilon holds for the run" for a in accounts)
+    releases = (f"{a.accountant}, {in_words(a.releases)}" for a in accounts)
+    return [
+        ("Epsilon and delta", _each(findings, (a.claim for a in accounts))),
+        ("What it limits", _each(findings, limits)),
+        ("Unit of privacy and neighbours", _each(findings, (a.guarantee for a in accounts))),
+        ("Accountant, releases", _each(findings, releases)),
+    ]
+
+
+def _mechanism(findings: Findings) -> Answers:
+    noise = (
+        f"{in_words(account.clip_norm)}, {in_words(account.noise_multiplier)}"
+        for fit in findings.runs
+        for account in fit.privacy
+        if account.noise_multiplier is not None
+    )
+    versions = next((fit.versions for fit in findings.runs if fit.versions), {})
+    utility = {
+        name: line[-1][1] for fit in findings.runs for name, line in fit.utility.items() if line
+    }
+    return [
+        ("Clip norm and noise multiplier", _each(findings, noise)),
+        ("Library and versions", ", ".join(f"{name} {v}" for name, v in versions.items())),
+        ("Utility at the last look", utility),
+    ]
+
+
+def _trust(findings: Findings) -> Answers:
+    rules: list[str] = []
+    for fit in findings.runs:
+        if fit.gates is not None:
+            rules += [gate.rule for gate in fit.gates] or ["none"]
+    trusted = (account.trusted for fit in findings.runs for account in fit.privacy)
+    return [
+        (
+            "What leaves a client",
+            _each(findings, (fit.shared.description for fit in findings.runs)),
+        ),
+        ("Who sees it", _each(findings, (fit.shared.seen_by for fit in findings.runs))),
+        ("Who is trusted", _each(findings, trusted)),
+        ("Gates", _each(findings, rules)),
+    ]
+
+
+def _attempts(findings: Findings) -> Answers:
+    attacks = [attack for fit in findings.runs for attack in fit.attacks]
+    results = (f"{a.name} ({a.stage}): {interval(a.last)}" for a in attacks if a.last)
+    not_tested = (sentence for fit in findings.runs for sentence in fit.not_tested)
+    return [
+        ("Attacks tried", _each(findings, (a.name for a in attacks))),
+        ("Adversaries", _each(findings, (a.adversary for a in attacks))),
+        ("Their strength", "each attack's settings stand in the table of attacks"),
+        ("Results", _each(findings, results)),
+        ("Unknown results", sum(a.unknown for a in attacks)),
+        ("Not tested", _each(findings, not_tested)),
+        ("Direct extraction from the trained model", "not tested here"),
+        ("Personal data by queries to the model", "not tested here"),
+        ("Date of the tests", _each(findings, (fit.start[:10] for fit in findings.runs))),
     ]

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from lightning_fedleak.records import DefenseFacts, EndLine, LookLine, Releases, Spending, named
-from lightning_fedleak.records.files import first_of
+from lightning_fedleak.records import (
+    DefenseFacts,
+    EndLine,
+    JsonObject,
+    LookLine,
+    Releases,
+    Spending,
+    named,
+)
 from lightning_fedleak.report.attacks import Points
+from lightning_fedleak.report.ledgers import read_ledgers
 from lightning_fedleak.report.logs import FitLog
 from lightning_fedleak.report.wording import (
     NOT_RECORDED,
     TRUST,
     UNIT_IN_WORDS,
     digits,
-    known,
+    in_words,
     rounded_up,
 )
 
@@ -56,7 +61,7 @@ class Account:
         holds: whether there is a guarantee: a finite epsilon at a known delta.
         ledger: SHA-256 of each ledger by its name; None where no settings were recorded.
         ledger_releases: releases that each ledger counts.
-        until: step of the last record.
+        last_step: of what was recorded.
         whole: whether no release came after it.
         without_sampling: epsilon of the same releases if every unit were in all of them.
         limit: what epsilon limits, in a sentence.
@@ -72,7 +77,7 @@ class Account:
     sample_rate: float | None
     releases: int | None
     history: Sequence[Releases]
-    settings: Mapping[str, Any]
+    settings: JsonObject
     guarantee: str
     accountant: str
     target_epsilon: object
@@ -87,7 +92,7 @@ class Account:
     holds: bool
     ledger: Mapping[str, str] | None
     ledger_releases: Mapping[str, int]
-    until: int
+    last_step: int = named("until")
     whole: bool
     without_sampling: float | str | None = None
     limit: str | None = None
@@ -119,7 +124,7 @@ class Account:
     @property
     def claim(self) -> str:
         """Epsilon at delta, and why it is none of the run where it is not."""
-        bound = f"{known(self.epsilon)} at {known(self.delta)}"
+        bound = f"{in_words(self.epsilon)} at {in_words(self.delta)}"
         if not self.holds:
             return f"none holds (recorded: {bound})"
         return bound if self.whole else f"{bound}, until the last look alone"
@@ -151,11 +156,11 @@ def accounts(log: FitLog) -> tuple[list[Account], list[str]]:
         for spending in line.privacy or ():
             spendings.setdefault(spending.defense, []).append((line.step, spending))
     problems: list[str] = []
-    found = [
+    every = [
         _account(log, steps, facts.get(name, [DefenseFacts(name=name)]), problems)
         for name, steps in spendings.items()
     ]
-    return found, problems
+    return every, problems
 
 
 def _account(
@@ -168,58 +173,40 @@ def _account(
     defense = defenses[0]
     settings = defense.settings or {}
     kind = defense.class_name or NOT_RECORDED
-    series: dict[int, float | None] = {}
-    deltas: list[float | None] = []
-    most = spendings[0][1]
-    for step, spending in spendings:
-        epsilon = _bound(spending.epsilon)
-        if step not in series or _order(series[step]) <= _order(epsilon):
-            series[step] = None if epsilon == math.inf else epsilon
-        deltas.append(_bound(spending.delta))
-        if _order(_bound(most.epsilon)) <= _order(epsilon):
-            most = spending
+    series, most = _largest(spendings)
+    deltas = [_bound(spending.delta) for _, spending in spendings]
     known_deltas = [delta for delta in deltas if delta is not None]
-    correlated = None
-    if kind == "DPSGD" and settings.get("mechanism", "independent") != "independent":
-        correlated = settings["mechanism"]
-    trust = settings.get("trust", "local" if kind == TOKENS else NOT_RECORDED)
-    clients = log.begin.monitor.clients if log.begin and log.begin.monitor else 1
-    poisson = settings.get("poisson")
-    if correlated:
-        poisson = poisson and correlated == "banded"
-    if kind == CLIENT:
-        poisson = settings.get("sampling") == "poisson" and trust == "central"
-        clients = settings.get("clients", clients)
-    by_fixed_draws = settings.get("sampling") == "fixed" and settings.get("trust") == "central"
+    correlated, poisson = _sampling(kind, settings)
     ledgers = [(one.settings or {}).get("ledger") for one in defenses] if settings else []
-    hashes, counts = _ledgers(ledgers, problems)
+    hashes, counts = read_ledgers(ledgers, problems)
+    clients = log.begin.monitor.clients if log.begin and log.begin.monitor else 1
+    default_accountant = "basic composition" if kind == TOKENS else NOT_RECORDED
+    by_fixed_draws = settings.get("sampling") == "fixed" and settings.get("trust") == "central"
     account = Account(
         defense=most.defense,
         series=list(series.items()),
         delta=max(known_deltas) if len(known_deltas) == len(deltas) else None,
         epsilon=_bound(most.epsilon),
-        noise_multiplier=_finite(most.noise_multiplier),
+        noise_multiplier=None if most.noise_multiplier == math.inf else most.noise_multiplier,
         sample_rate=most.sample_rate,
         releases=most.releases,
         history=list(most.history or ()),
         settings={name: value for name, value in settings.items() if name != "ledger"},
         guarantee=defense.guarantee or NOT_RECORDED,
-        accountant=settings.get(
-            "accountant", "basic composition" if kind == TOKENS else NOT_RECORDED
-        ),
+        accountant=settings.get("accountant", default_accountant),
         target_epsilon=settings.get("target_epsilon", "none" if settings else None),
-        trust=trust,
+        trust=settings.get("trust", "local" if kind == TOKENS else NOT_RECORDED),
         trusted=TRUST[trusted_party(defense)],
         sampling="without_replacement" if by_fixed_draws else "poisson",
         poisson=poisson,
         correlated=correlated,
         unit=settings.get("unit", _UNITS.get(kind, NOT_RECORDED)),
-        clients=clients,
+        clients=settings.get("clients", clients) if kind == CLIENT else clients,
         class_name=kind,
         holds=False,
         ledger=hashes if settings else None,
         ledger_releases=counts,
-        until=max(series),
+        last_step=max(series),
         whole=False,
     )
     account = replace(account, holds=_holds(account), whole=_is_whole(account, log.end))
@@ -227,6 +214,32 @@ def _account(
     limit, limits_little = _limit(account)
     account = replace(account, limit=limit, limits_little=limits_little)
     return replace(account, statement=_statement(account))
+
+
+def _largest(
+    spendings: Sequence[tuple[int, Spending]],
+) -> tuple[dict[int, float | None], Spending]:
+    """Return the largest epsilon at each step, and the last spending of the largest of all."""
+    series: dict[int, float | None] = {}
+    most = spendings[0][1]
+    for step, spending in spendings:
+        epsilon = _bound(spending.epsilon)
+        if step not in series or _order(series[step]) <= _order(epsilon):
+            series[step] = None if epsilon == math.inf else epsilon
+        if _order(_bound(most.epsilon)) <= _order(epsilon):
+            most = spending
+    return series, most
+
+
+def _sampling(kind: str, settings: JsonObject) -> tuple[str | None, bool | None]:
+    """Return the mechanism of correlated noise, and whether sampling by chance counts."""
+    poisson = settings.get("poisson")
+    if kind == CLIENT:
+        by_chance = settings.get("sampling") == "poisson"
+        return None, by_chance and settings.get("trust", NOT_RECORDED) == "central"
+    if kind == "DPSGD" and settings.get("mechanism", "independent") != "independent":
+        return settings["mechanism"], poisson and settings["mechanism"] == "banded"
+    return None, poisson
 
 
 def trusted_party(defense: DefenseFacts) -> str:
@@ -250,65 +263,22 @@ def _is_whole(account: Account, end: EndLine | None) -> bool:
     if end is None:
         return False
     recorded = any(spending.defense == account.defense for spending in end.privacy or ())
-    return recorded or account.until + 1 >= end.step
+    return recorded or account.last_step + 1 >= end.step
 
 
 def _holds(account: Account) -> bool:
-    known = account.epsilon is not None and account.epsilon < math.inf
-    known = known and account.delta is not None
-    promised = account.guarantee != NOT_RECORDED and not account.guarantee.startswith("none")
-    return known and promised
+    if account.epsilon is None or account.epsilon == math.inf or account.delta is None:
+        return False
+    return account.guarantee != NOT_RECORDED and not account.guarantee.startswith("none")
 
 
 def _bound(value: float | None) -> float | None:
     return None if value is None else rounded_up(value)
 
 
-def _finite(value: float | None) -> float | None:
-    return None if value == math.inf else value
-
-
 def _order(epsilon: float | None) -> float:
     """Return epsilon for comparisons: unknown is above every number, as infinity is."""
     return math.inf if epsilon is None else epsilon
-
-
-def _ledgers(
-    paths: Sequence[str | None], problems: list[str]
-) -> tuple[dict[str, str], dict[str, int]]:
-    """Return SHA-256 and releases of the ledgers, of which each client may have its own."""
-    hashes: dict[str, str] = {}
-    counts: dict[str, int] = {}
-    for place in (Path(path) for path in dict.fromkeys(paths) if path):
-        try:
-            parts = place.parent.glob(f"{glob.escape(place.name)}.*-of-*")
-            files = [place] if place.is_file() else sorted(parts)
-            for file in files:
-                content = file.read_bytes()
-                hashes[file.name] = hashlib.sha256(content).hexdigest()
-                counts[file.name], odd = _released(content)
-                if odd:
-                    problems.append(
-                        f"{len(odd)} of the lines of the ledger {file.name} are no releases: "
-                        f"{first_of(odd)}"
-                    )
-            if not files:
-                hashes[place.name] = "the file is not there"
-        except (OSError, ValueError) as error:
-            hashes[place.name] = f"cannot be read: {type(error).__name__}"
-    return hashes, counts
-
-
-def _released(ledger: bytes) -> tuple[int, list[int]]:
-    """Return how many releases the lines count (noise, rate, count), and numbers of odd lines."""
-    releases, odd = 0, []
-    for number, line in enumerate(ledger.splitlines(), 1):
-        try:
-            _, _, count = map(float, line.split())
-            releases += int(count)
-        except (ValueError, OverflowError):
-            odd.append(number)
-    return releases, odd
 
 
 def _without_sampling(account: Account) -> float | str | None:
@@ -403,10 +373,10 @@ def _statement(account: Account) -> str:
         )
     if account.noise_multiplier is not None and account.poisson is not None:
         rate = f"Poisson samples at rate {digits(account.sample_rate)}"
-        drawn = rate if account.poisson else "not sampled by chance"
+        sampled = rate if account.poisson else "not sampled by chance"
         batches = "rounds" if account.is_of_clients else "batches"
-        over = " over the sensitivity" if account.is_of_clients else ""
-        text += f"Noise multiplier{over} {account.noise}; {batches} are {drawn}. "
+        scale = " over the sensitivity" if account.is_of_clients else ""
+        text += f"Noise multiplier{scale} {account.noise}; {batches} are {sampled}. "
     if account.without_sampling is not None:
         text += (
             "Without counting on the sampling, epsilon of the same releases would be "

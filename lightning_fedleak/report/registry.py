@@ -93,45 +93,45 @@ _PEOPLE = ("basic", "administrative")
 _NUMBERS = {"privacy_parameters", "variant_name"}
 
 
-def entry(found: Findings) -> str:
+def entry(findings: Findings) -> str:
     """Return the entry as YAML, a draft that people complete.
 
     Args:
-        found: what the report says; ``people`` may hold a table for each section, by the names of
-            the schema.
+        findings: what the report says; ``people`` may hold a table for each section of the
+            schema.
 
     Raises:
         ValueError: ``people`` names a section or a field that the schema does not have, or a
             value that it does not take.
     """
-    accounts = [account for fit in found.runs for account in fit.privacy]
-    is_private = _is_private(found, accounts)
-    known: dict[str, dict[str, Any]] = {"basic": _basic(found)}
+    accounts = [account for fit in findings.runs for account in fit.privacy]
+    is_private = _is_private(findings, accounts)
+    sections: dict[str, dict[str, Any]] = {"basic": _basic(findings)}
     if is_private:
-        known |= _privacy(found, accounts)
-    measured = {section: set(known[section]) for section in known if section not in _PEOPLE}
-    known["administrative"] = {
-        "notes": found.verdict.sentence,
+        sections |= _privacy(findings, accounts)
+    by_runs = {section: set(sections[section]) for section in sections if section not in _PEOPLE}
+    sections["administrative"] = {
+        "notes": findings.verdict.sentence,
         "registry_authors": [NOT_RECORDED],
     }
-    for section, fields in found.people.items():
+    for section, fields in findings.people.items():
         if section not in FIELDS:
             raise ValueError(
                 f"report.toml has a table '{section}', which an entry does not; it has: "
                 f"{', '.join(FIELDS)}"
             )
         _check(section, fields)
-        refused = (measured.get(section, set()) | _NUMBERS) & set(fields)
+        refused = (by_runs.get(section, set()) | _NUMBERS) & set(fields)
         if section not in _PEOPLE and refused:
             raise ValueError(
                 f"report.toml: {section}.{', '.join(sorted(refused))} comes from the runs alone; "
                 "leave it out"
             )
-        known.setdefault(section, {}).update(fields)
+        sections.setdefault(section, {}).update(fields)
     deployment = {
-        section: {name: known[section][name] for name in fields if name in known[section]}
+        section: {name: sections[section][name] for name in fields if name in sections[section]}
         for section, fields in FIELDS.items()
-        if section in known
+        if section in sections
     }
     slug = re.sub(r"[^a-z0-9]+", "_", str(deployment["basic"]["name"]).lower()).strip("_")
     content = {
@@ -144,18 +144,18 @@ def entry(found: Findings) -> str:
     return text
 
 
-def _is_private(found: Findings, accounts: Sequence[Account]) -> bool:
+def _is_private(findings: Findings, accounts: Sequence[Account]) -> bool:
     """Return whether one finite epsilon holds for all runs together, each of them until its end."""
     kinds = {account.class_name for account in accounts}
     if len(kinds) != 1 or not kinds <= {"DPSGD", CLIENT, TOKENS}:
         return False
-    joint = found.privacy_together
-    composed = len(found.runs) == 1 or (
+    joint = findings.privacy_together
+    composed = len(findings.runs) == 1 or (
         len(joint) == 1
         and isinstance(joint[0].epsilon, int | float)
         and joint[0].epsilon < math.inf
     )
-    every = all(fit.privacy for fit in found.runs)
+    every = all(fit.privacy for fit in findings.runs)
     return every and composed and all(account.holds and account.whole for account in accounts)
 
 
@@ -177,11 +177,11 @@ def _check(section: str, fields: object) -> None:
         if "format" in kind:
             fits = _is_date(value)
         if not fits or ("enum" in kind and value not in kind["enum"]):
-            wanted = ", ".join(kind.get("enum", ())) or {
+            allowed = ", ".join(kind.get("enum", ())) or {
                 "array": "a list of strings",
                 "object": f"a table of {', '.join(PARAMETERS)}",
             }.get(kind["type"], "a date as 2026-01-31" if "format" in kind else "a string")
-            raise ValueError(f"report.toml: {section}.{name} is {value!r}; it takes: {wanted}")
+            raise ValueError(f"report.toml: {section}.{name} is {value!r}; it takes: {allowed}")
 
 
 def _is_date(value: object) -> bool:
@@ -196,11 +196,11 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _basic(found: Findings) -> dict[str, Any]:
-    fits = found.runs
+def _basic(findings: Findings) -> dict[str, Any]:
+    fits = findings.runs
     model = next((fit.model.class_name for fit in fits if fit.model), "language model")
-    shared = "; ".join(dict.fromkeys(fit.shared.what for fit in fits))
-    days = [day for fit in fits if _is_date(day := fit.began[:10])]
+    shared = "; ".join(dict.fromkeys(fit.shared.description for fit in fits))
+    days = [day for fit in fits if _is_date(day := fit.start[:10])]
     return {
         "name": f"{model} fine-tuned",
         "data_curators": [NOT_RECORDED],
@@ -208,14 +208,14 @@ def _basic(found: Findings) -> dict[str, Any]:
         "data_product_type": "Machine learning model",
         "data_product_region": NOT_RECORDED,
         "description": f"A {model}." + f" In training was shared: {shared}." * bool(fits),
-        "publication_date": max(days, default=found.made[:10]),
+        "publication_date": max(days, default=findings.date[:10]),
     }
 
 
-def _privacy(found: Findings, accounts: Sequence[Account]) -> dict[str, dict[str, Any]]:
+def _privacy(findings: Findings, accounts: Sequence[Account]) -> dict[str, dict[str, Any]]:
     """Return the sections on privacy; all accounts are of one class of defence, and hold."""
     worst = max(accounts, key=lambda account: account.bound[0])
-    joint = next(iter(found.privacy_together), None)
+    joint = next(iter(findings.privacy_together), None)
     # A text that a sampler moves between clients is released by each of them.
     times = max(account.clients for account in accounts) if worst.is_of_tokens else 1
     total: Account | JointAccount = joint or worst
@@ -227,7 +227,7 @@ def _privacy(found: Findings, accounts: Sequence[Account]) -> dict[str, dict[str
         )
         if isinstance(value, int | float)
     }
-    versions = next((fit.versions for fit in found.runs if fit.versions), {})
+    versions = next((fit.versions for fit in findings.runs if fit.versions), {})
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
     guarantees = " ".join(dict.fromkeys(account.guarantee for account in accounts))
     uncovered = (
@@ -252,7 +252,7 @@ def _privacy(found: Findings, accounts: Sequence[Account]) -> dict[str, dict[str
         "deployment_model": {
             "model_name": _model_name(worst),
             "model_name_details": f"{worst.trusted} {guarantees}",
-            "actors": f"Clients that train; {found.runs[0].shared.seen_by}.",
+            "actors": f"Clients that train; {findings.runs[0].shared.seen_by}.",
             "release_type": "Many releases",
             "release_type_details": _releases(worst),
         },

@@ -22,7 +22,7 @@ _METRIC = re.compile(r"\{([\w.]+)(%?)\}")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReportVerdict:
     """The verdict on some runs.
 
     Attributes:
@@ -50,8 +50,13 @@ class _Measured:
         """Name of the attack's family."""
         return self.attack.family.name
 
+    @property
+    def has_family(self) -> bool:
+        """Whether that is known."""
+        return self.attack.family != UNKNOWN_FAMILY
 
-def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Verdict:
+
+def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> ReportVerdict:
     """Return what runs showed, the worst first and what reassures last."""
     measured = [_Measured(fit, a) for fit in fits for a in fit.attacks if a.stage == _stage(fit)]
     shared = [one for one in measured if one.attack.exposed]
@@ -67,53 +72,65 @@ def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Verdic
 
     order = sorted(best, key=rank)
     results = {name: _result(best[name], shared, fits) for name in order}
-    read = [results[name] for name in order if excess[name] > NEXT_TO_NONE]
+    alarming = [results[name] for name in order if excess[name] > NEXT_TO_NONE]
     reassuring = [results[name] for name in order if excess[name] <= NEXT_TO_NONE]
     families = {one.name: one for one in STANDARD_FAMILIES}
-    recorded = [one for one in measured if one.attack.family != UNKNOWN_FAMILY]
-    families |= {one.family: one.attack.family for one in recorded}
-    withheld = {one.family for one in shared if one.attack.withheld}
-    tried = {one.family for one in shared if one.attack.unknown}
-    unknown = [one.tested for name, one in families.items() if name in tried - best.keys()]
-    untested = [
-        one.tested for name, one in families.items() if name not in tried | withheld | best.keys()
-    ]
-    checked = [
+    families |= {one.family: one.attack.family for one in measured if one.has_family}
+    checks = _certificates(measured)
+    gaps = _gaps(shared, families, best.keys())
+    sentences = [*alarming, *checks, *_without_result(fits, shared, families, best.keys())]
+    withholding = [fit for fit in fits if fit.withheld]
+    if not best and not withholding and not checks:
+        sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
+        gaps = []
+    if withholding:
+        sentences.append(
+            f"Gates kept back {sum(fit.withheld for fit in withholding)} of "
+            f"{sum(fit.updates for fit in withholding)} updates: what those would have given away "
+            "is in no number here."
+        )
+    sentences += [*gaps, *reassuring, *_gates(fits), *_privacy(fits, joint)]
+    highest = max(excess.values(), default=None)
+    level = "unknown" if highest is None else "high" if highest > HIGH else "some"
+    worst = {name: best[name].attack.mean or 0.0 for name in order}
+    return ReportVerdict(" ".join(sentences), sentences, level, worst)
+
+
+def _certificates(measured: Sequence[_Measured]) -> list[str]:
+    """Return what attacks know to be right of themselves where nobody could score them."""
+    return [
         f"Nobody could compare what {one.attack.name} read with the texts. Its own check held at "
         f"{percent(one.attack.certified)} of the measurements: what it found explains all that was "
         "shared."
         for one in measured
         if one.attack.mean is None and one.attack.certified
     ]
-    sentences = [*read, *checked, *_without_result(fits, shared, families, best.keys())]
-    updates_withheld = sum(fit.withheld for fit in fits)
-    if not best and not updates_withheld and not checked:
-        sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
-        unknown, untested = [], []
-    if updates_withheld:
-        updates = sum(fit.updates for fit in fits if fit.withheld)
-        sentences.append(
-            f"Gates kept back {updates_withheld} of {updates} updates: what those would have given "
-            "away is in no number here."
-        )
+
+
+def _gaps(
+    shared: Sequence[_Measured], families: Mapping[str, Family], with_result: Collection[str]
+) -> list[str]:
+    """Return which kinds of leak are unknown, and which nobody tested."""
+    without_result = {one.family for one in shared if one.attack.unknown}.difference(with_result)
+    withheld = {one.family for one in shared if one.attack.withheld}
+    attempted = without_result | withheld | set(with_result)
+    unknown = [one.tested for name, one in families.items() if name in without_result]
+    untested = [one.tested for name, one in families.items() if name not in attempted]
+    sentences = []
     if unknown:
         sentences.append(f"Attacks gave no result, so that it is unknown: {'; '.join(unknown)}.")
     if untested:
         sentences.append(f"Nobody tested {' or '.join(untested)}.")
-    sentences += [*reassuring, *_gates(fits), *_privacy(fits, joint)]
-    highest = max(excess.values(), default=None)
-    level = "unknown" if highest is None else "high" if highest > HIGH else "some"
-    worst = {name: best[name].attack.mean or 0.0 for name in order}
-    return Verdict(" ".join(sentences), sentences, level, worst)
+    return sentences
 
 
-def verdict_without_runs(commands: int) -> Verdict:
+def verdict_without_runs(commands: int) -> ReportVerdict:
     """Return the verdict on the results of commands alone."""
     sentence = (
         "No training run is in this report: it holds the results of "
         f"{commands} command{'s' * (commands > 1)}."
     )
-    return Verdict(sentence, [sentence], "unknown", {})
+    return ReportVerdict(sentence, [sentence], "unknown", {})
 
 
 def _stage(fit: FitSummary) -> str:
@@ -151,21 +168,23 @@ def _without_result(
     sentences = []
     for fit in fits:
         attacks = [one.attack for one in shared if one.fit is fit]
-        known = {a.family.name for a in attacks if a.mean is not None}
+        measured_families = {a.family.name for a in attacks if a.mean is not None}
         silent = [
-            a.name for a in attacks if a.mean is None and a.unknown and a.family.name in known
+            a.name
+            for a in attacks
+            if a.mean is None and a.unknown and a.family.name in measured_families
         ]
-        within = f", run {_name(fit, fits)}" if len(fits) > 1 else ""
+        run = f", run {_name(fit, fits)}" if len(fits) > 1 else ""
         if silent:
             sentences.append(
-                f"No result, so that what they would have read is unknown{within}: "
+                f"No result, so that what they would have read is unknown{run}: "
                 f"{', '.join(dict.fromkeys(silent))}."
             )
         withheld = {a.family.name for a in attacks if a.withheld}
         lacking = [
             family.tested
             for name, family in families.items()
-            if name in measured and name not in known | withheld
+            if name in measured and name not in measured_families | withheld
         ]
         if lacking:
             sentences.append(
@@ -177,8 +196,8 @@ def _without_result(
 
 def _name(fit: FitSummary, fits: Sequence[FitSummary]) -> str:
     """Return the folder of a run; where it holds several runs, with the run's id."""
-    alike = [one for one in fits if one.name == fit.name]
-    return f"{fit.name} ({fit.run})" if len(alike) > 1 else fit.name
+    namesakes = [one for one in fits if one.name == fit.name]
+    return f"{fit.name} ({fit.run})" if len(namesakes) > 1 else fit.name
 
 
 # ---- what was read ------------------------------------------------------------------------------
@@ -200,21 +219,26 @@ def _result(best: _Measured, shared: Sequence[_Measured], fits: Sequence[FitSumm
     if attack.unknown:
         sure += f", unknown at {attack.unknown} more"
     rivals = [one.attack for one in shared if one.family == best.family]
-    for place, values in (
-        ("at the worst one", [(a.highest, a) for a in rivals]),
-        ("of the worst client", [(a.worst_client, a) for a in rivals]),
-    ):
-        known = [(value, rival) for value, rival in values if value is not None]
-        value, rival = max(known, key=lambda one: one[0], default=(0.0, attack))
-        if value > (attack.mean or 0.0) + MUCH_HIGHER:
-            whose = "" if rival is attack else f" ({rival.name})"
-            sure += f"; {attack.headline} {value:.2f} {place}{whose}"
+    sure += _much_higher(attack, "at the worst one", [(a.highest, a) for a in rivals])
+    sure += _much_higher(attack, "of the worst client", [(a.worst_client, a) for a in rivals])
     if attack.conclusive is False and attack.last is not None:
         sure += (
             f". The last 95% interval ({attack.last.low:.2f} to {attack.last.high:.2f}) includes "
             f"{attack.chance:.2f}, guessing: not conclusive"
         )
     return f"From one {update}, {server} could {_deed(attack)} ({attack.name}{run}). {sure}."
+
+
+def _much_higher(
+    attack: AttackSummary, place: str, rivals: Sequence[tuple[float | None, AttackSummary]]
+) -> str:
+    """Return the highest value of an attack and its rivals, where that is much higher."""
+    numbers = [(value, rival) for value, rival in rivals if value is not None]
+    value, rival = max(numbers, key=lambda one: one[0], default=(0.0, attack))
+    if value <= (attack.mean or 0.0) + MUCH_HIGHER:
+        return ""
+    name = "" if rival is attack else f" ({rival.name})"
+    return f"; {attack.headline} {value:.2f} {place}{name}"
 
 
 def _deed(attack: AttackSummary) -> str:
@@ -248,37 +272,26 @@ def _gates(fits: Sequence[FitSummary]) -> list[str]:
     """Return which gates watched the runs, and how often they acted."""
     sentences = []
     for fit in fits:
-        within = f" in run {_name(fit, fits)}" if len(fits) > 1 else ""
+        run = f" in run {_name(fit, fits)}" if len(fits) > 1 else ""
         if fit.gates:
             times = len([one for one in fit.decisions if one.gate])
             rules = "; ".join(gate.rule for gate in fit.gates)
             acted = f"Acted {times} time{'s' * (times != 1)}" if times else "Never acted"
-            sentences.append(f"Gates{within}: {rules}. {acted}.")
+            sentences.append(f"Gates{run}: {rules}. {acted}.")
         elif fit.gates is not None and not fit.decisions:
-            sentences.append(f"No gate watched{within or ' this run'}.")
+            sentences.append(f"No gate watched{run or ' this run'}.")
     return sentences
 
 
 def _privacy(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> list[str]:
     """Return what the runs spent of differential privacy."""
     holding = [(fit, account) for fit in fits for account in fit.privacy if account.holds]
-    broken = {account.defense for fit in fits for account in fit.privacy if not account.holds}
     by_defense: dict[tuple[str, str], list[Account]] = {}
     for _, account in holding:
         by_defense.setdefault((account.defense, account.unit), []).append(account)
-    sentences = []
-    for (defense, unit), accounts in by_defense.items():
-        runs = "" if len(accounts) == len(fits) else f" in {len(accounts)} of {len(fits)} runs"
-        worst = max(accounts, key=lambda account: account.epsilon_over_clients)
-        delta = max(account.delta or 0.0 for account in accounts)
-        sentences.append(
-            f"Differential privacy was accounted{runs}: epsilon "
-            f"{digits(worst.epsilon_over_clients)} at delta {digits(delta)} by {defense}"
-            f"{FOR_UNIT.get(unit, '')}. "
-            f"{' '.join(dict.fromkeys(account.trusted for account in accounts))}"
-        )
-        if worst.limit:
-            sentences.append(worst.limit)
+    sentences = [
+        sentence for accounts in by_defense.values() for sentence in _accounted(accounts, len(fits))
+    ]
     if any(not account.whole for _, account in holding):
         sentences.append(
             "How a run with an epsilon ended is not recorded: what it released after its last look "
@@ -294,6 +307,20 @@ def _privacy(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> list[
     private_runs = {id(fit) for fit, _ in holding}
     if len(private_runs) > 1 and len({defense for defense, _ in by_defense}) > 1:
         sentences.append("What fits by different defences cost together is not added up.")
-    if broken:
-        sentences.append(f"No guarantee holds for {', '.join(sorted(broken))}.")
+    failing = {account.defense for fit in fits for account in fit.privacy if not account.holds}
+    if failing:
+        sentences.append(f"No guarantee holds for {', '.join(sorted(failing))}.")
     return sentences or ["No differential privacy was accounted."]
+
+
+def _accounted(accounts: Sequence[Account], fits: int) -> list[str]:
+    """Return what the accounts of one defence say together; ``fits`` is how many runs there are."""
+    worst = max(accounts, key=lambda account: account.epsilon_over_clients)
+    runs = "" if len(accounts) == fits else f" in {len(accounts)} of {fits} runs"
+    delta = max(account.bound[1] for account in accounts)
+    sentence = (
+        f"Differential privacy was accounted{runs}: epsilon {digits(worst.epsilon_over_clients)} "
+        f"at delta {digits(delta)} by {worst.defense}{FOR_UNIT.get(worst.unit, '')}. "
+        f"{' '.join(dict.fromkeys(account.trusted for account in accounts))}"
+    )
+    return [sentence, worst.limit] if worst.limit else [sentence]

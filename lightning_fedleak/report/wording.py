@@ -40,7 +40,7 @@ FOR_UNIT = {
 T = TypeVar("T")
 
 
-def known(value: object) -> str:
+def in_words(value: object) -> str:
     """Return a value in words; what nobody recorded says so, and a setting that is None is none."""
     if value is None or value == "":
         return NOT_RECORDED
@@ -53,10 +53,10 @@ def known(value: object) -> str:
     if isinstance(value, MetricValue):
         return interval(value)
     if isinstance(value, Mapping):
-        parts = (f"{n} {'none' if part is None else known(part)}" for n, part in value.items())
+        parts = (f"{n} {'none' if part is None else in_words(part)}" for n, part in value.items())
         return ", ".join(parts) or "none"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(map(known, value)) or "none"
+        return ", ".join(map(in_words, value)) or "none"
     return str(value)
 
 
@@ -107,8 +107,8 @@ def rounded_up(bound: float) -> float:
 
 def first_four(names: Sequence[str]) -> str:
     """Return the first four names, and how many more there are."""
-    shown = ", ".join(names[:4])
-    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown
+    first = ", ".join(names[:4])
+    return f"{first} and {len(names) - 4} more" if len(names) > 4 else first
 
 
 def visible(value: T) -> T:
@@ -128,8 +128,7 @@ def visible(value: T) -> T:
         return [visible(part) for part in value]  # type: ignore[return-value]
     if isinstance(value, tuple):
         parts_of_tuple = [visible(part) for part in value]
-        named = hasattr(value, "_fields")
-        return type(value)(*parts_of_tuple) if named else tuple(parts_of_tuple)  # type: ignore
+        return type(value)(*parts_of_tuple) if hasattr(value, "_fields") else tuple(parts_of_tuple)  # type: ignore
     return value
 
 

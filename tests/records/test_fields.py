@@ -34,7 +34,7 @@ LINES = [
     DefenseLine(run="a", name="dpsgd", class_name="DPSGD", settings={"clip": 1.0, "x": [1]}),
     LookLine(run="a", step=1, utility={"loss": math.inf}, privacy=(SPENDING,)),
     GateLine(run="a", gate="g", did="warn", step=1, source="f1", reason="", at_most=0.5),
-    EndLine(run="a", step=9, how="finished"),
+    EndLine(run="a", step=9, outcome="finished"),
 ]
 
 

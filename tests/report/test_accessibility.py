@@ -38,7 +38,7 @@ def everything(tmp_path_factory):
         )
     ]
     found = findings(read([written(folder, lines, record)]))
-    found.results["game.json"] = Table({"n": 1}, ["attack"], [["fc"]])
+    found.results["game.json"] = Table(settings={"n": 1}, columns=["attack"], rows=[["fc"]])
     found.problems.append("a line")
     report = folder / "report.html"
     report.write_text(page(found, {"words": "private"}), encoding="utf-8")

@@ -77,7 +77,7 @@ def test_an_interval_above_guessing_is_not_questioned(tmp_path):
 
 def test_a_run_that_was_told_to_end_is_no_error(tmp_path):
     [fit] = found_in(tmp_path, [result(0)], [begin(), end(0, how="SIGTERMException")]).runs
-    assert fit.ended == "was stopped from outside (SIGTERM)"
+    assert fit.end == "was stopped from outside (SIGTERM)"
 
 
 def test_what_was_tried_in_vain_is_unknown_and_not_untested(tmp_path):
@@ -127,7 +127,7 @@ def test_epsilon_with_and_without_sampling_and_what_it_implies(tmp_path):
     assert "not cover the leakage logs" in cost.statement
     assert fit.implied[0].largest_tpr == dp_tpr(0.01, 1.25, 1e-5)
     assert fit.implied[0].measured_auc is None
-    assert fit.ended == "finished normally"
+    assert fit.end == "finished normally"
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_what_was_not_played_is_said_of_unrecorded_runs_too(tmp_path):
 )
 def test_how_a_run_ended(tmp_path, record, said):
     [fit] = found_in(tmp_path, [result(0, f1=0.1)], record).runs
-    assert said in fit.ended
+    assert said in fit.end
 
 
 def test_releases_taken_over_with_a_checkpoint_count_once(tmp_path):
@@ -511,7 +511,7 @@ def test_monitors_of_one_fit_are_one_run(tmp_path):
     assert (fit.monitors, fit.run, alone.monitors) == (2, "a, b", 1)
     assert {a.name for a in fit.attacks} == {"flatchat", "other"}
     assert fit.utility == {"loss": [(0, 1.0)]}
-    assert fit.ended == "finished normally"
+    assert fit.end == "finished normally"
 
 
 # ---- accounts of words and of clients -----------------------------------------------------------

@@ -29,7 +29,7 @@ def test_results_of_the_first_version_are_one_fit(tmp_path):
     found = findings(read([folder]))
     [fit] = found.runs
     assert not fit.recorded
-    assert fit.shared.what == "not recorded"
+    assert fit.shared.description == "not recorded"
     [attack] = fit.attacks
     assert (attack.family.name, attack.mean, attack.looks) == ("words", 0.25, 3)
     assert "which shared parameters no attack tests: not recorded" in fit.not_tested
@@ -101,7 +101,7 @@ def test_results_of_commands_are_tables(tmp_path):
     file.write_text(json.dumps(content))
     found = findings(read([file]))
     table = found.results["game.json"]
-    assert table.about == {"schema": 1, "model": "embedded"}
+    assert table.settings == {"schema": 1, "model": "embedded"}
     assert table.columns == ["attack", "seconds", "rates/auc", "layer"]
     assert table.rows == [["fc", 1.5, MetricValue(**rate), 2], ["x", None, None, None]]
     assert found.verdict.sentence.startswith("No training run is in this report")

@@ -82,12 +82,12 @@ def defended(kind, **settings):
 )
 def test_what_left_is_named_with_what_defences_did(tmp_path, defenses, said):
     found = found_in(tmp_path, [result(0, **LITTLE)], [begin(defenses=defenses)])
-    assert found.runs[0].shared.what.endswith(said)
+    assert found.runs[0].shared.description.endswith(said)
 
 
 def test_noise_that_was_found_for_a_target_is_named(tmp_path):
     found = private(tmp_path, dpsgd(target_epsilon=8.0, max_grad_norm="auto"))
-    assert found.runs[0].shared.what.endswith("clipped to a norm below 1, noise 1 (dpsgd)")
+    assert found.runs[0].shared.description.endswith("clipped to a norm below 1, noise 1 (dpsgd)")
 
 
 def test_a_run_without_a_record_had_unknown_defences_and_gates(tmp_path):

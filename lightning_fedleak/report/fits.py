@@ -27,7 +27,7 @@ from lightning_fedleak.report.attacks import (
     Points,
 )
 from lightning_fedleak.report.bounds import Allowance, allowances
-from lightning_fedleak.report.logs import FitLog
+from lightning_fedleak.report.logs import FitLog, merge_monitors
 from lightning_fedleak.report.privacy import CLIENT, TOKENS, Account, accounts, trusted_party
 from lightning_fedleak.report.wording import NOT_RECORDED, digits, first_four
 
@@ -132,7 +132,30 @@ class FitSummary:
     not_tested: Sequence[str]
 
 
-def fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
+def fit_summaries(
+    logs: Sequence[FitLog], problems: list[str]
+) -> tuple[list[FitSummary], list[tuple[FitLog, Sequence[Account]]]]:
+    """Return a summary of each fit, and what each monitor recorded as spent.
+
+    Several monitors of a fit, or processes of a federation, are one fit.
+    """
+    by_fit: dict[str, list[FitLog]] = {}
+    for log in logs:
+        by_fit.setdefault(log.fit_name, []).append(log)
+    fits: list[FitSummary] = []
+    accounts_by_log: list[tuple[FitLog, Sequence[Account]]] = []
+    for monitors in by_fit.values():
+        log = merge_monitors(monitors)
+        fit, odd_ledgers = _fit_summary(log)
+        fits.append(fit)
+        problems += odd_ledgers
+        for monitor in monitors:
+            own_accounts = fit.privacy if monitor is log else accounts(monitor)[0]
+            accounts_by_log.append((monitor, own_accounts))
+    return fits, accounts_by_log
+
+
+def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
     """Return what a report says of a fit, and what is wrong with the ledgers that it names."""
     begin = log.begin or BeginLine(run=log.run)
     results = FitResults(log)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lightning_fedleak.records import (
     RECORD,
@@ -18,6 +19,7 @@ from lightning_fedleak.records import (
     GateLine,
     JsonObject,
     LookLine,
+    MetricValue,
     MonitorFacts,
     ResultLine,
     RunLine,
@@ -25,7 +27,8 @@ from lightning_fedleak.records import (
     parse_json,
     read_lines,
 )
-from lightning_fedleak.records.files import short
+from lightning_fedleak.records.fields import is_number
+from lightning_fedleak.records.files import first_of, short
 from lightning_fedleak.report.wording import NOT_RECORDED
 
 
@@ -73,6 +76,21 @@ class FitLog:
         return recorded or f"{self.folder}/{self.run}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The results of a command.
+
+    Attributes:
+        settings: of the command.
+        columns: names.
+        rows: one for each cell of the command; None is empty.
+    """
+
+    settings: JsonObject = field(metadata={"key": "about"})
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
 @dataclass(frozen=True)
 class Logs:
     """The logs that were read.
@@ -84,7 +102,7 @@ class Logs:
     """
 
     fits: tuple[FitLog, ...]
-    results: Mapping[str, JsonObject] = field(default_factory=dict)
+    results: Mapping[str, Table] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
 
@@ -101,7 +119,7 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     """
     problems: list[str] = []
     fits: list[FitLog] = []
-    results: dict[str, JsonObject] = {}
+    results: dict[str, Table] = {}
     for place in places:
         if not place.exists():
             raise NothingToReport(f"'{place}' does not exist: name the folder of a run's logs")
@@ -183,7 +201,7 @@ def _texts(fit: FitLog) -> set[str]:
 
 
 def _add_result(
-    path: Path, results: dict[str, JsonObject], problems: list[str], *, is_named: bool
+    path: Path, results: dict[str, Table], problems: list[str], *, is_named: bool
 ) -> None:
     """Add a command's file of results; other files are a problem where the user named them."""
     try:
@@ -194,9 +212,57 @@ def _add_result(
         return
     has_schema = isinstance(content, dict) and "schema" in content
     if has_schema and any(isinstance(content.get(name), list) for name in ("results", "cells")):
-        results[str(path)] = content
+        results[str(path)], odd = _table(content)
+        if odd:
+            problems.append(
+                f"{len(odd)} of the results of {path.name} are not as a command writes them: "
+                f"{first_of(odd)}"
+            )
     elif is_named:
         problems.append(f"{short(path)} holds no results of fedleak game, invert or sweep")
+
+
+def _table(content: JsonObject) -> tuple[Table, list[int]]:
+    """Return a command's results, one row for each cell, and the numbers of rows that are none."""
+    cells = list(content.get("results") or content.get("cells") or ())
+    odd = [number for number, row in enumerate(cells, 1) if not isinstance(row, Mapping)]
+    rows = [_flatten(row) for row in cells if isinstance(row, Mapping)]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    rates = [n for n in names if any(isinstance(row.get(n), MetricValue) for row in rows)]
+    columns = list(dict.fromkeys([*names[:2], *rates, *names[2:]]))
+    settings = {name: v for name, v in content.items() if _is_plain(v) and v is not None}
+    return Table(
+        settings=settings,
+        columns=columns,
+        rows=[[row.get(name) for name in columns] for row in rows],
+    ), odd
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a cell of a table can show a value, and strict JSON holds it."""
+    return (
+        value is None
+        or isinstance(value, str | int)
+        or (isinstance(value, float) and math.isfinite(value))
+    )
+
+
+def _flatten(row: JsonObject, root: str = "") -> dict[str, Any]:
+    """Return numbers and words of nested settings and rates, without lists (of games, say)."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            if {"value", "low", "high"} <= value.keys():
+                ends = (value[end] for end in ("value", "low", "high"))
+                flat[root + name] = MetricValue(*(end if is_number(end) else None for end in ends))
+            else:
+                flat |= _flatten(value, f"{root}{name}/")
+        elif _is_plain(value):
+            flat[root + name] = value
+    return flat
+
+
+# ---- several monitors of one fit ----------------------------------------------------------------
 
 
 def merge_monitors(logs: Sequence[FitLog]) -> FitLog:

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_fedleak.report import findings, page, read
-from lightning_fedleak.report.findings import Table
+from lightning_fedleak.report.logs import Table
 from tests import browser
 from tests.report.lines import about, begin, decision, dpsgd, end, look, result, spent, written
 

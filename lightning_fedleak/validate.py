@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
 def check_integer(
@@ -119,6 +127,37 @@ def check_choice(
     ):
         return
     raise error(_message(name, " or ".join(map(repr, choices)), value, optional, hint))
+
+
+def group_old_arguments(
+    owner: str, argument: str, settings: Settings, old: Mapping[str, Any]
+) -> Settings:
+    """Return settings with arguments that 0.1.0 took one by one, and warn where there are any.
+
+    Args:
+        owner: name of the class whose constructor was called.
+        argument: the constructor's argument that takes the settings.
+        settings: a frozen dataclass.
+        old: arguments that the constructor does not name.
+
+    Raises:
+        TypeError: the settings have no such field either.
+    """
+    if not old:
+        return settings
+    for name in old:
+        if not hasattr(settings, name):
+            raise TypeError(f"{owner}() got an unexpected keyword argument '{name}'")
+    names = ", ".join(f"{name}=" for name in old)
+    grouped = f"{argument}={type(settings).__name__}({names})"
+    warn_of_old_spelling(f"{owner}({names})", f"{owner}({grouped})")
+    return replace(settings, **old)
+
+
+def warn_of_old_spelling(old: str, new: str) -> None:
+    """Warn that a call is spelled in another way than in 0.1.0."""
+    message = f"{old} is spelled {new} now. The old spelling works through 0.2."
+    warnings.warn(message, FutureWarning, stacklevel=4)
 
 
 def _message(name: str, allowed: str, value: Any, optional: bool, hint: str) -> str:

@@ -48,6 +48,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     TokenRelaxation,
     TrainedMembership,
+    TrainingSettings,
     gradient_of,
 )
 from lightning_fedleak.attacks import base as attacks_base
@@ -92,7 +93,9 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "fc, token": lambda: FCMembership(1),
     "fc, full": lambda: FCMembership(1, "full", tokens=LENGTH),
     "attention": lambda: AttentionMembership(1, PUBLIC, batch=2),
-    "trained": lambda: TrainedMembership(1, PUBLIC, hidden_units=8, steps=3, public_rows=8),
+    "trained": lambda: TrainedMembership(
+        1, PUBLIC, training=TrainingSettings(hidden_units=8, steps=3), public_rows=8
+    ),
     "gradient": lambda: GradientMembership(PUBLIC, public_rows=8, controls=3),
     "subspace": lambda: SubspaceMembership(PUBLIC, public_rows=8),
     "subspace_texts": lambda: SubspaceTexts(beam=1, budget_seconds=None),

@@ -17,14 +17,14 @@ import gzip
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Query
-from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 
@@ -192,11 +192,12 @@ def attention(case: Case, repeats: int) -> None:
     print(f"  peak memory of {len(targets)} targets above what was there before: {grown:.0f} MB")
 
     asked = Query(torch.zeros(1, length), None, places[:1])
-    pair = AttentionMembership(1, whiten=False, gamma=1.0, beta="authors", score="coordinates")
-    expected = pair.design.heads(d, hidden).expected(hidden[:1], None, places[:1])
-    given = {"gamma": 0.5 * float(expected.abs().max()), "whiten": False, "beta": "authors"}
-    paper = AttentionMembership(1, variant="paper", **given)
-    ours = AttentionMembership(1, score="coordinates", omit_random=True, **given)
+    plain = AttentionSettings(whiten=False, beta="authors", score="coordinates")
+    pair = AttentionMembership(1, gamma=1.0, attention=plain)
+    expected = pair.design.heads(d, hidden).expected_response(hidden[:1], None, places[:1])
+    gamma = 0.5 * float(expected.abs().max())
+    paper = AttentionMembership(1, gamma=gamma, attention=replace(plain, variant="paper"))
+    ours = AttentionMembership(1, gamma=gamma, attention=replace(plain, omit_random=True))
     target = ours.embed(hidden[:1], asked)
 
     def literal() -> Tensor:
@@ -217,7 +218,7 @@ def attention(case: Case, repeats: int) -> None:
     both = paper.guess(found[0][None]), ours.guess(closed().sum(0))
     assert torch.equal(both[0].members, both[1].members), "the two disagree"
     (seen, *_) = ours.design.heads(d, hidden).attentions(hidden[:1], None, target)
-    kept = len(seen.coordinates(given["gamma"])[0]) / length
+    kept = len(seen.coordinates(gamma)[0]) / length
     print(f"  both guess {both[0].members.tolist()}; tokens left by the filter: {kept:.3f}")
 
 

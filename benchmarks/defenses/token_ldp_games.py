@@ -45,7 +45,12 @@ from transformers import AutoTokenizer
 from benchmarks.attacks.membership_games import halves, joined
 from benchmarks.defenses.token_count import TokenCount
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.membership.attention import BETA, WIDTHS, AttentionMembership
+from lightning_fedleak.attacks.membership.attention import (
+    BETA,
+    WIDTHS,
+    AttentionMembership,
+    AttentionSettings,
+)
 from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
@@ -135,10 +140,10 @@ class Bench:
                 "fc": lambda k=k: FCMembership(k, **tokens),
                 "attention": lambda k=k: AttentionMembership(k, public, **attention),
                 "attention-narrow": lambda k=k: AttentionMembership(
-                    k, public, **attention, widths=WIDTHS
+                    k, public, **attention, attention=AttentionSettings(widths=WIDTHS)
                 ),
                 "attention-copies": lambda k=k: AttentionMembership(
-                    k, public, **attention, widths=WIDTHS, beta=BETA
+                    k, public, **attention, attention=AttentionSettings(widths=WIDTHS, beta=BETA)
                 ),
             }
             makers |= {f"{name} {k}": made[name] for name in made if name in args.attacks}

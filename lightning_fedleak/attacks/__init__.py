@@ -9,7 +9,7 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
@@ -18,7 +18,7 @@ from lightning_fedleak.attacks.membership.base import (
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
-from lightning_fedleak.attacks.membership.trained import TrainedMembership
+from lightning_fedleak.attacks.membership.trained import TrainedMembership, TrainingSettings
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack, TextGuess
 from lightning_fedleak.attacks.texts.beam_from_words import BeamFromWords
@@ -44,6 +44,7 @@ __all__ = [
     "AlignedFlatChat",
     "Attack",
     "AttentionMembership",
+    "AttentionSettings",
     "BagOfWords",
     "BeamFromWords",
     "BiasSign",
@@ -73,6 +74,7 @@ __all__ = [
     "TextGuess",
     "TokenRelaxation",
     "TrainedMembership",
+    "TrainingSettings",
     "TypeCountRegressor",
     "UnusableObservation",
     "WordGuess",

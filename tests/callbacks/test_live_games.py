@@ -12,7 +12,11 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.attacks.membership.attention import WIDTHS, AttentionMembership
+from lightning_fedleak.attacks.membership.attention import (
+    WIDTHS,
+    AttentionMembership,
+    AttentionSettings,
+)
 from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
@@ -337,7 +341,14 @@ def test_under_clip_and_noise_attention_has_one_width_and_leaks_no_less(tmp_path
     generator = torch.Generator().manual_seed(5)
     public = PublicText(list(torch.randint(3, 97, (200, 12), generator=generator)))
     default = AttentionMembership(1, public, tokens=12, batch=4, name="default")
-    many = AttentionMembership(1, public, tokens=12, batch=4, widths=(*WIDTHS, 0.6), name="many")
+    many = AttentionMembership(
+        1,
+        public,
+        tokens=12,
+        batch=4,
+        attention=AttentionSettings(widths=(*WIDTHS, 0.6)),
+        name="many",
+    )
     monitor = LeakageMonitor([default, many], every_n_steps=1, games=Games(window=200))
     strategy = DefendedStrategy("auto", defenses=[GradientNoise(clip=3.0, sigma=0.5, seed=0)])
     fit([monitor], tmp_path / "noise", strategy=strategy, module=still(), n=400)
@@ -425,7 +436,9 @@ def test_where_a_defence_replaces_the_batch_attention_plays_wider_bands(tmp_path
     words = torch.Generator().manual_seed(5)
     public = PublicText(list(torch.randint(3, 97, (60, 12), generator=words)))
     default = AttentionMembership(1, public, tokens=12, batch=4, name="default")
-    given = AttentionMembership(1, public, tokens=12, batch=4, widths=WIDTHS, name="given")
+    given = AttentionMembership(
+        1, public, tokens=12, batch=4, attention=AttentionSettings(widths=WIDTHS), name="given"
+    )
     monitor = LeakageMonitor([default, given], every_n_steps=3)
 
     def run(*defenses):

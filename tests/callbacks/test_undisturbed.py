@@ -9,7 +9,7 @@ from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fedleak.attacks import EmbeddingDescent, PrefixInversion, TokenRelaxation
-from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.flatchat import FlatChat
@@ -41,7 +41,12 @@ def games(**settings):
         FCMembership(layer=0, name="fc_0"),
         FCMembership(layer=1, name="fc_1"),
         FCMembership(layer=2, granularity="full", name="fc_2"),
-        AttentionMembership(1, PublicText(PUBLIC * 6), batch=8, calibration_tokens=600),
+        AttentionMembership(
+            1,
+            PublicText(PUBLIC * 6),
+            batch=8,
+            attention=AttentionSettings(calibration_tokens=600),
+        ),
         Probe(),
     ]
     monitor = LeakageMonitor(attacks, every_n_steps=1, stages=("local", "shared"), **settings)

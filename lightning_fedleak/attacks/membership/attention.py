@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -49,7 +49,12 @@ from lightning_fedleak.attacks.membership.base import (
 from lightning_fedleak.attacks.membership.whitening import RIDGE
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.threats import Capability, ThreatModel
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import (
+    check_choice,
+    check_integer,
+    check_number,
+    group_old_arguments,
+)
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Half-widths of the bands around a member's response, in units of it; not tuned."""
@@ -137,86 +142,118 @@ def _band_gradients(gradient: Tensor, levels: int) -> Tensor:
     return bands.masked_fill(bands.abs() <= rounding, 0.0)
 
 
-class AttentionMembership(MembershipAttack):
-    """Algorithm 1 in closed form: two heads, a few rows of W_O, a ladder of gamma.
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How an :class:`AttentionMembership` crafts and reads its layers.
 
-    Three things that the paper leaves open decide whether it works on real embeddings.
+    Attributes:
+        beta: factor of the products: the paper's beta over ``sqrt(d_attn)``. ``"authors"``:
+            2 / sqrt(d - 1), the value of their code. ``"auto"``: :data:`BETA`, and
+            :data:`REPLACED_BETA` against a defence that replaces batches.
+        whiten: False for the model's own coordinates, as in the paper.
+        ridge: of the whitening, in units of the median eigenvalue.
+        score: how the biases' gradient is read. ``"ladder"``: the highest gamma that a token
+            exceeds. ``"band"``: the narrowest band around 1 that holds a token's response, from the
+            difference of the gradients of its two edges. ``"coordinates"``: the paper's rows, and
+            the highest gamma that any of them exceeds. ``"auto"``: ``"coordinates"`` for the
+            paper's variant, else ``"band"`` where a member's response is known and gamma is not the
+            lemma's, else ``"ladder"``.
+        readout: ``"matched"`` or ``"token"``, the row of W_O that is read along.
+        variant: ``"projector"`` crafts two heads from projectors. ``"paper"`` is Algorithm 1 as
+            written: four heads, random matrices, QR, pseudo-inverses; head 2 omits a random
+            direction.
+        omit_random: whether head 2 of the projector omits that random direction too.
+        select: the target token where the query has no positions: ``"last"``, or ``"strongest"``,
+            the one with the largest expected response.
+        widths: half-widths w of the bands; the gammas of ``"ladder"`` are 1 - w (and 1 + w with
+            ``readout="token"``). ``"auto"``: :data:`WIDTHS`; against a defence that replaces
+            batches :data:`REPLACED_WIDTHS`; against one that acts on gradients
+            :data:`DEFENDED_WIDTH` alone, because rungs share the clip norm (a ``gamma`` that is a
+            number keeps its ladder).
+        causal: whether tokens attend only to earlier ones (the first token is then never found).
+        calibration_tokens: number of public tokens, about; None: 8192, or 4 d if that is more.
+    """
+
+    beta: float | Literal["authors", "auto"] = "auto"
+    whiten: bool = True
+    ridge: float = RIDGE
+    score: Score | Literal["auto"] = "auto"
+    readout: Readout = "matched"
+    variant: Variant = "projector"
+    omit_random: bool = False
+    select: Literal["last", "strongest"] = "last"
+    widths: Sequence[float] | Literal["auto"] = "auto"
+    causal: bool = False
+    calibration_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("select", self.select, ("last", "strongest"))
+        check_integer("calibration_tokens", self.calibration_tokens, optional=True)
+
+    def resolved_score(self, gamma: float | str) -> Score:
+        """Return the score that ``"auto"`` stands for."""
+        if self.score != "auto":
+            return self.score
+        if self.variant == "paper":
+            return "coordinates"
+        return "ladder" if gamma == "lemma" or self.readout == "token" else "band"
+
+
+class AttentionMembership(MembershipAttack):
+    """Algorithm 1 of Vu et al. 2024 in closed form: two heads, few rows of W_O, a ladder of gamma.
+
+    Three choices that the paper does not make decide whether it works on real embeddings.
 
     **Whitening.** The products of raw hidden states do not single out a token. With ``whiten`` the
     heads read them in coordinates in which public text has unit covariance; this is folded into
     W_Q, W_K and their biases (:mod:`~lightning_fedleak.attacks.membership.whitening`).
 
-    **The rows of W_O.** The paper's are all coordinates, with both signs, and a member shows if any
-    of them exceeds gamma. But attention stays within a sentence, so that the server, who has the
-    target's sentence, knows what Z1 - Z2 will be at its token, D, whatever else is in the batch.
-    ``readout="matched"`` reads along D alone, scaled so that a member's response is 1: targets are
-    then (G, 2 d), the token's hidden state and that row. ``"token"`` reads along -v, for who knows
-    the token but not its sentence, scaled so that the median response is 1; targets are (G, d). It
-    needs that median to be positive: :meth:`prepare` refuses a layer and beta where it is not.
+    **The rows of W_O.** The paper reads all coordinates, with both signs, and a member shows if any
+    of them exceeds gamma. But attention stays within a sentence, so the server, who has the
+    target's sentence, knows the response D = Z1 - Z2 at its token, whatever else is in the batch.
+    ``readout="matched"`` reads along D alone, scaled so that a member's response is 1. Targets are
+    then (G, 2 d), the token's hidden state and that row. ``"token"`` reads along -v, for a server
+    that knows the token but not its sentence, scaled so that the median response is 1; targets are
+    (G, d). It needs that median to be positive: :meth:`prepare` refuses other layers and betas.
 
-    **gamma.** The lemma's, 2 Delta-bar, never fires on real embeddings (``gamma="lemma"`` shows
-    it). ``"calibrated"`` is the lowest gamma, among the ladder's, at which public batches fire for
-    public tokens that they do not hold at no more than ``false_positive_rate``; with
-    ``readout="matched"`` not below .9, where members are in any precision. On clients' text of
-    another kind than the public one the rate is higher (AUC hardly suffers).
-
-    What is read from the gradient of the biases is ``score``: ``"ladder"``, the highest gamma that
-    any token exceeds; ``"band"``, the narrowest band around 1 that holds a token's response, as the
-    difference between the gradients of its two edges, which is zero but for tokens within;
-    ``"coordinates"``, the paper's rows, and the highest gamma that any of them exceeds.
+    **gamma.** The lemma's, 2 Delta-bar, never fires on real embeddings (``gamma="lemma"``).
+    ``"calibrated"`` is the lowest gamma of the ladder at which public batches fire for public
+    tokens that they do not hold at no more than ``false_positive_rate``; with ``readout="matched"``
+    not below .9, where members are in any precision. On clients' text of another kind than the
+    public text the rate is higher (the AUC hardly falls).
 
     On MiniLM-L6, stories15M and SmolLM2-135M a member's response, computed in another batch and
-    padding, is 1 up to 6e-6 in float32 and .06 in bfloat16.
-
-    A sentence of one token has no Z1 - Z2, and is never found.
+    padding, is 1 up to 6e-6 in float32 and .06 in bfloat16. A sentence of one token has no
+    Z1 - Z2, and is never found.
 
     Args:
         layer: as in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
-        public_text: text like the clients', or ``"sampled"`` (a causal model writes it itself), or
-            strings or token ids. None with ``whiten=False`` and a ``gamma`` that is a number.
+        public_text: text like the clients', as strings or token ids, or ``"sampled"`` for text that
+            a causal model writes. None with ``whiten=False`` and a ``gamma`` that is a number.
         tokenizer: for strings.
-        beta: what multiplies the products: the paper's beta over ``sqrt(d_attn)``. ``"authors"``:
-            2 / sqrt(d - 1), what their code comes to. ``"auto"``: :data:`BETA`, and
-            :data:`REPLACED_BETA` against a defence that replaces batches (:meth:`meet`).
-        gamma: ``"calibrated"``, ``"lemma"``, or a number: of a member's response, or in absolute
-            terms with ``score="coordinates"``.
-        whiten: False for the paper's own coordinates.
-        score: ``"auto"`` is ``"coordinates"`` for the paper's variant, else ``"band"`` where a
-            member's response is known and gamma not the lemma's, else ``"ladder"``.
-        readout: ``"matched"`` or ``"token"``.
-        variant: ``"projector"`` crafts two heads from projectors; ``"paper"`` is Algorithm 1
-            literally: four heads, random matrices, QR, pseudo-inverses; head 2 leaves out a random
-            direction.
-        omit_random: head 2 of the projector leaves out the same random direction as the paper's.
-        select: which token is asked for where the query leaves it open: ``"last"``, or
-            ``"strongest"``, the one with the largest difference to be expected.
-        widths: half-widths w of the bands; the gammas of ``"ladder"`` are 1 - w (and 1 + w with
-            ``readout="token"``). ``"auto"``: :data:`WIDTHS`; against a defence that replaces
-            batches (:meth:`meet`) :data:`REPLACED_WIDTHS`; against one that acts on gradients
-            :data:`DEFENDED_WIDTH` alone, since rungs share the clip norm (a ``gamma`` that is a
-            number keeps its ladder).
-        causal: tokens attend to earlier ones alone (the first token is then never found).
-        ridge: of the whitening, in units of the median eigenvalue.
-        tokens: public texts are cut to so many.
-        calibration_tokens: public tokens used, about; None: 8192, or 4 d if that is more.
-        batch: sentences of a client's batch, which ``false_positive_rate`` refers to.
-        false_positive_rate: of a batch that does not hold the target: of the calibration, and,
-            under noise, also of the decision when nothing fires.
+        gamma: ``"calibrated"``, ``"lemma"``, or a number: of a member's response, or absolute with
+            ``score="coordinates"``.
+        attention: how the layers are crafted and read.
+        tokens: public texts are cut to this length.
+        batch: sentences of a client's batch, for which ``false_positive_rate`` holds.
+        false_positive_rate: of a batch without the target, in the calibration and, under noise,
+            in the decision.
         upstream_sign: +1 or -1 where the adversary knows the sign of the loss's gradient at the
             crafted output; 0 reads both. Under noise only.
-        refresh_every: steps after which :meth:`refresh` calibrates anew.
+        refresh_every: steps after which :meth:`refresh` calibrates again.
         seed: of public text, Algorithm 1's random matrices and calibration.
         name: in the logs.
+        old: arguments of 0.1.0 that ``attention`` has, which warn.
 
     Raises:
         ValueError: a setting outside of its range, or two that exclude each other.
 
     Example:
-        >>> from lightning_fedleak import AttentionMembership
+        >>> from lightning_fedleak.attacks import AttentionMembership
         >>> public = [[5, 6, 7, 8], [9, 8, 7, 6]]  # token ids, or strings with tokenizer=
-        >>> attack = AttentionMembership(layer=1, public_text=public)
-        >>> attack.name, attack.config()["score"]
-        ('attention_membership', 'band')
+        >>> attack = AttentionMembership(layer=1, public_text=public, batch=8)
+        >>> attack.config()["score"]
+        'band'
     """
 
     threat_model = ThreatModel.create(
@@ -233,50 +270,40 @@ class AttentionMembership(MembershipAttack):
         public_text: Given | None = None,
         *,
         tokenizer: Any = None,
-        beta: float | Literal["authors", "auto"] = "auto",
         gamma: float | Literal["calibrated", "lemma"] = "calibrated",
-        whiten: bool = True,
-        score: Score | Literal["auto"] = "auto",
-        readout: Readout = "matched",
-        variant: Variant = "projector",
-        omit_random: bool = False,
-        select: Literal["last", "strongest"] = "last",
-        widths: Sequence[float] | Literal["auto"] = "auto",
-        causal: bool = False,
-        ridge: float = RIDGE,
+        attention: AttentionSettings | None = None,
         tokens: int = 32,
-        calibration_tokens: int | None = None,
         batch: int = 40,
         false_positive_rate: float = 0.01,
         upstream_sign: Literal[-1, 0, 1] = 0,
         refresh_every: int = 500,
         seed: int = 0,
         name: str | None = None,
+        **old: Any,
     ) -> None:
         super().__init__(layer, "token", tokens, name)
-        if score == "auto":
-            one_sided = gamma == "lemma" or readout == "token"
-            score = "coordinates" if variant == "paper" else "ladder" if one_sided else "band"
-        check_choice("select", select, ("last", "strongest"))
+        settings = group_old_arguments(
+            type(self).__name__, "attention", attention or AttentionSettings(), old
+        )
+        score = settings.resolved_score(gamma)
         check_positive_or("gamma", gamma, ("calibrated", "lemma"))
         check_integer("refresh_every", refresh_every)
-        check_integer("calibration_tokens", calibration_tokens, optional=True)
-        self._fixed_gamma = (
-            None if isinstance(gamma, str) or score == "coordinates" else float(gamma)
-        )
-        self._beta_fixed = beta != "auto"
-        self._widths_fixed = widths != "auto"
+        relative = not isinstance(gamma, str) and score != "coordinates"
+        self._fixed_gamma = float(gamma) if relative else None
+        self._beta_fixed = settings.beta != "auto"
+        self._widths_fixed = settings.widths != "auto"
+        widths = WIDTHS if settings.widths == "auto" else settings.widths
         self.design = AttentionDesign(
-            beta=BETA if beta == "auto" else beta,
+            beta=BETA if settings.beta == "auto" else settings.beta,
             gamma=gamma,
-            whiten=whiten,
+            whiten=settings.whiten,
             score=score,
-            readout=readout,
-            variant=variant,
-            omit_random=omit_random or variant == "paper",
-            widths=half_widths(WIDTHS if widths == "auto" else widths, self._fixed_gamma),
-            causal=causal,
-            ridge=ridge,
+            readout=settings.readout,
+            variant=settings.variant,
+            omit_random=settings.omit_random or settings.variant == "paper",
+            widths=half_widths(widths, self._fixed_gamma),
+            causal=settings.causal,
+            ridge=settings.ridge,
             batch=batch,
             false_positive_rate=false_positive_rate,
             seed=seed,
@@ -284,14 +311,14 @@ class AttentionMembership(MembershipAttack):
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self.public_text = PublicText.parse(public_text, tokenizer)
         self._digest = _text_digest(self.public_text)
-        self.select = select
-        self.calibration_tokens = calibration_tokens
+        self.select = settings.select
+        self.calibration_tokens = settings.calibration_tokens
         self.refresh_every = refresh_every
         self._prepared_at = 0
         self._d: int | None = None
         self._calibration: Calibration | None = None
         if self.public_text is None:
-            if whiten or isinstance(gamma, str):
+            if self.design.whiten or isinstance(gamma, str):
                 raise ValueError(
                     "public_text is needed to whiten and to calibrate gamma: pass some text like "
                     "the clients', or set whiten=False and gamma to a number"
@@ -300,19 +327,21 @@ class AttentionMembership(MembershipAttack):
 
     @classmethod
     def as_published(
-        cls, layer: int, public_text: Any = None, **settings: Any
+        cls,
+        layer: int,
+        public_text: Any = None,
+        *,
+        variant: Variant = "paper",
+        **arguments: Any,
     ) -> AttentionMembership:
         """Return the paper's setting: raw hidden states, all coordinates, the authors' beta.
 
         ``variant="projector"`` makes the same guesses without QR and pseudo-inverse.
         """
-        paper: dict[str, Any] = {
-            "variant": "paper",
-            "whiten": False,
-            "score": "coordinates",
-            "beta": "authors",
-        }
-        return cls(layer, public_text, **paper | settings)
+        paper = AttentionSettings(
+            beta="authors", whiten=False, score="coordinates", variant=variant
+        )
+        return cls(layer, public_text, attention=paper, **arguments)
 
     # ---- A_init -----------------------------------------------------------------------------
 

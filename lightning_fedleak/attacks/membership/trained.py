@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -40,7 +40,12 @@ from lightning_fedleak.attacks.membership.fc_layers import (
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.model_runs import context_length, hidden_states
 from lightning_fedleak.threats import Capability, ThreatModel
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import (
+    check_choice,
+    check_integer,
+    check_number,
+    group_old_arguments,
+)
 
 TWIN_DISTANCE = (
     1e-2  # L1, over the target's norm, below which a public sample is skipped; not tuned
@@ -107,18 +112,43 @@ class Neuron:
         return self.weight.nbytes + self.bias.nbytes + self.second.nbytes
 
 
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How a network is trained to fire on a target.
+
+    Attributes:
+        hidden_units: d_h, the width of the hidden layer.
+        steps: of Adam at most, for each target.
+        learning_rate: Adam's.
+        margin: training stops where the target's output is above it, and all public outputs are
+            below minus it; 0 stops as soon as they are separated.
+        batch: public samples in a step; all of them where there are no more.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    hidden_units: int = 1000
+    steps: int = 200
+    learning_rate: float = 1e-3
+    margin: float = 3.0
+    batch: int = 256
+
+    def __post_init__(self) -> None:
+        check_integer("hidden_units", self.hidden_units)
+        check_integer("steps", self.steps)
+        check_number("learning_rate", self.learning_rate, above=0)
+        check_number("margin", self.margin, at_least=0)
+        check_integer("batch", self.batch)
+
+
 @torch.no_grad()
 def train_neuron(
     target: Tensor,
     public: Tensor,
     scale: Scale,
     generator: torch.Generator,
-    *,
-    hidden_units: int,
-    steps: int,
-    learning_rate: float,
-    margin: float,
-    batch: int,
+    settings: TrainingSettings,
 ) -> Neuron:
     """Return a network trained to output above ``margin`` on the target, below minus it on others.
 
@@ -128,23 +158,19 @@ def train_neuron(
             in a causal model.
         scale: of the public samples.
         generator: on the CPU; the only source of random numbers.
-        hidden_units: width of the hidden layer.
-        steps: at most.
-        learning_rate: Adam's.
-        margin: at which training stops; 0 stops as soon as target and samples are separated.
-        batch: public samples in a step; all of them where there are no more.
+        settings: of the training.
     """
     twins = (public - target).abs().sum(1) < TWIN_DISTANCE * target.abs().sum()
     samples, scaled_target = scale(public[~twins]), scale(target[None])
-    parameters = _initial(samples.shape[1], hidden_units, generator, target)
-    adam = Adam(parameters, learning_rate)
+    parameters = _initial(samples.shape[1], settings.hidden_units, generator, target)
+    adam = Adam(parameters, settings.learning_rate)
     step = 0
-    for rows in _batches(samples, batch, steps, generator):
+    for rows in _batches(samples, settings.batch, settings.steps, generator):
         x = torch.cat([scaled_target, rows])
         outputs, gradients = loss_gradients(parameters, x)
-        if step % CHECK_EVERY == 0 and _separated(outputs, margin):
+        if step % CHECK_EVERY == 0 and _separated(outputs, settings.margin):
             all_outputs = network_outputs(parameters, torch.cat([scaled_target, samples]))
-            if _separated(all_outputs, margin):
+            if _separated(all_outputs, settings.margin):
                 break
         adam.step(gradients)
         step += 1
@@ -271,12 +297,7 @@ class TrainedMembership(MembershipAttack):
             ``"sampled"`` for text that a causal model writes.
         granularity: ``"token"`` or ``"full"``.
         tokenizer: for strings.
-        hidden_units: d_h.
-        steps: of Adam at most, for each target.
-        learning_rate: Adam's.
-        margin: training stops where the target's output is above it, and all public outputs are
-            below minus it.
-        batch: public samples in a step.
+        training: how the layers are trained.
         public_rows: public samples at most.
         threshold: ``"midpoint"`` or ``"trained"``, see above.
         refresh_every: steps after which :meth:`refresh` embeds the public text again.
@@ -286,6 +307,7 @@ class TrainedMembership(MembershipAttack):
         upstream_sign: likewise.
         tokens: as in the base class.
         name: in the logs.
+        old: arguments of 0.1.0 that ``training`` has, which warn.
 
     Raises:
         ValueError: a setting outside of its range.
@@ -311,11 +333,7 @@ class TrainedMembership(MembershipAttack):
         granularity: Granularity = "token",
         *,
         tokenizer: Any = None,
-        hidden_units: int = 1000,
-        steps: int = 200,
-        learning_rate: float = 1e-3,
-        margin: float = 3.0,
-        batch: int = 256,
+        training: TrainingSettings | None = None,
         public_rows: int = 1024,
         threshold: Literal["midpoint", "trained"] = "midpoint",
         refresh_every: int = 500,
@@ -324,26 +342,20 @@ class TrainedMembership(MembershipAttack):
         upstream_sign: Literal[-1, 0, 1] = 0,
         tokens: int = 32,
         name: str | None = None,
+        **old: Any,
     ) -> None:
         super().__init__(layer, granularity, tokens, name)
-        check_integer("hidden_units", hidden_units)
-        check_integer("steps", steps)
-        check_integer("batch", batch)
+        self.training = group_old_arguments(
+            type(self).__name__, "training", training or TrainingSettings(), old
+        )
         check_integer("refresh_every", refresh_every)
         check_integer("public_rows", public_rows, at_least=FEWEST_SAMPLES)
-        check_number("learning_rate", learning_rate, above=0)
-        check_number("margin", margin, at_least=0)
         check_choice("threshold", threshold, ("midpoint", "trained"))
         text = PublicText.parse(public_text, tokenizer)
         if text is None:
             raise ValueError("TrainedMembership needs public_text: texts like the clients'")
         self.public_text = text
         self._text_digest = text if isinstance(text, str) else text.digest
-        self.hidden_units = hidden_units
-        self.steps = steps
-        self.learning_rate = learning_rate
-        self.margin = margin
-        self.batch = batch
         self.public_rows = public_rows
         self.threshold = threshold
         self.refresh_every = refresh_every
@@ -470,11 +482,7 @@ class TrainedMembership(MembershipAttack):
                     public,
                     scale,
                     torch.Generator().manual_seed(self.seed),
-                    hidden_units=self.hidden_units,
-                    steps=self.steps,
-                    learning_rate=self.learning_rate,
-                    margin=self.margin,
-                    batch=self.batch,
+                    self.training,
                 )
             while len(self._neurons) > 1 and self._cached_bytes() > CACHE_BYTES:
                 self._neurons.popitem(last=False)
@@ -542,11 +550,7 @@ class TrainedMembership(MembershipAttack):
         return {
             "layer": self.layer,
             "granularity": self.granularity,
-            "hidden_units": self.hidden_units,
-            "steps": self.steps,
-            "learning_rate": self.learning_rate,
-            "margin": self.margin,
-            "batch": self.batch,
+            **asdict(self.training),
             "public_rows": self.public_rows,
             "threshold": self.threshold,
             "public_text": self._text_digest,

@@ -4,6 +4,7 @@ import csv
 import gzip
 import itertools
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.papers import retrieval_error, separation
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
-from lightning_fedleak.attacks.membership.attention import WIDTHS, AttentionMembership
+from lightning_fedleak.attacks.membership.attention import (
+    WIDTHS,
+    AttentionMembership,
+    AttentionSettings,
+)
 from lightning_fedleak.attacks.membership.attention_calibration import (
     Calibration,
     PublicScores,
@@ -39,6 +44,13 @@ from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers import models
 
 
+def attention(layer, public=None, **arguments):
+    """An attack whose rare settings may stand among its arguments."""
+    names = {field.name for field in fields(AttentionSettings)} & arguments.keys()
+    settings = AttentionSettings(**{name: arguments.pop(name) for name in names})
+    return AttentionMembership(layer, public, attention=settings, **arguments)
+
+
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
@@ -57,8 +69,8 @@ def built(whitening=None, **given):
     """An attack with gamma as a number, whitened by ``whitening`` where there is one."""
     given = {"gamma": 0.7, **given}
     if whitening is None:
-        return AttentionMembership(1, whiten=False, **given)
-    attack = AttentionMembership(1, [[1, 2]], **given)
+        return attention(1, whiten=False, **given)
+    attack = attention(1, [[1, 2]], **given)
     attack._calibration = fixed_calibration(whitening, attack.design)
     attack._d = len(whitening.mean)
     return attack
@@ -399,7 +411,7 @@ def test_a_gamma_that_overflows_never_fires():
     hidden[:, 1] = 2 * hidden[:, 0]
     states = PublicStates(hidden, torch.ones(2, 3, dtype=torch.bool))
     assert lemma_gamma(states, 1.0) == math.inf
-    attack = AttentionMembership(1, [[1, 2]], whiten=False, gamma="lemma")
+    attack = attention(1, [[1, 2]], whiten=False, gamma="lemma")
     attack._calibration, attack._d = Calibration(None, torch.tensor([math.inf]), level=0), 4
     targets = attack.embed(hidden, Query(torch.zeros(2, 3)))
     assert not attack.gradient(targets, hidden, None, normal(2, 3)).any()
@@ -482,9 +494,9 @@ def test_prepare_serves_every_kind_of_model_and_leaves_no_trace(make, given, pub
     anatomy = find_anatomy(make())
     before = {k: v.clone() for k, v in anatomy.model.state_dict().items()}
     rng = torch.get_rng_state()
-    attack = AttentionMembership(1, public, batch=20, **given)
+    attack = attention(1, public, batch=20, **given)
     attack.prepare(anatomy)
-    again = AttentionMembership(1, public, batch=20, **given)
+    again = attention(1, public, batch=20, **given)
     again.prepare(anatomy)
     assert torch.equal(torch.get_rng_state(), rng)
     assert all(torch.equal(before[k], v) for k, v in anatomy.model.state_dict().items())
@@ -492,7 +504,7 @@ def test_prepare_serves_every_kind_of_model_and_leaves_no_trace(make, given, pub
     assert all(isinstance(v, torch.Tensor) for v in state.values())
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor.nan_to_num(), state[name].nan_to_num()), name
-    other = AttentionMembership(1, public, batch=20, **given)
+    other = attention(1, public, batch=20, **given)
     other.load_state_dict({k: v.clone() for k, v in state.items()})
     texts = torch.randint(5, models.VOCAB, (6, 12), generator=generator(7))
     hidden = hidden_states(anatomy, 1, texts)
@@ -508,7 +520,7 @@ def test_prepare_serves_every_kind_of_model_and_leaves_no_trace(make, given, pub
 def test_the_rate_asked_for_holds_in_games_on_other_text(public):
     """300 batches of 20 texts and a target outside of them."""
     anatomy = find_anatomy(models.tiny_llama(d=32))
-    attack = AttentionMembership(
+    attack = attention(
         1, public, batch=20, false_positive_rate=0.1, readout="token", score="ladder"
     )
     attack.prepare(anatomy)
@@ -529,9 +541,7 @@ def test_no_wider_band_decides_than_a_member_needs(public, score):
     """Whatever rate is allowed: wider ones rank, and one that is given as a number decides."""
     anatomy = find_anatomy(models.tiny_llama())
     for own, width in (({}, 0.1), ({"gamma": 0.5}, 0.5), ({"widths": (0.3, 0.5)}, 0.3)):
-        attack = AttentionMembership(
-            1, public, batch=20, score=score, false_positive_rate=0.999, **own
-        )
+        attack = attention(1, public, batch=20, score=score, false_positive_rate=0.999, **own)
         attack.prepare(anatomy)
         assert attack.design.widths[attack._calibration.level] == width
 
@@ -544,7 +554,7 @@ def test_where_batches_are_replaced_bands_reach_far_below_a_members_own_response
         ({"widths": WIDTHS}, 0.7, 0.7),
         ({"widths": (0.3,)}, 0.3, 0.3),
     ):
-        attack = AttentionMembership(1, public, batch=20, **own)
+        attack = attention(1, public, batch=20, **own)
         before = attack.config()
         assert attack.design.widths[-1] == plain
         expect(attack, defended=False, replaced=True)
@@ -553,14 +563,14 @@ def test_where_batches_are_replaced_bands_reach_far_below_a_members_own_response
         expect(attack, defended=False)
         assert attack.config() == before
     # The rungs that gradients are clipped with share a norm, whatever the text.
-    attack = AttentionMembership(1, public, batch=20)
+    attack = attention(1, public, batch=20)
     expect(attack, defended=True, replaced=True)
     assert attack.design.widths == (0.1,)
 
 
 def test_where_batches_are_replaced_beta_is_smaller_unless_it_was_given(public):
     for own, plain, replaced in (({}, 0.3, 0.01), ({"beta": 0.3}, 0.3, 0.3)):
-        attack = AttentionMembership(1, public, batch=20, **own)
+        attack = attention(1, public, batch=20, **own)
         for defended in (False, True):
             expect(attack, defended=defended, replaced=True)
             assert attack.design.beta == replaced
@@ -577,7 +587,7 @@ def test_members_that_are_far_from_exact_copies_are_ranked_by_the_wider_bands():
     client = 0.35 * rows[:80] + 0.94 * normal(80, 8, 256, seed=1)
     found = []
     for replaced in (False, True):
-        attack = AttentionMembership(1, whiten=False, gamma=0.9, beta=0.01)
+        attack = attention(1, whiten=False, gamma=0.9, beta=0.01)
         expect(attack, defended=False, replaced=replaced)
         targets = attack.embed(rows, Query(torch.zeros(160, 8)))
         scores, members = [], []
@@ -591,14 +601,14 @@ def test_members_that_are_far_from_exact_copies_are_ranked_by_the_wider_bands():
 
 
 def test_a_gamma_of_ones_own_decides_among_the_wider_bands_too():
-    attack = AttentionMembership(1, whiten=False, gamma=0.45)
+    attack = attention(1, whiten=False, gamma=0.45)
     expect(attack, defended=False, replaced=True)
     assert attack.design.widths[attack.design.level_of_gamma] == 0.55
     assert attack.design.widths[-1] == 0.999
 
 
 def test_refresh_waits_and_follows(public):
-    attack = AttentionMembership(1, public, batch=20, refresh_every=10)
+    attack = attention(1, public, batch=20, refresh_every=10)
     attack.prepare(find_anatomy(models.tiny_gpt2()))
     before = attack.state_dict()
     moved = find_anatomy(models.tiny_gpt2(seed=1))
@@ -613,27 +623,27 @@ def test_refresh_waits_and_follows(public):
 
 
 def test_state_of_other_settings_is_refused(public):
-    attack = AttentionMembership(1, public, batch=20)
+    attack = attention(1, public, batch=20)
     attack.prepare(find_anatomy(models.tiny_gpt2()))
     state = attack.state_dict()
     texts = [row.tolist() for row in public.sentences]
-    AttentionMembership(1, texts, batch=20).load_state_dict(state)
+    attention(1, texts, batch=20).load_state_dict(state)
     texts[3][2] += 1
     for other in (
-        AttentionMembership(1, public, batch=20, whiten=False),
-        AttentionMembership(1, public, batch=20, score="coordinates"),
-        AttentionMembership(1, public, batch=20, refresh_every=7),
-        AttentionMembership(1, public, batch=20, ridge=0.5),
-        AttentionMembership(2, public, batch=20),
-        AttentionMembership(1, texts, batch=20),
-        AttentionMembership(1, "sampled", batch=20),
+        attention(1, public, batch=20, whiten=False),
+        attention(1, public, batch=20, score="coordinates"),
+        attention(1, public, batch=20, refresh_every=7),
+        attention(1, public, batch=20, ridge=0.5),
+        attention(2, public, batch=20),
+        attention(1, texts, batch=20),
+        attention(1, "sampled", batch=20),
     ):
         with pytest.raises(ValueError, match="this state is not of"):
             other.load_state_dict(state)
         assert other.config() != attack.config()  # by which a monitor sees it
     del state["fingerprint"]
     with pytest.raises(ValueError, match="this state is not of"):
-        AttentionMembership(1, public, batch=20).load_state_dict(state)
+        attention(1, public, batch=20).load_state_dict(state)
 
 
 def few(n, tokens=12):
@@ -643,33 +653,33 @@ def few(n, tokens=12):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: AttentionMembership(1), "public_text is needed"),
-        (lambda: AttentionMembership(1, "some text"), "one string"),
-        (lambda: AttentionMembership(1, ["some text"]), "tokenizer"),
-        (lambda: AttentionMembership(-1, [[1, 2]]), "layer"),
-        (lambda: AttentionMembership(1, [[1, 2]], beta=0.0), "beta"),
-        (lambda: AttentionMembership(1, [[1, 2]], beta=math.nan), "beta"),
-        (lambda: AttentionMembership(1, [[1, 2]], gamma="high"), "gamma"),
-        (lambda: AttentionMembership(1, [[1, 2]], gamma=1.5), "below 1"),
-        (lambda: AttentionMembership(1, [[1, 2]], score="norm"), "score"),
-        (lambda: AttentionMembership(1, [[1, 2]], variant="other"), "variant"),
-        (lambda: AttentionMembership(1, [[1, 2]], readout="none"), "readout"),
-        (lambda: AttentionMembership(1, [[1, 2]], select="first"), "select"),
-        (lambda: AttentionMembership(1, [[1, 2]], widths=(0.0, 0.5)), "widths"),
-        (lambda: AttentionMembership(1, [[1, 2]], widths=()), "widths"),
-        (lambda: AttentionMembership(1, [[1, 2]], batch=0), "batch"),
-        (lambda: AttentionMembership(1, [[1, 2]], false_positive_rate=0.0), "false_positive_rate"),
-        (lambda: AttentionMembership(1, [[1, 2]], score="band", gamma="lemma"), "ladder"),
+        (lambda: attention(1), "public_text is needed"),
+        (lambda: attention(1, "some text"), "one string"),
+        (lambda: attention(1, ["some text"]), "tokenizer"),
+        (lambda: attention(-1, [[1, 2]]), "layer"),
+        (lambda: attention(1, [[1, 2]], beta=0.0), "beta"),
+        (lambda: attention(1, [[1, 2]], beta=math.nan), "beta"),
+        (lambda: attention(1, [[1, 2]], gamma="high"), "gamma"),
+        (lambda: attention(1, [[1, 2]], gamma=1.5), "below 1"),
+        (lambda: attention(1, [[1, 2]], score="norm"), "score"),
+        (lambda: attention(1, [[1, 2]], variant="other"), "variant"),
+        (lambda: attention(1, [[1, 2]], readout="none"), "readout"),
+        (lambda: attention(1, [[1, 2]], select="first"), "select"),
+        (lambda: attention(1, [[1, 2]], widths=(0.0, 0.5)), "widths"),
+        (lambda: attention(1, [[1, 2]], widths=()), "widths"),
+        (lambda: attention(1, [[1, 2]], batch=0), "batch"),
+        (lambda: attention(1, [[1, 2]], false_positive_rate=0.0), "false_positive_rate"),
+        (lambda: attention(1, [[1, 2]], score="band", gamma="lemma"), "ladder"),
         (
-            lambda: AttentionMembership(3, few(99)).prepare(find_anatomy(models.tiny_gpt2())),
+            lambda: attention(3, few(99)).prepare(find_anatomy(models.tiny_gpt2())),
             "out of range",
         ),
         (
-            lambda: AttentionMembership(1, few(2, 5)).prepare(find_anatomy(models.tiny_gpt2())),
+            lambda: attention(1, few(2, 5)).prepare(find_anatomy(models.tiny_gpt2())),
             "cannot whiten 16 dimensions",
         ),
         (
-            lambda: AttentionMembership(1, few(60)).prepare(find_anatomy(models.tiny_gpt2())),
+            lambda: attention(1, few(60)).prepare(find_anatomy(models.tiny_gpt2())),
             "30 public texts are too few",
         ),
         (
@@ -705,25 +715,32 @@ def test_a_token_that_makes_no_difference_on_public_text_is_refused():
     words = normal(40, 1, 6).expand(40, 4, 6)
     states = PublicStates(words, torch.ones(40, 4, dtype=torch.bool))
     for gamma in ("calibrated", 0.5):
-        design = AttentionMembership(
-            1, [[1, 2]], whiten=False, readout="token", gamma=gamma, batch=10
-        ).design
+        design = attention(1, [[1, 2]], whiten=False, readout="token", gamma=gamma, batch=10).design
         with pytest.raises(ValueError, match=r"median response there is .* not positive"):
             calibrate(states, design)
     assert calibrate(PublicStates(normal(40, 4, 6), states.mask), design).response > 0
 
 
 def test_working_unprepared_says_so():
-    attack = AttentionMembership(1, [[1, 2]])
+    attack = attention(1, [[1, 2]])
     for work in (
         lambda: attack.craft(normal(10)),
         lambda: attack.embed(normal(1, 2, 5), Query(torch.zeros(1, 2))),
         lambda: attack.gradient(normal(1, 10), normal(1, 2, 5), None, normal(1, 2)),
         lambda: attack.guess(torch.zeros(1, 24)),
-        lambda: AttentionMembership(1, [[1, 2]], score="coordinates").rungs,
+        lambda: attention(1, [[1, 2]], score="coordinates").rungs,
     ):
         with pytest.raises(RuntimeError, match="prepare"):
             work()
+
+
+def test_arguments_of_0_1_0_warn_with_the_new_spelling():
+    spelling = r"AttentionMembership\(attention=AttentionSettings\(widths=, score=\)\)"
+    with pytest.warns(FutureWarning, match=spelling):
+        old = AttentionMembership(1, [[1, 2]], widths=(0.3, 0.5), score="ladder")
+    assert old.config() == attention(1, [[1, 2]], widths=(0.3, 0.5), score="ladder").config()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'width'"):
+        AttentionMembership(1, [[1, 2]], width=0.3)
 
 
 def test_config_is_plain_and_the_published_setting_is_the_papers():
@@ -778,12 +795,12 @@ def played(attack, ids, mask, hidden, n):
 def test_on_a_real_model_the_lemmas_gamma_never_fires_and_the_calibrated_tells(stories):
     anatomy, public, *data = stories
     raw = AttentionMembership.as_published(3, public, variant="projector", gamma="lemma")
-    for lemma, n in ((AttentionMembership(3, public, gamma="lemma"), 12), (raw, 4)):
+    for lemma, n in ((attention(3, public, gamma="lemma"), 12), (raw, 4)):
         lemma.prepare(anatomy)
         _, bits, members = played(lemma, *data, n)
         assert not any(members)
         assert sum(bits) == n // 2
-    attack = AttentionMembership(3, public)
+    attack = attention(3, public)
     attack.prepare(anatomy)
     scores, bits, members = played(attack, *data, 40)
     assert roc_auc_score(bits, scores) > 0.999

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+from dataclasses import fields
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lightning_fedleak.attacks.membership.trained import (
     Adam,
     Scale,
     TrainedMembership,
+    TrainingSettings,
     loss_gradients,
     network_outputs,
     train_neuron,
@@ -46,7 +48,7 @@ def public():
 
 @pytest.fixture(scope="module", params=["token", "full"])
 def attack(request, anatomy, public):
-    made = TrainedMembership(1, public, request.param, tokens=8, **SMALL)
+    made = attacker(1, public, request.param, tokens=8, **SMALL)
     made.prepare(anatomy)
     return made
 
@@ -90,9 +92,17 @@ def test_steps_are_those_of_torchs_adam():
         torch.testing.assert_close(ours, p.detach(), rtol=1e-10, atol=1e-12)
 
 
+def attacker(layer, public, *given, **arguments):
+    """An attack whose settings of training may stand among its arguments."""
+    names = {field.name for field in fields(TrainingSettings)} & arguments.keys()
+    settings = TrainingSettings(**{name: arguments.pop(name) for name in names})
+    return TrainedMembership(layer, public, *given, training=settings, **arguments)
+
+
 def trained(target, samples, **changed):
     options = {"hidden_units": 32, "steps": 200, "learning_rate": 1e-2, "margin": 2.0, "batch": 999}
-    return train_neuron(target, samples, Scale.fit(samples), generator(), **{**options, **changed})
+    settings = TrainingSettings(**{**options, **changed})
+    return train_neuron(target, samples, Scale.fit(samples), generator(), settings)
 
 
 def test_it_fires_on_the_target_and_stops_at_the_margin():
@@ -182,7 +192,7 @@ def test_training_is_the_seeds_alone_and_leaves_no_trace(anatomy, public):
     target = texts(anatomy)[0, 3].float()
     crafted = []
     for seed in (0, 0, 1):
-        attack = TrainedMembership(1, public, seed=seed, **SMALL)
+        attack = attacker(1, public, seed=seed, **SMALL)
         attack.prepare(anatomy)
         with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
             crafted.append(attack.neuron(target).weight.clone())
@@ -216,7 +226,7 @@ def test_only_the_rungs_are_trained_by_the_client(attack, anatomy):
 
 
 def test_the_published_threshold_is_the_networks_own(anatomy, public):
-    attack = TrainedMembership(1, public, threshold="trained", **SMALL)
+    attack = attacker(1, public, threshold="trained", **SMALL)
     attack.prepare(anatomy)
     target = texts(anatomy)[0, 3]
     layers = attack.craft(target)
@@ -225,7 +235,7 @@ def test_the_published_threshold_is_the_networks_own(anatomy, public):
 
 def test_refresh_follows_the_model(public):
     anatomy = find_anatomy(models.tiny_gpt2())
-    attack = TrainedMembership(1, public, refresh_every=10, **SMALL)
+    attack = attacker(1, public, refresh_every=10, **SMALL)
     attack.prepare(anatomy)
     target = torch.randn(models.DIM, generator=generator())
     before = attack.neuron(target).weight
@@ -242,7 +252,7 @@ def test_refresh_follows_the_model(public):
 
 
 def test_networks_are_kept_within_bounds(anatomy, public, monkeypatch):
-    attack = TrainedMembership(1, public, **SMALL)
+    attack = attacker(1, public, **SMALL)
     attack.prepare(anatomy)
     one = attack.neuron(torch.ones(models.DIM)).nbytes
     monkeypatch.setattr("lightning_fedleak.attacks.membership.trained.CACHE_BYTES", 3 * one)
@@ -265,16 +275,16 @@ def test_what_is_not_finite_is_refused(attack, anatomy):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda p, a: TrainedMembership(1, "one text"), "not one string"),
-        (lambda p, a: TrainedMembership(1, ["some text"]), "tokenizer"),
-        (lambda p, a: TrainedMembership(1, p, hidden_units=0), "hidden_units"),
-        (lambda p, a: TrainedMembership(1, p, steps=0), "steps"),
-        (lambda p, a: TrainedMembership(1, p, learning_rate=0.0), "learning_rate"),
-        (lambda p, a: TrainedMembership(1, p, margin=-1.0), "margin"),
-        (lambda p, a: TrainedMembership(1, p, public_rows=2), "public_rows"),
-        (lambda p, a: TrainedMembership(1, p, threshold="best"), "threshold"),
-        (lambda p, a: TrainedMembership(5, p).prepare(a), "out of range"),
-        (lambda p, a: TrainedMembership(1, [[5, 6], [7, 8]], "full").prepare(a), "too few"),
+        (lambda p, a: attacker(1, "one text"), "not one string"),
+        (lambda p, a: attacker(1, ["some text"]), "tokenizer"),
+        (lambda p, a: attacker(1, p, hidden_units=0), "hidden_units"),
+        (lambda p, a: attacker(1, p, steps=0), "steps"),
+        (lambda p, a: attacker(1, p, learning_rate=0.0), "learning_rate"),
+        (lambda p, a: attacker(1, p, margin=-1.0), "margin"),
+        (lambda p, a: attacker(1, p, public_rows=2), "public_rows"),
+        (lambda p, a: attacker(1, p, threshold="best"), "threshold"),
+        (lambda p, a: attacker(5, p).prepare(a), "out of range"),
+        (lambda p, a: attacker(1, [[5, 6], [7, 8]], "full").prepare(a), "too few"),
     ],
 )
 def test_refusals_say_what_to_do(build, words, public, anatomy):
@@ -282,9 +292,16 @@ def test_refusals_say_what_to_do(build, words, public, anatomy):
         build(public, anatomy)
 
 
+def test_arguments_of_0_1_0_warn_with_the_new_spelling(public):
+    spelling = r"TrainedMembership\(training=TrainingSettings\(steps=\)\)"
+    with pytest.warns(FutureWarning, match=spelling):
+        old = TrainedMembership(1, public, steps=5)
+    assert old.config() == attacker(1, public, steps=5).config()
+
+
 def test_targets_must_fit_and_prepare_must_come_first(attack, public):
     with pytest.raises(RuntimeError, match="prepare"):
-        TrainedMembership(1, public).craft(torch.ones(4))
+        attacker(1, public).craft(torch.ones(4))
     with pytest.raises(ValueError, match="a target must be"):
         attack.craft(torch.ones(4))
     upstream = torch.ones(2, 1 if attack.granularity == "full" else 3)
@@ -304,7 +321,7 @@ def test_on_a_real_model_members_score_higher(assets):
     picks = torch.randperm(len(rows), generator=generator(7))[:300].tolist()
     ids = [[1, *tokenizer(rows[i], add_special_tokens=False)["input_ids"]][:24] for i in picks]
     public, pool = PublicText(ids[:100]), PublicText(ids[100:])
-    attack = TrainedMembership(3, public, hidden_units=64, steps=100)
+    attack = attacker(3, public, hidden_units=64, steps=100)
     attack.prepare(anatomy)
     scores, truth = [], []
     for game in range(4):

@@ -41,8 +41,8 @@ from torch.utils.data import DataLoader
 from benchmarks.defenses.dp_sgd_games import refutations
 from benchmarks.defenses.planted_gradients import PlantedGradients
 from lightning_fedleak.auditing import audit_gaussian_scores, audit_one_run
+from lightning_fedleak.callbacks import CanaryScorer
 from lightning_fedleak.canaries import (
-    CanaryScorer,
     high_temperature_canaries,
     new_token_canaries,
     with_canaries,

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
-import logging
 import math
-import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_fedleak.callbacks.channels import Channel
-from lightning_fedleak.callbacks.gate_evidence import Evidence, Verdict, range_of
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
-from lightning_fedleak.callbacks.results import WORST
 from lightning_fedleak.defenses import DPSGD, Defense
 from lightning_fedleak.lightning_packages import EitherCallback
+from lightning_fedleak.looks.evidence import Evidence, Verdict
+from lightning_fedleak.looks.gates import (
+    GateDecision,
+    LeakageLimitExceeded,
+    announce,
+    check_threshold,
+    is_worst,
+    names_there_are,
+    rate_of,
+)
 from lightning_fedleak.strategies import DefendedStrategy
 
 if TYPE_CHECKING:
@@ -29,60 +33,6 @@ _DPSGD_MEND = (
     " DPSGD can be only with accountant='filter' (with target_epsilon and target_delta, and "
     "max_hardenings above 0): other accountants do not cover noise that is chosen in the run."
 )
-
-
-log = logging.getLogger(__name__)
-
-
-@rank_zero_only
-def announce(text: str) -> None:
-    """Says what a gate did, by logging and once on stderr, whatever filters of warnings are set.
-
-    It is not on stderr where the level of this module's own logger is above ``WARNING``.
-    """
-    log.warning(text)
-    if log.level <= logging.WARNING and not _log_is_on_stderr():
-        print(text, file=sys.stderr, flush=True)
-
-
-def _log_is_on_stderr() -> bool:
-    """Whether a warning in the log is on stderr, by a handler of the user's or by Python's own."""
-    if not log.isEnabledFor(logging.WARNING):
-        return False
-    handlers: list[logging.Handler | None] = []
-    logger: logging.Logger | None = log
-    while logger is not None:
-        handlers += logger.handlers
-        logger = logger.parent if logger.propagate else None
-    return any(
-        isinstance(handler, logging.StreamHandler)
-        and handler.stream is sys.stderr
-        and handler.level <= logging.WARNING
-        for handler in handlers or [logging.lastResort]
-    )
-
-
-class LeakageLimitExceeded(RuntimeError):
-    """A RiskGate with ``action="raise"`` found more leakage than it allows.
-
-    Examples:
-        >>> import lightning as L
-        >>> import torch
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> from lightning_fedleak import BagOfWords, LeakageLimitExceeded, LeakageMonitor, RiskGate
-        >>> from lightning_fedleak.finetuning import CausalLMFineTuning
-        >>> config = GPT2Config(vocab_size=64, n_embd=8, n_head=1, tie_word_embeddings=False)
-        >>> module = CausalLMFineTuning(GPT2LMHeadModel(config))  # stands for your own
-        >>> monitor = LeakageMonitor([BagOfWords()], every_n_steps=1)
-        >>> gate = RiskGate("leakage/bag_of_words/f1", at_most=0.5, action="raise")
-        >>> trainer = L.Trainer(max_steps=9, callbacks=[monitor, gate])
-        >>> rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8)]
-        >>> try:
-        ...     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
-        ... except LeakageLimitExceeded as error:
-        ...     print("The update gives away too much:", str(error).splitlines()[0])
-        The update gives away too much: RiskGate 'bag_of_words/f1' raised at step 0
-    """
 
 
 @dataclass(frozen=True)
@@ -185,7 +135,7 @@ class RiskGate(EitherCallback):
     What "exceeds" means is ``bound``. A gate that compares every look by itself acts sooner or
     later on any noisy metric; the other two spend one probability of error, ``alpha``, on all
     looks of a run together, however many
-    (see :class:`~lightning_fedleak.callbacks.gate_evidence.Evidence`):
+    (see :class:`~lightning_fedleak.looks.evidence.Evidence`):
 
     - ``"value"``: the newest value in the logs is above ``at_most``. No probability is promised.
     - ``"lower"``: the looks so far *show* that the mean is above. A system that is really below at
@@ -456,7 +406,7 @@ class RiskGate(EitherCallback):
         """On each value that is watched, with its share of the probability of error."""
         if self.bound == "value":
             return None
-        rate, alpha = _rate_of(self.metric), self._alpha_now
+        rate, alpha = rate_of(self.metric), self._alpha_now
         if self.bound == "lower":
             alpha /= len(self._watched)
         try:
@@ -598,17 +548,17 @@ class RiskGate(EitherCallback):
         first, self.fired = self.fired is None, self.fired or event
         did = "hardened" if hardened else "stopped" if stops else f"{self._about()['action']}"
         monitor.record_decision(
-            {
-                "gate": self.name,
-                "did": did,
-                "step": event.step,
-                "measured": None if math.isnan(event.value) else event.value,
-                "metric": event.metric,
-                "of": event.of,
-                "at_most": event.at_most,
-                "hardened": list(event.hardened),
-                "why": event.why,
-            }
+            GateDecision(
+                self.name,
+                did,
+                event.step,
+                event.metric,
+                event.value,
+                event.at_most,
+                event.of,
+                event.hardened,
+                event.why,
+            )
         )
         if checkpoint is not None:
             trainer.save_checkpoint(checkpoint)
@@ -685,74 +635,8 @@ class _Seen:
     why: str = ""
 
 
-def check_threshold(gate: str, metric: str, at_most: float, *, reachable: bool = True) -> None:
-    """Refuses a threshold that cannot be meant.
-
-    Args:
-        gate: who asks.
-        metric: a name in the logs.
-        at_most: the threshold.
-        reachable: values above it must be possible.
-
-    Raises:
-        ValueError: no number, below chance, or beyond the metric's range.
-    """
-    if isinstance(at_most, bool | str) or not math.isfinite(at_most):
-        raise ValueError(f"at_most must be a finite number, got {at_most!r}")
-    rate = _rate_of(metric)
-    span = range_of(rate.removesuffix("_low").removesuffix("_high"))
-    plain = range_of(rate)
-    if plain is not None and plain[0] <= at_most < plain[2]:
-        watched = f", the highest {rate} of several attacks" if is_worst(metric) else ""
-        raise ValueError(
-            f"{gate} watches '{metric}'{watched}. {plain[2]:g} is chance, so that "
-            f"at_most={at_most:g} would be exceeded by an attack that knows nothing: "
-            f"give {plain[2]:g} or more"
-        )
-    if reachable and span is not None and at_most > span[1]:
-        raise ValueError(
-            f"{gate} watches '{metric}', which lies between {span[0]:g} and {span[1]:g}, so "
-            f"that at_most={at_most:g} could never be exceeded: rates are shares, not percent"
-        )
-
-
-def names_there_are(metric: str, names: Sequence[str]) -> str:
-    """The names that exist, and the one that may be meant."""
-    close = difflib.get_close_matches(metric, names, n=1)
-    hint = f" Did you mean '{close[0]}'?" if close else ""
-    return f"{hint} These exist:\n{_by_attack(names)}"
-
-
-_ENDS = ("_low", "_high", "_worst_client")
-
-
-def _by_attack(names: Sequence[str]) -> str:
-    """Logged names as a user reads them: a line for each attack, variants of a rate told once."""
-    of: dict[str, list[str]] = {}
-    for root, _, metric in (name.rpartition("/") for name in names):
-        if not metric.endswith(_ENDS):
-            of.setdefault(root, []).append(metric)
-    lines = [f"  {root}/: {', '.join(metrics)}" for root, metrics in of.items()]
-    varied = [name for name in names if name.endswith(_ENDS)]
-    more = f"  (of rates also {', '.join(_ENDS[:-1])} and {_ENDS[-1]}, as in {varied[0]})"
-    return "\n".join([*lines, more] if varied else lines)
-
-
 def _name_of(called: Callable[[GateEvent], Any]) -> str:
     return getattr(called, "__name__", type(called).__name__)
-
-
-def is_worst(metric: str) -> bool:
-    """Whether a logged name is that of the highest headline of a family."""
-    return metric.startswith(f"{WORST}/")
-
-
-def _rate_of(metric: str) -> str:
-    """The rate that a logged name is of; of the worst of a family its headline."""
-    last = metric.rpartition("/")[-1]
-    if not is_worst(metric):
-        return last
-    return next((c.headline for c in Channel.known.values() if c.family == last), last)
 
 
 def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
@@ -804,14 +688,3 @@ def harden(defenses: tuple[Defense, ...]) -> list[str]:
     """
     changes = (defense.harden() for defense in defenses)
     return [change for change in changes if change is not None]
-
-
-__all__ = [
-    "GateEvent",
-    "LeakageLimitExceeded",
-    "RiskGate",
-    "announce",
-    "check_threshold",
-    "is_worst",
-    "names_there_are",
-]

@@ -21,45 +21,46 @@ from lightning_fedleak.attacks.auto import ASSUMED, candidates
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.public_text import Given, PublicText
 from lightning_fedleak.batches import BatchAdapter
-from lightning_fedleak.callbacks import auto
-from lightning_fedleak.callbacks.cache import CalibrationCache
-from lightning_fedleak.callbacks.cadence import cadence_of
-from lightning_fedleak.callbacks.channels import Games
-from lightning_fedleak.callbacks.channels.base import (
-    Channel,
-    Look,
-    Settings,
+from lightning_fedleak.callbacks.trainer_run import (
     TrainerRun,
-    channels_of,
-    reason,
-)
-from lightning_fedleak.callbacks.checks import (
-    check_attacks,
+    boards_of,
     check_batch_type,
-    check_rounds,
-    check_texts,
-    known_stages,
+    processes_of,
     resolve_client,
-    warn_of_other_tokenizers,
+    settings_of,
+    training_of,
 )
-from lightning_fedleak.callbacks.fit import Fit
-from lightning_fedleak.callbacks.report import (
+from lightning_fedleak.extras import install
+from lightning_fedleak.lightning_packages import EitherCallback
+from lightning_fedleak.looks import choice
+from lightning_fedleak.looks.cache import CalibrationCache
+from lightning_fedleak.looks.cadence import cadence_of
+from lightning_fedleak.looks.channels import Games
+from lightning_fedleak.looks.channels.base import Channel, Settings, channels_of
+from lightning_fedleak.looks.facts import facts_of
+from lightning_fedleak.looks.fit import Fit
+from lightning_fedleak.looks.gates import GateDecision
+from lightning_fedleak.looks.log import (
     COLUMNS,
     JsonLines,
     Report,
     RevealFiles,
     RunRecord,
-    accounting_defenses,
+    accounting,
     privacy_tags,
     privacy_values,
     releases_by,
-    settings_of,
 )
-from lightning_fedleak.callbacks.results import WORST, Outcome, Results, Series
-from lightning_fedleak.callbacks.run_facts import facts_of, training_of
-from lightning_fedleak.callbacks.tensorboard import add_pages
-from lightning_fedleak.extras import install
-from lightning_fedleak.lightning_packages import EitherCallback
+from lightning_fedleak.looks.look import Look, Outcome, Series, reason
+from lightning_fedleak.looks.plan import (
+    check_attacks,
+    check_rounds,
+    check_texts,
+    known_stages,
+    warn_of_other_tokenizers,
+)
+from lightning_fedleak.looks.results import WORST, Results
+from lightning_fedleak.looks.tensorboard import add_pages
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.threats import Capability
 
@@ -124,7 +125,7 @@ class LeakageMonitor(EitherCallback):
     assumes a server that puts trainable layers of its own into the model, behind the layer it
     reads, and sets dropout to 0. None is put in: at a look the server is asked about sentences of
     the batch and about others, what its layers' gradient would be follows from the step
-    (:class:`~lightning_fedleak.callbacks.channels.MembershipChannel`) and passes through the
+    (:class:`~lightning_fedleak.looks.channels.MembershipChannel`) and passes through the
     defences.
     ``exposed`` is always 1: no layer of the client's own has to be trained for that, and freezing
     any does not help. Texts are asked for as the model reads them: of a masked language model with
@@ -136,7 +137,7 @@ class LeakageMonitor(EitherCallback):
     **Texts.** An :class:`~lightning_fedleak.attacks.texts.base.InversionAttack` reads the hidden
     states that the user's own forward gives at its layer, as a split model would send them: at
     stage local before, at stage shared behind the defences that rewrite them, dropout included
-    (:class:`~lightning_fedleak.callbacks.channels.TextsChannel`). Its metrics are of
+    (:class:`~lightning_fedleak.looks.channels.TextsChannel`). Its metrics are of
     ``texts`` texts a look; under the attack's ``budget_seconds`` what is not found in time is
     wrong, texts that were not begun do not count, and ``finished`` is below 1.
 
@@ -232,7 +233,7 @@ class LeakageMonitor(EitherCallback):
             assume = ASSUMED if assume is None else frozenset(assume)
             attacks = candidates(assume, public_text, tokenizer, rounds=local_steps is not None)
             if every_n_steps is None and max_overhead is None:
-                max_overhead = auto.MAX_OVERHEAD
+                max_overhead = choice.MAX_OVERHEAD
         elif public_text is not None:
             raise ValueError(
                 "public_text= is what attacks='auto' calibrates on; give it to the attacks that "
@@ -391,8 +392,8 @@ class LeakageMonitor(EitherCallback):
             ValueError: no ``score_canaries``, no such attack, or no look has scored them.
         """
         for channel in self._channels:
-            if channel.canary_scores is not None:
-                return channel.canary_scores.of(attack)
+            if (scores := channel.canary_scores(attack)) is not None:
+                return scores
         raise ValueError("canaries are scored with games=Games(canaries=..., score_canaries='max')")
 
     def is_of_own_threshold(self, name: str) -> bool:
@@ -512,9 +513,10 @@ class LeakageMonitor(EitherCallback):
                 "step. Use client='world', or run one process."
             )
         self._not_set_up = {}
+        processes = processes_of(trainer, self.client)
         for channel in self._channels:
             try:
-                channel.setup(trainer, self.client, lambda: self._find_anatomy(pl_module))
+                channel.setup(processes, lambda: self._find_anatomy(pl_module))
             except ValueError as error:
                 if not self.auto:
                     raise
@@ -549,8 +551,10 @@ class LeakageMonitor(EitherCallback):
         folder = folder if self.log_dir is None else self.log_dir
         self._jsonl = JsonLines(folder / "leakage.jsonl")
         rounds = self.local_steps
+        boards = boards_of(trainer) if trainer.is_global_zero else []
         self._report = Report(
             trainer.loggers,
+            [board.experiment for board in boards],
             self.attacks,
             self._jsonl if trainer.is_global_zero else None,
             RevealFiles(folder, trainer.global_rank, self.tokenizer) if self.reveal else None,
@@ -581,7 +585,7 @@ class LeakageMonitor(EitherCallback):
         self._results.untested = lineup.untested
         if self.auto:
             writes = run.anatomy.kind == "causal" and not self._text_given
-            auto.show(lineup.rows, lineup.unread, self.assume, writes=writes)
+            choice.show(lineup.rows, lineup.unread, self.assume, writes=writes)
             self._report.write_not_played(lineup.rows, trainer.global_step)
         if trainer.is_global_zero:
             shown = {s: c for s, c in self._series.items() if s.attack in playing}
@@ -591,16 +595,17 @@ class LeakageMonitor(EitherCallback):
                 self._report.boards,
                 self.utility,
                 shown,
-                privacy=privacy_tags(trainer),
+                privacy=privacy_tags(accounting(run.defenses)),
                 decisions=self._heard,
                 worst=worst,
                 settings=settings_of(trainer, self.attacks),
+                further=["hp_metric"] if any(b._default_hp_metric for b in boards) else [],
             )
         for begins in self._ready:
             begins()
         if trainer.is_global_zero:
             self._record = RunRecord(folder / "run.jsonl", self._jsonl.run, self._report.warn_once)
-            self._accounting = accounting_defenses(trainer)
+            self._accounting = accounting(run.defenses)
             self._record.begins(
                 facts_of(
                     run,
@@ -703,7 +708,7 @@ class LeakageMonitor(EitherCallback):
         beside = {f"utility/{n}": float(known[n]) for n in self.utility if n in known}
         assert self._fit is not None
         self._results.playing |= outcomes.keys()
-        beside |= privacy_values(trainer)
+        beside |= privacy_values(accounting(self._fit.run.defenses))
         outcomes = self._results.add(look, outcomes, beside, shared=bool(self._fit.lineup.trained))
         values = self.latest
         # As LearningRateMonitor does: self.log would take a quarter of a millisecond for each name.
@@ -721,15 +726,15 @@ class LeakageMonitor(EitherCallback):
         if self._record is not None:
             utility = {n: beside[f"utility/{n}"] for n in self.utility if n in known}
             seconds = values.get("monitor/seconds", math.nan)
-            defenses = accounting_defenses(trainer)
+            defenses = accounting(self._fit.run.defenses)
             self._record.looked(look.step, utility, seconds, self.failures, defenses)
         for listener in self._listeners:
             listener(trainer)
 
-    def record_decision(self, facts: Mapping[str, Any]) -> None:
+    def record_decision(self, decision: GateDecision) -> None:
         """Leaves a line in ``run.jsonl``: what a gate has done, on the first process."""
         if self._record is not None:
-            self._record.decided(facts)
+            self._record.decided(decision)
 
     def _settings(self) -> dict[str, Any]:
         """For the run's record."""

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.canaries.items import check_alike, digest_of, token_ids_of
 from lightning_fedleak.canaries.record import Game, InclusionMismatch, InclusionRecord, key_of
-from lightning_fedleak.lightning_packages import both
+from lightning_fedleak.model_state import preserve_process
 
 
 class CanarySet:
@@ -214,8 +214,7 @@ def with_canaries(
     if not examples:
         raise ValueError("canaries must be a sequence of at least one example")
     names = [f"canaries[{i}]" for i in range(len(examples))]
-    [isolate_rng, *_] = both("utilities.seed.isolate_rng")
-    with isolate_rng(include_cuda=False):
+    with preserve_process():
         first = dataset[0] if len(dataset) else None
     ids = []
     for example, name in zip(examples, names, strict=True):

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fedleak.callbacks import LeakageLimitExceeded
-from lightning_fedleak.callbacks.channels.base import reason
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.extras import install
 from lightning_fedleak.federation.client_dp import ClientDP
@@ -33,6 +31,8 @@ from lightning_fedleak.federation.updates import (
     parameter_names,
     trained_state,
 )
+from lightning_fedleak.looks.gates import LeakageLimitExceeded
+from lightning_fedleak.looks.look import reason
 
 try:
     from flwr.app import (

@@ -11,14 +11,6 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_fedleak.callbacks.channels.base import reason
-from lightning_fedleak.callbacks.gate import (
-    LeakageLimitExceeded,
-    announce,
-    check_threshold,
-    is_worst,
-    names_there_are,
-)
 from lightning_fedleak.federation.client_dp import ClientDP, check_rounding
 from lightning_fedleak.federation.observer import RoundLook, RoundObserver
 from lightning_fedleak.federation.updates import (
@@ -27,6 +19,15 @@ from lightning_fedleak.federation.updates import (
     difference,
     moved,
 )
+from lightning_fedleak.looks.gates import (
+    GateDecision,
+    LeakageLimitExceeded,
+    announce,
+    check_threshold,
+    is_worst,
+    names_there_are,
+)
+from lightning_fedleak.looks.look import reason
 
 Action = Literal["withhold", "harden", "raise", "warn"]
 
@@ -484,19 +485,9 @@ class OutgoingUpdates:
 
     def _nothing(self, sent: State, like: State, why: str) -> Leaving:
         """An update that cannot be read does not leave, gate or none."""
+        round_, client = self.observer.round_, self.client
         self.observer.record_decision(
-            {
-                "gate": "",
-                "did": "withheld",
-                "step": self.observer.round_,
-                "client": self.client,
-                "measured": None,
-                "metric": "",
-                "of": "",
-                "at_most": None,
-                "hardened": [],
-                "why": why,
-            }
+            GateDecision("", "withheld", round_, "", math.nan, None, why=why, client=client)
         )
         self._tell(f"the update of round {self.observer.round_} did not leave: {why}")
         return Leaving(self._zero(sent, like), True, (), None)
@@ -507,19 +498,16 @@ class OutgoingUpdates:
 
     def _record(self, event: RoundEvent, did: str, hardened: Sequence[str] = ()) -> None:
         self.observer.record_decision(
-            {
-                "gate": event.gate,
-                "did": did,
-                "step": event.round_,
-                "client": event.client,
-                "measured": None if math.isnan(event.value) else event.value,
-                "metric": event.metric,
-                "of": event.of,
-                "at_most": event.at_most,
-                "hardened": list(hardened),
-                "why": event.why,
-            }
+            GateDecision(
+                event.gate,
+                did,
+                event.round_,
+                event.metric,
+                event.value,
+                event.at_most,
+                event.of,
+                tuple(hardened),
+                event.why,
+                event.client,
+            )
         )
-
-
-__all__ = ["Leaving", "OutgoingUpdates", "RoundEvent", "RoundGate"]

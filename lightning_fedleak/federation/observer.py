@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -28,38 +28,6 @@ from lightning_fedleak.attacks.base import Attack, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.public_text import Given
 from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
-from lightning_fedleak.callbacks import auto
-from lightning_fedleak.callbacks.cache import CalibrationCache
-from lightning_fedleak.callbacks.cadence import MaxOverhead
-from lightning_fedleak.callbacks.channels.base import (
-    AUTOCAST,
-    Channel,
-    Look,
-    Moment,
-    Run,
-    Settings,
-    channels_of,
-    no_sum,
-    reason,
-)
-from lightning_fedleak.callbacks.channels.targets import Games
-from lightning_fedleak.callbacks.checks import check_attacks, check_optimizers, check_texts
-from lightning_fedleak.callbacks.exchange import Exchange
-from lightning_fedleak.callbacks.lineup import Lineup
-from lightning_fedleak.callbacks.report import JsonLines, Report, RunRecord, values_spent
-from lightning_fedleak.callbacks.results import (
-    MAX_WAITS,
-    WORST,
-    NothingShared,
-    Outcome,
-    Result,
-    Results,
-    Series,
-    Unknown,
-    unknown,
-)
-from lightning_fedleak.callbacks.run_facts import about_defense, facts_of, optimizers_of
-from lightning_fedleak.callbacks.tensorboard import add_pages
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.federation.trained_on import Recorded
 from lightning_fedleak.federation.updates import (
@@ -69,11 +37,33 @@ from lightning_fedleak.federation.updates import (
     observe,
     parameter_names,
 )
+from lightning_fedleak.looks import choice
+from lightning_fedleak.looks.cache import CalibrationCache
+from lightning_fedleak.looks.cadence import MaxOverhead
+from lightning_fedleak.looks.channels.base import Channel, Settings, channels_of, no_sum
+from lightning_fedleak.looks.channels.targets import Games
+from lightning_fedleak.looks.exchange import Exchange
+from lightning_fedleak.looks.facts import about_defense, facts_of, optimizers_of
+from lightning_fedleak.looks.gates import GateDecision
+from lightning_fedleak.looks.lineup import Lineup
+from lightning_fedleak.looks.log import JsonLines, Report, RunRecord, privacy_values
+from lightning_fedleak.looks.look import (
+    Look,
+    Moment,
+    NothingShared,
+    Outcome,
+    Result,
+    Series,
+    Unknown,
+    reason,
+    unknown,
+)
+from lightning_fedleak.looks.plan import check_attacks, check_optimizers, check_texts
+from lightning_fedleak.looks.results import MAX_WAITS, WORST, Results
+from lightning_fedleak.looks.run import AUTOCAST, Run
+from lightning_fedleak.looks.tensorboard import BoardLogger, add_pages
 from lightning_fedleak.snapshots import GradientSnapshot, Inapplicable, Stage, UpdateSnapshot
 from lightning_fedleak.threats import Capability
-
-if TYPE_CHECKING:
-    from lightning.pytorch.loggers import Logger
 
 SUM = "sum"
 """The client whose update is that of all clients together."""
@@ -439,8 +429,8 @@ class RoundObserver:
             )
         self._lineup = lineup
         if self._auto:
-            auto.show(lineup.rows, lineup.unread, self._run.assumed, watcher=self._run.watcher)
-            every = Report([], self.attacks, self._jsonl, None, client="all", round_of=int)
+            choice.show(lineup.rows, lineup.unread, self._run.assumed, watcher=self._run.watcher)
+            every = Report([], [], self.attacks, self._jsonl, None, client="all", round_of=int)
             every.write_not_played(lineup.rows, round_)
         self._record.begins(
             facts_of(
@@ -606,7 +596,7 @@ class RoundObserver:
                 channel.published(made.look, mine, seat.report)
             except Exception as error:
                 seat.report.warn_once(f"not all of a look was written: {reason(error)}")
-        values = values_spent(spending) | dict(look.values) | dict(beside or {})
+        values = privacy_values(spending) | dict(look.values) | dict(beside or {})
         seat.report.write(made.look, made.outcomes, values)
         self._record.looked(
             look.round_,
@@ -754,8 +744,15 @@ class RoundObserver:
         results = Results(series, most_waited=MAX_WAITS)
         results.untested = self._lineup.untested
         results.begin()
+        boards: list[BoardLogger] = []
+        full: Exception | None = None  # a disk that is full must not end a round
+        try:
+            boards = self._boards(client)
+        except Exception as error:
+            full = error
         report = Report(
-            self._boards(client),
+            boards,
+            [board.writer for board in boards],
             self.attacks,
             self._jsonl,
             None,
@@ -768,6 +765,8 @@ class RoundObserver:
             run, stage, channels, series, results, report, Exchange(run, series)
         )
         families = {channel.family for channel in series.values()}
+        if full is not None:
+            report.leave_loggers(full)
         try:
             add_pages(
                 report.boards,
@@ -778,22 +777,14 @@ class RoundObserver:
                 worst=[f"leakage/worst/{f}" for f in results.families if f in families],
                 settings={"local_steps": self.local_steps, "client": client, "side": self.side},
             )
-        except Exception as error:  # a disk that is full must not end a round
+        except Exception as error:
             report.leave_loggers(error)
         return seat
 
-    def _boards(self, client: str | int) -> list[Logger]:
-        if not self._tensorboard:
-            return []
-        from lightning.pytorch.loggers import TensorBoardLogger
-
-        # Each client is a run of its own, so that it has a line of its own.
+    def _boards(self, client: str | int) -> list[BoardLogger]:
+        """Return the writer of a client's TensorBoard run: each client has a line of its own."""
         name = f"client_{client}" if client != SUM else SUM
-        return [
-            TensorBoardLogger(
-                self.folder, name="tensorboard", version=name, default_hp_metric=False
-            )
-        ]
+        return [BoardLogger(self.folder / "tensorboard" / name)] if self._tensorboard else []
 
     # ---- what is written --------------------------------------------------------------------
 
@@ -801,9 +792,9 @@ class RoundObserver:
         """Gates that will decide, for the record; once the first round has begun it is written."""
         self._gates += [dict(gate) for gate in gates if dict(gate) not in self._gates]
 
-    def record_decision(self, facts: Mapping[str, Any]) -> None:
+    def record_decision(self, decision: GateDecision) -> None:
         """Leaves a line in ``run.jsonl``: what a gate has done."""
-        self._record.decided(facts)
+        self._record.decided(decision)
 
     def end(self, how: str = "finished") -> None:
         """The federation is over; ``how``: ``"finished"``, or the class of what was raised."""
@@ -813,7 +804,7 @@ class RoundObserver:
                 channel.close()
             try:
                 for board in seat.report.boards:
-                    board.finalize("success")
+                    board.close()
             except Exception as error:
                 seat.report.leave_loggers(error)
 
@@ -868,7 +859,7 @@ class RoundObserver:
             return NothingShared()
         if (why := no_sum(plan)) is not None:
             return Unknown(why, applies=False)
-        facts, steps = self._run.facts(plan, self.local_steps, 0), None
+        facts, steps = plan.facts(self._run, self.local_steps, 0), None
         with suppress(UnusableObservation):  # some attacks read updates of any optimizer
             steps = LocalSteps.from_facts(facts)
         try:

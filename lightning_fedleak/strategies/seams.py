@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.lightning_packages import mixed, twin
-from lightning_fedleak.strategies.optimizer_step import check_optimizer
+from lightning_fedleak.optimizer_step import check_optimizer
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY, Release
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_fedleak import LeakageMonitor
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import Attack, BagOfWords, FlatChat, PublicText
-from lightning_fedleak.callbacks.cache import CalibrationCache, cache_folder, hash_of_weights
+from lightning_fedleak.looks.cache import CalibrationCache, cache_folder, hash_of_weights
 from tests.attacks.row_space.models import llama
 from tests.callbacks.runs import fit
 from tests.helpers.models import tiny_gpt2
@@ -190,7 +190,7 @@ def test_nan_is_neither_kept_nor_loaded(folder: Path, monkeypatch: pytest.Monkey
     cache.save(spoilt, "weights")
     assert not folder.exists()
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_fedleak.callbacks.cache._holds_nan", lambda state: False)
+        patch.setattr("lightning_fedleak.looks.cache._holds_nan", lambda state: False)
         cache.save(spoilt, "weights")
     with pytest.warns(UserWarning, match="it holds NaN"):
         assert not cache.load(Numbers(), "weights")
@@ -210,7 +210,7 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise SafetensorError("I/O error: No space left on device (os error 28)")  # no OSError
 
     monkeypatch.setenv("FEDLEAK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("lightning_fedleak.callbacks.cache.save_file", full)
+    monkeypatch.setattr("lightning_fedleak.looks.cache.save_file", full)
     with pytest.warns(UserWarning, match="is not kept: .*No space left"):
         fit([LeakageMonitor(counted(), every_n_steps=4)], tmp_path, n=8)
     assert not list((tmp_path / "cache" / "calibrations").iterdir()), "no drafts are left"

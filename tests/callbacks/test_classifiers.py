@@ -27,7 +27,7 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor
-from lightning_fedleak.callbacks.channels.words import WordTruth
+from lightning_fedleak.looks.channels.words import WordTruth
 from lightning_fedleak.model_runs import sees_no_later
 from lightning_fedleak.threats import ThreatModelError
 from tests.callbacks.runs import fit

@@ -17,7 +17,7 @@ from lightning_fedleak.anatomy import HEAD_WEIGHT
 from lightning_fedleak.attacks import Attack, FCMembership, PrefixInversion, TextAttack, TextGuess
 from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.callbacks.channels.base import Channel, family_of
+from lightning_fedleak.looks.channels.base import Channel, family_of
 from lightning_fedleak.threats import Capability, ThreatModel
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.text_counts import CountsChannel, TextCount

@@ -12,8 +12,8 @@ import torch
 
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
-from lightning_fedleak.callbacks.channels.base import Channel
-from lightning_fedleak.callbacks.gate_evidence import RANGES, Evidence, default_warmup
+from lightning_fedleak.looks.channels.base import Channel
+from lightning_fedleak.looks.evidence import RANGES, Evidence, default_warmup
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.test_gate import F1, Scripted
 from tests.helpers.notices import announced

@@ -22,9 +22,9 @@ from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextGuess
 from lightning_fedleak.batches import BatchError
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.callbacks.channels.texts import Inverted, TextsChannel, place_names
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.defenses.dpsgd.dpsgd import DPSGD
+from lightning_fedleak.looks.channels.texts import Inverted, TextsChannel, place_names
 from lightning_fedleak.metrics.texts import reconstruction_rates, sentence_scores
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy

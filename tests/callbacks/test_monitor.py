@@ -18,9 +18,9 @@ from lightning_fedleak.attacks import BagOfWords, BiasSign, EmbeddingDescent, Fl
 from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.callbacks.cadence import EveryNSteps, MaxOverhead
-from lightning_fedleak.callbacks.checks import listed
 from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.looks.cadence import EveryNSteps, MaxOverhead
+from lightning_fedleak.looks.plan import listed
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import ThreatModelError
 from tests.callbacks.runs import Probe, fit
@@ -739,9 +739,7 @@ def test_the_processor_time_of_looks_is_told(tmp_path, monkeypatch):
             clock[0] += 7.0
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(
-        "lightning_fedleak.callbacks.channels.base.time.process_time", lambda: clock[0]
-    )
+    monkeypatch.setattr("lightning_fedleak.looks.channels.base.time.process_time", lambda: clock[0])
     monitor = LeakageMonitor(Working(), every_n_steps=2)
     monitor.subscribe(lambda _: told.append(monitor.processor_seconds))
     assert monitor.processor_seconds == 0

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_fedleak.attacks.base import UnusableObservation
-from lightning_fedleak.callbacks.channels.base import reason
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError
+from lightning_fedleak.looks.look import reason
 
 
 def caught(fail):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.callbacks.channels.base import NoTargets
-from lightning_fedleak.callbacks.channels.targets import Deal, Rows
+from lightning_fedleak.looks.channels.targets import Deal, Rows
+from lightning_fedleak.looks.look import NoTargets
 
 
 def generator(seed=0):

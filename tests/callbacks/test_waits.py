@@ -22,12 +22,13 @@ from lightning_fedleak.attacks import GradientMembership, SubspaceMembership, Su
 from lightning_fedleak.attacks.base import Query, WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.callbacks.cadence import MaxOverhead
-from lightning_fedleak.callbacks.channels import WordsChannel
-from lightning_fedleak.callbacks.channels.base import Look, Settings
-from lightning_fedleak.callbacks.channels.targets import Games
-from lightning_fedleak.callbacks.results import Outcome, Results, Series, pending
 from lightning_fedleak.federation import RoundObserver, trained_state
+from lightning_fedleak.looks.cadence import MaxOverhead
+from lightning_fedleak.looks.channels import WordsChannel
+from lightning_fedleak.looks.channels.base import Settings
+from lightning_fedleak.looks.channels.targets import Games
+from lightning_fedleak.looks.look import Look, Outcome, Series, pending
+from lightning_fedleak.looks.results import Results
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import Observation, Stage
 from tests.attacks.row_space.models import VOCABULARY, llama

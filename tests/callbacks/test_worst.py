@@ -11,15 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_fedleak import FCMembership, LeakageMonitor, RiskGate, SubspaceWords
-from lightning_fedleak.callbacks.channels.base import Look
-from lightning_fedleak.callbacks.results import (
-    Outcome,
-    Results,
-    Series,
-    not_shared,
-    pending,
-    unknown,
-)
+from lightning_fedleak.looks.look import Look, Outcome, Series, not_shared, pending, unknown
+from lightning_fedleak.looks.results import Results
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import Stage
 from tests.callbacks.runs import Probe

@@ -19,10 +19,10 @@ from torch import Tensor
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.callbacks.channels import Channel
-from lightning_fedleak.callbacks.channels.base import Look, worst_of
-from lightning_fedleak.callbacks.report import Report
-from lightning_fedleak.callbacks.results import Outcome, Series
+from lightning_fedleak.looks.channels import Channel
+from lightning_fedleak.looks.channels.base import worst_of
+from lightning_fedleak.looks.log import Report
+from lightning_fedleak.looks.look import Look, Outcome, Series
 from lightning_fedleak.metrics import Counts, Rate, proportion
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.threats import Capability, ThreatModel

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.defenses.dp_sgd_games import Refutations, refutations
 from lightning_fedleak.auditing import audit_canaries
+from lightning_fedleak.callbacks import CanaryScorer
 from lightning_fedleak.canaries import (
-    CanaryScorer,
     high_temperature_canaries,
     new_token_canaries,
     with_canaries,

@@ -23,13 +23,13 @@ from lightning_fedleak.anatomy import AnatomyError, find_anatomy
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.callbacks import gate as gates
 from lightning_fedleak.callbacks.gate import GateEvent
 from lightning_fedleak.commands.demo.live import LiveTable
 from lightning_fedleak.commands.demo.summary import Reading, read_back, summary
 from lightning_fedleak.commands.options import DemoOptions
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.looks import gates
 from lightning_fedleak.report import write
 from lightning_fedleak.threats import ThreatModelError
 

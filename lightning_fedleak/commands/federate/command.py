@@ -20,8 +20,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lightning_fedleak.anatomy import AnatomyError
-from lightning_fedleak.callbacks import gate as gates
-from lightning_fedleak.callbacks.channels.membership import LEAST_MEMBERS
 from lightning_fedleak.commands.federate import local
 from lightning_fedleak.commands.federate.server import Server
 from lightning_fedleak.commands.federate.setting import Setting
@@ -29,6 +27,8 @@ from lightning_fedleak.commands.federate.table import HEADLINES, Round, RoundsTa
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.federation import SUM, UpdateError
 from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.looks import gates
+from lightning_fedleak.looks.channels.membership import LEAST_MEMBERS
 from lightning_fedleak.report import ReportError, write
 from lightning_fedleak.threats import ThreatModelError
 

@@ -30,8 +30,8 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.callbacks import Games, LeakageMonitor
-from lightning_fedleak.callbacks.channels.base import family_of
 from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.looks.channels.base import family_of
 from lightning_fedleak.records import ResultLine, read_results
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.studies.defense_specs import DefenseSpec

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -23,26 +22,25 @@ from lightning_fedleak.batches import (
     adapter_to_copy,
     read_batch,
 )
-from lightning_fedleak.callbacks.cache import CalibrationCache
-from lightning_fedleak.callbacks.cadence import Cadence, StepClock
-from lightning_fedleak.callbacks.channels.base import Channel, Look, Moment, TrainerRun, reason
-from lightning_fedleak.callbacks.checks import (
-    Plan,
-    check_optimizers,
-)
-from lightning_fedleak.callbacks.exchange import Exchange
-from lightning_fedleak.callbacks.lineup import Lineup
-from lightning_fedleak.callbacks.results import (
+from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.looks.cache import CalibrationCache
+from lightning_fedleak.looks.cadence import Cadence, StepClock
+from lightning_fedleak.looks.channels.base import Channel
+from lightning_fedleak.looks.exchange import Exchange
+from lightning_fedleak.looks.lineup import Lineup
+from lightning_fedleak.looks.look import (
+    Look,
+    Moment,
     Outcome,
     Result,
     Series,
     Unknown,
     Waiting,
+    reason,
 )
-from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.looks.plan import check_optimizers
+from lightning_fedleak.looks.run import Plan, Run
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
-from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.strategies.optimizer_step import before_real_step
 from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap, loss_terms
 
 TURN = 2
@@ -81,7 +79,7 @@ class Fit:
 
     def __init__(
         self,
-        run: TrainerRun,
+        run: Run,
         attacks: Sequence[Attack],
         series: Mapping[Series, Channel],
         channels: Sequence[Channel],
@@ -95,7 +93,7 @@ class Fit:
         refused: Mapping[str, str] = MappingProxyType({}),
         cache: CalibrationCache | None = None,
     ) -> None:
-        self._run = run
+        self.run = run
         self._attacks = tuple(attacks)
         self._series = series
         self._channels = tuple(channels)
@@ -120,7 +118,7 @@ class Fit:
         self._tap = GradientTap({})
         self._update_tap: UpdateTap | None = None
         self._fresh = True
-        check_optimizers(run.trainer.optimizers, attacks)
+        check_optimizers(run.optimizers, attacks)
         for channel in self._channels:
             channel.open(run)
         try:
@@ -129,7 +127,7 @@ class Fit:
                 attacks,
                 self._channels,
                 local_steps=local_steps,
-                begins_at=int(run.trainer.global_step),
+                begins_at=run.step,
                 choosing=choosing,
                 most_seconds=most_seconds,
                 refused=refused,
@@ -143,25 +141,15 @@ class Fit:
             raise
 
     def _install(self) -> None:
-        trainer = self._run.trainer
-        strategy = trainer.strategy
-        separated = False
-        if isinstance(strategy, DefendedStrategy):
-            separated = strategy.separates_stages
-            self._removers.append(strategy.add_tap(self._on_strategy_stage))
-            self._removers.append(strategy.add_canaries(self._before_defense))
-        else:
-            for optimizer in trainer.optimizers:
-                remove = before_real_step(optimizer, partial(self._on_real_step, optimizer))
-                self._removers.append(remove)
-        ddp = self._run.under_ddp
-        self._keeps_local = ddp and self._run.client == "rank" and not separated
+        self._removers += self.run.watch_release(self._stage_reached, self._before_defense)
+        per_rank = self.run.under_ddp and self.run.client == "rank"
+        self._keeps_local = per_rank and not self.run.separates_stages
 
     def follow(self) -> None:
         """Follows what is trained: layers may be frozen and unfrozen while the fit goes on."""
         if not self.lineup.follow():
             return
-        anatomy = self._run.anatomy
+        anatomy = self.run.anatomy
         roles = dict.fromkeys(r for plan in self.lineup.exposed for r in plan.roles)
         parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
         self._watched = {id(p) for p in parameters.values()}
@@ -227,10 +215,9 @@ class Fit:
         except Exception as refusal:
             error = refusal
             if self._adapter is None and batch is not None:
-                kind = self._run.anatomy.kind
+                kind = self.run.anatomy.kind
                 error = BatchError(f"{refusal}\n{adapter_to_copy(batch, kind)}")
-        strategy = self._run.trainer.strategy
-        if strategy.reduce_boolean_decision(error is not None, all=False):
+        if self.run.on_any_process(error is not None):
             raise error or BatchError("another process could not read its first batch")
         self._read_one = True
 
@@ -242,7 +229,7 @@ class Fit:
             )
         if self._adapter is not None:
             return self._adapter(batch)
-        return read_batch(batch, self._run.anatomy.kind)
+        return read_batch(batch, self.run.anatomy.kind)
 
     def _step_starts(self, step: int) -> None:
         """Times the steps without a look, and starts a look where one is due.
@@ -263,7 +250,7 @@ class Fit:
             if not asked:
                 return
         self.look = look = Look(step, asked=asked)
-        with look.clock(self._run.device):
+        with look.clock(self.run.device):
             look.said |= dict.fromkeys(queued, Waiting("its calibration waits for its turn"))
             if asked is None:
                 self.follow()
@@ -325,7 +312,7 @@ class Fit:
             still = isinstance(view, GradientSnapshot) and not any(
                 bool(view.tensors[role].any()) for role in roles if role in view.tensors
             )
-        still = self._run.trainer.strategy.reduce_boolean_decision(still, all=True)
+        still = self.run.on_all_processes(still)
         for series in look.asked if still else ():
             if series.stage in moment.wanted:
                 look.said.setdefault(series, self._waits[series])
@@ -335,19 +322,19 @@ class Fit:
         """Whether an optimizer holds what earlier steps left of the parameters an attack reads."""
         if plan.optimizer is None:
             return False
-        parameters = (self._run.anatomy.parameter(role) for role in plan.roles)
+        parameters = (self.run.anatomy.parameter(role) for role in plan.roles)
         return any(p is not None and bool(plan.optimizer.state.get(p)) for p in parameters)
 
     def before_backward(self, loss: Tensor) -> None:
         """A loss of the step is known, with its graph."""
         if self.look is not None:
-            with self.look.clock(self._run.device):
+            with self.look.clock(self.run.device):
                 self.look.loss_terms |= loss_terms(loss)
 
     def _loss_terms(self, look: Look) -> frozenset[str]:
         """Roles of the parameters that a loss of the look's steps has a term of."""
         roles = {role for plan in self.lineup.exposed for role in plan.roles}
-        return frozenset(r for r in roles if id(self._run.anatomy.parameter(r)) in look.loss_terms)
+        return frozenset(r for r in roles if id(self.run.anatomy.parameter(r)) in look.loss_terms)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step, or to skip its step."""
@@ -369,22 +356,20 @@ class Fit:
         owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
         return not owners or any(o is optimizer for o in owners)
 
-    def _on_real_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step; no gradient defence acted on what left the client."""
-        if self._keeps_local:
-            self._ask((Stage.LOCAL, Stage.SHARED), optimizer, kept=True)
-            self._ask((Stage.AGGREGATE,), optimizer)
-        else:
-            self._ask(tuple(Stage), optimizer)
+    def _stage_reached(self, stage: Stage, optimizer: Optimizer) -> None:
+        """``p.grad`` is what there is at a stage; at the last one the optimizer is about to step.
 
-    def _on_strategy_stage(self, stage: Stage, optimizer: Optimizer) -> None:
-        """A DefendedStrategy shows ``p.grad`` at a stage."""
+        Without defences that act in between, the last stage is the only one that is reported.
+        """
         if self.look is not None and stage is Stage.LOCAL:
             self.look.noise_std = 0.0
-        if not self._keeps_local:
+        if self.run.separates_stages:
             self._ask((stage,), optimizer)
+        elif stage is Stage.AGGREGATE and self._keeps_local:
+            self._ask((Stage.LOCAL, Stage.SHARED), optimizer, kept=True)
+            self._ask((Stage.AGGREGATE,), optimizer)
         elif stage is Stage.AGGREGATE:
-            self._on_real_step(optimizer)
+            self._ask(tuple(Stage), optimizer)
 
     def _before_defense(
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -407,7 +392,7 @@ class Fit:
             return
         if look.step_seconds == 0:
             look.step_seconds = look.elapsed()
-        scale = self._loss_scale()
+        scale = self.run.loss_scale
         self._show(
             Moment(
                 look,
@@ -420,7 +405,7 @@ class Fit:
                         look.step,
                         next(s for s in stages if s in self._stages),
                         kept=kept,
-                        client=self._run.number,
+                        client=self.run.number,
                         scale=scale if kept else 1.0,
                     ),
                     noise_std=self._noise_std(look, stages),
@@ -435,13 +420,13 @@ class Fit:
         """Of the noise on what is at these stages: the clients' is independent, and averaged."""
         if Stage.LOCAL in stages:
             return 0.0
-        own = self._run.client == "world" or Stage.SHARED in stages
-        clients = 1 if own else self._run.trainer.world_size
+        own = self.run.client == "world" or Stage.SHARED in stages
+        clients = 1 if own else self.run.processes
         return look.noise_std / math.sqrt(clients)
 
     def _show(self, moment: Moment) -> None:
         look = moment.look
-        with look.clock(self._run.device):
+        with look.clock(self.run.device):
             if self._still_waits(moment):
                 return
             self._refresh(look)
@@ -456,11 +441,6 @@ class Fit:
         for series, owner in self._series.items():
             if owner is channel:
                 look.said[series] = Unknown(reason(error))
-
-    def _loss_scale(self) -> float:
-        """The loss scale that is still in gradients which no GradScaler has unscaled."""
-        scaler = getattr(self._run.trainer.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else float(scaler.get_scale())
 
     def _show_update(self, look: Look, local_steps: int, tap: UpdateTap) -> None:
         look.step_seconds = look.elapsed() / local_steps
@@ -516,10 +496,10 @@ class Fit:
 
     def _check(self, batch: TokenBatch, look: Look) -> None:
         """A batch whose values contradict each other is as unknown as one that cannot be read."""
-        anatomy = self._run.anatomy
+        anatomy = self.run.anatomy
         rows = matrix_shape(anatomy.embedding)
         try:
-            with look.clock(self._run.device):
+            with look.clock(self.run.device):
                 batch.check_values(None if rows is None else rows[0], anatomy.vocab_size)
         except Exception as error:
             look.truth_error = reason(error)
@@ -529,7 +509,7 @@ class Fit:
         results: dict[Series, Result] = {}
         asked = self._series.keys() if look.asked is None else look.asked
         still = {s: w for s, w in self._waits.items() if s in asked and look.said.get(s) is w}
-        with look.clock(self._run.device):
+        with look.clock(self.run.device):
             for channel in self._asked(look) if still.keys() != asked else ():
                 results |= channel.results(look)
         results = {s: r for s, r in results.items() if s in asked} | still

@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,34 +30,27 @@ from lightning_fedleak.attacks.membership.base import (
 from lightning_fedleak.attacks.membership.insertion import direction_of, upstream_of
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.callbacks.channels.base import (
-    Channel,
-    Look,
-    Moment,
-    Run,
-    Settings,
-    check_guess,
-    guess,
-    reason,
-    worst_of,
-)
-from lightning_fedleak.callbacks.channels.targets import (
+from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
+from lightning_fedleak.looks.channels.base import Channel, Settings, check_guess, guess, worst_of
+from lightning_fedleak.looks.channels.targets import (
     CanaryScores,
     Rows,
     Sources,
     Targets,
     special_ids,
 )
-from lightning_fedleak.callbacks.checks import Plan, gradient_plan
-from lightning_fedleak.callbacks.report import Report
-from lightning_fedleak.callbacks.results import (
+from lightning_fedleak.looks.look import (
+    Look,
+    Moment,
     Outcome,
+    Pages,
     Series,
     Unknown,
     Waiting,
+    reason,
 )
-from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
-from lightning_fedleak.lightning_packages import both
+from lightning_fedleak.looks.plan import gradient_plan
+from lightning_fedleak.looks.run import Plan, Processes, Run
 from lightning_fedleak.metrics import MembershipInference, Rate
 from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR, RATES
 from lightning_fedleak.model_runs import hidden_states
@@ -65,9 +58,6 @@ from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.taps.activations import ActivationTap, join_pieces
 from lightning_fedleak.taps.split import ModelIds
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS, Capability
-
-if TYPE_CHECKING:
-    import lightning.pytorch as L
 
 AUDIT = "audit"
 RESAMPLES = 200
@@ -237,6 +227,7 @@ class MembershipChannel(Channel):
         for attack in attacks:
             _check_held_out(attack, games.held_out)
         self._audits: dict[str, Series] = {}
+        self._canary_scores: CanaryScores | None = None
         if games.canaries is not None and attacks:
             if Stage.SHARED not in settings.stages:
                 raise ValueError(
@@ -244,13 +235,17 @@ class MembershipChannel(Channel):
                 )
             self._audits = {a.name: Series(AUDIT, a.name, a.name, Stage.SHARED) for a in attacks}
             if games.score_canaries is not None:
-                self.canary_scores = CanaryScores(games.score_canaries, [a.name for a in attacks])
+                self._canary_scores = CanaryScores(games.score_canaries, [a.name for a in attacks])
         self._windows: dict[Series, _Window] = {}
         self._tap: ActivationTap | None = None
         self._ids: ModelIds | None = None
         self._layers: set[int] = set()
         self._tables: dict[str, _Table] = {}
         self._leaving = False
+
+    def canary_scores(self, attack: str | None) -> Tensor | None:
+        """Return (m,) one score for each of the user's own canaries; None: none are kept."""
+        return None if self._canary_scores is None else self._canary_scores.of(attack)
 
     def further_series(self) -> list[Series]:
         """Those of the user's canaries."""
@@ -281,29 +276,28 @@ class MembershipChannel(Channel):
 
     # ---- a fit ------------------------------------------------------------------------------
 
-    def setup(self, trainer: L.Trainer, client: str, anatomy: Callable[[], Anatomy]) -> None:
-        """Refuses runs in which the client's part of the games cannot be told.
+    def setup(self, processes: Processes, anatomy: Callable[[], Anatomy]) -> None:
+        """Refuse runs in which the client's part of the games is not known.
 
         Raises:
             ValueError: says which setting to change.
         """
-        if self.canary_scores is not None and trainer.world_size > 1:
+        if self._canary_scores is not None and processes.count > 1:
             raise ValueError(
                 "score_canaries= needs every release of the run, and each process sees its own "
                 "client's: run one process, or leave score_canaries out"
             )
         if not self.attacks:
             return
-        strategy = trainer.strategy
         who = f"LeakageMonitor: '{self.attacks[0].name}' plays membership games, which"
-        if isinstance(strategy, both("strategies.ModelParallelStrategy")):
+        if processes.sharded_by is not None:
             raise ValueError(
-                f"{who} need whole layers; {type(strategy).__name__} shards them. Use DDP with "
+                f"{who} need whole layers; {processes.sharded_by} shards them. Use DDP with "
                 "client='rank', or one device; attacks on words and texts run under FSDP2 too."
             )
-        if getattr(strategy, "world_size", 1) == 1:
+        if processes.count == 1:
             return
-        if client == "world":
+        if processes.client == "world":
             raise ValueError(
                 f"{who} ask one process's batch; with client='world' the batch is spread over "
                 "several. Use client='rank', or run one process."
@@ -434,7 +428,7 @@ class MembershipChannel(Channel):
         self._tables[str(Stage.SHARED)] = _Table(_drawn(self._sources.population, step, batches))
         if self._audits:
             self._tables[AUDIT] = _Table(_drawn(self._sources.canaries, step, batches))
-        if self.canary_scores is not None:
+        if self._canary_scores is not None:
             every = _drawn(lambda _, b: self._sources.all_canaries(b), step, batches)
             self._tables[_EVERY] = _Table(every, whole=True)
         dealt = [t for t in self._tables.values() if isinstance(t.asked, Targets)]
@@ -569,7 +563,7 @@ class MembershipChannel(Channel):
             if shared and self._audits:
                 said = self._guess(attack, AUDIT, look.step, Stage.SHARED)
                 look.said.setdefault(self._audits[attack.name], said)
-            if shared and self.canary_scores is not None:
+            if shared and self._canary_scores is not None:
                 said = self._guess(attack, _EVERY, look.step, Stage.SHARED)
                 if isinstance(said, Played):
                     look.kept.setdefault((self.family, attack.name), said.scores)
@@ -613,11 +607,11 @@ class MembershipChannel(Channel):
             raise UnusableObservation("the attack guessed something else")
         return said.pack(self.width)
 
-    def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
+    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
         """The scores of the user's canaries count."""
-        if self.canary_scores is not None:
+        if self._canary_scores is not None:
             kept = {name: look.kept.get((self.family, name)) for name in self._audits}
-            self.canary_scores.add({n: scores for n, scores in kept.items() if scores is not None})
+            self._canary_scores.add({n: scores for n, scores in kept.items() if scores is not None})
 
     # ---- over clients and looks -------------------------------------------------------------
 
@@ -631,8 +625,8 @@ class MembershipChannel(Channel):
     def clear(self) -> None:
         """Forgets earlier games, and the scores of canaries."""
         self._windows.clear()
-        if self.canary_scores is not None:
-            self.canary_scores.clear()
+        if self._canary_scores is not None:
+            self._canary_scores.clear()
 
     def series_state(self, series: Series) -> dict[str, Tensor]:
         """The games of the window."""
@@ -644,7 +638,7 @@ class MembershipChannel(Channel):
 
     def state_dict(self) -> dict[str, Any]:
         """The user's canaries, and their scores over looks."""
-        canaries, scores = self.games.canaries, self.canary_scores
+        canaries, scores = self.games.canaries, self._canary_scores
         return {
             "canaries": None if canaries is None else canaries.state_dict(),
             "canary_scores": None if scores is None else scores.state_dict(),
@@ -657,8 +651,8 @@ class MembershipChannel(Channel):
             ValueError: other canaries, or scores reduced by another rule.
         """
         scores = state.get("canary_scores")
-        if self.canary_scores is not None and scores is not None:
-            self.canary_scores.load_state_dict(scores)
+        if self._canary_scores is not None and scores is not None:
+            self._canary_scores.load_state_dict(scores)
         committed = state.get("canaries")
         if self.games.canaries is not None and committed is not None:
             self.games.canaries.load_state_dict(committed)
@@ -673,7 +667,7 @@ class PassiveMembershipChannel(MembershipChannel):
 
     def __init__(self, attacks: Sequence[Any], settings: Settings) -> None:
         super().__init__(attacks, settings)
-        if self.canary_scores is not None:
+        if self._canary_scores is not None:
             raise ValueError(
                 f"score_canaries= scores canaries by layers of a dishonest server, and "
                 f"'{attacks[0].name}' adds none: give it a LeakageMonitor of its own"

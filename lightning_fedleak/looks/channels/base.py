@@ -9,43 +9,36 @@ family of one's own is a subclass of :class:`Channel` and its attacks, in one fi
 from __future__ import annotations
 
 import math
-import time
-import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import (
-    Attack,
-    Guess,
-    Query,
-    RunFacts,
-    UnusableObservation,
-)
+from lightning_fedleak.attacks.base import Attack, Guess, Query, UnusableObservation
 from lightning_fedleak.attacks.clipping import check_uncut
 from lightning_fedleak.attacks.local_steps import explain_stale_optimizer
-from lightning_fedleak.batches import BatchError, TokenBatch
-from lightning_fedleak.callbacks.checks import Plan, gradient_plan, require_capabilities
-from lightning_fedleak.callbacks.results import (
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.looks.channels.targets import Games
+from lightning_fedleak.looks.look import (
     Found,
+    Look,
+    Moment,
     NothingShared,
     Outcome,
+    Pages,
     Result,
     Series,
     Unknown,
     Waiting,
+    reason,
 )
-from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
-from lightning_fedleak.lightning_packages import both
+from lightning_fedleak.looks.plan import gradient_plan, require_capabilities
+from lightning_fedleak.looks.run import Plan, Processes, Run
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     Inapplicable,
@@ -55,20 +48,7 @@ from lightning_fedleak.snapshots import (
     UpdateSnapshot,
     explain_weight_term,
 )
-from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.taps.activations import ChangedInPlace
-from lightning_fedleak.taps.gradients import UpdateError
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, Capability
-
-if TYPE_CHECKING:
-    import lightning.pytorch as L
-
-    from lightning_fedleak.callbacks.channels.targets import CanaryScores, Games
-    from lightning_fedleak.callbacks.report import Report
-
-T = TypeVar("T")
-
-AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -88,313 +68,6 @@ class Settings:
     head_own_part: bool
     games: Games
     texts: int
-
-
-@dataclass(frozen=True)
-class Run(ABC):
-    """One run, as channels and attacks know it.
-
-    Attributes:
-        anatomy: the model's parts.
-        client: ``"rank"`` (each process is a client) or ``"world"`` (all are one).
-        assumed: what the adversary has besides what it sees.
-        watcher: the class that watches the run, for messages.
-    """
-
-    watcher: ClassVar[str] = "LeakageMonitor"
-
-    anatomy: Anatomy
-    client: str
-    assumed: frozenset[Capability]
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """Number of this process."""
-
-    @property
-    @abstractmethod
-    def processes(self) -> int:
-        """How many there are."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Where the model is."""
-
-    @property
-    @abstractmethod
-    def optimizers(self) -> Sequence[Optimizer]:
-        """Those of the run: which own which parameters, and their settings."""
-
-    @property
-    @abstractmethod
-    def defenses(self) -> tuple[Defense, ...]:
-        """The defences of the run, in their order."""
-
-    @property
-    @abstractmethod
-    def precision(self) -> str:
-        """In the Trainer's words."""
-
-    @property
-    @abstractmethod
-    def tokenizers(self) -> Sequence[Any]:
-        """Those that are known of in the run; some may be None."""
-
-    @abstractmethod
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """In which the client runs its model: autocast, say."""
-
-    @property
-    def number(self) -> int:
-        """Number of this process's client."""
-        return self.rank if self.client == "rank" else 0
-
-    @property
-    def under_ddp(self) -> bool:
-        """Whether every trained parameter's gradient is shared, whatever optimizers own."""
-        return False
-
-    @property
-    def shows_progress(self) -> bool:
-        """Whether bars are shown while attacks are calibrated."""
-        return False
-
-    def first_one_says(self, value: T) -> T:
-        """What the first process has, on every process."""
-        return value
-
-    def all_together(self, value: Tensor) -> Tensor:
-        """The sum over processes."""
-        return value
-
-    @property
-    def clip_value(self) -> float | None:
-        """Size that entries of gradients are cut to before they are shared; None if not known."""
-        return None
-
-    def facts(self, plan: Plan, local_steps: int | None, step: int) -> RunFacts:
-        """What an attack is told of this run, see :meth:`Attack.meet`.
-
-        Args:
-            plan: of the attack.
-            local_steps: optimizer steps of a round; None for single gradients.
-            step: optimizer step that the fit begins at.
-        """
-        optimizer = plan.optimizer
-        defended: set[Literal["gradients", "batches", "activations"]] = set()
-        for defense in self.defenses:
-            if defense.acts_on_gradients:
-                defended.add("gradients")
-            if defense.acts_on_batches:
-                defended.add("batches")
-            if defense.activation_layers:
-                defended.add("activations")
-        return RunFacts(
-            precision=self.precision,
-            autocast=AUTOCAST.get(self.precision),
-            optimizer=None if optimizer is None else type(optimizer).__name__,
-            optimizer_settings=self._settings(plan),
-            local_steps=local_steps,
-            defended=frozenset(defended),
-            step=step,
-            clip_value=self.clip_value,
-        )
-
-    def _settings(self, plan: Plan) -> Mapping[str, Any]:
-        """Of the group of the optimizer that owns what an attack reads, but for tensors."""
-        if plan.optimizer is None:
-            return {}
-        read = {id(self.anatomy.parameter(role)) for role in plan.roles}
-        groups = plan.optimizer.param_groups
-        group = next((g for g in groups if read & {id(p) for p in g["params"]}), groups[0])
-        known = (int, float, bool, str, tuple, type(None))
-        return {name: value for name, value in group.items() if isinstance(value, known)}
-
-
-@dataclass(frozen=True)
-class TrainerRun(Run):
-    """One fit of a Trainer whose strategy is set up.
-
-    Attributes:
-        trainer: of this fit.
-    """
-
-    trainer: L.Trainer
-
-    @property
-    def rank(self) -> int:
-        """Number of this process."""
-        return self.trainer.global_rank
-
-    @property
-    def processes(self) -> int:
-        """How many there are."""
-        return self.trainer.world_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self.trainer.strategy.root_device
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """The Trainer's."""
-        return self.trainer.optimizers
-
-    @cached_property
-    def under_ddp(self) -> bool:
-        """Whether a DDPStrategy reduces the gradients, or may."""
-        return isinstance(self.trainer.strategy, both("strategies.DDPStrategy"))
-
-    @property
-    def defenses(self) -> tuple[Defense, ...]:
-        """The defences of the strategy, in their order."""
-        strategy = self.trainer.strategy
-        return tuple(strategy.defenses) if isinstance(strategy, DefendedStrategy) else ()
-
-    @property
-    def precision(self) -> str:
-        """The Trainer's."""
-        return str(self.trainer.precision)
-
-    @cached_property
-    def clip_value(self) -> float | None:
-        """The Trainer's, unless the module clips itself, or DDP has reduced what is shared."""
-        trainer = self.trainer
-        value = float(trainer.gradient_clip_val or math.inf)
-        clips = [kind.configure_gradient_clipping for kind in both("core.LightningModule")]
-        by_value = trainer.gradient_clip_algorithm == "value" and value < math.inf
-        separated = getattr(trainer.strategy, "separates_stages", False)
-        reduced_before = self.under_ddp and self.client == "rank" and not separated
-        own = type(trainer.lightning_module).configure_gradient_clipping not in clips
-        return value if by_value and not own and not reduced_before else None
-
-    @property
-    def tokenizers(self) -> Sequence[Any]:
-        """The ``tokenizer`` of callbacks, the module and the data."""
-        trainer = self.trainer
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
-        return [getattr(holder, "tokenizer", None) for holder in holders]
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """That of the Trainer's precision."""
-        return self.trainer.precision_plugin.forward_context()
-
-    @property
-    def shows_progress(self) -> bool:
-        """Where the Trainer does, on the first process."""
-        return self.trainer.is_global_zero and self.trainer.progress_bar_callback is not None
-
-    def first_one_says(self, value: T) -> T:
-        """Broadcast."""
-        said: T = self.trainer.strategy.broadcast(value)
-        return said
-
-    def all_together(self, value: Tensor) -> Tensor:
-        """Reduced by the strategy."""
-        summed: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
-        return summed
-
-
-@dataclass
-class Look:
-    """What one look has gathered so far.
-
-    Attributes:
-        step: optimizer step looked at.
-        batches: the step's micro-batches, by reference, before any defence touched them.
-        batch: the micro-batch at work, which may yet turn out to train nothing.
-        said: what an attack said in a series, or why it said nothing (yet).
-        truth_error: why a batch could not be read; None where all were.
-        stepped: ids of the optimizers that were really about to step (none: nothing was shared).
-        seconds: time spent so far.
-        processor_seconds: processor time spent so far, of all threads.
-        step_seconds: time that the step itself took so far; 0 until it is known.
-        learning_rates: of what the attacks read, at each local step.
-        noise_std: of what defences have added to each number of this client's update so far; NaN
-            where one of them did not say.
-        loss_terms: ids of the parameters of which a loss of the step has a term of their own.
-        kept: what channels keep until the look is published, by keys of their own.
-        asked: the series that are tried again, where it is of these alone; None: of all.
-    """
-
-    step: int
-    batches: list[TokenBatch] = field(default_factory=list)
-    batch: TokenBatch | None = None
-    said: dict[Series, object] = field(default_factory=dict)
-    truth_error: str | None = None
-    stepped: set[int] = field(default_factory=set)
-    seconds: float = 0.0
-    processor_seconds: float = 0.0
-    started: float = field(default_factory=lambda: time.perf_counter())
-    step_seconds: float = 0.0
-    learning_rates: list[set[float]] = field(default_factory=list)
-    noise_std: float = 0.0
-    loss_terms: set[int] = field(default_factory=set)
-    kept: dict[object, Any] = field(default_factory=dict)
-    asked: frozenset[Series] | None = None
-
-    def elapsed(self) -> float:
-        """Seconds since the look began that were not its own."""
-        return time.perf_counter() - self.started - self.seconds
-
-    @contextmanager
-    def clock(self, device: torch.device) -> Iterator[None]:
-        """Adds the time of a block; waits for a GPU before and after, as looks may."""
-        _wait(device)
-        start, busy = time.perf_counter(), time.process_time()
-        try:
-            yield
-        finally:
-            _wait(device)
-            self.seconds += time.perf_counter() - start
-            self.processor_seconds += time.process_time() - busy
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-@dataclass
-class Moment:
-    """A moment of a step at which what leaves the client is the same at all of ``stages``.
-
-    Attributes:
-        look: the look.
-        stages: at all of which the gradient is now.
-        wanted: those of them that are measured.
-        optimizer: that is about to step; None: all that the round's update is of.
-        scale: loss scale that is still in gradients which no GradScaler has unscaled.
-        take: the gradients of what the attacks read, as they are now.
-    """
-
-    look: Look
-    stages: tuple[Stage, ...]
-    wanted: tuple[Stage, ...]
-    optimizer: Optimizer | None
-    scale: float
-    take: Callable[[], GradientSnapshot]
-    _view: GradientSnapshot | Unknown | Waiting | None = None
-
-    def gradients(self) -> GradientSnapshot | Unknown | Waiting:
-        """What :attr:`take` gives, taken once, or why there is nothing."""
-        if self._view is None:
-            self._view = taken(self.take)
-        return self._view
-
-
-def taken(take: Callable[[], GradientSnapshot]) -> GradientSnapshot | Unknown | Waiting:
-    """What a tap gives, or why it gives nothing (yet)."""
-    try:
-        return take()
-    except NotYet as error:
-        return Waiting(str(error))
-    except Exception as error:
-        return Unknown(reason(error))
 
 
 class Channel(ABC):
@@ -429,7 +102,6 @@ class Channel(ABC):
         reads_updates: its attacks can read the weight change of several steps.
         adversary: what its adversaries have by default, besides what they see.
         sees: what they see because the monitor shows it to them.
-        canary_scores: of the user's own texts over looks, where it keeps them.
 
     Raises:
         ValueError: settings that do not fit.
@@ -462,7 +134,6 @@ class Channel(ABC):
         self.attacks: tuple[Any, ...] = self.given
         self.settings = settings
         self.plans: tuple[Plan, ...] = ()
-        self.canary_scores: CanaryScores | None = None
         if settings.local_steps is not None and attacks and not self.reads_updates:
             raise ValueError(
                 f"local_steps attacks a weight change, and '{attacks[0].name}' reads what one step "
@@ -489,12 +160,11 @@ class Channel(ABC):
 
     # ---- a fit ------------------------------------------------------------------------------
 
-    def setup(self, trainer: L.Trainer, client: str, anatomy: Callable[[], Anatomy]) -> None:  # noqa: B027
-        """Refuses what does not fit the run, before the model is on its device.
+    def setup(self, processes: Processes, anatomy: Callable[[], Anatomy]) -> None:  # noqa: B027
+        """Refuse what does not fit the run, before the model is on its device.
 
         Args:
-            trainer: of the fit.
-            client: ``"rank"`` or ``"world"``.
+            processes: how the run is spread.
             anatomy: finds the model's parts.
 
         Raises:
@@ -618,7 +288,7 @@ class Channel(ABC):
     def disarm(self, look: Look) -> None:  # noqa: B027
         """Ends a look: lets go of what was held, whatever became of it."""
 
-    def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:  # noqa: B027
+    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:  # noqa: B027
         """The look counts: shows more of it than numbers, on every process."""
 
     # ---- over clients and looks -------------------------------------------------------------
@@ -631,6 +301,17 @@ class Channel(ABC):
             series: whose.
             rows: by number of the client; at least one.
         """
+
+    def canary_scores(self, attack: str | None) -> Tensor | None:
+        """Return (m,) one score for each of the user's own canaries; None: none are kept.
+
+        Args:
+            attack: name of the attack; None where one alone scores them.
+
+        Raises:
+            ValueError: no such attack, or no look has scored them.
+        """
+        return None
 
     def clear(self) -> None:  # noqa: B027
         """A new fit: earlier looks were at another run."""
@@ -727,7 +408,7 @@ def guess(
         return Unknown(f"no gradient of {', '.join(absent)} in this step")
     try:
         if not plan.attack.reads_clipped:
-            check_uncut(view, plan.roles, run.facts(plan, None, view.step))
+            check_uncut(view, plan.roles, plan.facts(run, None, view.step))
         with torch.no_grad():
             found = plan.attack.run(Observation((view,)), query)
         check_guess(plan.attack, found, family_of(plan.attack).guesses)
@@ -772,55 +453,3 @@ def worst_of(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
             known = [values[name] for values in each if not math.isnan(values[name])]
             worst[name] = max(known) if known else math.nan
     return worst
-
-
-class NoTargets(ValueError):
-    """The batch holds no sentence that could be asked for."""
-
-
-_OURS = (
-    UnusableObservation,
-    BatchError,
-    ChangedInPlace,
-    NoTargets,
-    UpdateError,
-    torch.OutOfMemoryError,
-)
-_PACKAGE = Path(__file__).parents[2]
-
-
-def reason(error: Exception) -> str:
-    """Why there is no result, for logs: the error's kind, and its words or its place.
-
-    Only words written here are repeated: another error's may quote the private batch. So may a
-    ``DefenseError`` of a defence of the user's own, or one that repeats another error.
-    """
-    kind = type(error).__name__
-    if isinstance(error, _OURS):
-        return f"{kind}: {error}"
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    path = Path(place.filename)
-    ours = path.is_relative_to(_PACKAGE) and error.__cause__ is None
-    if isinstance(error, DefenseError) and ours:
-        return f"{kind}: {error}"
-    return f"{kind} at {path.name}:{place.lineno}"
-
-
-__all__ = [
-    "Channel",
-    "Found",
-    "Look",
-    "Moment",
-    "NoTargets",
-    "Plan",
-    "Run",
-    "Settings",
-    "TrainerRun",
-    "channels_of",
-    "family_of",
-    "guess",
-    "no_sum",
-    "reason",
-    "taken",
-    "worst_of",
-]

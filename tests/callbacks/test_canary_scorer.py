@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_fedleak.callbacks import CanaryScorer
 from lightning_fedleak.canaries import (
-    CanaryScorer,
     CanarySet,
     InclusionMismatch,
     InclusionRecord,

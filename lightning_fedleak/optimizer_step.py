@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fedleak.lightning_packages import both
-
 _CHAIN = "_fedleak_before_step"
 
 
@@ -36,7 +34,7 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
     included.
 
     Args:
-        optimizer: a torch optimizer or Lightning's wrapper of one.
+        optimizer: a torch optimizer, or what wraps one as its ``optimizer``.
         fn: called without arguments; what it raises stops the step before the update.
 
     Returns:
@@ -47,8 +45,9 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
             ones) or not at all, or a fused one under a GradScaler, whose gradients are still scaled
             and which skips steps inside its kernel.
     """
-    if isinstance(optimizer, both("core.optimizer.LightningOptimizer")):
-        optimizer = optimizer.optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer):
+        optimizer = inner
     check_optimizer(optimizer)
     chain: _Chain = getattr(optimizer.step, _CHAIN, None) or _Chain(optimizer)
     entry = functools.partial(fn)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_fedleak.callbacks.auto import reads_of
-from lightning_fedleak.callbacks.channels.base import Channel, Run
-from lightning_fedleak.callbacks.lineup import Lineup
-from lightning_fedleak.callbacks.results import Series
 from lightning_fedleak.defenses import Defense
-
-if TYPE_CHECKING:
-    import lightning.pytorch as L
+from lightning_fedleak.looks.channels.base import Channel
+from lightning_fedleak.looks.choice import reads_of
+from lightning_fedleak.looks.lineup import Lineup
+from lightning_fedleak.looks.look import Series
+from lightning_fedleak.looks.run import Run
 
 PACKAGES = (
     *("lightning-fedleak", "torch", "lightning", "pytorch-lightning", "transformers", "peft"),
@@ -129,21 +126,6 @@ def _model(run: Run, trained: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def training_of(trainer: L.Trainer) -> dict[str, Any]:
-    """How a Trainer trains."""
-    return {
-        "optimizers": optimizers_of(trainer.optimizers),
-        "strategy": type(trainer.strategy).__name__,
-        "precision": str(trainer.precision),
-        "processes": trainer.world_size,
-        "max_steps": trainer.max_steps,
-        "max_epochs": trainer.max_epochs,
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "gradient_clip_val": trainer.gradient_clip_val,
-        "seed": os.environ.get("PL_GLOBAL_SEED"),
-    }
-
-
 def optimizers_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
     """Classes and settings."""
     known = (int, float, bool, str, tuple, type(None))
@@ -157,6 +139,3 @@ def optimizers_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
         }
         for optimizer in optimizers
     ]
-
-
-__all__ = ["about_defense", "facts_of", "optimizers_of", "training_of", "versions"]

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fedleak.callbacks.channels.base import Channel, Run, reason
-from lightning_fedleak.callbacks.results import (
+from lightning_fedleak.looks.channels.base import Channel
+from lightning_fedleak.looks.look import (
     Found,
     Outcome,
     Result,
@@ -21,8 +21,10 @@ from lightning_fedleak.callbacks.results import (
     Waiting,
     not_shared,
     pending,
+    reason,
     unknown,
 )
+from lightning_fedleak.looks.run import Run
 from lightning_fedleak.metrics import Rate
 
 FOUND, FAILED, NOTHING, WAITING, INAPPLICABLE, SOON = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0

@@ -5,27 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from inspect import signature
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy, Kind
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.anatomy.wrappers import matrix_shape, without_peft
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.batches import BatchError, adapter_to_copy
-from lightning_fedleak.lightning_packages import EitherStrategy, both
+from lightning_fedleak.looks.run import Plan, Run
 from lightning_fedleak.model_runs import why_not_run
 from lightning_fedleak.snapshots import Stage
-from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import Capability, ThreatModelError, require
-
-if TYPE_CHECKING:
-    from lightning_fedleak.callbacks.channels.base import Run
 
 SURFACE_CAPABILITIES = {
     HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,
@@ -69,32 +62,6 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
         )
 
 
-def check_batch_type(module: Any, kind: Kind) -> None:
-    """Refuses a ``training_step`` that is annotated with a batch of one's own form.
-
-    A batch whose type is not told is read when the first one comes.
-
-    Args:
-        module: the LightningModule.
-        kind: of the model.
-
-    Raises:
-        BatchError: shows a ``batch_adapter`` to copy.
-    """
-    try:
-        told = get_type_hints(module.training_step)
-        batch = told.get(next(iter(signature(module.training_step).parameters)))
-    except (AttributeError, NameError, StopIteration, TypeError, ValueError):
-        return  # a type that is imported for checkers only, or none
-    fields = getattr(batch, "__dataclass_fields__", getattr(batch, "_fields", None))
-    known = "input_ids" in (fields or ()) or hasattr(batch, "input_ids")
-    if isinstance(batch, type) and fields is not None and not known:
-        raise BatchError(
-            f"training_step takes a {batch.__name__}, which has no 'input_ids', so that it is not "
-            f"known what its fields mean. Say it:\n{adapter_to_copy(batch, kind)}"
-        )
-
-
 def check_rounds(local_steps: int | None, stages: Sequence[Stage], *, head_own_part: bool) -> None:
     """Refuses rounds of local steps beside what reads single gradients.
 
@@ -122,48 +89,6 @@ def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:
     if not given or any(s not in known for s in given):
         raise ValueError(f"stages must be some of {known}, got {given}")
     return tuple(s for s in Stage if str(s) in given)
-
-
-def resolve_client(given: str | None, strategy: EitherStrategy) -> str:
-    """Who is a client: what the user said, else what the strategy says, else each rank.
-
-    Raises:
-        ValueError: the two contradict each other, or it is unknown what the strategy shares when.
-    """
-    of_strategy = strategy.client if isinstance(strategy, DefendedStrategy) else None
-    if of_strategy and given and of_strategy != given:
-        raise ValueError(
-            f"LeakageMonitor(client={given!r}) contradicts the strategy's client={of_strategy!r}: "
-            "leave the monitor's out"
-        )
-    client = str(given or of_strategy or "rank")
-    if isinstance(strategy, both("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")):
-        return client
-    if isinstance(strategy, both("strategies.ModelParallelStrategy")) and client == "world":
-        return client
-    raise ValueError(
-        f"LeakageMonitor does not know what {type(strategy).__name__} shares when. It works with a "
-        "single device, with DDP, and with ModelParallelStrategy under client='world'."
-    )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """An attack in one run.
-
-    Attributes:
-        attack: the attack.
-        roles: whose gradients it reads; none where it reads layers that the server adds itself, or
-            hidden states at the split.
-        exposed: whether all of them are really shared.
-        optimizer: the one that owns these parameters; None where they are not exposed, or no
-            parameters of the client's.
-    """
-
-    attack: Attack
-    roles: tuple[str, ...]
-    exposed: bool
-    optimizer: Optimizer | None
 
 
 def require_capabilities(attack: Attack, run: Run, sees: AbstractSet[Capability]) -> None:

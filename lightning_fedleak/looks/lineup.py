@@ -16,11 +16,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_fedleak.attacks.auto import every_attack
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.public_text import MissingText, share_samples
-from lightning_fedleak.callbacks.auto import ROWS, Row, in_short, look_seconds, reads_of
-from lightning_fedleak.callbacks.cache import CalibrationCache, hash_of_weights
-from lightning_fedleak.callbacks.channels.base import Channel, Run, family_of, reason
-from lightning_fedleak.callbacks.channels.targets import Games
-from lightning_fedleak.callbacks.checks import Plan, check_forward, listed, unread_names
+from lightning_fedleak.looks.cache import CalibrationCache, hash_of_weights
+from lightning_fedleak.looks.channels.base import Channel, family_of
+from lightning_fedleak.looks.channels.targets import Games
+from lightning_fedleak.looks.choice import ROWS, Row, in_short, look_seconds, reads_of
+from lightning_fedleak.looks.look import reason
+from lightning_fedleak.looks.plan import check_forward, listed, unread_names
+from lightning_fedleak.looks.run import Plan, Run
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.progress import bars, track
 from lightning_fedleak.threats import Capability
@@ -224,7 +226,7 @@ class Lineup:
     def _tell(self) -> None:
         """Tells every attack about the run."""
         for plan in self.plans:
-            facts = self._run.facts(plan, self._local_steps, self._begins_at)
+            facts = plan.facts(self._run, self._local_steps, self._begins_at)
             plan.attack.meet(facts)
 
     def calibrate(
@@ -294,7 +296,7 @@ class Lineup:
                     name,
                     f"a look takes about {seconds:.2g} s, and look_seconds={self._most_seconds:g}",
                 )
-        self._refused, costs = self._run.first_one_says((self._refused, dict(costs)))
+        self._refused, costs = self._run.broadcast((self._refused, dict(costs)))
         self.queue = [name for name in self.queue if name not in self._refused]
         for channel in self._channels:
             channel.leave_out(self._refused.keys())

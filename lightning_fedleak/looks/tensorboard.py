@@ -5,33 +5,56 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import WordGuess
-from lightning_fedleak.callbacks.results import Series
-from lightning_fedleak.lightning_packages import both
+from lightning_fedleak.looks.channels.base import Channel
+from lightning_fedleak.looks.look import Series
 
 if TYPE_CHECKING:
-    from lightning.pytorch.loggers import Logger, TensorBoardLogger
-
-    from lightning_fedleak.callbacks.channels.base import Channel
+    from tensorboard.plugins.custom_scalar import layout_pb2
+    from torch.utils.tensorboard import SummaryWriter
 
 FRAME: Mapping[str, float] = {"axis/0": 0.0, "axis/1": 1.0}
 """Lines that are logged for TensorBoard alone: its charts have no setting for their axes."""
 _PAGE = "leakage and utility (axis/0 and axis/1 are no attacks: they keep the axis from 0 to 1)"
 
 
-def tensorboards(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:
-    """The TensorBoard loggers among ``loggers``."""
-    return [one for one in loggers if isinstance(one, both("loggers.TensorBoardLogger"))]
+class Logger(Protocol):
+    """Takes numbers by name, as the loggers of a Trainer do."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Write each number under its name."""
+
+
+class BoardLogger:
+    """A logger that writes to a TensorBoard run of its own.
+
+    Args:
+        folder: of the run.
+
+    Attributes:
+        writer: torch's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer: SummaryWriter = SummaryWriter(str(folder))
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Write each number as a scalar."""
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
 
 
 def add_pages(
-    loggers: Sequence[TensorBoardLogger],
+    boards: Sequence[SummaryWriter],
     utility: Sequence[str],
     series: Mapping[Series, Channel],
     *,
@@ -39,6 +62,7 @@ def add_pages(
     decisions: Sequence[str],
     worst: Sequence[str],
     settings: Mapping[str, Any],
+    further: Sequence[str] = (),
 ) -> None:
     """Lays out Custom Scalars, and puts leakage beside the settings in HPARAMS.
 
@@ -48,15 +72,16 @@ def add_pages(
     writes, and Lightning writes its own after this: the user's settings are in this one.
 
     Args:
-        loggers: TensorBoard's.
+        boards: TensorBoard's writers.
         utility: names of the user's metrics.
         series: the channel of each series, in the order of the logs.
         privacy: names of what defences account for.
         decisions: names of what gates log.
         worst: names of the highest headlines.
         settings: of the run, by name.
+        further: names of metrics that somebody else logs beside the same settings.
     """
-    if not loggers:
+    if not boards:
         return
     if importlib.util.find_spec("tensorboard") is None:
         rank_zero_info(
@@ -99,19 +124,19 @@ def add_pages(
     pages.value[0].tensor.string_val[0] = layout.SerializeToString()
     metrics = [f"{one.log_name}/{headline}" for one, headline in headlines.items()]
     metrics = [*worst, *metrics, *(f"utility/{name}" for name in utility), *privacy]
-    for logger in loggers:
-        of_lightning = ["hp_metric"] if logger._default_hp_metric else []
-        named_by = dict.fromkeys(metrics + of_lightning, 0.0)
+    for board in boards:
+        named_by = dict.fromkeys([*metrics, *further], 0.0)
         table = hparams(_flat(settings), named_by)  # type: ignore[no-untyped-call]
-        writer = logger.experiment._get_file_writer()
+        writer = board._get_file_writer()  # type: ignore[no-untyped-call]
         for part in (pages, *table):
             writer.add_summary(part)
 
 
-def add_frame(loggers: Sequence[TensorBoardLogger], step: int) -> None:
-    """Logs the two lines that keep the axis of every rate at 0 to 1."""
-    for logger in loggers:
-        logger.log_metrics(FRAME, step=step)
+def add_frame(boards: Sequence[SummaryWriter], step: int) -> None:
+    """Log the two lines that keep the axis of every rate at 0 to 1."""
+    for board in boards:
+        for name, value in FRAME.items():
+            board.add_scalar(name, value, step)
 
 
 def _flat(settings: Mapping[str, Any], root: str = "") -> dict[str, bool | int | float | str]:
@@ -127,23 +152,22 @@ def _flat(settings: Mapping[str, Any], root: str = "") -> dict[str, bool | int |
 
 
 def add_score_histograms(
-    loggers: Sequence[Logger], name: str, guess: WordGuess, truth: Tensor, step: int
+    boards: Sequence[SummaryWriter], name: str, guess: WordGuess, truth: Tensor, step: int
 ) -> None:
     """How far apart the scores of used and unused types lie, as two histograms."""
-    boards = tensorboards(loggers)
     if not boards or guess.scores is None:
         return
     used = torch.zeros(guess.scores.shape[0], dtype=torch.bool, device=guess.scores.device)
     used[truth.to(used.device)] = True
-    for logger in boards:
+    for board in boards:
         for label, scores in (("used", guess.scores[used]), ("unused", guess.scores[~used])):
             finite = scores[scores.isfinite()]
             if finite.numel():
-                logger.experiment.add_histogram(f"{name}/score_of_{label}_types", finite, step)
+                board.add_histogram(f"{name}/score_of_{label}_types", finite, step)
 
 
 def add_place_histogram(
-    loggers: Sequence[Logger], name: str, places: Mapping[str, tuple[int, int]], step: int
+    boards: Sequence[SummaryWriter], name: str, places: Mapping[str, tuple[int, int]], step: int
 ) -> None:
     """At which places of their texts tokens were recovered, as a histogram.
 
@@ -160,8 +184,8 @@ def add_place_histogram(
     shares = [right / n for right, n in places.values()]
     counts = [s * (b - a) for s, a, b in zip(shares, starts, limits, strict=True)]
     middles = [(a + b) / 2 for a, b in zip(starts, limits, strict=True)]
-    for logger in tensorboards(loggers):
-        logger.experiment.add_histogram_raw(
+    for board in boards:
+        board.add_histogram_raw(
             f"{name}/share_recovered_by_place",
             min=starts[0],
             max=limits[-1],

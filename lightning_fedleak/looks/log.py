@@ -21,19 +21,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.callbacks.results import Outcome, Series
-from lightning_fedleak.callbacks.tensorboard import add_frame, tensorboards
 from lightning_fedleak.defenses import Defense, DefenseError
+from lightning_fedleak.looks.choice import Row
+from lightning_fedleak.looks.gates import GateDecision
+from lightning_fedleak.looks.look import Look, Outcome, Series
+from lightning_fedleak.looks.tensorboard import Logger, add_frame
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import Stage
-from lightning_fedleak.strategies import DefendedStrategy
 
 if TYPE_CHECKING:
-    import lightning.pytorch as L
-    from lightning.pytorch.loggers import Logger, TensorBoardLogger
-
-    from lightning_fedleak.callbacks.auto import Row
-    from lightning_fedleak.callbacks.channels.base import Look
+    from torch.utils.tensorboard import SummaryWriter
 
 SCHEMA_VERSION = 1
 RECORD_SCHEMA = 1
@@ -209,9 +206,9 @@ class RunRecord:
         """A defence acts of which the first line does not know, a client's own account, say."""
         self._append("defense", **about)
 
-    def decided(self, facts: Mapping[str, Any]) -> None:
+    def decided(self, decision: GateDecision) -> None:
         """A gate has acted."""
-        self._append("gate", **facts)
+        self._append("gate", **decision.facts())
 
     def ends(self, step: int, how: str, defenses: Sequence[Defense]) -> None:
         """The fit is over; said once.
@@ -333,6 +330,7 @@ class Report:
 
     Args:
         loggers: of the run.
+        boards: the writers of those that are TensorBoard's.
         attacks: for their settings.
         jsonl: one line for each look, stage and attack; None on processes that write none.
         reveal: recovered words and texts; None writes none.
@@ -343,12 +341,13 @@ class Report:
 
     Attributes:
         looks: written so far.
-        boards: TensorBoard's loggers, where there is a ``jsonl``; empty elsewhere.
+        boards: TensorBoard's writers on the process that writes; empty elsewhere.
     """
 
     def __init__(
         self,
         loggers: Sequence[Logger],
+        boards: Sequence[SummaryWriter],
         attacks: Sequence[Attack],
         jsonl: JsonLines | None,
         reveal: RevealFiles | None,
@@ -369,9 +368,7 @@ class Report:
         self.looks = 0
         self._warned: set[str] = set()
         self._waiting: set[Series] = set()
-        self.boards: list[TensorBoardLogger] = []
-        if jsonl is not None:
-            self.boards = tensorboards(loggers)
+        self.boards: Sequence[SummaryWriter] = boards
 
     def write(
         self, look: Look, outcomes: Mapping[Series, Outcome], values: Mapping[str, float]
@@ -479,42 +476,21 @@ class Report:
                 self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")
 
 
-def settings_of(trainer: L.Trainer, attacks: Sequence[Attack]) -> dict[str, Any]:
-    """The user's settings as Lightning logs them, and a fit's attacks and defences."""
-    found: dict[str, Any] = {}
-    for holder in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
-        if holder is not None and holder._log_hyperparams:
-            found |= holder.hparams_initial
-    found.pop("_class_path", None)  # LightningCLI's own
-    defenses = getattr(trainer.strategy, "defenses", ())
-    found |= {f"fedleak/{a.name}": repr(a.config()) for a in attacks}
-    found["fedleak/strategy"] = type(trainer.strategy).__name__
-    found["fedleak/defenses"] = ", ".join(d.name for d in defenses) or "none"
-    return found
-
-
 # ---- what defences say that their releases have cost ----------------------------------------
 
 
-def accounting_defenses(trainer: L.Trainer) -> tuple[Defense, ...]:
-    """The defences of a run that account for what they release."""
-    strategy = trainer.strategy
-    given = strategy.defenses if isinstance(strategy, DefendedStrategy) else ()
-    return tuple(d for d in given if type(d).privacy is not Defense.privacy)
+def accounting(defenses: Sequence[Defense]) -> tuple[Defense, ...]:
+    """Return the defences that account for what they release."""
+    return tuple(d for d in defenses if type(d).privacy is not Defense.privacy)
 
 
-def privacy_values(trainer: L.Trainer) -> dict[str, float]:
-    """What the releases so far have cost.
+def privacy_values(defenses: Sequence[Defense]) -> dict[str, float]:
+    """Return what the releases of defences that account have cost so far.
 
     As ``privacy/epsilon``, ``privacy/delta`` and, where there is one, ``privacy/noise_multiplier``,
     or as ``privacy/<defence>/...`` where several defences account. None of it covers the logs of
     leakage themselves, nor what a gate decides in sight of them.
     """
-    return values_spent(accounting_defenses(trainer))
-
-
-def values_spent(defenses: Sequence[Defense]) -> dict[str, float]:
-    """See :func:`privacy_values`; of defences that account."""
     values: dict[str, float] = {}
     for defense in defenses:
         try:
@@ -528,26 +504,8 @@ def values_spent(defenses: Sequence[Defense]) -> dict[str, float]:
     return values
 
 
-def privacy_tags(trainer: L.Trainer) -> list[str]:
-    """The logged names of every epsilon."""
-    defenses = accounting_defenses(trainer)
+def privacy_tags(defenses: Sequence[Defense]) -> list[str]:
+    """Return the logged names of every epsilon of defences that account."""
     if len(defenses) == 1:
         return ["privacy/epsilon"]
     return [f"privacy/{defense.name}/epsilon" for defense in defenses]
-
-
-__all__ = [
-    "GAP",
-    "HISTOGRAM_EVERY_LOOKS",
-    "JsonLines",
-    "Report",
-    "RevealFiles",
-    "RunRecord",
-    "accounting_defenses",
-    "privacy_tags",
-    "privacy_values",
-    "releases_by",
-    "settings_of",
-    "spent_by",
-    "values_spent",
-]

@@ -15,9 +15,8 @@ from torch.nn import functional
 from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch, before_last
-from lightning_fedleak.callbacks.channels.base import NoTargets
-from lightning_fedleak.callbacks.results import Waiting
 from lightning_fedleak.canaries import CanarySet
+from lightning_fedleak.looks.look import NoTargets, Waiting
 
 SPARE = 4
 """Texts drawn for each that is asked for, since some may be too short, or in the batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,31 +13,15 @@ from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.anatomy.wrappers import matrix_shape
 from lightning_fedleak.attacks.base import Attack, WordGuess
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.callbacks.channels.base import (
-    Channel,
-    Look,
-    Moment,
-    Run,
-    Settings,
-    guess,
-    reason,
-    taken,
-    worst_of,
-)
-from lightning_fedleak.callbacks.checks import Plan
-from lightning_fedleak.callbacks.report import HISTOGRAM_EVERY_LOOKS, Report, RevealFiles
-from lightning_fedleak.callbacks.results import (
-    Outcome,
-    Series,
-)
-from lightning_fedleak.callbacks.tensorboard import add_score_histograms
+from lightning_fedleak.looks.channels.base import Channel, Settings, guess, worst_of
+from lightning_fedleak.looks.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
+from lightning_fedleak.looks.look import Look, Moment, Outcome, Pages, Series, reason, taken
+from lightning_fedleak.looks.run import Plan, Processes, Run
+from lightning_fedleak.looks.tensorboard import add_score_histograms
 from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.model_runs import sees_no_later
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.taps.gradients import HeadOwnPart
-
-if TYPE_CHECKING:
-    import lightning.pytorch as L
 
 
 @dataclass(frozen=True)
@@ -128,7 +112,7 @@ class WordsChannel(Channel):
 
     # ---- a fit ------------------------------------------------------------------------------
 
-    def setup(self, trainer: L.Trainer, client: str, anatomy: Callable[[], Anatomy]) -> None:
+    def setup(self, processes: Processes, anatomy: Callable[[], Anatomy]) -> None:
         """Splits the head off a tied matrix where its own part is asked for.
 
         Raises:
@@ -136,7 +120,7 @@ class WordsChannel(Channel):
         """
         if not self.settings.head_own_part:
             return
-        if trainer.world_size > 1 and client == "world":
+        if processes.count > 1 and processes.client == "world":
             raise ValueError(
                 "head_own_part=True is taken inside each process's backward, and with "
                 "client='world' the client's batch is spread over several: leave it out, or run "
@@ -217,8 +201,8 @@ class WordsChannel(Channel):
             look.truth_error = reason(error)
         if not together:
             return truth
-        mask = self.run.all_together(mask)
-        tokens = self.run.all_together(tokens)
+        mask = self.run.summed(mask)
+        tokens = self.run.summed(tokens)
         return None if look.truth_error else WordTruth.of_mask(mask > 0, int(tokens))
 
     def score(self, look: Look, series: Series, said: object) -> list[float]:
@@ -248,14 +232,14 @@ class WordsChannel(Channel):
         rows = matrix_shape(self.run.anatomy.embedding)
         return max(self.run.anatomy.vocab_size, 0 if rows is None else rows[0])
 
-    def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
+    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
         """Reveals words, and draws how far the scores of used and unused types lie apart."""
         for series in (s for s in outcomes if s in look.kept):
             said, types = look.kept[series]
-            if report.reveal is not None:
-                _reveal(report.reveal, f"== step {look.step}, {series.log_name}", said, types)
-            if report.looks % HISTOGRAM_EVERY_LOOKS == 0:
-                add_score_histograms(report.boards, series.log_name, said, types, look.step)
+            if pages.reveal is not None:
+                _reveal(pages.reveal, f"== step {look.step}, {series.log_name}", said, types)
+            if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
+                add_score_histograms(pages.boards, series.log_name, said, types, look.step)
 
     # ---- over clients -----------------------------------------------------------------------
 

@@ -17,24 +17,11 @@ from torch import Tensor
 from lightning_fedleak.attacks.base import Attack, UnusableObservation
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack, TextGuess
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.callbacks.channels.base import (
-    Channel,
-    Look,
-    Moment,
-    Run,
-    Settings,
-    check_guess,
-    reason,
-    worst_of,
-)
-from lightning_fedleak.callbacks.checks import Plan
-from lightning_fedleak.callbacks.report import HISTOGRAM_EVERY_LOOKS, Report, RevealFiles
-from lightning_fedleak.callbacks.results import (
-    Outcome,
-    Series,
-    Unknown,
-)
-from lightning_fedleak.callbacks.tensorboard import add_place_histogram
+from lightning_fedleak.looks.channels.base import Channel, Settings, check_guess, worst_of
+from lightning_fedleak.looks.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
+from lightning_fedleak.looks.look import Look, Moment, Outcome, Pages, Series, Unknown, reason
+from lightning_fedleak.looks.run import Plan, Run
+from lightning_fedleak.looks.tensorboard import add_place_histogram
 from lightning_fedleak.metrics import Rate, TextReconstruction
 from lightning_fedleak.metrics.texts import (
     SentenceScores,
@@ -421,15 +408,15 @@ class TextsChannel(Channel):
         shown = TextGuess(tokens[which], finished=guess.finished, certified=guess.certified)
         return Inverted(shown, ids[which], real[which], attack.age(look.step), matched=True)
 
-    def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
+    def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
         """Reveals texts, and draws at which places tokens were recovered."""
         for series, outcome in outcomes.items():
-            if series in look.kept and report.reveal is not None:
+            if series in look.kept and pages.reveal is not None:
                 title = f"== step {look.step}, {series.log_name}"
-                _reveal(report.reveal, title, look.kept[series])
-            if report.looks % HISTOGRAM_EVERY_LOOKS == 0:
+                _reveal(pages.reveal, title, look.kept[series])
+            if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
                 name, places = series.log_name, outcome.by_position
-                add_place_histogram(report.boards, name, places, look.step)
+                add_place_histogram(pages.boards, name, places, look.step)
 
     # ---- over clients -----------------------------------------------------------------------
 

@@ -1,23 +1,15 @@
-"""What a monitor finds: of one client, over all of them, and over all looks of its fits."""
+"""What the looks of a run show together: newest values, who waits, the worst of a family."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_fedleak.metrics import Rate
+from lightning_fedleak.looks.channels.base import Channel
+from lightning_fedleak.looks.look import PREFIX, Look, Outcome, Series, unknown
 from lightning_fedleak.snapshots import Stage
 
-if TYPE_CHECKING:
-    from lightning_fedleak.callbacks.channels.base import Channel, Look
-
-PREFIX = {
-    Stage.LOCAL: "leakage_local",
-    Stage.SHARED: "leakage",
-    Stage.AGGREGATE: "leakage_aggregate",
-}
 MAX_WAITS = 20
 """Looks, or rounds, without what a result takes; then it is unknown."""
 MOST_STEPS_WAITED = 1000
@@ -28,163 +20,6 @@ by default, a whole epoch. Larger: longer runs without a result; a try that find
 """
 WORST = f"{PREFIX[Stage.SHARED]}/worst"
 """Begins the names of the highest headlines, ``leakage/worst/<family>``."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """One attack's results at one stage, under one name in the logs.
-
-    Attributes:
-        prefix: the name's first part.
-        name: its second part: the attack's name, or what its channel makes of it.
-        attack: the attack's name.
-        stage: where what it reads was seen.
-    """
-
-    prefix: str
-    name: str
-    attack: str
-    stage: Stage
-
-    @classmethod
-    def at(cls, stage: Stage, attack: str) -> Series:
-        """Of an attack at a stage."""
-        return cls(PREFIX[stage], attack, attack, stage)
-
-    @property
-    def log_name(self) -> str:
-        """``leakage/flatchat``: what the names of its values begin with."""
-        return f"{self.prefix}/{self.name}"
-
-
-# ---- of one client --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Found:
-    """What an attack's guess is worth.
-
-    Attributes:
-        numbers: in the order and number that its channel packs them.
-    """
-
-    numbers: Sequence[float]
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """There is no result: not safe, unknown.
-
-    Attributes:
-        why: for the logs; holds no private text.
-        applies: whether the attack's method is made for what was shared.
-    """
-
-    why: str
-    applies: bool = True
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """No result yet; not a failure.
-
-    Attributes:
-        why: what is waited for.
-        soon: the next step may bring it, so that the attack is tried again there.
-        zeros: roles whose gradient is zero, as long as which there will be none.
-    """
-
-    why: str
-    soon: bool = True
-    zeros: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class NothingShared:
-    """Nothing left the client in this step."""
-
-
-Result = Found | Unknown | Waiting | NothingShared
-
-
-# ---- over all clients -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One attack at one stage, over all clients.
-
-    Attributes:
-        rates: by name, pooled over clients (and, where that kind of result does so, over the last
-            looks); NaN where unknown.
-        n: what was counted: true word types added over clients, games, or texts.
-        exposed: whether the attack's surface leaves the client at all.
-        worst: each rate's value at the client where it is highest; empty for one client.
-        extra: numbers that have no interval; NaN where there is none.
-        now: each rate's value at this look alone; None where ``rates`` is of this look alone.
-        too_few: why this look alone says too little to be judged by; None where it does not.
-        unknown: why there is no value; None where there is one.
-        applies: false where there is none since the method is not made for what was shared.
-        pending: why there is no value *yet*; None otherwise.
-        soon: where it is pending, the next step may bring one.
-        by_position: of reconstructed texts: (right, all) tokens by range of places in their text.
-    """
-
-    rates: Mapping[str, Rate]
-    n: int
-    exposed: bool = True
-    worst: Mapping[str, float] = field(default_factory=dict)
-    extra: Mapping[str, float] = field(default_factory=dict)
-    now: Mapping[str, float] | None = None
-    too_few: str | None = None
-    unknown: str | None = None
-    applies: bool = True
-    pending: str | None = None
-    soon: bool = False
-    by_position: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-
-    def values(self, root: str) -> dict[str, float]:
-        """The numbers under names of the logs that begin with ``root``; none where pending."""
-        if self.pending is not None:
-            return {}
-        out = {f"{root}/exposed": float(self.exposed)}
-        for name, rate in self.rates.items():
-            out[f"{root}/{name}"] = rate.value
-            out[f"{root}/{name}_low"] = rate.low
-            out[f"{root}/{name}_high"] = rate.high
-        for name, value in self.worst.items():
-            out[f"{root}/{name}_worst_client"] = value
-        for name, value in self.extra.items():
-            if not math.isnan(value):
-                out[f"{root}/{name}"] = value
-        return out
-
-    def values_now(self, root: str) -> dict[str, float]:
-        """The numbers of this look alone, under the names of the logs."""
-        values = self.values(root)
-        if self.now is not None and values:
-            values = {n: v for n, v in values.items() if not n.endswith(("_low", "_high"))}
-            values |= {f"{root}/{name}": value for name, value in self.now.items()}
-        return values
-
-
-def unknown(metrics: Iterable[str], why: str, *, applies: bool = True) -> Outcome:
-    """An outcome without a value: not safe, unknown."""
-    nothing = Rate(math.nan, math.nan, math.nan)
-    return Outcome(dict.fromkeys(metrics, nothing), 0, unknown=why, applies=applies)
-
-
-def not_shared(metrics: Iterable[str]) -> Outcome:
-    """The attack's surface does not leave the client: metrics 0, ``exposed`` 0."""
-    return Outcome(dict.fromkeys(metrics, Rate(0.0, 0.0, 0.0)), 0, exposed=False)
-
-
-def pending(why: str, *, soon: bool = False) -> Outcome:
-    """There will be a value at a later look, maybe in the next step."""
-    return Outcome({}, 0, pending=why, soon=soon)
-
-
-# ---- over all looks -------------------------------------------------------------------------
 
 
 class Results:
@@ -475,20 +310,3 @@ def _worst(
         return {name: max(known)}
     at_least = {f"{name}_at_least": max(known)} if known else {}
     return at_least if waits else {name: math.nan} | at_least
-
-
-__all__ = [
-    "PREFIX",
-    "WORST",
-    "Found",
-    "NothingShared",
-    "Outcome",
-    "Result",
-    "Results",
-    "Series",
-    "Unknown",
-    "Waiting",
-    "not_shared",
-    "pending",
-    "unknown",
-]

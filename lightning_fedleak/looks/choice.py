@@ -23,7 +23,8 @@ from lightning_fedleak.attacks.words.public_gradients import (
     gradient_through_blocks,
 )
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.callbacks.checks import Plan, listed
+from lightning_fedleak.looks.plan import listed
+from lightning_fedleak.looks.run import Plan
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.snapshots import (

@@ -1,0 +1,242 @@
+"""A fit of Lightning's Trainer, as the engine knows it, and what is checked of a Trainer."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import signature
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fedleak.anatomy import Kind
+from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.batches import BatchError, adapter_to_copy
+from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.lightning_packages import EitherStrategy, both
+from lightning_fedleak.looks.facts import optimizers_of
+from lightning_fedleak.looks.run import Processes, Run
+from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.strategies import DefendedStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as L
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainerRun(Run):
+    """One fit of a Trainer whose strategy is set up.
+
+    Attributes:
+        trainer: of this fit.
+    """
+
+    trainer: L.Trainer
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self.trainer.global_rank
+
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        return self.trainer.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.trainer.strategy.root_device
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The Trainer's."""
+        return self.trainer.optimizers
+
+    @cached_property
+    def under_ddp(self) -> bool:
+        """Whether a DDPStrategy reduces the gradients, or may."""
+        return isinstance(self.trainer.strategy, both("strategies.DDPStrategy"))
+
+    @property
+    def defenses(self) -> tuple[Defense, ...]:
+        """The defences of the strategy, in their order."""
+        strategy = self.trainer.strategy
+        return tuple(strategy.defenses) if isinstance(strategy, DefendedStrategy) else ()
+
+    @property
+    def precision(self) -> str:
+        """The Trainer's."""
+        return str(self.trainer.precision)
+
+    @cached_property
+    def clip_value(self) -> float | None:
+        """The Trainer's, unless the module clips itself, or DDP has reduced what is shared."""
+        trainer = self.trainer
+        value = float(trainer.gradient_clip_val or math.inf)
+        clips = [kind.configure_gradient_clipping for kind in both("core.LightningModule")]
+        by_value = trainer.gradient_clip_algorithm == "value" and value < math.inf
+        reduced_before = self.under_ddp and self.client == "rank" and not self.separates_stages
+        own = type(trainer.lightning_module).configure_gradient_clipping not in clips
+        return value if by_value and not own and not reduced_before else None
+
+    @property
+    def tokenizers(self) -> Sequence[Any]:
+        """The ``tokenizer`` of callbacks, the module and the data."""
+        trainer = self.trainer
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
+        return [getattr(holder, "tokenizer", None) for holder in holders]
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """That of the Trainer's precision."""
+        return self.trainer.precision_plugin.forward_context()
+
+    @property
+    def shows_progress(self) -> bool:
+        """Where the Trainer does, on the first process."""
+        return self.trainer.is_global_zero and self.trainer.progress_bar_callback is not None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far, as the Trainer counts them."""
+        return int(self.trainer.global_step)
+
+    @property
+    def loss_scale(self) -> float:
+        """Scale of the precision plugin's GradScaler, 1 without one."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def broadcast(self, value: T) -> T:
+        """Return the first process's value on every process."""
+        first: T = self.trainer.strategy.broadcast(value)
+        return first
+
+    def summed(self, value: Tensor) -> Tensor:
+        """Return the sum over processes, by the strategy's reduction."""
+        total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
+        return total
+
+    def on_any_process(self, value: bool) -> bool:
+        """Return whether the value is true on at least one process."""
+        return self.trainer.strategy.reduce_boolean_decision(value, all=False)
+
+    def on_all_processes(self, value: bool) -> bool:
+        """Return whether the value is true on every process."""
+        return self.trainer.strategy.reduce_boolean_decision(value, all=True)
+
+    @property
+    def separates_stages(self) -> bool:
+        """Whether a DefendedStrategy shows local and shared gradients as ``p.grad``."""
+        return bool(getattr(self.trainer.strategy, "separates_stages", False))
+
+    def watch_release(
+        self,
+        stage_reached: Callable[[Stage, Optimizer], None],
+        before_defense: Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None],
+    ) -> list[Callable[[], None]]:
+        """Call the functions as the DefendedStrategy reaches its stages; see :class:`Run`."""
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, DefendedStrategy):
+            return super().watch_release(stage_reached, before_defense)
+        return [strategy.add_tap(stage_reached), strategy.add_canaries(before_defense)]
+
+
+def check_batch_type(module: Any, kind: Kind) -> None:
+    """Refuses a ``training_step`` that is annotated with a batch of one's own form.
+
+    A batch whose type is not told is read when the first one comes.
+
+    Args:
+        module: the LightningModule.
+        kind: of the model.
+
+    Raises:
+        BatchError: shows a ``batch_adapter`` to copy.
+    """
+    try:
+        told = get_type_hints(module.training_step)
+        batch = told.get(next(iter(signature(module.training_step).parameters)))
+    except (AttributeError, NameError, StopIteration, TypeError, ValueError):
+        return  # a type that is imported for checkers only, or none
+    fields = getattr(batch, "__dataclass_fields__", getattr(batch, "_fields", None))
+    known = "input_ids" in (fields or ()) or hasattr(batch, "input_ids")
+    if isinstance(batch, type) and fields is not None and not known:
+        raise BatchError(
+            f"training_step takes a {batch.__name__}, which has no 'input_ids', so that it is not "
+            f"known what its fields mean. Say it:\n{adapter_to_copy(batch, kind)}"
+        )
+
+
+def resolve_client(given: str | None, strategy: EitherStrategy) -> str:
+    """Who is a client: what the user said, else what the strategy says, else each rank.
+
+    Raises:
+        ValueError: the two contradict each other, or it is unknown what the strategy shares when.
+    """
+    of_strategy = strategy.client if isinstance(strategy, DefendedStrategy) else None
+    if of_strategy and given and of_strategy != given:
+        raise ValueError(
+            f"LeakageMonitor(client={given!r}) contradicts the strategy's client={of_strategy!r}: "
+            "leave the monitor's out"
+        )
+    client = str(given or of_strategy or "rank")
+    if isinstance(strategy, both("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")):
+        return client
+    if isinstance(strategy, both("strategies.ModelParallelStrategy")) and client == "world":
+        return client
+    raise ValueError(
+        f"LeakageMonitor does not know what {type(strategy).__name__} shares when. It works with a "
+        "single device, with DDP, and with ModelParallelStrategy under client='world'."
+    )
+
+
+def boards_of(trainer: L.Trainer) -> list[TensorBoardLogger]:
+    """Return the TensorBoard loggers of a Trainer."""
+    return [one for one in trainer.loggers if isinstance(one, both("loggers.TensorBoardLogger"))]
+
+
+def processes_of(trainer: L.Trainer, client: str) -> Processes:
+    """Return how a Trainer's fit is spread."""
+    strategy = trainer.strategy
+    shards = isinstance(strategy, both("strategies.ModelParallelStrategy"))
+    return Processes(trainer.world_size, client, type(strategy).__name__ if shards else None)
+
+
+def training_of(trainer: L.Trainer) -> dict[str, Any]:
+    """How a Trainer trains."""
+    return {
+        "optimizers": optimizers_of(trainer.optimizers),
+        "strategy": type(trainer.strategy).__name__,
+        "precision": str(trainer.precision),
+        "processes": trainer.world_size,
+        "max_steps": trainer.max_steps,
+        "max_epochs": trainer.max_epochs,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "seed": os.environ.get("PL_GLOBAL_SEED"),
+    }
+
+
+def settings_of(trainer: L.Trainer, attacks: Sequence[Attack]) -> dict[str, Any]:
+    """The user's settings as Lightning logs them, and a fit's attacks and defences."""
+    found: dict[str, Any] = {}
+    for holder in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+        if holder is not None and holder._log_hyperparams:
+            found |= holder.hparams_initial
+    found.pop("_class_path", None)  # LightningCLI's own
+    defenses = getattr(trainer.strategy, "defenses", ())
+    found |= {f"fedleak/{a.name}": repr(a.config()) for a in attacks}
+    found["fedleak/strategy"] = type(trainer.strategy).__name__
+    found["fedleak/defenses"] = ", ".join(d.name for d in defenses) or "none"
+    return found

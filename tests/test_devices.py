@@ -36,6 +36,7 @@ from lightning_fedleak.attacks import (
     GradientMatching,
     GradientMembership,
     Guess,
+    MatchingSettings,
     MembershipAttack,
     PassiveMembership,
     PrefixInversion,
@@ -103,7 +104,11 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
         LENGTH, texts=ROWS, beam=4, moves=2, budget_seconds=None
     ),
     "gradient_matching": lambda: GradientMatching(
-        ROWS, LENGTH, starts=1, steps=3, swap_every=3, swaps=1, budget_seconds=None
+        ROWS,
+        LENGTH,
+        steps=3,
+        matching=MatchingSettings(starts=1, swap_every=3, swaps=1),
+        budget_seconds=None,
     ),
     "prefix_inversion": lambda: PrefixInversion(1, PUBLIC, types=32),
     "embedding_descent": lambda: EmbeddingDescent(1, steps=3, sweeps=1, candidates=4),

@@ -209,7 +209,7 @@ def starts(args) -> None:
     for layer in args.splits or thirds(anatomy):
         sent = hidden_states(anatomy, layer, rows)
         for name, start in (
-            ("'hello'", {"init_token": hello}),
+            ("'hello'", {"initial": hello}),
             ("mean", {"initial": "mean"}),
             ("readout", {"initial": "readout"}),
         ):

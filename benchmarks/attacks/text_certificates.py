@@ -60,7 +60,7 @@ from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.subspace_candidates import Branch, PartialText
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
-from lightning_fedleak.attacks.texts.subspace_rows import RecoveredText, Remainder
+from lightning_fedleak.attacks.texts.subspace_rows import RecoveredText, Remainder, shared_rows
 from lightning_fedleak.attacks.texts.subspace_search import Certificate, SubspaceSearch
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
@@ -382,7 +382,7 @@ class ClientCertificate:
         view = Observation((shared(anatomy, attack),))
         assert attack._bottom is not None
         self.bottom, first = attack._bottom, attack._blocks(anatomy).first
-        rows = [attack._rows(known, anatomy, view) for known in self.bottom.inputs]
+        rows = [shared_rows(known, anatomy, view, None) for known in self.bottom.inputs]
         types = {token for text in client.texts for token in text if token >= 0}
         self.bag = torch.tensor(sorted(types))
         self.causal: SubspaceSearch | None = None

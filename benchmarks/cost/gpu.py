@@ -72,6 +72,7 @@ from lightning_fedleak.attacks import (
     FlatChat,
     GradientMatching,
     GradientMembership,
+    MatchingSettings,
     PrefixInversion,
     PublicText,
     SubspaceMembership,
@@ -618,7 +619,11 @@ def attacks_table(section: Section) -> None:
         (
             "GradientMatching",
             lambda: GradientMatching(
-                1, 8, steps=section.pick(40, 2), starts=2, swaps=4, swap_every=20, **texts
+                1,
+                8,
+                steps=section.pick(40, 2),
+                matching=MatchingSettings(starts=2, swaps=4, swap_every=20),
+                **texts,
             ),
             0,
             (1, 8),

@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks import DescentSettings, PublicText
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.model_runs import hidden_states
@@ -191,7 +191,7 @@ def main() -> None:
         attacks: dict[str, Attack] = {"prefix": prefix}
         if args.descent_steps:
             attacks[f"descent, {args.descent_steps} steps"] = EmbeddingDescent(
-                split, args.descent_steps, stop="cosine", cosine=1.0
+                split, args.descent_steps, descent=DescentSettings(stop="cosine", cosine=1.0)
             )
         ready: dict[str, tuple[Attack, float]] = {}
         for name, attack in attacks.items():

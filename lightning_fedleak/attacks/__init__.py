@@ -22,10 +22,10 @@ from lightning_fedleak.attacks.membership.trained import TrainedMembership, Trai
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack, TextGuess
 from lightning_fedleak.attacks.texts.beam_from_words import BeamFromWords
-from lightning_fedleak.attacks.texts.descent import DescentGuess
+from lightning_fedleak.attacks.texts.descent import DescentGuess, DescentSettings
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
-from lightning_fedleak.attacks.texts.gradient_matching import GradientMatching
-from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
+from lightning_fedleak.attacks.texts.gradient_matching import GradientMatching, MatchingSettings
+from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion, PrefixSettings
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
@@ -49,6 +49,7 @@ __all__ = [
     "BeamFromWords",
     "BiasSign",
     "DescentGuess",
+    "DescentSettings",
     "EmbeddingDescent",
     "FCMembership",
     "FlatChat",
@@ -57,10 +58,12 @@ __all__ = [
     "GradientMembership",
     "Guess",
     "InversionAttack",
+    "MatchingSettings",
     "MembershipAttack",
     "MembershipGuess",
     "PassiveMembership",
     "PrefixInversion",
+    "PrefixSettings",
     "PublicText",
     "Query",
     "RevealLabels",

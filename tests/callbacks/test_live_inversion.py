@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.anatomy.text_layers import place_of, states_out, with_states_out
-from lightning_fedleak.attacks import EmbeddingDescent, PrefixInversion
+from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent, PrefixInversion
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextGuess
 from lightning_fedleak.batches import BatchError
@@ -503,7 +503,11 @@ def test_a_micro_batch_that_trains_nothing_is_left_out(tmp_path):
 
 def test_the_age_of_the_adversarys_copy_is_logged(tmp_path):
     monitor = LeakageMonitor(
-        [descent(refresh_every=3, name="old"), descent(name="new"), Recording()],
+        [
+            descent(descent=DescentSettings(refresh_every=3), name="old"),
+            descent(name="new"),
+            Recording(),
+        ],
         every_n_steps=1,
     )
     fit([monitor], tmp_path, n=28)
@@ -526,7 +530,7 @@ def test_after_a_resume_the_age_counts_from_the_weights_that_were_there(tmp_path
 
     saver = ModelCheckpoint(tmp_path, save_last=True)
     fit([saver], tmp_path, n=20, enable_checkpointing=True)
-    monitor = LeakageMonitor(descent(refresh_every=100), every_n_steps=1)
+    monitor = LeakageMonitor(descent(descent=DescentSettings(refresh_every=100)), every_n_steps=1)
     fit([monitor], tmp_path, n=20, max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
     ages = [line["metrics"]["age"]["value"] for line in lines(monitor)]
     assert ages == [0, 1, 2, 3, 4]

@@ -7,8 +7,9 @@ would have to take its moments along.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +25,12 @@ from lightning_fedleak.attacks.texts.base import (
     rounding,
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import (
+    check_choice,
+    check_integer,
+    check_number,
+    group_old_arguments,
+)
 
 BETAS = (0.9, 0.999)  # decay of Adam's moments: Kingma & Ba 2015
 EPS = 1e-8  # added to the root of Adam's second moment: Kingma & Ba 2015
@@ -171,15 +177,11 @@ class DescentGuess(TextGuess):
     errors: Tensor | None = None
 
 
-class DescentAttack(InversionAttack):
-    """An inversion attack by gradient steps through a copy of the bottom model.
+@dataclass(frozen=True)
+class DescentSettings:
+    """Settings of a descent on hidden states that are rarely changed.
 
-    Every text is a separate problem and stops separately.
-
-    Args:
-        layer: the split.
-        steps: gradient steps for one text, at most.
-        lr: Adam's learning rate.
+    Attributes:
         stop: ``"settled"`` ends when the tokens' hidden states are those sent but for rounding, or
             when no token has changed in 200 steps (checked every 25). ``"cosine"``, the paper's
             rule, ends when the cosine of a text's hidden states, as one vector, with those sent has
@@ -193,8 +195,39 @@ class DescentAttack(InversionAttack):
             which bounds the memory.
         autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
         refresh_every: optimizer steps after which the bottom model is copied again.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    stop: Stop = "settled"
+    cosine: float = 0.98
+    weighting: Weighting = "per_position"
+    at_once: int = 1 << 11
+    autocast: torch.dtype | None = None
+    refresh_every: int = 1
+
+    def __post_init__(self) -> None:
+        check_choice("stop", self.stop, STOPS)
+        check_number("cosine", self.cosine, above=-1, at_most=1)
+        check_choice("weighting", self.weighting, WEIGHTINGS)
+        check_integer("at_once", self.at_once)
+        check_integer("refresh_every", self.refresh_every)
+
+
+class DescentAttack(InversionAttack):
+    """An inversion attack by gradient steps through a copy of the bottom model.
+
+    Every text is a separate problem and stops separately.
+
+    Args:
+        layer: the split.
+        steps: gradient steps for one text, at most.
+        lr: Adam's learning rate.
+        descent: rarely changed settings; None for the defaults.
         budget_seconds: for one observation, divided evenly among its texts.
         name: in the logs.
+        old: arguments of 0.1.0 that :class:`DescentSettings` has.
 
     Raises:
         ValueError: a setting out of range.
@@ -208,37 +241,31 @@ class DescentAttack(InversionAttack):
         *,
         steps: int,
         lr: float,
-        stop: Stop,
-        cosine: float,
-        weighting: Weighting,
-        at_once: int,
-        autocast: torch.dtype | None,
-        refresh_every: int,
+        descent: DescentSettings | None,
         budget_seconds: float | None,
         name: str | None,
+        old: Mapping[str, Any],
     ) -> None:
         super().__init__(layer, budget_seconds, name)
-        check_choice("stop", stop, STOPS)
-        check_choice("weighting", weighting, WEIGHTINGS)
         check_integer("steps", steps)
-        check_integer("at_once", at_once)
-        check_integer("refresh_every", refresh_every)
         check_number("lr", lr, above=0)
-        check_number("cosine", cosine, above=-1, at_most=1)
         self.steps = steps
         self.lr = lr
-        self.stop: Stop = stop
-        self.cosine = cosine
-        self.weighting: Weighting = weighting
-        self.at_once = at_once
-        self.autocast = autocast
-        self.refresh_every = refresh_every
+        self.descent = group_old_arguments(
+            type(self).__name__, "descent", descent or DescentSettings(), old
+        )
         self._table: TokenTable | None = None
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
-        names = ("layer", "steps", "lr", "stop", "weighting", "budget_seconds")
-        return {name: getattr(self, name) for name in names}
+        return {
+            "layer": self.layer,
+            "steps": self.steps,
+            "lr": self.lr,
+            "stop": self.descent.stop,
+            "weighting": self.descent.weighting,
+            "budget_seconds": self.budget_seconds,
+        }
 
     # ---- the adversary's copy -------------------------------------------------------------
 
@@ -252,13 +279,13 @@ class DescentAttack(InversionAttack):
         # Weights copied in inference mode could never take part in autograd.
         with torch.inference_mode(False), torch.no_grad():
             self._bottom = BottomModel(
-                anatomy, self.layer, autocast=self.autocast or self._facts.autocast
+                anatomy, self.layer, autocast=self.descent.autocast or self._facts.autocast
             )
             self._table = TokenTable.from_embeddings(self._bottom.word_embeddings())
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Copy the weights again if the copy is old enough, or of another fit."""
-        if 0 <= self.bottom.age(step) < self.refresh_every:
+        if 0 <= self.bottom.age(step) < self.descent.refresh_every:
             return
         with torch.inference_mode(False), torch.no_grad():
             self.bottom.refresh(anatomy, step)
@@ -298,7 +325,7 @@ class DescentAttack(InversionAttack):
 
     def tokens_at_once(self) -> int:
         """Return the number of tokens in one run."""
-        return self.at_once
+        return self.descent.at_once
 
     def solve(self, sent: Sent, deadline: Deadline) -> DescentGuess:
         """Return the texts of a few hidden states, within a session of the bottom model."""
@@ -344,7 +371,7 @@ class DescentAttack(InversionAttack):
                 late = bool(guesses) and deadline.passed
                 guess = _open_guess(part) if late else self.solve(part, deadline.share(count))
                 guesses.append(guess)
-            return _joined(guesses, hidden.device)
+            return _join_guesses(guesses, hidden.device)
 
 
 class Descent:
@@ -390,7 +417,7 @@ class Descent:
             gradient, stopped = self._gradient(adam.values, sent)
             adam.step(gradient)
             self.steps[active] += 1
-            if self.attack.stop == "settled" and step % CHECK_EVERY == 0:
+            if self.attack.descent.stop == "settled" and step % CHECK_EVERY == 0:
                 tokens, _ = self.attack.decode(adam.values)
                 unchanged = ((tokens == last) | ~sent.real).all(1)
                 same = torch.where(unchanged, same + 1, 0)
@@ -414,13 +441,13 @@ class Descent:
             leaf = variables.detach().requires_grad_()
             words = attack.words(leaf)
             hidden = attack.bottom.hidden_from(words, sent.attention_mask, sent.position_ids)
-            if attack.weighting == "paper":
+            if attack.descent.weighting == "paper":
                 distance = sent.squared_errors(hidden).sum()
             else:
                 distance = sent.relative_errors(hidden).sum()
             (gradient,) = torch.autograd.grad(distance, leaf)
-        if attack.stop == "cosine":
-            return gradient, sent.cosines(hidden.detach()) >= attack.cosine
+        if attack.descent.stop == "cosine":
+            return gradient, sent.cosines(hidden.detach()) >= attack.descent.cosine
         return gradient, torch.zeros(len(sent), dtype=torch.bool, device=gradient.device)
 
     def _errors(self, tokens: Tensor, sent: Sent) -> Tensor:
@@ -473,7 +500,7 @@ def _open_guess(sent: Sent) -> DescentGuess:
     )
 
 
-def _joined(parts: list[DescentGuess], device: torch.device) -> DescentGuess:
+def _join_guesses(parts: list[DescentGuess], device: torch.device) -> DescentGuess:
     """Return the guesses about several texts as one."""
     columns: dict[str, Tensor] = {}
     for field in fields(DescentGuess):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,12 +22,11 @@ from lightning_fedleak.attacks.texts.descent import (
     Descent,
     DescentAttack,
     DescentGuess,
+    DescentSettings,
     Likeness,
-    Stop,
-    Weighting,
 )
 from lightning_fedleak.attacks.texts.sweeps import high_errors, sweep
-from lightning_fedleak.validate import check_choice, check_integer
+from lightning_fedleak.validate import check_choice, check_integer, warn_of_old_spelling
 
 TEXTS, LENGTH = 64, 64  # random texts of a readout and their tokens; more cost time. Not tuned
 RIDGE = 1e-2  # of the mean variance of a hidden number; more shrinks what is read. Not tuned
@@ -109,24 +108,19 @@ class EmbeddingDescent(DescentAttack):
     The server of a split model owns the bottom model. It moves word embeddings until their hidden
     states are those that the client sent, and takes each position's most similar token (Eq. 4).
 
-    The paper's attack is ``weighting="paper", stop="cosine", likeness="cosine"`` with
-    ``init_token`` the id of 'hello'. The defaults recover more tokens in fewer steps (measured in
-    ``docs/inversion.md``): each position counts alike, the descent starts from a regression on the
-    hidden states, and tokens are compared after whitening, so that directions that the hidden
-    states do not determine stay at the mean.
+    The paper's attack has ``likeness="cosine"``, ``initial`` the id of 'hello', and
+    ``descent=DescentSettings(stop="cosine", weighting="paper")``. The defaults recover more tokens
+    in fewer steps (measured in ``docs/inversion.md``): each position counts alike, the descent
+    starts from a regression on the hidden states, and tokens are compared after whitening, so that
+    directions that the hidden states do not determine stay at the mean.
 
     Args:
         layer: the split.
         steps: gradient steps for one text, at most.
         lr: Adam's learning rate, in standard deviations of the vocabulary's word embeddings.
-        stop: ``"settled"`` or the paper's ``"cosine"``, see
-            :class:`~lightning_fedleak.attacks.texts.descent.DescentAttack`.
-        cosine: at which ``stop="cosine"`` ends; the paper's value is .98.
         initial: where the descent starts: ``"readout"``, a regression that :meth:`prepare` learns
-            (:class:`~lightning_fedleak.attacks.texts.embedding_descent.StateReadout`), or
-            ``"mean"``, the vocabulary's mean.
-        init_token: id of the token whose embedding all positions start from, in place of that.
-        weighting: ``"per_position"`` or ``"paper"``, see the base class.
+            (:class:`~lightning_fedleak.attacks.texts.embedding_descent.StateReadout`), ``"mean"``,
+            the vocabulary's mean, or the id of a token, whose embedding all positions start from.
         likeness: of embeddings and tokens, ``"whitened"`` or ``"cosine"``, see
             :class:`~lightning_fedleak.attacks.texts.descent.TokenTable`.
         sweeps: times, evenly spread over the steps, that tokens are corrected by verified changes
@@ -136,11 +130,11 @@ class EmbeddingDescent(DescentAttack):
             either likeness, and those most similar to the present token.
         always_try: ids that a sweep tries at every position besides. Give the tokenizer's special
             tokens, because BERT's ``[CLS]`` hardly shows in the hidden states.
-        at_once: tokens that go through the bottom with gradient in one run; bounds the memory.
-        autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
-        refresh_every: optimizer steps after which the bottom model is copied again.
+        descent: rarely changed settings
+            (:class:`~lightning_fedleak.attacks.texts.descent.DescentSettings`).
         budget_seconds: for one observation, divided evenly among its texts.
         name: in the logs.
+        old: arguments of 0.1.0, which warn: those that ``descent`` has, and ``init_token``.
 
     Raises:
         ValueError: a setting out of range; at :meth:`prepare`, token ids that the model lacks.
@@ -158,41 +152,38 @@ class EmbeddingDescent(DescentAttack):
         layer: int,
         steps: int = 1000,
         lr: float = 0.1,
-        stop: Stop = "settled",
         *,
-        cosine: float = 0.98,
-        initial: Initial = "readout",
-        init_token: int | None = None,
-        weighting: Weighting = "per_position",
+        initial: Initial | int = "readout",
         likeness: Likeness = "whitened",
         sweeps: int = 0,
         candidates: int = 18,
         always_try: Sequence[int] = (),
-        at_once: int = 1 << 11,
-        autocast: torch.dtype | None = None,
-        refresh_every: int = 1,
+        descent: DescentSettings | None = None,
         budget_seconds: float | None = None,
         name: str | None = None,
+        **old: Any,
     ) -> None:
+        if "init_token" in old:
+            warn_of_old_spelling("EmbeddingDescent(init_token=)", "EmbeddingDescent(initial=)")
+            token = old.pop("init_token")
+            initial = initial if token is None else token
         super().__init__(
             layer,
             steps=steps,
             lr=lr,
-            stop=stop,
-            cosine=cosine,
-            weighting=weighting,
-            at_once=at_once,
-            autocast=autocast,
-            refresh_every=refresh_every,
+            descent=descent,
             budget_seconds=budget_seconds,
             name=name,
+            old=old,
         )
         check_choice("likeness", likeness, LIKENESSES)
-        check_choice("initial", initial, INITIALS)
+        if isinstance(initial, str):
+            check_choice("initial", initial, INITIALS, hint="or the id of a token")
+        else:
+            check_integer("initial", initial, at_least=0)
         check_integer("sweeps", sweeps, at_least=0, at_most=steps, hint="at most one for each step")
         check_integer("candidates", candidates)
-        self.initial: Initial = initial
-        self.init_token = init_token
+        self.initial: Initial | int = initial
         self._readout: StateReadout | None = None
         self.likeness: Likeness = likeness
         self.sweeps = sweeps
@@ -201,8 +192,7 @@ class EmbeddingDescent(DescentAttack):
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
-        initial = self.initial if self.init_token is None else self.init_token
-        settings = {"initial": initial, "likeness": self.likeness, "sweeps": self.sweeps}
+        settings = {"initial": self.initial, "likeness": self.likeness, "sweeps": self.sweeps}
         return super().config() | settings
 
     def prepare(self, anatomy: Anatomy) -> None:
@@ -214,8 +204,8 @@ class EmbeddingDescent(DescentAttack):
         """
         super().prepare(anatomy)
         ids = {"always_try": self.always_try}
-        if self.init_token is not None:
-            ids["init_token"] = (self.init_token,)
+        if isinstance(self.initial, int):
+            ids["initial"] = (self.initial,)
         for name, tokens in ids.items():
             for token in tokens:
                 if not 0 <= token < self.bottom.vocab_size:
@@ -223,7 +213,7 @@ class EmbeddingDescent(DescentAttack):
                         f"{name} holds the id {token}, but the vocabulary ends at "
                         f"{self.bottom.vocab_size - 1}"
                     )
-        if self.initial == "readout" and self.init_token is None:
+        if self.initial == "readout":
             with torch.inference_mode(False), torch.no_grad():
                 self._readout = StateReadout.fit(self.bottom, self.table.embeddings)
 
@@ -237,7 +227,8 @@ class EmbeddingDescent(DescentAttack):
         table = self.table
         if self._readout is not None:
             return torch.where(sent.real[..., None], self._readout.words(sent.hidden), table.mean)
-        point = table.mean if self.init_token is None else table.embeddings[self.init_token]
+        start = self.initial
+        point = table.embeddings[start] if isinstance(start, int) else table.mean
         return point.expand(*sent.real.shape, -1)
 
     def words(self, variables: Tensor) -> Tensor:
@@ -286,7 +277,7 @@ class EmbeddingDescent(DescentAttack):
             run.tokens[rows],
             candidates,
             deadline=run.deadline,
-            at_once=2 * self.at_once,
+            at_once=2 * self.descent.at_once,
         )
         run.verified += swept.candidates
         run.finished &= swept.finished

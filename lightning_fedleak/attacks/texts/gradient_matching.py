@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 import torch
@@ -25,7 +25,12 @@ from lightning_fedleak.attacks.texts.model_copy import ModelCopy, trained_names
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import (
+    check_choice,
+    check_integer,
+    check_number,
+    group_old_arguments,
+)
 
 Distance = Literal["l2", "tag", "cosine"]
 DISTANCES: tuple[Distance, ...] = ("l2", "tag", "cosine")
@@ -44,6 +49,43 @@ class MatchingLimits:
 
 
 LIMITS = MatchingLimits()
+
+
+@dataclass(frozen=True)
+class MatchingSettings:
+    """Settings of :class:`GradientMatching` that the systems of the papers fix.
+
+    Attributes:
+        alpha: weight of TAG's l1.
+        layer_weights: let the weight of TAG's l1 fall linearly to zero from layer to layer.
+        regularise: weight of the squared relative deviation of the words' mean norm from the
+            vocabulary's.
+        prior: weight of the model's own loss on a text where texts are rearranged (LAMP: an
+            auxiliary model's).
+        swaps: rearrangements tried for each text at a time: two tokens exchanged, a token moved, a
+            piece moved, or the text rotated; 0 for none.
+        swap_every: steps between these, after the first tenth.
+        starts: random starts, of which the best is continued.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    alpha: float = 0.01
+    layer_weights: bool = False
+    regularise: float = 0.1
+    prior: float = 0.1
+    swaps: int = 20
+    swap_every: int = 75
+    starts: int = 20
+
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha, at_least=0)
+        check_number("regularise", self.regularise, at_least=0)
+        check_number("prior", self.prior, at_least=0)
+        check_integer("swaps", self.swaps, at_least=0)
+        check_integer("swap_every", self.swap_every)
+        check_integer("starts", self.starts)
 
 
 class GradientMatching(TextAttack):
@@ -82,25 +124,17 @@ class GradientMatching(TextAttack):
         length: tokens of each, at least 2.
         distance: ``"l2"``, ``"tag"`` or ``"cosine"``. The first two are in units of the shared
             gradient's squared norm.
-        alpha: weight of TAG's l1.
-        layer_weights: let the weight of TAG's l1 fall linearly to zero from layer to layer.
         labels: ``"learned"`` or ``"text"``.
-        regularise: weight of the squared relative deviation of the words' mean norm from the
-            vocabulary's.
-        prior: weight of the model's own loss on a text where texts are rearranged (LAMP: an
-            auxiliary model's).
-        swaps: rearrangements tried for each text at a time: two tokens exchanged, a token moved, a
-            piece moved, or the text rotated; 0 for none.
-        swap_every: steps between these, after the first tenth.
-        starts: random starts, of which the best is continued.
         steps: of the descent.
         lr: learning rate, in standard deviations of the vocabulary's numbers.
         parameters: roles or names in the model, whose gradients are matched; by default all that
             are trained.
+        matching: settings that the systems fix.
         budget_seconds: wall time for one observation; None for no bound. After it the best so far
             is returned, and the guess says that it is not finished.
         seed: of starts and rearrangements.
         name: in the logs.
+        old: arguments of 0.1.0 that ``matching`` has, which warn.
 
     Raises:
         ValueError: a number out of range, or an unknown word.
@@ -128,33 +162,22 @@ class GradientMatching(TextAttack):
         length: int,
         *,
         distance: Distance = "cosine",
-        alpha: float = 0.01,
-        layer_weights: bool = False,
         labels: Labels = "text",
-        regularise: float = 0.1,
-        prior: float = 0.1,
-        swaps: int = 20,
-        swap_every: int = 75,
-        starts: int = 20,
         steps: int = 2000,
         lr: float = 0.5,
         parameters: Sequence[str] | None = None,
+        matching: MatchingSettings | None = None,
         budget_seconds: float | None = 120.0,
         seed: int = 0,
         name: str | None = None,
+        **old: Any,
     ) -> None:
         super().__init__(name)
         check_choice("distance", distance, DISTANCES)
         check_choice("labels", labels, LABELS)
         check_integer("texts", texts)
         check_integer("length", length, at_least=2)
-        check_integer("swaps", swaps, at_least=0)
-        check_integer("swap_every", swap_every)
-        check_integer("starts", starts)
         check_integer("steps", steps)
-        check_number("alpha", alpha, at_least=0)
-        check_number("regularise", regularise, at_least=0)
-        check_number("prior", prior, at_least=0)
         check_number("lr", lr, above=0)
         check_number("budget_seconds", budget_seconds, above=0, optional=True)
         if isinstance(parameters, str) or (parameters is not None and not len(parameters)):
@@ -164,14 +187,10 @@ class GradientMatching(TextAttack):
         self.texts = texts
         self.length = length
         self.distance: Distance = distance
-        self.alpha = alpha
-        self.layer_weights = layer_weights
         self.labels: Labels = labels
-        self.regularise = regularise
-        self.prior = prior
-        self.swaps = swaps
-        self.swap_every = swap_every
-        self.starts = starts
+        self.matching = group_old_arguments(
+            type(self).__name__, "matching", matching or MatchingSettings(), old
+        )
         self.steps = steps
         self.lr = lr
         self.parameters = None if parameters is None else tuple(parameters)
@@ -183,20 +202,30 @@ class GradientMatching(TextAttack):
 
     @classmethod
     def dlg(cls, texts: int, length: int, **settings: Any) -> Self:
-        """Return Deep Leakage from Gradients (Zhu et al. 2019), changed by ``settings``."""
-        names: dict[str, Any] = {"distance": "l2", "labels": "learned", "name": "dlg"}
-        numbers = {"regularise": 0.0, "prior": 0.0, "swaps": 0, "starts": 1, "lr": 0.2}
-        return cls(texts, length, **(names | numbers | settings))
+        """Return Deep Leakage from Gradients (Zhu et al. 2019), changed by ``settings``.
+
+        These are arguments of the class, or fields of :class:`MatchingSettings`.
+        """
+        system = {"distance": "l2", "labels": "learned", "lr": 0.2, "name": "dlg"}
+        matching = {"regularise": 0.0, "prior": 0.0, "swaps": 0, "starts": 1}
+        return cls._system(texts, length, system | matching | settings)
 
     @classmethod
     def tag(cls, texts: int, length: int, **settings: Any) -> Self:
-        """Return TAG (Deng et al. 2021), changed by ``settings``."""
+        """Return TAG (Deng et al. 2021), changed by ``settings`` as in :meth:`dlg`."""
         return cls.dlg(texts, length, **({"distance": "tag", "name": "tag"} | settings))
 
     @classmethod
     def lamp(cls, texts: int, length: int, **settings: Any) -> Self:
-        """Return LAMP with cosine distance (Balunovic et al. 2022), changed by ``settings``."""
-        return cls(texts, length, **({"name": "lamp"} | settings))
+        """Return LAMP with cosine distance (Balunovic et al. 2022), changed as in :meth:`dlg`."""
+        return cls._system(texts, length, {"name": "lamp"} | settings)
+
+    @classmethod
+    def _system(cls, texts: int, length: int, settings: Mapping[str, Any]) -> Self:
+        names = {field.name for field in fields(MatchingSettings)}
+        arguments = {name: value for name, value in settings.items() if name not in names}
+        matching = {name: value for name, value in settings.items() if name in names}
+        return cls(texts, length, **({"matching": MatchingSettings(**matching)} | arguments))
 
     def meet(self, facts: RunFacts) -> None:
         """Take the precision, and what made an update, from the run."""
@@ -230,7 +259,7 @@ class GradientMatching(TextAttack):
                 f"attack '{self.name}' cannot compute the loss of a {anatomy.kind} model on a text "
                 "alone: it matches gradients of causal models and of classifiers. Remove the attack"
             )
-        if anatomy.kind == "classifier" and (self.labels == "text" or self.prior):
+        if anatomy.kind == "classifier" and (self.labels == "text" or self.matching.prior):
             raise ThreatModelError(
                 f"attack '{self.name}': the labels of a classifier are not its text, and it gives "
                 "text no likelihood: set labels='learned' and prior=0"
@@ -307,24 +336,12 @@ class GradientMatching(TextAttack):
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
         names = (
-            "texts",
-            "length",
-            "distance",
-            "alpha",
-            "layer_weights",
-            "labels",
-            "regularise",
-            "prior",
-            "swaps",
-            "swap_every",
-            "starts",
-            "steps",
-            "lr",
-            "parameters",
-            "budget_seconds",
-            "seed",
+            *("texts", "length", "distance", "alpha", "layer_weights", "labels", "regularise"),
+            *("prior", "swaps", "swap_every", "starts", "steps", "lr", "parameters"),
+            *("budget_seconds", "seed"),
         )
-        return {name: getattr(self, name) for name in names}
+        matching = asdict(self.matching)
+        return {name: matching[name] if name in matching else getattr(self, name) for name in names}
 
 
 def _check_update(view: Observation, facts: RunFacts) -> None:
@@ -413,11 +430,11 @@ class Matching:
             total = torch.stack([(a - b).square().sum() for a, b in parts]).sum()
             if self.attack.distance == "tag":
                 weights = [1.0] * len(parts)
-                if self.attack.layer_weights:
+                if self.attack.matching.layer_weights:
                     weights = [1 - k / len(parts) for k in range(len(parts))]
                 pairs = zip(weights, parts, strict=True)
                 l1 = torch.stack([w * (a - b).abs().sum() for w, (a, b) in pairs]).sum()
-                total = total + self.attack.alpha * l1
+                total = total + self.attack.matching.alpha * l1
             return total / self.squared
 
     def _labelled(self, dummy: Dummy) -> tuple[Tensor, Tensor]:
@@ -440,9 +457,9 @@ class Matching:
         """Return what rearranged texts are ranked by: the distance plus the weighted loss."""
         self.tried += 1
         value = float(self.distance(dummy).detach())
-        if self.attack.prior:
+        if self.attack.matching.prior:
             ids = self.tokens(dummy.words)[0]
-            value += self.attack.prior * float(self.copy.loss(ids, ids))
+            value += self.attack.matching.prior * float(self.copy.loss(ids, ids))
         return value
 
     # ---- the search -----------------------------------------------------------------------
@@ -467,8 +484,9 @@ class Matching:
             words.step(slopes[0])
             if labels is not None:
                 labels.step(slopes[1])
-            due = step % attack.swap_every == 1 % attack.swap_every
-            if attack.swaps and due and step >= LIMITS.burn_in * attack.steps:
+            every = attack.matching.swap_every
+            due = step % every == 1 % every
+            if attack.matching.swaps and due and step >= LIMITS.burn_in * attack.steps:
                 rearranged = self._rearrange(present, deadline)
                 words.values.copy_(rearranged.words)
                 if labels is not None and rearranged.labels is not None:
@@ -487,7 +505,7 @@ class Matching:
         shape = (attack.texts, attack.length)
         types, width = self.table.embeddings.shape
         best: tuple[float, Dummy] | None = None
-        for _ in range(attack.starts):
+        for _ in range(attack.matching.starts):
             draws = torch.randn(*shape, width, generator=self.generator).to(self.table.embeddings)
             labels: Tensor | None = None
             if self.copy.anatomy.kind == "classifier":
@@ -496,7 +514,7 @@ class Matching:
             elif attack.labels == "learned":
                 labels = torch.randn(*shape, types, generator=self.generator).to(device)
             dummy = Dummy(self.norm * F.normalize(draws, dim=-1), labels)
-            if attack.starts == 1:
+            if attack.matching.starts == 1:
                 return dummy
             self.tried += 1
             value = float(self.distance(dummy).detach())
@@ -517,9 +535,9 @@ class Matching:
         with torch.enable_grad():
             leaf = Dummy(leaves[0], leaves[1] if len(leaves) > 1 else None)
             loss = self.distance(leaf, differentiable=True)
-            if self.attack.regularise:
+            if self.attack.matching.regularise:
                 norm = leaf.words.norm(dim=-1).mean()
-                loss = loss + self.attack.regularise * (norm / self.norm - 1).square()
+                loss = loss + self.attack.matching.regularise * (norm / self.norm - 1).square()
             slopes = torch.autograd.grad(loss, leaves)
         return float(loss.detach()), slopes
 
@@ -540,7 +558,7 @@ class Matching:
     def _orders(self) -> Iterator[Tensor]:
         """Yield orders: two tokens exchanged, a token moved, a piece moved, a rotation, in turn."""
         length = self.attack.length
-        for k in range(self.attack.swaps):
+        for k in range(self.attack.matching.swaps):
             order = torch.arange(length)
             first, last, place = self._draw(length), self._draw(length), self._draw(length)
             if k % 4 == 0:

@@ -27,7 +27,6 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import text_blocks
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps
-from lightning_fedleak.attacks.membership.whitening import whitening_matrix
 from lightning_fedleak.attacks.row_space.linear_maps import (
     KnownInput,
     SharedInput,
@@ -38,20 +37,17 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     lone_token_maps,
     vocabulary_size,
 )
-from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextAttack, TextGuess
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
-from lightning_fedleak.attacks.texts.subspace_rows import BlockInputs, RecoveredText, readers
-from lightning_fedleak.attacks.texts.subspace_search import SubspaceSearch
-from lightning_fedleak.attacks.words.aligned_rows import rounding_error
-from lightning_fedleak.attacks.words.subspace import NO_GRADIENT_YET, SubspaceWords
-from lightning_fedleak.snapshots import (
-    Inapplicable,
-    NotYet,
-    Observation,
-    UpdateSnapshot,
-    whole_tensor,
+from lightning_fedleak.attacks.texts.subspace_rows import (
+    BlockInputs,
+    RecoveredText,
+    readers,
+    shared_rows,
 )
+from lightning_fedleak.attacks.texts.subspace_search import SubspaceSearch
+from lightning_fedleak.attacks.words.subspace import SubspaceWords
+from lightning_fedleak.snapshots import Inapplicable, Observation, UpdateSnapshot
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 from lightning_fedleak.validate import check_integer, check_number
 
@@ -61,8 +57,6 @@ class ReadingLimits:
     """How much of a model is read. None of the values was tuned."""
 
     blocks: int = 12  # read at most where rows are few; each costs time, and distinguishes more
-    sample_texts: int = 16  # random texts from which states' whitening is estimated
-    sample_length: int = 64  # tokens in each of them
     alike: float = 1e-4  # difference of inputs over their norm below which both tokens are tried
     most_alike: int = 64  # such tokens; with more of them nothing is certified
 
@@ -219,15 +213,7 @@ class SubspaceTexts(TextAttack):
             return
         self._bottom = BlockInputs(anatomy, inputs, self._facts)
         self._complete_maps = lone_token_maps(anatomy, inputs[0].maps)
-        self._whitenings = self._learn_whitenings(self._bottom)
-
-    def _learn_whitenings(self, bottom: BlockInputs) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)
-        length = min(LIMITS.sample_length, bottom.context or LIMITS.sample_length)
-        shape = (LIMITS.sample_texts, length)
-        ids = torch.randint(bottom.vocab_size, shape, generator=generator)
-        states = bottom.parts(bottom.hidden(ids.to(bottom.device)))
-        return [whitening_matrix(x.flatten(0, 1).mT @ x.flatten(0, 1)).double() for x in states]
+        self._whitenings = self._bottom.whitenings(self.seed)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Copy the weights again, and prepare again where something else is trained."""
@@ -264,7 +250,8 @@ class SubspaceTexts(TextAttack):
                 "blocks behind the first; SubspaceWords reads the words, and of LoRA texts are read"
             )
         words = self._words.run(view)
-        shared = [self._rows(block, bottom.anatomy, view) for block in bottom.inputs]
+        autocast = self._facts.autocast
+        shared = [shared_rows(b, bottom.anatomy, view, autocast) for b in bottom.inputs]
         bag = words.types.sort().values.to(bottom.device)
         if not len(bag):
             raise UnusableObservation("no word stands out of the noise")
@@ -305,34 +292,6 @@ class SubspaceTexts(TextAttack):
                 "decay, with momentum where it begins afresh (optimizer.state.clear()): leave "
                 "local_steps out to see what the gradients of the client's data would give away"
             )
-
-    def _rows(self, block: SharedInput, anatomy: Anatomy, view: Observation) -> SharedRows:
-        snapshot = view.gradients[-1]
-        gradients, noise = [], []
-        for linear in readers(block, anatomy):
-            g = whole_tensor(view.gradient(linear.name)).to(anatomy.device)
-            if not bool(g.isfinite().all()):
-                raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
-            if bool(g.any()):
-                gradients.append(g if linear.axis == 1 else g.T)
-                stored = 0.0
-                weight = anatomy.parameter(linear.name)
-                if isinstance(snapshot, UpdateSnapshot) and weight is not None:
-                    stored = rounding_error(whole_tensor(weight)) * snapshot.local_steps**0.5
-                    stored /= snapshot.learning_rate
-                noise.append(math.hypot(snapshot.noise_std, stored))
-        if not gradients:
-            if any(m.factor == "A" for m in readers(block, anatomy)):
-                raise NotYet(NO_GRADIENT_YET)
-            raise UnusableObservation("the gradients of the second block's projections are zero")
-        dtypes = [*(g.dtype for g in gradients), self._facts.autocast or torch.float32]
-        nothing = torch.zeros(0, block.width, dtype=torch.float64, device=gradients[0].device)
-        return SharedRows.stack(
-            gradients,
-            nothing,
-            rounding=max(torch.finfo(d).eps for d in dtypes),
-            noise=noise,
-        )
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""

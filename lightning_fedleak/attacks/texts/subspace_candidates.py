@@ -27,7 +27,7 @@ class SearchSettings:
             texts to those that the rows show.
         failures: texts without an exact half after which the search ends.
         slack: tokens beyond twice the bag's at which such a text is given up.
-        alternatives: ways to go on that are remembered at each place.
+        alternatives: ways to continue that are stored at each place.
         copies: repetitions of a text's first token that are tried; longer ones are not found.
         longest: tokens of a text, at most.
     """
@@ -71,8 +71,8 @@ class PartialText:
             tokens.
         score: sum of the evidence of tokens that are not inherited, and of their prior.
         remainders: what is left of the rows of each block.
-        rivals: other ways in which it could have begun, or branched off.
-        alternatives: other ways in which it could have gone on.
+        rivals: other ways to begin it, or to branch off.
+        alternatives: other ways to continue it.
         states: for each token that is not inherited, each block's state (d,).
         copies: repetitions of its first token whose states equal that token's: they have no states.
     """
@@ -107,7 +107,7 @@ class PartialText:
         return replace(self, tokens=self.tokens[:-1], fits=self.fits[:-1], states=self.states[:-1])
 
     def with_alternatives(self, branches: tuple[Branch, ...]) -> PartialText:
-        """Return the text with more ways in which it could have gone on."""
+        """Return the text with more ways to continue it."""
         return replace(self, alternatives=self.alternatives + branches)
 
 

@@ -15,19 +15,23 @@ from torch import Tensor, nn
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import Place, states_in, text_blocks
 from lightning_fedleak.anatomy.wrappers import unwrap
-from lightning_fedleak.attacks.base import RunFacts
+from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.attacks.membership.whitening import whitening_matrix
 from lightning_fedleak.attacks.row_space.linear_maps import LinearMap, SharedInput, block_name
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.attacks.words.aligned_rows import rounding_error
+from lightning_fedleak.attacks.words.subspace import NO_GRADIENT_YET
 from lightning_fedleak.model_runs import stop_at
+from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
 
 
 @dataclass(frozen=True)
 class CertificateLimits:
     """Limits of a certificate. None of the values was tuned.
 
-    ``benchmarks/attacks/text_certificates.py`` counts wrong certificates; tighter limits make them
-    rarer.
+    Tighter limits make wrong certificates rarer, which ``benchmarks/attacks/text_certificates.py``
+    counts.
     """
 
     residual: float = 20.0  # in units of rounding, left of the rows at most; more certifies noise
@@ -51,6 +55,7 @@ class FitLimits:
 
 CERTIFICATE = CertificateLimits()
 FIT = FitLimits()
+SAMPLE = (16, 64)  # random texts and their tokens, for the states' whitening; not tuned
 
 
 class RecoveredText(NamedTuple):
@@ -82,6 +87,14 @@ class BlockInputs(BottomModel):
         names = [name for name, _ in text_blocks(anatomy)]
         deepest = names.index(block_name(inputs[-1].maps[0].name)) + 1
         super().__init__(anatomy, deepest, autocast=facts.autocast)
+
+    def whitenings(self, seed: int) -> list[Tensor]:
+        """Return for each block the whitening (d, d) of states of random texts."""
+        generator = torch.Generator().manual_seed(seed)
+        length = min(SAMPLE[1], self.context or SAMPLE[1])
+        ids = torch.randint(self.vocab_size, (SAMPLE[0], length), generator=generator)
+        states = self.parts(self.hidden(ids.to(self.device)))
+        return [whitening_matrix(x.flatten(0, 1).mT @ x.flatten(0, 1)).double() for x in states]
 
     def _bind(self, anatomy: Anatomy, step: int) -> None:
         super()._bind(anatomy, step)
@@ -125,6 +138,45 @@ class BlockInputs(BottomModel):
         """Return each block's part of states (..., blocks * d): (..., d) float64 of unit length."""
         parts = states.double().chunk(len(self.inputs), -1)
         return [nn.functional.normalize(x, dim=-1) for x in parts]
+
+
+def shared_rows(
+    block: SharedInput, anatomy: Anatomy, view: Observation, autocast: torch.dtype | None
+) -> SharedRows:
+    """Return the rows that the trained maps of a block share, in units of their noise.
+
+    Args:
+        block: the input of the maps.
+        anatomy: of the live model.
+        view: the newest gradients or update are read.
+        autocast: dtype of the client's autocast region, or None.
+
+    Raises:
+        UnusableObservation: they are not finite, or all zero.
+        NotYet: only a LoRA's A is trained, and B is still zero.
+    """
+    snapshot = view.gradients[-1]
+    gradients, noise = [], []
+    for linear in readers(block, anatomy):
+        g = whole_tensor(view.gradient(linear.name)).to(anatomy.device)
+        if not bool(g.isfinite().all()):
+            raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
+        if bool(g.any()):
+            gradients.append(g if linear.axis == 1 else g.T)
+            stored = 0.0
+            weight = anatomy.parameter(linear.name)
+            if isinstance(snapshot, UpdateSnapshot) and weight is not None:
+                stored = rounding_error(whole_tensor(weight)) * snapshot.local_steps**0.5
+                stored /= snapshot.learning_rate
+            noise.append(math.hypot(snapshot.noise_std, stored))
+    if not gradients:
+        if any(m.factor == "A" for m in readers(block, anatomy)):
+            raise NotYet(NO_GRADIENT_YET)
+        raise UnusableObservation("the gradients of the second block's projections are zero")
+    dtypes = [*(g.dtype for g in gradients), autocast or torch.float32]
+    nothing = torch.zeros(0, block.width, dtype=torch.float64, device=gradients[0].device)
+    rounding = max(torch.finfo(d).eps for d in dtypes)
+    return SharedRows.stack(gradients, nothing, rounding=rounding, noise=noise)
 
 
 # ---- the search: what explained tokens leave of the rows ------------------------------------

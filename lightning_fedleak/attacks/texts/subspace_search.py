@@ -189,17 +189,23 @@ class TextWalk:
             children = self._continue(beams, beginnings, prior)
             ended += [text for text, row in children if row is None]
             grown = [(text, row) for text, row in children if row is not None]
-            grown.sort(key=lambda pair: -pair[0].score)
-            grown = grown[:1] if grown and grown[0][0].exact else grown[: self.beam]
-            beams = [text for text, _ in grown]
-            if beams:
-                rows = torch.tensor([row for _, row in grown], device=self.bag.device)
-                beginnings = beginnings.select(rows)
-                last = torch.tensor([[text.tokens[-1]] for text in beams], device=self.bag.device)
-                beginnings.follow(last)
-                beginnings.keep(torch.ones(len(beams), dtype=torch.int64, device=self.bag.device))
+            beams, beginnings = self._best(grown, beginnings)
         ended += [text for text in beams if text not in ended]
         return max(ended, key=lambda text: text.score), not deadline.passed
+
+    def _best(
+        self, grown: list[tuple[PartialText, int]], beginnings: Prefixes
+    ) -> tuple[list[PartialText], Prefixes]:
+        """Return the best of grown texts, or the best one if it is exact, and their beginnings."""
+        grown = sorted(grown, key=lambda pair: -pair[0].score)
+        grown = grown[:1] if grown and grown[0][0].exact else grown[: self.beam]
+        beams = [text for text, _ in grown]
+        if beams:
+            device = self.bag.device
+            beginnings = beginnings.select(torch.tensor([row for _, row in grown], device=device))
+            beginnings.follow(torch.tensor([[text.tokens[-1]] for text in beams], device=device))
+            beginnings.keep(torch.ones(len(beams), dtype=torch.int64, device=device))
+        return beams, beginnings
 
     def _continue(
         self, beams: Sequence[PartialText], beginnings: Prefixes, prior: float

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from lightning_fedleak.attacks.texts.base import Sent
-from lightning_fedleak.attacks.texts.descent import DescentAttack, Stop, Weighting
+from lightning_fedleak.attacks.texts.descent import DescentAttack, DescentSettings
 from lightning_fedleak.validate import check_integer, check_number
 
 
@@ -22,18 +23,14 @@ class TokenRelaxation(DescentAttack):
         layer: the split.
         steps: gradient steps for one text, at most.
         lr: Adam's learning rate, in units of the weights, which start at 0.
-        stop: ``"settled"`` or the paper's ``"cosine"``, see
-            :class:`~lightning_fedleak.attacks.texts.descent.DescentAttack`.
-        cosine: at which ``stop="cosine"`` ends; the paper's value is .98.
         temperature: divides the weights before the softmax.
-        weighting: ``"per_position"`` or ``"paper"``, see the base class.
-        at_once: tokens that go through the bottom with gradient in one run.
         most_weights: weights in one run (at least one text's), of which Adam and the gradient keep
             five copies: the default is 640 MB in float32.
-        autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
-        refresh_every: optimizer steps after which the bottom model is copied again.
+        descent: rarely changed settings
+            (:class:`~lightning_fedleak.attacks.texts.descent.DescentSettings`).
         budget_seconds: for one observation, divided evenly among its texts.
         name: in the logs.
+        old: arguments of 0.1.0 that ``descent`` has, which warn.
 
     Raises:
         ValueError: a setting out of range.
@@ -51,30 +48,22 @@ class TokenRelaxation(DescentAttack):
         layer: int,
         steps: int = 1000,
         lr: float = 0.1,
-        stop: Stop = "settled",
         *,
-        cosine: float = 0.98,
         temperature: float = 1.0,
-        weighting: Weighting = "per_position",
-        at_once: int = 1 << 11,
         most_weights: int = 1 << 25,
-        autocast: torch.dtype | None = None,
-        refresh_every: int = 1,
+        descent: DescentSettings | None = None,
         budget_seconds: float | None = None,
         name: str | None = None,
+        **old: Any,
     ) -> None:
         super().__init__(
             layer,
             steps=steps,
             lr=lr,
-            stop=stop,
-            cosine=cosine,
-            weighting=weighting,
-            at_once=at_once,
-            autocast=autocast,
-            refresh_every=refresh_every,
+            descent=descent,
             budget_seconds=budget_seconds,
             name=name,
+            old=old,
         )
         check_number("temperature", temperature, above=0)
         check_integer("most_weights", most_weights)
@@ -92,7 +81,7 @@ class TokenRelaxation(DescentAttack):
 
     def tokens_at_once(self) -> int:
         """Return the number of tokens whose weights fit into one run."""
-        return min(self.at_once, self.most_weights // self.bottom.vocab_size)
+        return min(self.descent.at_once, self.most_weights // self.bottom.vocab_size)
 
     def start(self, sent: Sent) -> Tensor:
         """Return zeros (B, L, V): all tokens have the same share."""

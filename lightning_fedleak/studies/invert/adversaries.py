@@ -11,9 +11,10 @@ import torch
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack
 from lightning_fedleak.attacks.texts.beam_from_words import BeamFromWords
+from lightning_fedleak.attacks.texts.descent import DescentSettings
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.texts.gradient_matching import GradientMatching
-from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
+from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion, PrefixSettings
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation
 from lightning_fedleak.studies.names import INVERT_ATTACKS
@@ -69,26 +70,17 @@ def make_adversary(
         ValueError: an unknown name, or a setting that the attack refuses.
     """
     label = f"{name}@{layer}"
-    common: dict[str, Any] = {
-        "budget_seconds": budget_seconds,
-        "autocast": autocast,
-        "name": label,
-    }
+    common: dict[str, Any] = {"budget_seconds": budget_seconds, "name": label}
     if name == "prefix":
-        return PrefixInversion(layer, public_text, **common)
-    common["steps"] = steps
+        settings = PrefixSettings(autocast=autocast)
+        return PrefixInversion(layer, public_text, settings=settings, **common)
+    common |= {"steps": steps, "descent": DescentSettings(autocast=autocast)}
     if name == "relaxation":
         return TokenRelaxation(layer, lr=RELAXATION_LR, **common)
     if name == "paper":
-        return EmbeddingDescent(
-            layer,
-            lr=PAPER_LR,
-            weighting="paper",
-            likeness="cosine",
-            initial="mean",
-            init_token=hello,
-            **common,
-        )
+        common["descent"] = DescentSettings(weighting="paper", autocast=autocast)
+        start: Literal["mean"] | int = "mean" if hello is None else hello
+        return EmbeddingDescent(layer, lr=PAPER_LR, likeness="cosine", initial=start, **common)
     if name == "sweeps":
         return EmbeddingDescent(
             layer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.texts import base as sent_module
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.attacks.texts.descent import Descent, RowAdam, TokenTable
+from lightning_fedleak.attacks.texts.descent import Descent, DescentSettings, RowAdam, TokenTable
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
@@ -38,8 +39,12 @@ def text(b: int = 4, length: int = 8, side: str = "right", seed: int = 1) -> tup
     return ids * mask, mask
 
 
+RARE = [field.name for field in fields(DescentSettings)]
+
+
 def prepared(model: nn.Module, layer: int = 2, **settings: Any) -> EmbeddingDescent:
-    attack = EmbeddingDescent(layer, **settings)
+    rare = {name: settings.pop(name) for name in RARE if name in settings}
+    attack = EmbeddingDescent(layer, descent=DescentSettings(**rare), **settings)
     attack.prepare(find_anatomy(model))
     return attack
 
@@ -186,7 +191,7 @@ def test_the_papers_rule_stops_each_text_at_its_cosine() -> None:
     model = tiny_gpt2(layers=3)
     ids, mask = text()
     sent = hidden_states(find_anatomy(model), 2, ids, mask)
-    paper = {"weighting": "paper", "likeness": "cosine", "init_token": 5, "steps": 200}
+    paper = {"weighting": "paper", "likeness": "cosine", "initial": 5, "steps": 200}
     steps, cosines = {}, {}
     for cosine in (0.5, 0.98):
         attack = prepared(model, stop="cosine", cosine=cosine, **paper)
@@ -379,7 +384,7 @@ def test_the_copy_is_stale_until_it_is_refreshed() -> None:
     assert attack.bottom.age(7) == 0
     assert float((stale.tokens == ids)[mask == 1].float().mean()) < 0.5
     assert torch.equal(fresh.tokens[mask == 1], ids[mask == 1])
-    attack.refresh_every = 5
+    attack.descent = DescentSettings(refresh_every=5)
     attack.refresh(anatomy, 11)
     assert attack.bottom.age(11) == 4
     attack.refresh(anatomy, 12)
@@ -486,6 +491,7 @@ def test_activations_that_do_not_fit_are_refused(given: Any, message: str) -> No
     [
         ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
         ({"lr": 0.0}, "lr must be a number above 0, got 0.0"),
+        ({"initial": -1}, "initial must be an integer of at least 0, got -1"),
         ({"stop": "never"}, "stop must be 'settled' or 'cosine', got 'never'"),
         ({"weighting": "flat"}, "weighting must be 'per_position' or 'paper'"),
         ({"likeness": "dot"}, "likeness must be 'whitened' or 'cosine'"),
@@ -506,18 +512,29 @@ def test_activations_that_do_not_fit_are_refused(given: Any, message: str) -> No
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        EmbeddingDescent(**({"layer": 1} | settings))
+        prepared(tiny_gpt2(), **({"layer": 1} | settings))
 
 
 def test_bad_settings_for_this_model_are_refused() -> None:
     with pytest.raises(ValueError, match="layer=9 is out of range"):
         prepared(tiny_gpt2(), 9)
-    with pytest.raises(ValueError, match="init_token holds the id 97, but the vocabulary ends"):
-        prepared(tiny_gpt2(), 1, init_token=VOCAB)
+    with pytest.raises(ValueError, match="initial holds the id 97, but the vocabulary ends"):
+        prepared(tiny_gpt2(), 1, initial=VOCAB)
     with pytest.raises(ValueError, match="always_try holds the id -2"):
         prepared(tiny_gpt2(), 1, always_try=(1, -2))
     with pytest.raises(RuntimeError, match="call prepare"):
         EmbeddingDescent(1).reconstruct(torch.ones(1, 2, DIM), None, None)
+
+
+def test_arguments_of_0_1_0_warn_with_the_new_spelling() -> None:
+    spelling = r"EmbeddingDescent\(descent=DescentSettings\(stop=, cosine=\)\) now"
+    with pytest.warns(FutureWarning, match=spelling):
+        attack = EmbeddingDescent(1, stop="cosine", cosine=0.9)
+    assert attack.descent == DescentSettings(stop="cosine", cosine=0.9)
+    with pytest.warns(FutureWarning, match=r"EmbeddingDescent\(initial=\)"):
+        assert EmbeddingDescent(1, init_token=7).initial == 7
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stopp'"):
+        EmbeddingDescent(1, stopp="cosine")
 
 
 def test_config_names_the_attack() -> None:

@@ -14,7 +14,12 @@ from torch.nn import functional as F
 from lightning_fedleak.anatomy import Anatomy, AnatomyError, find_anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
-from lightning_fedleak.attacks.texts.gradient_matching import Dummy, GradientMatching, Matching
+from lightning_fedleak.attacks.texts.gradient_matching import (
+    Dummy,
+    GradientMatching,
+    Matching,
+    MatchingSettings,
+)
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
@@ -100,7 +105,9 @@ def test_loss_and_slopes_are_those_of_the_whole_model(family: Any, kind: str, la
     layers, kind = kind == "tag by layer", kind.split()[0]
     model, ids = ready(family()).double(), texts(2, 5)
     model.set_attn_implementation("eager")
-    attack = GradientMatching(2, 5, distance=kind, layer_weights=layers, labels=labels)
+    attack = GradientMatching(
+        2, 5, distance=kind, labels=labels, matching=MatchingSettings(layer_weights=layers)
+    )
     run = matching(attack, model, ids)
     true = [p.grad.clone() for p in model.parameters()]
     words = torch.randn(2, 5, 64, dtype=torch.float64).mul_(0.1).requires_grad_()
@@ -191,7 +198,9 @@ def test_rearranging_finds_the_order_of_right_words() -> None:
     torch.manual_seed(0)
     model, ids = ready(llama()), texts(2, 6)
     for labels in ("text", "learned"):
-        attack = GradientMatching(2, 6, labels=labels, swaps=20, prior=0.0)
+        attack = GradientMatching(
+            2, 6, labels=labels, matching=MatchingSettings(swaps=20, prior=0.0)
+        )
         run = matching(attack, model, ids)
         order = torch.tensor([0, 4, 2, 3, 1, 5])
         mixed = ids.clone()
@@ -211,7 +220,7 @@ def test_rearranging_finds_the_order_of_right_words() -> None:
 def test_the_prior_prefers_what_the_model_finds_likely() -> None:
     torch.manual_seed(0)
     model, ids = ready(llama()), texts(1, 6)
-    run = matching(GradientMatching(1, 6, prior=0.5), model, ids)
+    run = matching(GradientMatching(1, 6, matching=MatchingSettings(prior=0.5)), model, ids)
     other = texts(1, 6)
     with run.copy.session(), torch.no_grad():
         dummy = Dummy(run.table.embeddings[other], None)
@@ -221,7 +230,9 @@ def test_the_prior_prefers_what_the_model_finds_likely() -> None:
 
 
 def test_every_kind_of_order_is_a_permutation() -> None:
-    run = matching(GradientMatching(1, 7, swaps=40), ready(llama()), texts(1, 7))
+    run = matching(
+        GradientMatching(1, 7, matching=MatchingSettings(swaps=40)), ready(llama()), texts(1, 7)
+    )
     orders = [order.tolist() for order in run._orders()]
     assert all(sorted(order) == list(range(7)) for order in orders)
     assert len({tuple(order) for order in orders}) > 20
@@ -264,7 +275,7 @@ def test_a_word_near_the_paddings_is_no_padding() -> None:
         (tiny_bert_classifier, {"labels": "learned"}, "prior=0"),
         (
             lambda: tiny_bert_classifier(classes=1),
-            {"labels": "learned", "prior": 0.0},
+            {"labels": "learned", "matching": MatchingSettings(prior=0.0)},
             "one output",
         ),
     ],
@@ -306,12 +317,6 @@ def test_texts_longer_than_the_context() -> None:
         {"length": 1},
         {"distance": "l1"},
         {"labels": "given"},
-        {"alpha": -1.0},
-        {"regularise": -1.0},
-        {"prior": float("nan")},
-        {"swaps": -1},
-        {"swap_every": 0},
-        {"starts": 0},
         {"steps": 0},
         {"lr": 0.0},
         {"parameters": "head.weight"},
@@ -323,12 +328,47 @@ def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
         GradientMatching(**({"texts": 1, "length": 6} | wrong))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"alpha": -1.0},
+        {"regularise": -1.0},
+        {"prior": float("nan")},
+        {"swaps": -1},
+        {"swap_every": 0},
+        {"starts": 0},
+    ],
+)
+def test_matching_settings_out_of_range(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        MatchingSettings(**wrong)
+
+
+def test_arguments_of_0_1_0_warn_with_the_new_spelling() -> None:
+    spelling = r"GradientMatching\(matching=MatchingSettings\(prior=, swaps=\)\)"
+    with pytest.warns(FutureWarning, match=spelling):
+        attack = GradientMatching(1, 6, prior=0.5, swaps=3)
+    assert attack.matching == MatchingSettings(prior=0.5, swaps=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'priors'"):
+        GradientMatching(1, 6, priors=0.5)
+
+
 def test_systems_are_those_of_the_papers() -> None:
     dlg, tag, lamp = (getattr(GradientMatching, n)(2, 8, steps=9) for n in ("dlg", "tag", "lamp"))
-    assert (dlg.distance, dlg.labels, dlg.swaps, dlg.starts) == ("l2", "learned", 0, 1)
-    assert (tag.distance, tag.labels, tag.swaps, tag.starts) == ("tag", "learned", 0, 1)
+    assert (dlg.distance, dlg.labels, dlg.matching.swaps, dlg.matching.starts) == (
+        "l2",
+        "learned",
+        0,
+        1,
+    )
+    assert (tag.distance, tag.labels, tag.matching.swaps, tag.matching.starts) == (
+        "tag",
+        "learned",
+        0,
+        1,
+    )
     assert (lamp.distance, lamp.labels) == ("cosine", "text")
-    assert min(lamp.swaps, lamp.prior, lamp.regularise) > 0
+    assert lamp.matching == MatchingSettings()
     assert [a.name for a in (dlg, tag, lamp)] == ["dlg", "tag", "lamp"]
     assert {a.steps for a in (dlg, tag, lamp)} == {9}
     assert GradientMatching.tag(1, 4, alpha=0.5, name="other").config()["alpha"] == 0.5
@@ -361,7 +401,10 @@ def test_what_it_cannot_read_is_unknown() -> None:
 def test_rounds_of_one_plain_step_are_read(
     optimizer: str, own: dict[str, float | bool], steps: int, known: bool
 ) -> None:
-    model, attack = ready(llama()), GradientMatching(1, 6, steps=2, starts=1)
+    model, attack = (
+        ready(llama()),
+        GradientMatching(1, 6, steps=2, matching=MatchingSettings(starts=1)),
+    )
     settings = {"lr": 0.1, **own}
     attack.meet(RunFacts(optimizer=optimizer, optimizer_settings=settings, local_steps=steps))
     anatomy = find_anatomy(model)
@@ -388,7 +431,7 @@ def test_time_ends_it_and_it_says_so() -> None:
 def test_a_seed_is_a_guess() -> None:
     torch.manual_seed(0)
     model, ids = ready(llama()), texts(1, 6)
-    settings = {"steps": 20, "starts": 2, "swaps": 4, "swap_every": 4}
+    settings = {"steps": 20, "matching": MatchingSettings(starts=2, swaps=4, swap_every=4)}
     one, same, other = (
         read(GradientMatching(1, 6, seed=seed, **settings), model, ids) for seed in (0, 0, 1)
     )

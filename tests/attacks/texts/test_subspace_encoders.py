@@ -18,7 +18,7 @@ from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
-from lightning_fedleak.attacks.texts.subspace_rows import RecoveredText
+from lightning_fedleak.attacks.texts.subspace_rows import RecoveredText, shared_rows
 from lightning_fedleak.snapshots import GradientSnapshot, NotYet, Observation, Stage
 from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
@@ -216,7 +216,7 @@ def certificate(rows: int) -> tuple[Callable[[list[list[int]]], bool], list[list
     assert bottom is not None
     first = attack._blocks(anatomy).first
     assert first is not None
-    shared = [attack._rows(known, anatomy, view) for known in bottom.inputs]
+    shared = [shared_rows(known, anatomy, view, None) for known in bottom.inputs]
     bag = ids.unique()
     search = EncoderSearch(bottom, first, attack._whitenings, shared, bag, 0)
     pairs = search._pairs(Deadline())

@@ -18,7 +18,7 @@ from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.texts.base import TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.subspace_candidates import PartialText
-from lightning_fedleak.attacks.texts.subspace_rows import Remainder
+from lightning_fedleak.attacks.texts.subspace_rows import Remainder, shared_rows
 from lightning_fedleak.attacks.texts.subspace_search import Certificate, SubspaceSearch
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
@@ -317,7 +317,7 @@ def prepared() -> tuple[SubspaceSearch, Tensor, list[tuple[int, ...]]]:
     bottom = attack._bottom
     assert bottom is not None
     view = shared(anatomy, attack)
-    rows = [attack._rows(known, anatomy, view) for known in bottom.inputs]
+    rows = [shared_rows(known, anatomy, view, None) for known in bottom.inputs]
     bag = ids[:, :-1].unique()
     search = SubspaceSearch(bottom, attack._whitenings, rows, bag, 3, 0)
     return search, bag, [tuple(row[:-1].tolist()) for row in ids]

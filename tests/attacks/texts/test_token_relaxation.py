@@ -9,15 +9,16 @@ import torch
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
-from lightning_fedleak.attacks.texts.descent import Descent
+from lightning_fedleak.attacks.texts.descent import Descent, DescentSettings
 from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation
 from lightning_fedleak.model_runs import hidden_states
-from tests.attacks.texts.test_embedding_descent import MODELS, slow_clock, text
+from tests.attacks.texts.test_embedding_descent import MODELS, RARE, slow_clock, text
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_gpt2
 
 
 def prepared(model: Any, layer: int = 2, **settings: Any) -> TokenRelaxation:
-    attack = TokenRelaxation(layer, **settings)
+    rare = {name: settings.pop(name) for name in RARE if name in settings}
+    attack = TokenRelaxation(layer, descent=DescentSettings(**rare), **settings)
     attack.prepare(find_anatomy(model))
     return attack
 

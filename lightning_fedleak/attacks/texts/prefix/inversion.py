@@ -9,6 +9,7 @@ over the effects of one context on single tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.search import Recovered, search
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
-from lightning_fedleak.validate import check_integer
+from lightning_fedleak.validate import check_integer, group_old_arguments
 
 # None of the values was tuned.
 BY_SIDE = 256  # candidates in one run; bounds the memory
@@ -96,6 +97,35 @@ def _regressed(features: Tensor, sample: Tensor, states: Tensor) -> Tensor:
     return torch.addmm(offset.float(), features, weights.float())
 
 
+@dataclass(frozen=True)
+class PrefixSettings:
+    """Settings of :class:`PrefixInversion` that are rarely changed.
+
+    Attributes:
+        contexts: beginnings behind which the tokens of the table run.
+        batch: texts searched at once; None for 1 on a CPU and 8 elsewhere.
+        autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
+        refresh_every: optimizer steps after which the bottom model is copied again.
+        renew_table_every: optimizer steps after which the table, which only ranks, is computed
+            again.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    contexts: int = 1
+    batch: int | None = None
+    autocast: torch.dtype | None = None
+    refresh_every: int = 1
+    renew_table_every: int = 1000
+
+    def __post_init__(self) -> None:
+        check_integer("contexts", self.contexts)
+        check_integer("batch", self.batch, optional=True)
+        check_integer("refresh_every", self.refresh_every)
+        check_integer("renew_table_every", self.renew_table_every)
+
+
 class PrefixInversion(InversionAttack):
     """The exact text of hidden states at the split, from left to right, for causal models.
 
@@ -114,20 +144,17 @@ class PrefixInversion(InversionAttack):
             open. Computing the table again is not part of it.
         types: tokens that run through the whole bottom in ``prepare``; the states of the others are
             predicted from theirs. None for all, which helps where many tokens are untrained.
-        contexts: beginnings behind which these tokens run.
         language_model: let the server's top model rank the next token.
         noised: whether the client adds noise, so that no token's state equals the one sent. None
             finds out, which costs one verification of the whole vocabulary or half of the time;
             then noise is assumed, and the guess is unfinished. False looks for the nearest token of
             the whole vocabulary at every place.
         beam: beginnings that are continued side by side where states are noised.
-        batch: texts searched at once; None for 1 on a CPU and 8 elsewhere.
-        autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
-        refresh_every: optimizer steps after which the bottom model is copied again.
-        renew_table_every: optimizer steps after which the table, which only ranks, is computed
-            again.
+        settings: rarely changed settings
+            (:class:`~lightning_fedleak.attacks.texts.prefix.inversion.PrefixSettings`).
         seed: of the attack's random draws.
         name: in the logs.
+        old: arguments of 0.1.0 that ``settings`` has, which warn.
 
     Raises:
         ValueError: a setting out of range.
@@ -149,34 +176,25 @@ class PrefixInversion(InversionAttack):
         *,
         tokenizer: Any = None,
         types: int | None = 4096,
-        contexts: int = 1,
         language_model: bool = True,
         noised: bool | None = None,
         beam: int = 4,
-        batch: int | None = None,
-        autocast: torch.dtype | None = None,
-        refresh_every: int = 1,
-        renew_table_every: int = 1000,
+        settings: PrefixSettings | None = None,
         seed: int = 0,
         name: str | None = None,
+        **old: Any,
     ) -> None:
         super().__init__(layer, budget_seconds, name)
         check_integer("types", types, at_least=2, optional=True)
-        check_integer("contexts", contexts)
         check_integer("beam", beam)
-        check_integer("batch", batch, optional=True)
-        check_integer("refresh_every", refresh_every)
-        check_integer("renew_table_every", renew_table_every)
         self.public_text = PublicText.parse(public_text, tokenizer)
         self.types = types
-        self.contexts = contexts
         self.language_model = language_model
         self.noised = noised
         self.beam = beam
-        self.batch = batch
-        self.autocast = autocast
-        self.refresh_every = refresh_every
-        self.renew_table_every = renew_table_every
+        self.settings = group_old_arguments(
+            type(self).__name__, "settings", settings or PrefixSettings(), old
+        )
         self.seed = seed
         self._table: StateTable | None = None
         self._table_step: int | None = None
@@ -191,7 +209,7 @@ class PrefixInversion(InversionAttack):
                 causal: then a token's state depends on what follows it.
         """
         super().prepare(anatomy)
-        autocast = self.autocast or self._facts.autocast
+        autocast = self.settings.autocast or self._facts.autocast
         bottom = BottomModel(anatomy, self.layer, autocast=autocast)
         if not bottom.causal:
             raise ValueError(
@@ -207,9 +225,9 @@ class PrefixInversion(InversionAttack):
         """Copy the weights, and compute the table, again where they are too old."""
         if self._table_step is None:
             self._table_step = self.bottom.step
-        if not 0 <= self.bottom.age(step) < self.refresh_every:
+        if not 0 <= self.bottom.age(step) < self.settings.refresh_every:
             self.bottom.refresh(anatomy, step)
-        if not 0 <= step - self._table_step < self.renew_table_every:
+        if not 0 <= step - self._table_step < self.settings.renew_table_every:
             self._table_step = step
             self._learn()
 
@@ -221,10 +239,9 @@ class PrefixInversion(InversionAttack):
             states = bottom.hidden(ids, mask)
             real = mask.bool() & (mask.cumsum(1) > min(SKIPPED, ids.shape[1] - 1))
             long = mask.sum(1).argsort(descending=True)
-            length = min(
-                CONTEXT_LENGTH, int(mask[long[: self.contexts]].sum(1).min()), ids.shape[1] - 1
-            )
-            contexts = ids[long[: self.contexts], :length]
+            first = long[: self.settings.contexts]
+            length = min(CONTEXT_LENGTH, int(mask[first].sum(1).min()), ids.shape[1] - 1)
+            contexts = ids[first, :length]
             typical = typical_states(bottom, contexts, self.types, self.seed)
             self._table = StateTable(
                 typical, bottom.word_embeddings(), states[real], ids[real], self.seed
@@ -269,7 +286,7 @@ class PrefixInversion(InversionAttack):
         shape = (hidden.shape[0], hidden.shape[1])
         whole = Layout.from_masks(shape, attention_mask, position_ids).to(bottom.device)
         deadline = Deadline(self.budget_seconds)
-        size = self.batch or (1 if bottom.device.type == "cpu" else 8)
+        size = self.settings.batch or (1 if bottom.device.type == "cpu" else 8)
         tokens, confidence, finished, candidates = [], [], True, 0
         noised, spread = self.noised, self._spread(hidden, attention_mask)
         with torch.no_grad(), bottom.session():
@@ -342,14 +359,14 @@ class PrefixInversion(InversionAttack):
             "budget_seconds": self.budget_seconds,
             "public_text": public if public is None or isinstance(public, str) else "given",
             "types": self.types,
-            "contexts": self.contexts,
+            "contexts": self.settings.contexts,
             "language_model": self.language_model,
             "noised": self.noised,
             "beam": self.beam,
-            "batch": self.batch,
-            "autocast": None if self.autocast is None else str(self.autocast),
-            "refresh_every": self.refresh_every,
-            "renew_table_every": self.renew_table_every,
+            "batch": self.settings.batch,
+            "autocast": None if self.settings.autocast is None else str(self.settings.autocast),
+            "refresh_every": self.settings.refresh_every,
+            "renew_table_every": self.settings.renew_table_every,
             "seed": self.seed,
         }
 

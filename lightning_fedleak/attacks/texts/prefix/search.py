@@ -25,7 +25,7 @@ from lightning_fedleak.attacks.texts.prefix.table import StateTable
 from lightning_fedleak.attacks.texts.prefix.verification import (
     AsSent,
     Effort,
-    Place,
+    OpenPlace,
     Prior,
     Settling,
     Task,
@@ -137,7 +137,7 @@ class _Search:
         b, n = task.observed.shape[:2]
         self.rows = torch.arange(b, device=task.observed.device)
         self.opened_again: list[set[int]] = [set() for _ in range(b)]
-        self.places = [Place() for _ in range(b)]
+        self.places = [OpenPlace() for _ in range(b)]
         self.confidence = task.observed.new_zeros(b, n)
         self.residuals = task.observed.new_full((b, n), float("nan"))
         self.run_length = float(AHEAD[1])
@@ -185,7 +185,7 @@ class _Search:
             self.opened_again[i].add(column)
             self.guess[i, column:] = self.prefixes.tokens[i, column:]
             self.prefixes.lengths[i] = column
-            self.places[i] = Place(certain=True)
+            self.places[i] = OpenPlace(certain=True)
         return bool((self.prefixes.lengths < self.counts).any())
 
     def _beams(self, tokens: Tensor, lengths: Tensor, width: int, spread: Tensor) -> bool:
@@ -339,7 +339,7 @@ class _Search:
     def _move_on(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
         """Open the next place of each text, and replace guesses that the chain has shown wrong."""
         for i in (correct + (other >= 0).long()).nonzero().squeeze(1).tolist():
-            self.places[i] = place = Place()
+            self.places[i] = place = OpenPlace()
             m = int(correct[i])
             if m:
                 self.run_length += 0.2 * (m - self.run_length)

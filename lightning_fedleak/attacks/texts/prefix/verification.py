@@ -99,7 +99,7 @@ class Task:
 
 
 @dataclass
-class Place:
+class OpenPlace:
     """One text's first open token.
 
     Attributes:
@@ -175,7 +175,7 @@ def ranked_first(task: Task) -> Tensor:
     return ranked
 
 
-def next_round(task: Task, place: Place, i: int, first: Tensor) -> list[int]:
+def next_round(task: Task, place: OpenPlace, i: int, first: Tensor) -> list[int]:
     """Return the candidates of the next round at text ``i``'s open place.
 
     Args:
@@ -289,7 +289,7 @@ class AsSent:
             self.repeatable = True
         return counts
 
-    def same(self, i: int, place: Place) -> int | None:
+    def same(self, i: int, place: OpenPlace) -> int | None:
         """Return a verified candidate of text ``i`` that has the observed state, or None."""
         if not self.may_match(i):
             return None
@@ -312,7 +312,7 @@ class AsSent:
         place.distances[place.tokens.index(token)] = 0.0
         return token
 
-    def choose_twin(self, i: int, place: Place) -> None:
+    def choose_twin(self, i: int, place: OpenPlace) -> None:
         """Choose the most expected one of the place's twins for the time being."""
         column = int(self.task.lengths[i])
         expected = self.task.prior.all_scores(i, column)
@@ -382,7 +382,7 @@ class Settling:
         certain: Tensor = self._radius(distances, noise) < self.task.table.isolation(tokens)
         return certain
 
-    def look(self, i: int, place: Place) -> int | None:
+    def look(self, i: int, place: OpenPlace) -> int | None:
         """Return the token of text ``i``'s open place, or None if it is not certain yet.
 
         All tokens that can still be right are verified where rounds of candidates did not suffice.
@@ -423,7 +423,7 @@ class Settling:
         rivals = self.task.table.neighbours(token, radius)
         return rivals[self.task.table.rank[rivals].argsort()]
 
-    def _sweep(self, i: int, place: Place, noise: float) -> None:
+    def _sweep(self, i: int, place: OpenPlace, noise: float) -> None:
         """Verify all tokens that can still be right, and settle on the nearest."""
         table, prefixes = self.task.table, self.task.prefixes
         target = self.task.observed[i, self.task.lengths[i]]
@@ -473,7 +473,7 @@ class Settling:
         if not self._shows_noise(place, noise, cut):
             place.settled = place.tokens[place.best]
 
-    def _shows_noise(self, place: Place, noise: float, cut: bool = False) -> bool:
+    def _shows_noise(self, place: OpenPlace, noise: float, cut: bool = False) -> bool:
         """Return whether none of many possible tokens is right; all are verified unless ``cut``."""
         many = min(SURELY_NOISED, self.task.table.distinct // 2)
         wrong = place.distances[place.best] > 2.0 * noise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,12 +26,13 @@ from lightning_fedleak.attacks.texts.prefix import (
     verification as prefix_settling,
 )
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
-from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
+from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion, PrefixSettings
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 from tests.helpers import models
 
 STORIES = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "models" / "stories15M"
+RARE = [field.name for field in fields(PrefixSettings)]
 LEFT = torch.tensor([[0, 0, 0, *[1] * 9], [1] * 12, [0] * 8 + [1] * 4])
 
 
@@ -41,7 +43,8 @@ def texts(rows: int = 3, length: int = 12, seed: int = 0, vocab: int = models.VO
 def prepared(model, layer: int, **settings) -> PrefixInversion:
     anatomy = find_anatomy(model)
     public = PublicText(texts(40, 16, seed=7, vocab=anatomy.vocab_size))
-    attack = PrefixInversion(layer, public, **settings)
+    rare = {name: settings.pop(name) for name in RARE if name in settings}
+    attack = PrefixInversion(layer, public, settings=PrefixSettings(**rare), **settings)
     attack.prepare(anatomy)
     return attack
 
@@ -506,7 +509,9 @@ def test_a_table_is_as_old_as_the_copy_it_was_learned_with() -> None:
 
 def test_public_text_is_written_by_the_copy_and_not_by_the_client(monkeypatch) -> None:
     model = models.tiny_llama(layers=3)
-    attack = PrefixInversion(2, "sampled", refresh_every=10**6, renew_table_every=1)
+    attack = PrefixInversion(
+        2, "sampled", settings=PrefixSettings(refresh_every=10**6, renew_table_every=1)
+    )
     attack.prepare(find_anatomy(model))
     own, read = model.model.layers[0].self_attn.q_proj.weight, []
     held = own.detach().clone()

@@ -42,8 +42,8 @@ from lightning_fedleak.model_runs import (
     undisturbed,
 )
 
-_TRIAL_TOKENS = 6  # tokens of the trial whether states depend on later tokens; 2 would do
-_TRIAL_PREFIX = 8  # tokens of the two texts that the logits' scale, shift and cap are fitted on
+_TRIAL_TOKENS = 6  # tokens of the trial whether states depend on later tokens. Not tuned
+_TRIAL_PREFIX = 8  # tokens of two texts on which the logits' map is fitted. Not tuned
 
 
 class BottomModel:

@@ -262,7 +262,8 @@ class GradientMatching(TextAttack):
         if anatomy.kind == "classifier" and (self.labels == "text" or self.matching.prior):
             raise ThreatModelError(
                 f"attack '{self.name}': the labels of a classifier are not its text, and it gives "
-                "text no likelihood: set labels='learned' and prior=0"
+                "text no likelihood: set labels='learned' and "
+                "matching=MatchingSettings(prior=0)"
             )
         if anatomy.kind == "classifier" and anatomy.vocab_size < 2:
             raise ThreatModelError(

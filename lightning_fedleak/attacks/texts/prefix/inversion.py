@@ -137,11 +137,13 @@ class PrefixInversion(InversionAttack):
 
     Args:
         layer: the split.
-        public_text: text that the adversary owns, for the table of typical states: a file, strings
-            or token ids. ``"sampled"`` lets the model write it, None uses random tokens.
+        public_text: text that the adversary owns, for the table of typical states: a
+            :class:`~lightning_fedleak.attacks.public_text.PublicText`, texts or token ids.
+            ``"sampled"`` lets the model write it, None uses random tokens.
         budget_seconds: wall time for one observation. Where it ends a text, the other tokens are
             those that the table ranks first, with confidence 0; texts that were not begun are left
             open. Computing the table again is not part of it.
+        tokenizer: for texts.
         types: tokens that run through the whole bottom in ``prepare``; the states of the others are
             predicted from theirs. None for all, which helps where many tokens are untrained.
         language_model: let the server's top model rank the next token.

@@ -29,7 +29,7 @@ class StateTable:
     Args:
         states: (V, d).
         words: (V, e) word embeddings.
-        seen: (n, d) hidden states in public text.
+        public_states: (n, d) hidden states in public text.
         tokens: (n,) the tokens of these states.
         seed: of the choice of the origin.
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from lightning_fedleak.commands.options import FederateOptions
 from lightning_fedleak.commands.parser import parse
 from lightning_fedleak.extras import install
-from lightning_fedleak.finetuning.assets import SourceError, check_model
-from lightning_fedleak.finetuning.texts import check_texts
+from lightning_fedleak.finetuning.assets import SourceError, check_model_source
+from lightning_fedleak.finetuning.texts import check_text_source
 from lightning_fedleak.studies.names import check_defense
 
 
@@ -158,14 +158,14 @@ def _check_sources(options: argparse.Namespace) -> None:
     defenses = getattr(options, "defense", None) or ()
     for defense in (defenses,) if isinstance(defenses, str) else defenses:
         check_defense(defense)
-    check_model(options.model)
+    check_model_source(options.model)
     for name, column_name in (("text", "column"), ("public", "public_column")):
         source, column = getattr(options, name, None), getattr(options, column_name, None)
         option = f"--{column_name.replace('_', '-')}"
         if name == "public" and source == "sampled":  # by the model itself
             continue
         if source is not None:
-            check_texts(source, column, option=option)
+            check_text_source(source, column, option=option)
         elif column is not None:
             raise SourceError(f"{option} names a column of --{name}: give that too")
 

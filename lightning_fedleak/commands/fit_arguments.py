@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.finetuning.assets import SourceError, check_model, nearest
-from lightning_fedleak.finetuning.texts import check_texts
+from lightning_fedleak.finetuning.assets import SourceError, check_model_source, nearest
+from lightning_fedleak.finetuning.texts import check_text_source
 
 _CONFIG = ("--config", "-c")
 _COLUMN = "data.column="
@@ -50,9 +50,9 @@ def check_files(arguments: Sequence[str]) -> None:
         value if isinstance(value := settings.get(name), str) and value != "null" else None
         for name in ("model.model", "data.text", "data.column")
     )
-    check_model(model)
+    check_model_source(model)
     if text is not None:
-        check_texts(text, column, option=_COLUMN)
+        check_text_source(text, column, option=_COLUMN)
 
 
 def misspelt(arguments: Sequence[str], names: Collection[str]) -> list[str]:

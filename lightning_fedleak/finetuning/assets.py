@@ -55,7 +55,7 @@ def as_path(name: str | Path) -> Path:
     return path
 
 
-def check_model(name: str | Path | None) -> None:
+def check_model_source(name: str | Path | None) -> None:
     """Raise an error unless a model can be loaded from a folder, the cache or the hub.
 
     Args:
@@ -99,9 +99,9 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, Any]]:
         name: folder or name on the hub; None for the embedded model.
 
     Raises:
-        SourceError: the model cannot be loaded, see :func:`check_model`.
+        SourceError: the model cannot be loaded, see :func:`check_model_source`.
     """
-    check_model(name)
+    check_model_source(name)
     folder = EMBEDDED_MODEL if name is None else as_path(name)
     source = str(folder if folder.is_dir() else name)
     if folder.is_dir() or hub.why_unreachable() is None:

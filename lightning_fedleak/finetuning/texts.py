@@ -129,7 +129,7 @@ def read_labelled(
     return [(content, str(value)) for content, value in pairs]
 
 
-def check_texts(source: str, column: str | None = None, *, option: str = "column=") -> None:
+def check_text_source(source: str, column: str | None = None, *, option: str = "column=") -> None:
     """Raise the errors of :func:`read_texts` that do not need data from the hub.
 
     Raises:

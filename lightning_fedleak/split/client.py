@@ -24,7 +24,7 @@ def trainable_parameters(parts: Iterable[ModelPart | None]) -> list[nn.Parameter
     return list({id(p): p for p in parameters if p.requires_grad}.values())
 
 
-def terms(split: SplitModel) -> Tensor:
+def split_terms(split: SplitModel) -> Tensor:
     """Return the numbers that both sides must share: split, width, blocks, head on the client."""
     stop, tail = split.top.stop, split.tail is not None
     return torch.tensor([split.layer, split.width, stop, int(tail)])
@@ -69,7 +69,7 @@ class SplitClient:
         self._on_send = on_send
         parameters = self.parameters()
         self.optimizer = optimizer(parameters) if optimizer and parameters else None
-        self._ask(Kind.HELLO, {"terms": terms(split)})
+        self._ask(Kind.HELLO, {"terms": split_terms(split)})
 
     def parameters(self) -> list[nn.Parameter]:
         """Return this side's trainable parameters, each once."""

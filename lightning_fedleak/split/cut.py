@@ -98,12 +98,12 @@ def split_model(
             "server: take a layer below"
         )
     survey = _survey(anatomy)
-    bottom = _part(anatomy, survey, 0, layer, "tokens", "states")
+    bottom = _cut_part(anatomy, survey, 0, layer, "tokens", "states")
     if head == "client":
-        top = _part(anatomy, survey, layer, last, "states", "states")
-        tail = _part(anatomy, survey, last, last, "states", "logits")
+        top = _cut_part(anatomy, survey, layer, last, "states", "states")
+        tail = _cut_part(anatomy, survey, last, last, "states", "logits")
     else:
-        top, tail = _part(anatomy, survey, layer, last, "states", "logits"), None
+        top, tail = _cut_part(anatomy, survey, layer, last, "states", "logits"), None
     drifts = None
     if anatomy.tied and tail is None and anatomy.trainable(EMBEDDING_WEIGHT):
         if untie:
@@ -119,7 +119,7 @@ def split_model(
     split = SplitModel(
         layer, place.name, anatomy.block_names[-1], survey.width, bottom, top, tail, drifts
     )
-    _check(anatomy, split, survey)
+    _check_parts(anatomy, split, survey)
     return split
 
 
@@ -212,7 +212,7 @@ def _survey(anatomy: Anatomy) -> _Survey:
     return _Survey(called["below"], called["above"], output_form, states.shape[-1], text, logits)
 
 
-def _part(
+def _cut_part(
     anatomy: Anatomy,
     survey: _Survey,
     start: int,
@@ -236,18 +236,23 @@ def _part(
         if hasattr(like, "attention_type") and not hasattr(member, "attention_type"):
             member.attention_type = like.attention_type
     model.set_submodule(blocks, nn.ModuleList(members))
-    inside = f"{blocks}."
+    used = (survey.below if begins == "tokens" else set()) | (
+        survey.above if ends == "logits" else set()
+    )
     for path, module in whole.named_modules():
-        if path.startswith(inside) or path == blocks or any(True for _ in module.children()):
-            continue
-        idle = any(True for _ in module.parameters()) or isinstance(module, nn.Dropout)
-        used = (path in survey.below and begins == "tokens") or (
-            path in survey.above and ends == "logits"
-        )
-        if idle and not used:
-            embeds = path in survey.below and hasattr(module, "embedding_dim")
-            model.set_submodule(path, Nothing(module) if embeds else nn.Identity())
+        inside = path == blocks or path.startswith(f"{blocks}.")
+        if not inside and path not in used:
+            _drop_leaf(model, path, module, embeds=path in survey.below)
     return ModelPart(model, anatomy.hidden_size, start, stop, arrive, leave)
+
+
+def _drop_leaf(model: nn.Module, path: str, module: nn.Module, *, embeds: bool) -> None:
+    """Replace a leaf with weights or dropout, which a part does not use, by one without."""
+    if any(True for _ in module.children()):
+        return
+    if any(True for _ in module.parameters()) or isinstance(module, nn.Dropout):
+        nothing = embeds and hasattr(module, "embedding_dim")
+        model.set_submodule(path, Nothing(module) if nothing else nn.Identity())
 
 
 def _resize(model: nn.Module, count: int, first: int, whole: int) -> None:
@@ -266,7 +271,7 @@ def _resize(model: nn.Module, count: int, first: int, whole: int) -> None:
 
 
 @torch.no_grad()
-def _check(anatomy: Anatomy, split: SplitModel, survey: _Survey) -> None:
+def _check_parts(anatomy: Anatomy, split: SplitModel, survey: _Survey) -> None:
     """Compare the parts, run in sequence, with the whole model.
 
     Raises:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.snapshots import ActivationSnapshot, Stage
 from lightning_fedleak.split.channel import Channel, Kind, Message, PeerError
-from lightning_fedleak.split.client import MakeOptimizer, terms, trainable_parameters
+from lightning_fedleak.split.client import MakeOptimizer, split_terms, trainable_parameters
 from lightning_fedleak.split.cut import SplitModel
 from lightning_fedleak.split.halves import SplitError
 from lightning_fedleak.validate import check_integer, check_number
@@ -52,7 +52,7 @@ class SplitServer:
         self._names = split.layer_name, split.last_name
         self._has_head = split.tail is None
         self._width = split.width
-        self._terms = terms(split)
+        self._terms = split_terms(split)
         self._channel = channel
         self._idle_timeout = idle_timeout
         self.received: deque[ActivationSnapshot] = deque(maxlen=keep)

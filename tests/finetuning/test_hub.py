@@ -22,7 +22,7 @@ from lightning_fedleak.finetuning import hub
 from lightning_fedleak.finetuning.assets import EMBEDDED_MODEL, SourceError, model_source
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.module import load_model
-from lightning_fedleak.finetuning.texts import check_texts, read_texts
+from lightning_fedleak.finetuning.texts import check_text_source, read_texts
 from lightning_fedleak.studies.models import find_model
 
 
@@ -61,7 +61,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) 
         (load_tokenizer, "folder that holds the model"),
         (load_model, "folder that holds the model"),
         (lambda name: find_model(name, torch.float32), "folder that holds the model"),
-        (check_texts, "file or folder of texts"),
+        (check_text_source, "file or folder of texts"),
     ],
     ids=["tokenizer", "model", "game", "texts"],
 )
@@ -185,7 +185,7 @@ def test_a_model_of_the_cache_needs_no_network(
     (kept / "snapshots" / "ab12").symlink_to(EMBEDDED_MODEL)
     assert model_source("owner/name") == ("owner/name", {"local_files_only": True})
     (cache / "datasets--owner--texts").mkdir()
-    check_texts("owner/texts:small:test")
+    check_text_source("owner/texts:small:test")
 
 
 def test_no_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

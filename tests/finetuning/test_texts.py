@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lightning_fedleak.finetuning import hub as real_hub
 from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.texts import check_texts, read_labelled, read_texts
+from lightning_fedleak.finetuning.texts import check_text_source, read_labelled, read_texts
 
 WORDS = ["one, two", 'a "quoted" word', "zwölf Äpfel"]
 
@@ -326,7 +326,7 @@ def test_what_looks_like_a_path_is_not_looked_for_on_the_hub(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "a.tsv").write_text("id\tbody\n1\tx\n")
-    for read in (read_texts, check_texts):
+    for read in (read_texts, check_text_source):
         with pytest.raises(SourceError, match="there is no file") as error:
             read(source, option="--column")
         if source.endswith("a.tsv:body"):
@@ -343,12 +343,12 @@ def test_a_name_of_the_hub_is_not_checked_and_stays_possible(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     for source in ("imdb", "owner/name", "owner/name::test", "org/name:"):
-        check_texts(source)
+        check_text_source(source)
         assert hub.asked == []
         read_texts(source)
         hub.asked.clear()
     with pytest.raises(SourceError, match=r"folder 'org' is here, .* write 'org/name:'"):
-        check_texts("org/name")
+        check_text_source("org/name")
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_what_is_no_file_is_told_for_what_it_is(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "letters.csv").touch()
     os.mkfifo("pipe")
-    for read in (read_texts, check_texts):
+    for read in (read_texts, check_text_source):
         with pytest.raises(SourceError) as error:
             read(source)
         assert told in str(error.value)
@@ -398,7 +398,7 @@ def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_name_nearby_is_proposed(tmp_path: Path) -> None:
     (tmp_path / "letters.csv").write_text("text\nx\n")
     with pytest.raises(SourceError, match=r"did you mean 'letters\.csv'\?"):
-        check_texts(str(tmp_path / "leters.csv"))
+        check_text_source(str(tmp_path / "leters.csv"))
 
 
 class Hub:

@@ -125,17 +125,17 @@ class _Chain:
         if closure is None:
             self._run()
             return self._original(*args, **kwargs)
-        ran = False
+        called = False
 
         def closure_then_run() -> Any:
-            nonlocal ran
-            if ran:
+            nonlocal called
+            if called:
                 raise StepError(
                     f"{name} evaluates its closure twice in one step, so there is no one gradient "
                     "that leaves the client. Use another optimizer."
                 )
             result = closure()
-            ran = True
+            called = True
             self._run()
             return result
 
@@ -143,7 +143,7 @@ class _Chain:
             result = self._original(closure_then_run, *args[1:], **kwargs)
         else:
             result = self._original(**{**kwargs, "closure": closure_then_run})
-        if not ran:
+        if not called:
             raise StepError(
                 f"{name}.step did not run its closure, so there was no gradient to look at before "
                 "the update. Use another optimizer."

@@ -70,14 +70,14 @@ def check_alike(item: Any, canary: Any, name: str) -> None:
             check_alike(item[key], canary[key], f"{name}[{key!r}]")
         return
     if isinstance(item, tuple) and isinstance(canary, tuple) and len(item) == len(canary):
-        for i, (ours, theirs) in enumerate(zip(item, canary, strict=True)):
-            check_alike(ours, theirs, f"{name}[{i}]")
+        for i, (expected, actual) in enumerate(zip(item, canary, strict=True)):
+            check_alike(expected, actual, f"{name}[{i}]")
         return
-    ours, theirs = _kind(item), _kind(canary)
-    if ours != theirs:
+    expected, actual = _kind(item), _kind(canary)
+    if expected != actual:
         raise ValueError(
-            f"{name} is {theirs}, where the data set's items have {ours}: build canaries as the "
-            "items are built"
+            f"{name} is {actual}, where the data set's items have {expected}: build canaries as "
+            "the items are built"
         )
 
 

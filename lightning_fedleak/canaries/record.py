@@ -1,4 +1,5 @@
-"""Which canaries are in the data: a secret that can be kept, re-derived and committed to.
+"""The record of which canaries are in the data: a secret that can be kept, re-derived and committed
+to.
 
 All of it follows from a key of 256 bits by HMAC-SHA256: each canary's coin, its place among the
 data, and the commitment. Who knows some of the coins learns nothing about the others (a random
@@ -25,7 +26,7 @@ Game = Literal["add_remove", "replace"]
 are shorter by one; the neighbours of DP-SGD's usual accountants. ``"replace"``: an item of the data
 is in its place, the length is always the same; the game of Fig. 2 of Vu et al. 2024."""
 
-_SCHEMA = 1
+_SCHEMA = 1  # version of the file; others are not read
 _BITS = 64  # of the numbers that coins and places are derived from
 
 

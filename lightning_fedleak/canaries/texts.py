@@ -149,12 +149,12 @@ def high_temperature_canaries(
     )
 
 
-def _causal(model: nn.Module, who: str) -> Anatomy:
+def _causal(model: nn.Module, function: str) -> Anatomy:
     anatomy = find_anatomy(model)
     if anatomy.kind != "causal":
         raise ValueError(
-            f"{who} makes texts for causal language models, and this is a {anatomy.kind} model: "
-            "give with_canaries texts of your own"
+            f"{function} makes texts for causal language models, and this is a {anatomy.kind} "
+            "model: give with_canaries texts of your own"
         )
     return anatomy
 

@@ -35,6 +35,32 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
     for name in dict.fromkeys([*first.utility, *second.utility]):
         values = [_last(fit.utility.get(name)) for fit in (first, second)]
         table.add_row(escape(f"utility/{name}"), *map(in_words, values), _change(*values))
+    _add_attacks(table, first, second)
+    if first.withheld or second.withheld:
+        withheld = [f"{fit.withheld} of {fit.updates}" for fit in (first, second)]
+        table.add_row("updates kept back", *withheld, "")
+    _add_privacy(table, first, second)
+    console.print(table)
+    for place, listed in zip((before, after), runs, strict=True):
+        if len(listed) > 1:
+            console.print(
+                f"{escape(str(place))} holds {len(listed)} runs: the newest is compared.",
+                highlight=False,
+            )
+    if None not in (first.steps, second.steps) and first.steps != second.steps:
+        console.print(
+            f"Last measured at {first.unit} {first.steps} and at {second.unit} {second.steps}: a "
+            "change may come from the length of training.",
+            highlight=False,
+        )
+    console.print(
+        "Leakage: mean of all measurements, then the latest result with its 95% interval. Where "
+        "intervals overlap, the difference may be chance.",
+        highlight=False,
+    )
+
+
+def _add_attacks(table: Table, first: FitSummary, second: FitSummary) -> None:
     attacks = [{(a.name, a.stage): a for a in fit.attacks} for fit in (first, second)]
     for key in dict.fromkeys([*attacks[0], *attacks[1]]):
         pair = [by_name.get(key) for by_name in attacks]
@@ -46,9 +72,9 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
             *map(_measured, pair),
             _change(*means) + _other_settings(*pair),
         )
-    if first.withheld or second.withheld:
-        withheld = [f"{fit.withheld} of {fit.updates}" for fit in (first, second)]
-        table.add_row("updates kept back", *withheld, "")
+
+
+def _add_privacy(table: Table, first: FitSummary, second: FitSummary) -> None:
     accounts = [{(a.defense, a.unit): a for a in fit.privacy} for fit in (first, second)]
     for defense, unit in dict.fromkeys([*accounts[0], *accounts[1]]) or [("", "")]:
         claims = [
@@ -57,24 +83,6 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
         ]
         title = " of ".join(filter(None, ("epsilon", unit))) + f" ({defense})" * bool(defense)
         table.add_row(escape(title), *claims, "")
-    console.print(table)
-    for place, listed in zip((before, after), runs, strict=True):
-        if len(listed) > 1:
-            console.print(
-                f"{escape(str(place))} holds {len(listed)} runs: the newest is compared.",
-                highlight=False,
-            )
-    if None not in (first.steps, second.steps) and first.steps != second.steps:
-        console.print(
-            f"Last measured at {first.unit} {first.steps} and at {second.unit} {second.steps}: a "
-            "change may come from how long was trained.",
-            highlight=False,
-        )
-    console.print(
-        "Leakage: mean of all measurements, then the latest result with its 95% interval. Where "
-        "intervals overlap, the difference may be chance.",
-        highlight=False,
-    )
 
 
 def _runs(place: Path) -> Sequence[FitSummary]:
@@ -104,8 +112,8 @@ def _measured(attack: AttackSummary | None) -> str:
 
 def _other_settings(before: AttackSummary | None, after: AttackSummary | None) -> str:
     """Return a note where a change may be of the attack and not of the run."""
-    alike = before is None or after is None or before.config == after.config
-    return "" if alike else " (other settings of the attack)"
+    same = before is None or after is None or before.config == after.config
+    return "" if same else " (other settings of the attack)"
 
 
 def _change(before: float | None, after: float | None) -> str:

@@ -140,7 +140,7 @@ def _meant(name: str, names: Collection[str], mark: str = "") -> str:
     close = difflib.get_close_matches(name, names, n=1)
     if not close:
         last = name.rpartition(".")[2]
-        ends = {known.rpartition(".")[2]: known for known in sorted(names)}
+        ends = {option.rpartition(".")[2]: option for option in sorted(names)}
         close = [ends[end] for end in difflib.get_close_matches(last, ends, n=1)]
     return f" (did you mean '{mark}{close[0]}'?)" if close else ""
 

@@ -47,7 +47,7 @@ from lightning_fedleak.studies.models import PRECISIONS, find_model, with_lora
 from lightning_fedleak.studies.names import GRADIENT_ATTACKS, INVERT_ATTACKS
 
 UserError = (SourceError, AnatomyError)
-INTERRUPTED = 130
+INTERRUPTED = 130  # exit status after SIGINT, as shells have it
 PLOTS: dict[Axis, str] = {"sigma": "noise.png", "length": "length.png"}
 
 UTILITY_TEXTS = 16  # texts that measure the task, at least; not tuned
@@ -139,7 +139,7 @@ class InvertCommand(InvertOptions):
             f"states of {self.texts} texts of {self._text}, each of {_listed(rows)} tokens, with "
             f"Gaussian noise of {_listed(self._sigmas)}{unit}. The server has the same weights, "
             "and reads the texts.",
-            lambda began: run_cells(
+            lambda announce: run_cells(
                 anatomy,
                 rows,
                 makers,
@@ -150,7 +150,7 @@ class InvertCommand(InvertOptions):
                 seed=self.seed,
                 mask_token_id=tokenizer.mask_token_id,
                 special_ids=tokenizer.all_special_ids,
-                began=began,
+                announce=announce,
             ),
             len(layers) * len(makers) * len(rows) * len(self._sigmas),
             {"steps": self.steps},
@@ -189,7 +189,7 @@ class InvertCommand(InvertOptions):
             f"{adapted}, and shares the gradient of one batch (texts in it: {_listed(sizes)}) of "
             f"{self._text}, each text of {_listed(rows)} tokens{noise}. The server has the same "
             "weights, and reads the texts.",
-            lambda began: run_gradient_cells(
+            lambda announce: run_gradient_cells(
                 anatomy,
                 {length: ids[:attacked] for length, ids in rows.items()},
                 [(a, partial(make_reader, a, budget_seconds=self._budget)) for a in attacks],
@@ -198,7 +198,7 @@ class InvertCommand(InvertOptions):
                 relative=self.relative,
                 texts=self.texts,
                 seed=self.seed,
-                began=began,
+                announce=announce,
             ),
             len(attacks) * len(rows) * len(sizes) * len(self._sigmas),
             {"lora_r": self.lora_r, "targets": self.targets},
@@ -493,10 +493,10 @@ def _seconds(cell: Cell | GradientCell) -> str:
     return "none" if cell.budget_seconds is None else f"{cell.budget_seconds:g} s"
 
 
-def _rates(cell: Cell | GradientCell, without: str) -> tuple[str, str, str]:
+def _rates(cell: Cell | GradientCell, fallback: str) -> tuple[str, str, str]:
     """Return token accuracy, exact texts and ROUGE-L; a word where there are none."""
     if not cell.rates:
-        return without, "", ""
+        return fallback, "", ""
     accuracy, rouge = cell.rates["token_accuracy"], cell.rates["rouge_l"]
     low, high = (_short(v, 2) for v in (accuracy.low, accuracy.high))
     exact = round(cell.rates["exact_sentences"].value * cell.texts)

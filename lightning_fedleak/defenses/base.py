@@ -111,7 +111,7 @@ class DefenseError(ValueError):
 
 @dataclass(frozen=True)
 class DefenseContext:
-    """Where a defence acts.
+    """The run in which a defence acts.
 
     Attributes:
         root: the module being trained (the LightningModule), never wrapped.

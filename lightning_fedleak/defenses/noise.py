@@ -62,21 +62,21 @@ def standard_normal(
     return result
 
 
-def add_standard_normal(key: bytes, onto: Tensor, scale: float) -> None:
+def add_standard_normal(key: bytes, target: Tensor, scale: float) -> None:
     """Add ``scale`` times the numbers of :func:`standard_normal`, in place, bit for bit.
 
     On CPU it does so in blocks, without memory for all of them.
 
     Args:
         key: as :func:`standard_normal` takes it.
-        onto: float32 or float64.
+        target: float32 or float64.
         scale: standard deviation.
     """
-    if onto.device.type != "cpu" or not onto.is_contiguous():
-        onto.add_(standard_normal(key, onto.shape, onto.device, onto.dtype), alpha=scale)
+    if target.device.type != "cpu" or not target.is_contiguous():
+        target.add_(standard_normal(key, target.shape, target.device, target.dtype), alpha=scale)
         return
-    generator, flat = _philox(key), onto.view(-1)
-    buffer = torch.empty(min(len(flat), _BLOCK), dtype=onto.dtype)
+    generator, flat = _philox(key), target.view(-1)
+    buffer = torch.empty(min(len(flat), _BLOCK), dtype=target.dtype)
     for begin in range(0, len(flat), _BLOCK):
         block = flat[begin : begin + _BLOCK]
         noise = buffer[: len(block)]

@@ -161,7 +161,7 @@ class Release:
 
         logical_step: Callable[[Any], Any] = step
         for defense in reversed(self.defenses):
-            logical_step = functools.partial(_around, defense, logical_step, context)
+            logical_step = functools.partial(_logical, defense, logical_step, context)
         return logical_step(batch)
 
     def guard(self, optimizer: Optimizer) -> None:
@@ -311,7 +311,7 @@ class Release:
             fn(stage, optimizer)
 
 
-def _around(
+def _logical(
     defense: Defense, step: Callable[[Any], Any], context: DefenseContext, batch: Any
 ) -> Any:
     return defense.on_logical_batch(step, batch, context)

@@ -1,1 +1,1 @@
-"""``fedleak demo``."""
+"""The command ``fedleak demo``: two fine-tuning runs, one watched, one with a gate."""

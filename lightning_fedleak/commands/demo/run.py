@@ -34,7 +34,7 @@ from lightning_fedleak.report import write
 from lightning_fedleak.threats import ThreatModelError
 
 UserError = (SourceError, AnatomyError, ThreatModelError)
-INTERRUPTED = 130
+INTERRUPTED = 130  # exit status after SIGINT, as shells have it
 
 _CHATTY = (
     *("lightning.pytorch", "lightning.fabric", "transformers"),
@@ -45,7 +45,7 @@ _NOTICES = (
     ".*treespec",
 )
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
-_PATIENCE = 1
+_PATIENCE = 1  # looks above the threshold after which the gate acts; the demo is short
 
 
 @dataclass(frozen=True)

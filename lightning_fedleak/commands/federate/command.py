@@ -186,13 +186,7 @@ def summary(rounds: Sequence[Round], clients: int) -> str:
         rounds: that were closed.
         clients: of the federation.
     """
-    lines = []
-    for metric, name in HEADLINES.items():
-        values = [r.leakage[metric] for r in rounds if metric in r.leakage]
-        updates = [v for by_client in values for c, v in by_client.items() if c != SUM]
-        sums = [by_client[SUM] for by_client in values if SUM in by_client]
-        if updates or sums:
-            lines.append(f"{name}: {_spread(updates, 'an update')}; {_spread(sums, 'the sum')}.")
+    lines = _leakage_lines(rounds)
     withheld = sum(len(r.withheld) for r in rounds)
     if withheld:
         lines.append(f"{withheld} of {clients * len(rounds)} updates did not leave.")
@@ -212,7 +206,7 @@ def summary(rounds: Sequence[Round], clients: int) -> str:
             "epsilon reduce it."
         )
     if any("auc" in r.leakage for r in rounds):
-        lines.append("An AUC of .5 is what guessing gives; 1 is certainty.")
+        lines.append("Guessing gives an AUC of .5; 1 is certainty.")
     lines.append(
         "'Unknown' is not 'safe', and a low number says that these attacks fail here, not that "
         "none succeeds."
@@ -220,6 +214,17 @@ def summary(rounds: Sequence[Round], clients: int) -> str:
         else "Nothing was measured: no attack was played."
     )
     return "\n".join(lines)
+
+
+def _leakage_lines(rounds: Sequence[Round]) -> list[str]:
+    lines = []
+    for metric, name in HEADLINES.items():
+        values = [r.leakage[metric] for r in rounds if metric in r.leakage]
+        updates = [v for by_client in values for c, v in by_client.items() if c != SUM]
+        sums = [by_client[SUM] for by_client in values if SUM in by_client]
+        if updates or sums:
+            lines.append(f"{name}: {_spread(updates, 'an update')}; {_spread(sums, 'the sum')}.")
+    return lines
 
 
 def _spread(values: Sequence[float], source: str) -> str:

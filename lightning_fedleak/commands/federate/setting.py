@@ -130,10 +130,10 @@ class Setting(FederateOptions):
             )
         dealt, texts, _, _ = self._texts
         rows = [self._rows([texts[i] for i in numbers]) for numbers in dealt]
-        without = [client for client, client_rows in enumerate(rows) if not client_rows]
-        if without:
+        empty = [client for client, client_rows in enumerate(rows) if not client_rows]
+        if empty:
             raise SourceError(
-                f"client {without[0]} has no text of at least 2 tokens: give more text, or fewer "
+                f"client {empty[0]} has no text of at least 2 tokens: give more text, or fewer "
                 "--clients."
             )
         return rows

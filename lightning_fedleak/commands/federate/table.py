@@ -77,8 +77,8 @@ def read_back(
                 and decision.client is not None
             ):
                 withheld.add(decision.client)
-    known = {name: by_client for name, by_client in leakage.items() if by_client}
-    return Round(number, loss, known, frozenset(withheld), absent, epsilon, noise)
+    measured = {name: by_client for name, by_client in leakage.items() if by_client}
+    return Round(number, loss, measured, frozenset(withheld), absent, epsilon, noise)
 
 
 class RoundsTable:

@@ -186,8 +186,8 @@ def sample_first(index: Tensor, p: Tensor, q: Tensor, k: int, uniforms: Tensor) 
     first = rank + (rank >= index)
     none_set = rank >= k - 1
     is_set = uniforms[:, 0] < p
-    without = torch.where(none_set, 0, first)
-    return torch.where(is_set & ((index < first) | none_set), index, without)
+    unset = torch.where(none_set, 0, first)
+    return torch.where(is_set & ((index < first) | none_set), index, unset)
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class ReleaseCounter:
         return self._earlier + max(self._most, self._by_all)
 
     @property
-    def own(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, int]:
         """Return what this process counted: releases in this fit, and words of the longest row."""
         return self._most, self.longest
 
@@ -167,7 +167,7 @@ class ReleaseCounter:
         """Raise the counts to what holds for all processes.
 
         Args:
-            counts: :attr:`own` of every process, this one too.
+            counts: attribute :attr:`counts` of every process, this one too.
             add: whether the same row, released by two of them, was released twice: then the sum of
                 what each released most often, which no row exceeds; else the largest.
         """
@@ -487,7 +487,7 @@ class TokenLDP(Defense):
         )
         if single or (self.memoize and self.per == "sequence"):
             return
-        local_counts = torch.tensor(self._releases.own, device=context.device)
+        local_counts = torch.tensor(self._releases.counts, device=context.device)
         counts = [torch.empty_like(local_counts) for _ in range(dist.get_world_size())]
         dist.all_gather(counts, local_counts)
         # One client's processes draw apart, except for a row that is memoised.

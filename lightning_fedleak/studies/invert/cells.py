@@ -112,7 +112,7 @@ def run_cells(
     seed: int = 0,
     mask_token_id: int | None = None,
     special_ids: Sequence[int] = (),
-    began: Callable[[str], None] = lambda _: None,
+    announce: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Cell]:
     """Yield each cell when it is measured: layers, attacks on them, lengths, noise levels.
 
@@ -131,20 +131,20 @@ def run_cells(
         seed: of the noise.
         mask_token_id: for the task of a masked model.
         special_ids: never masked in it.
-        began: called with the name of what comes next.
+        announce: called with the name of what comes next.
     """
     for layer in layers:
         useful: dict[tuple[int, float], Utility | str] = {}
         for name, make in attacks:
-            attack, prepared = _prepared(make, layer, anatomy, began)
+            attack, prepared = _prepared(make, layer, anatomy, announce)
             for length, ids in rows.items():
                 for sigma in sigmas:
                     if (length, sigma) not in useful:
-                        began(f"utility, split {layer}, {length} tokens")
+                        announce(f"utility, split {layer}, {length} tokens")
                         useful[length, sigma] = _utility(
                             anatomy, layer, ids, sigma, relative, seed, mask_token_id, special_ids
                         )
-                    began(f"{name}, split {layer}, {length} tokens, noise {sigma:g}")
+                    announce(f"{name}, split {layer}, {length} tokens, noise {sigma:g}")
                     task = useful[length, sigma]
                     cell = Cell(
                         attack=name,
@@ -165,12 +165,12 @@ def _prepared(
     make: Callable[[int], InversionAttack],
     layer: int,
     anatomy: Anatomy,
-    began: Callable[[str], None],
+    announce: Callable[[str], None],
 ) -> tuple[InversionAttack | Exception, float]:
     start = time.perf_counter()
     try:
         attack = make(layer)
-        began(f"preparing {attack.name}")
+        announce(f"preparing {attack.name}")
         attack.prepare(anatomy)
     except Exception as error:
         return error, math.nan

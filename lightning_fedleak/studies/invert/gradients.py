@@ -129,7 +129,7 @@ def run_gradient_cells(
     relative: bool,
     texts: int,
     seed: int = 0,
-    began: Callable[[str], None] = lambda _: None,
+    announce: Callable[[str], None] = lambda _: None,
 ) -> Iterator[GradientCell]:
     """Yield each cell when it is measured: attacks, lengths, batch sizes, noise levels.
 
@@ -147,16 +147,16 @@ def run_gradient_cells(
             gradient, or are absolute.
         texts: attacked in each cell: as many whole batches as they make, one at least.
         seed: of the noise.
-        began: called with the name of what comes next.
+        announce: called with the name of what comes next.
     """
     for name, make in attacks:
         for length, ids in rows.items():
             for size in sizes:
-                began(f"preparing {name} for {size} x {length}")
+                announce(f"preparing {name} for {size} x {length}")
                 attack, roles, prepared = _prepared(partial(make, size, length), anatomy)
                 batches = torch.split(ids[: size * batches_of(texts, size)], size)
                 for sigma in sigmas:
-                    began(f"{name}, batches of {size} x {length}, noise {sigma:g}")
+                    announce(f"{name}, batches of {size} x {length}, noise {sigma:g}")
                     cell = GradientCell(
                         name, size, length, sigma, relative, len(batches), prepare_seconds=prepared
                     )
@@ -211,7 +211,7 @@ def _attacked(
                 raise TypeError(f"attack '{attack.name}' names no texts")
             if not guess.finished and not bool((guess.tokens >= 0).any()):
                 raise UnusableObservation("no time: the budget is over before any token is found")
-            took = time.perf_counter() - start, time.process_time() - busy
+            times = time.perf_counter() - start, time.process_time() - busy
             mask = batch.context_mask() if attack.last_token_open else torch.ones_like(ids).bool()
             real = mask.cpu()
             metric.update(in_true_order(guess.tokens, ids, real), ids, real)
@@ -219,8 +219,8 @@ def _attacked(
             problem = describe(error)
         else:
             guesses.append(guess)
-            seconds += took[0]
-            cpu_seconds += took[1]
+            seconds += times[0]
+            cpu_seconds += times[1]
     certified = [g.certified for g in guesses if g.certified is not None]
     return replace(
         cell,

@@ -15,7 +15,7 @@ COLORS = dict(
 STYLES = {"token_accuracy": "-", "rouge_l": ":", "exact_sentences": "--"}
 NAMES = {"token_accuracy": "tokens", "rouge_l": "ROUGE-L", "exact_sentences": "exact texts"}
 PANEL = (4.4, 3.2)  # inches of one panel
-DPI = 100
+DPI = 100  # of the picture
 
 Axis = Literal["sigma", "length"]
 
@@ -82,8 +82,22 @@ def _label(against: Axis, relative: bool) -> str:
 
 def _panel(axis: Any, cells: Sequence[Cell], against: Axis, *, perplexity_label: bool) -> None:
     points = sorted({getattr(c, against) for c in cells})
-    attacks = [a for a in ADVERSARIES if any(c.attack == a for c in cells)]
-    for attack in attacks:
+    _attack_lines(axis, cells, against)
+    _task_lines(axis, cells, against, perplexity_label=perplexity_label)
+    axis.set_ylim(-0.03, 1.03)
+    positive = [p for p in points if p > 0]
+    if against == "length":
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(points, [str(p) for p in points])
+    elif positive and max(positive) > 4 * min(positive):
+        axis.set_xscale("symlog", linthresh=min(positive))
+        axis.set_xticks(points, [f"{p:g}" for p in points])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+
+
+def _attack_lines(axis: Any, cells: Sequence[Cell], against: Axis) -> None:
+    for attack in (a for a in ADVERSARIES if any(c.attack == a for c in cells)):
         attack_cells = sorted(
             (c for c in cells if c.attack == attack and c.rates), key=lambda c: getattr(c, against)
         )
@@ -103,6 +117,9 @@ def _panel(axis: Any, cells: Sequence[Cell], against: Axis, *, perplexity_label:
             if rate == "token_accuracy":
                 low, high = [v.low for v in values], [v.high for v in values]
                 axis.fill_between(x, low, high, color=COLORS[attack], alpha=0.1, linewidth=0)
+
+
+def _task_lines(axis: Any, cells: Sequence[Cell], against: Axis, *, perplexity_label: bool) -> None:
     useful = {getattr(c, against): c.utility for c in cells if c.utility is not None}
     x = sorted(useful)
     if x:
@@ -116,13 +133,3 @@ def _panel(axis: Any, cells: Sequence[Cell], against: Axis, *, perplexity_label:
         right.tick_params(colors="0.5", labelsize=7)
         if perplexity_label:
             right.set_ylabel("task: perplexity", color="0.5", fontsize=8)
-    axis.set_ylim(-0.03, 1.03)
-    positive = [p for p in points if p > 0]
-    if against == "length":
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(points, [str(p) for p in points])
-    elif positive and max(positive) > 4 * min(positive):
-        axis.set_xscale("symlog", linthresh=min(positive))
-        axis.set_xticks(points, [f"{p:g}" for p in points])
-    axis.minorticks_off()
-    axis.grid(alpha=0.3)

@@ -21,7 +21,7 @@ MOST_NATS = 700.0  # cross-entropy above which the perplexity would overflow a f
 
 @dataclass(frozen=True)
 class Utility:
-    """Of the whole model, from the noised hidden states on.
+    """Accuracy of the whole model from noised hidden states.
 
     Attributes:
         task: what ``accuracy`` is: ``"next-token accuracy"``, ``"masked-token accuracy"``, or, of

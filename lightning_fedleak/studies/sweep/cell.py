@@ -161,10 +161,10 @@ def run_cell(cell: Cell, folder: Path) -> CellResult:
     Raises:
         Exception: whatever stops the run: a defence that refuses, a model that cannot be loaded.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     shutil.rmtree(folder, ignore_errors=True)
     setting, defenses = cell.setting, cell.defense.build()
-    with quiet() as heard:
+    with quiet() as messages:
         L.seed_everything(setting.seed, verbose=False)
         module = CausalLMFineTuning(
             setting.model, lr=setting.lr, peft=setting.peft, loss="sample_mean"
@@ -200,8 +200,8 @@ def run_cell(cell: Cell, folder: Path) -> CellResult:
         val_loss=None if loss is None else float(loss),
         privacy=privacy,
         leakage=leakage_of(folder / "leakage.jsonl", attacks),
-        seconds=time.perf_counter() - began,
-        warnings=tuple(dict.fromkeys(heard)),
+        seconds=time.perf_counter() - start,
+        warnings=tuple(dict.fromkeys(messages)),
     )
 
 
@@ -323,20 +323,18 @@ def _fit(trainer: L.Trainer, module: L.LightningModule, setting: Setting) -> Non
 
 @contextmanager
 def quiet() -> Iterator[list[str]]:
-    """Keep notices out of the table; yield a list that gets the warnings of this package in the
-    end.
-    """
+    """Keep notices out of the table; yield a list that holds this package's warnings in the end."""
     levels = {name: logging.getLogger(name).level for name in _CHATTY}
-    heard: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         for name in levels:
             logging.getLogger(name).setLevel(logging.ERROR)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
-            yield heard
+            yield messages
         finally:
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
-            ours = (str(w.message) for w in caught if "lightning_fedleak" in w.filename)
-            heard += [text for text in ours if "gave no result" not in text]
+            texts = (str(w.message) for w in records if "lightning_fedleak" in w.filename)
+            messages += [text for text in texts if "gave no result" not in text]

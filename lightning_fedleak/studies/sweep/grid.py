@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_fedleak.studies.sweep.cell import Cell, CellResult
 
-SCHEMA = 1
+SCHEMA = 1  # version of the files of results
 
 
 class Grid:

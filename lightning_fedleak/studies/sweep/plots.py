@@ -25,15 +25,15 @@ def plot_pareto(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    done = [(c, r, r.val_loss) for c, r in results if r.val_loss is not None]
-    attacks = list(dict.fromkeys(name for _, r, _ in done for name in r.leakage))
+    measured = [(c, r, r.val_loss) for c, r in results if r.val_loss is not None]
+    attacks = list(dict.fromkeys(name for _, r, _ in measured for name in r.leakage))
     figure = Figure(figsize=(1 + 4.2 * max(1, len(attacks)), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, max(1, len(attacks)), squeeze=False, sharey=True)[0]
-    kinds = list(dict.fromkeys(c.defense.kind for c, _, _ in done))
+    kinds = list(dict.fromkeys(c.defense.kind for c, _, _ in measured))
     for axis, attack in zip(axes, attacks, strict=False):
         points: list[tuple[float, float]] = []
-        for cell, result, loss in done:
+        for cell, result, loss in measured:
             leakage = result.leakage.get(attack)
             if leakage is None or leakage.value is None:
                 continue

@@ -65,7 +65,7 @@ def test_what_all_processes_count_bounds_each(by_process: list[list[bytes]], add
     for counter, rows in zip(counters, by_process, strict=True):
         counter.load(batches=0, releases=2, longest=3)
         counter.count(rows, len(rows), memoized=False)
-    own = [counter.own for counter in counters]
+    own = [counter.counts for counter in counters]
     each = [Counter(rows) for rows in by_process]
     truth = (
         sum(each, Counter()) if add else Counter({row: max(c[row] for c in each) for row in ROWS})

@@ -269,7 +269,7 @@ class House:
         self.root = root
         files = sorted((root / PACKAGE).rglob("*.py"))
         self.sources = {source.module: source for source in (Source(p, root) for p in files)}
-        self.inside = [s for s in self.sources.values() if path == root or self._is_in(s, path)]
+        self.selection = [s for s in self.sources.values() if path == root or self._is_in(s, path)]
 
     @staticmethod
     def _is_in(source: Source, path: Path) -> bool:
@@ -296,19 +296,19 @@ class House:
         return {row.name: measures[row.name] for row in ROWS}
 
     def _code(self) -> Measure:
-        files = sorted(((s.code_lines, s) for s in self.inside), key=lambda f: -f[0])
+        files = sorted(((s.code_lines, s) for s in self.selection), key=lambda f: -f[0])
         return Measure(
             sum(count for count, _ in files),
             [s.place(1, f"{count} lines") for count, s in files],
         )
 
     def _lines(self) -> dict[str, Measure]:
-        counts = [(len(s.lines), s.place(1, f"{len(s.lines)} lines")) for s in self.inside]
+        counts = [(len(s.lines), s.place(1, f"{len(s.lines)} lines")) for s in self.selection]
         return {"longest": _largest(counts), "long": _exceeding(counts, MOST_LINES)}
 
     def _imports(self) -> dict[str, Measure]:
         counts = []
-        for source in self.inside:
+        for source in self.selection:
             if not source.is_face:
                 modules = source.imports(self.sources)
                 names = ", ".join(sorted(m.removeprefix(f"{PACKAGE}.") for m in modules))
@@ -319,7 +319,7 @@ class House:
         face = f"{PACKAGE}.callbacks"
         places = [
             source.place(line, module)
-            for source in self.inside
+            for source in self.selection
             if source.module.startswith(f"{PACKAGE}.federation")
             for module, line in source.imports(self.sources).items()
             if module.startswith(f"{face}.")
@@ -332,15 +332,15 @@ class House:
             for name, source in self.sources.items()
             if name != PACKAGE
         }
-        inside = {source.module for source in self.inside}
-        circles = [circle for circle in _circles(graph) if inside.intersection(circle)]
+        modules = {source.module for source in self.selection}
+        circles = [circle for circle in _circles(graph) if modules.intersection(circle)]
         return Measure(
             len(circles),
             [self.sources[circle[0]].place(1, ", ".join(circle)) for circle in circles],
         )
 
     def _functions(self) -> Iterator[tuple[Source, Function]]:
-        for source in self.inside:
+        for source in self.selection:
             for node in source.nodes:
                 if isinstance(node, Function):
                     yield source, node
@@ -376,7 +376,7 @@ class House:
                     names[node.name] = node.lineno
             for name, line in names.items():
                 places[name].append(source.place(line, name))
-        paths = {source.path for source in self.inside}
+        paths = {source.path for source in self.selection}
         several = {
             name: homes
             for name, homes in places.items()
@@ -397,7 +397,7 @@ class House:
     def _names(self, words: frozenset[str], *, share: bool) -> Measure:
         total = 0
         places = []
-        for source in self.inside:
+        for source in self.selection:
             for line, name in identifiers(source.nodes):
                 total += 1
                 if name.strip("_").lower() in words and not name.startswith("__"):
@@ -407,7 +407,7 @@ class House:
     def _docstrings(self) -> dict[str, Measure]:
         total, functions = 0, 0
         fragments, no_verb = [], []
-        for source in self.inside:
+        for source in self.selection:
             for node, docstring in source.docstrings:
                 summary = " ".join(str(docstring.value).split("\n\n")[0].split())
                 place = source.place(docstring.lineno, summary[:100])
@@ -425,7 +425,7 @@ class House:
 
     def _examples(self) -> Measure:
         places = []
-        paths = {source.path for source in self.inside}
+        paths = {source.path for source in self.selection}
         for name in self.public_names():
             for source in self._homes(name):
                 for node, docstring in source.docstrings:
@@ -460,7 +460,7 @@ class House:
 
     def _constants(self) -> Measure:
         places = []
-        for source in self.inside:
+        for source in self.selection:
             body = source.tree.body
             for node, following in zip_longest(body, body[1:]):
                 if (
@@ -477,7 +477,7 @@ class House:
     def _any(self) -> Measure:
         places = [
             source.place(number, line.strip())
-            for source in self.inside
+            for source in self.selection
             for number, line in enumerate(source.lines, 1)
             for _ in range(line.count("[str, Any]"))
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,21 @@ def test_what_a_trainer_gets_is_of_either_package_of_lightning(part: str) -> Non
     for path in (path for name, path in MODULES.items() if part_of(name) == part):
         names = imported(path, at_import_time=True)
         assert not {n for n in names if n.split(".")[0] in LIGHTNING}, path
+
+
+def test_contributing_shows_this_table() -> None:
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("| folder or module |")[2].partition("\n\n")[0]
+    shown = {}
+    for row in table.splitlines()[2:]:
+        names, allowed = (re.findall(r"`([\w.]+)`", cell) for cell in row.split("|")[1:3])
+        if "| ground: all of the above" in row:
+            allowed = GROUND
+        elif "| ground" in row:
+            allowed = {*GROUND, *allowed}
+        shown |= {name: set(allowed) for name in names}
+    del shown["commands"]
+    assert shown == {name: allowed - {""} for name, allowed in ALLOWED.items()}
 
 
 def test_no_circles() -> None:

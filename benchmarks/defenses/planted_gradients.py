@@ -180,7 +180,7 @@ class PlantedGradients:
         if isinstance(sampler, UserBatchSampler):
             for step in itertools.count(sampler.step):
                 there = [user for user in sampler.draw(step) if members[user]]
-                rows = sorted((sampler._rows_of(u, step) for u in there), key=len, reverse=True)
+                rows = sorted((sampler.user_rows(u, step) for u in there), key=len, reverse=True)
                 sampler._counts.append([len(own) for own in rows])
                 yield self._data[[*itertools.chain.from_iterable(rows)]]
         draws = itertools.chain.from_iterable(itertools.repeat(sampler))

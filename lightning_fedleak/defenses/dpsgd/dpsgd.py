@@ -35,7 +35,7 @@ from lightning_fedleak.defenses.base import (
     Privacy,
     State,
 )
-from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
+from lightning_fedleak.defenses.dpsgd.adam import check_no_other_noise, noise_aware_optimizers
 from lightning_fedleak.defenses.dpsgd.batch import trainer_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import (
     Clip,
@@ -368,7 +368,7 @@ class DPSGD(Defense):
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
             DefenseError: another defence would add noise that :class:`~.DPAdamBC` does not know.
         """
-        self._check_noise_known(context)
+        check_no_other_noise(trainer_of(context), self)
         self._forget_if_moved()
         if self.releases and self._noise.is_lost:
             warnings.warn(
@@ -472,7 +472,8 @@ class DPSGD(Defense):
                 measured = gauge.measured()
             if measured is not None:
                 self.measured_noise_multiplier = measured / step.clip.sensitivity / noise.scale
-        self._pass_noise_to_optimizers(parameters, context)
+        for optimizer in noise_aware_optimizers(trainer):
+            optimizer.set_noise(self.noise_variances(parameters, context))
         noise.end()
         if sigma > 0:
             step.moves.remember(parameters)
@@ -539,28 +540,6 @@ class DPSGD(Defense):
         std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
         std *= self._noise.scale
         return {p: (std * step.clip.relative_noise(p)) ** 2 / context.clients for p in parameters}
-
-    def _pass_noise_to_optimizers(
-        self, parameters: Sequence[nn.Parameter], context: DefenseContext
-    ) -> None:
-        for optimizer in getattr(trainer_of(context), "optimizers", ()):
-            if isinstance(optimizer, DPAdamBC):
-                optimizer.set_noise(self.noise_variances(parameters, context))
-
-    def _check_noise_known(self, context: DefenseContext) -> None:
-        trainer = trainer_of(context)
-        if not any(isinstance(o, DPAdamBC) for o in getattr(trainer, "optimizers", ())):
-            return
-        names = [
-            d.name
-            for d in getattr(trainer.strategy, "defenses", ())
-            if d is not self and d.acts_on_gradients
-        ]
-        if names:
-            raise DefenseError(
-                f"DPAdamBC subtracts the variance of DPSGD's noise, and {', '.join(names)} "
-                "changes the gradients after it. Leave it out, or use AdamW."
-            )
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return the releases, what they were accounted as, and the noise."""

@@ -207,7 +207,7 @@ class UserBatchSampler(PoissonBatchSampler):
         Users with most rows come first, because those with more than are run at once have pieces of
         their own.
         """
-        users = [self._user_rows(user, step) for user in self.draw(step)]
+        users = [self.user_rows(user, step) for user in self.draw(step)]
         users.sort(key=len, reverse=True)
         self._counts.append([len(rows) for rows in users])
         return [row for rows in users for row in rows]
@@ -218,7 +218,8 @@ class UserBatchSampler(PoissonBatchSampler):
             return None
         return self._counts.popleft()
 
-    def _user_rows(self, user: int, step: int) -> list[int]:
+    def user_rows(self, user: int, step: int) -> list[int]:
+        """Return the rows of one user in batch number ``step``, if the user is in it."""
         rows, limit = self.users[user], self.rows_per_user
         if limit is None or len(rows) <= limit:
             return [*rows]

@@ -41,7 +41,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     epsilon_of,
     rdp_of,
 )
-from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
+from lightning_fedleak.defenses.dpsgd.poisson import Draws, PoissonBatchSampler
 from lightning_fedleak.metrics.clustered import auc
 
 SMOKE = (
@@ -125,7 +125,7 @@ def price(steps: int) -> None:
             accountant.step(1.0, 0.01)
         print(f"ledger on disk: {1e3 * (time.perf_counter() - start) / 500:.3f} ms a step")
     for n in (25_000, 1_000_000):
-        sampler = PoissonBatchSampler(range(n), 32 / n, 1, entropy=os.urandom(32), client=0)
+        sampler = PoissonBatchSampler(range(n), 32 / n, 1, Draws(os.urandom(32)))
         ours, theirs = [], []
         for step in range(15):
             ours.append(timed(lambda s=step, p=sampler: float(len(p.draw(s))))[1])

@@ -46,11 +46,11 @@ from lightning_fedleak.defenses.dpsgd.clipped_sum import (
 )
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism, NoisePlan, StepNoise
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
+from lightning_fedleak.defenses.dpsgd.poisson import Draws
 from lightning_fedleak.defenses.dpsgd.sampling import (
     Sampling,
     check_same_data,
     digest_of,
-    rows_by_user,
     sampling_of,
 )
 from lightning_fedleak.defenses.dpsgd.settings import (
@@ -152,6 +152,7 @@ class DPSGD(Defense):
         check_clip(max_grad_norm, clip)
         check_sampling(unit, release, poisson_sampling, max_physical_batch_size, accountant)
         users = unit if isinstance(unit, Users) else None
+        self._release, self._users = release, users
         self.max_grad_norm = max_grad_norm
         self.gamma = clip.gamma
         self.per_layer = clip.per_layer
@@ -333,19 +334,15 @@ class DPSGD(Defense):
             target_epsilon=self.target_epsilon or 0.0,
             target_delta=self.target_delta or 0.0,
         )
+        draws = Draws(self._base(context), context.client, first_step, turn=lambda: self._noise.row)
         with team.together():
             self._sampling = sampling = sampling_of(
                 dataloader,
                 context,
+                draws,
                 poisson=self.poisson_sampling,
-                trust=self.trust,
-                entropy=self._base(context),
-                first_step=first_step,
-                users=None if self.unit == "example" else self._users,
-                rows_per_user=self.rows_per_user,
-                mechanism=self.mechanism,
-                bands=self.bands or 1,
-                turn=lambda: self._noise.row,
+                release=self._release,
+                users=self._users,
             )
             delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
             check_delta_for(delta, sampling.examples)
@@ -621,10 +618,6 @@ class DPSGD(Defense):
         )
         self._noise.settle(plan, sampling.places)
         return lambda: plan.rounds
-
-    def _users(self, dataset: Any) -> dict[Any, list[int]]:
-        assert self.group_by is not None
-        return rows_by_user(dataset, self.group_by)
 
     def _forget_if_moved(self) -> None:
         """Begin a new mechanism where examples are at other places than in the loaded one."""

@@ -14,6 +14,7 @@ import copy
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,28 @@ _ALREADY = (
 )
 
 
+@dataclass(frozen=True)
+class Draws:
+    """What a client's Poisson samples follow from, beside its shard and rate.
+
+    Attributes:
+        entropy: secret bytes of the operating system, at least 16, new in every fit
+            (``DefenseContext.entropy``).
+        client: index of the client.
+        first_step: number of the first batch, where a resumed run goes on.
+        groups: into which the examples or users are split by their places, which is public. Batches
+            are drawn from them in turn (cyclic Poisson sampling, Choquette-Choo et al. 2023, arXiv
+            2306.08153, Sect. 4).
+        turn: returns the number of the release for an epoch's first batch, which decides the group.
+    """
+
+    entropy: bytes = field(repr=False)
+    client: int = 0
+    first_step: int = 0
+    groups: int = 1
+    turn: Callable[[], int] = int
+
+
 class PoissonBatchSampler(Sampler[list[int]]):
     """Batches of indices, each a function of (entropy, client, shard, step).
 
@@ -60,13 +83,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         shard: the indices of this client's examples.
         rate: chance of each of them to be in a batch, in (0, 1].
         steps: batches in an epoch.
-        entropy: secret bytes, at least 16, new in every fit.
-        client: index of the client.
-        first_step: number of the first batch.
-        groups: into which the examples are split by their places, which is public. Batches are
-            drawn from them in turn (cyclic Poisson sampling, Choquette-Choo et al. 2023, arXiv
-            2306.08153, Sect. 4).
-        turn: returns the number of the release for an epoch's first batch, which decides the group.
+        draws: entropy, client and groups.
 
     Attributes:
         step: number of the next batch. Workers fetch ahead of training.
@@ -77,27 +94,22 @@ class PoissonBatchSampler(Sampler[list[int]]):
         shard: range,
         rate: float,
         steps: int,
-        *,
-        entropy: bytes,
-        client: int,
-        first_step: int = 0,
-        groups: int = 1,
-        turn: Callable[[], int] = int,
+        draws: Draws,
     ) -> None:
         self.shard = shard
         self.rate = rate
         self.steps = steps
-        self.step = first_step
-        self.groups = groups
-        self._turn = turn
+        self.step = draws.first_step
+        self.groups = draws.groups
+        self._turn = draws.turn
         self._ahead = 0
         self._turns: deque[tuple[int, int]] = deque(maxlen=MOST_WAITING)
-        permutation = np.random.default_rng(groups).permutation(len(shard))
-        self._group = permutation % groups
+        permutation = np.random.default_rng(draws.groups).permutation(len(shard))
+        self._group = permutation % draws.groups
         self._sizes: deque[int] | None = None
-        place = (client, shard.start, shard.step)
+        place = (draws.client, shard.start, shard.step)
         fields = b"".join(value.to_bytes(8, "big") for value in place)
-        self._key = hashlib.sha256(DOMAIN + fields + entropy).digest()
+        self._key = hashlib.sha256(DOMAIN + fields + draws.entropy).digest()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -161,11 +173,7 @@ class UserBatchSampler(PoissonBatchSampler):
         rows_per_user: most rows of one user in a batch, drawn at random among theirs; None for all.
         rate: chance of each user to be in a batch.
         steps: batches in an epoch.
-        entropy: as for :class:`PoissonBatchSampler`, like the arguments below.
-        client: index of the client.
-        first_step: number of the first batch.
-        groups: into which the users are split.
-        turn: returns the number of the release for an epoch's first batch.
+        draws: entropy, client and groups.
     """
 
     def __init__(
@@ -175,23 +183,9 @@ class UserBatchSampler(PoissonBatchSampler):
         rows_per_user: int | None,
         rate: float,
         steps: int,
-        *,
-        entropy: bytes,
-        client: int,
-        first_step: int = 0,
-        groups: int = 1,
-        turn: Callable[[], int] = int,
+        draws: Draws,
     ) -> None:
-        super().__init__(
-            shard,
-            rate,
-            steps,
-            entropy=entropy,
-            client=client,
-            first_step=first_step,
-            groups=groups,
-            turn=turn,
-        )
+        super().__init__(shard, rate, steps, draws)
         self.users = users
         self.rows_per_user = rows_per_user
         self._counts: deque[list[int]] = deque(maxlen=MOST_WAITING)
@@ -295,16 +289,12 @@ class EmptyCollate(RowCollate):
 def poisson_loader(
     loader: DataLoader[Any],
     rate: float,
+    draws: Draws,
     *,
-    client: int,
     clients: int,
-    entropy: bytes,
-    first_step: int = 0,
     steps: int | None = None,
     users: Sequence[Sequence[int]] | None = None,
     rows_per_user: int | None = None,
-    groups: int = 1,
-    turn: Callable[[], int] = int,
 ) -> DataLoader[Any]:
     """Return a loader's dataset, collate function and workers with Poisson sampling.
 
@@ -317,18 +307,13 @@ def poisson_loader(
         loader: with a map-style dataset and a sampler of torch's own.
         rate: chance of each example to be in a batch, in (0, 1]; mean batch size over size of the
             shard.
-        client: index of this client.
+        draws: entropy, client and groups.
         clients: number of clients.
-        entropy: 32 secret bytes of the operating system, drawn anew for every fit
-            (``DefenseContext.entropy``).
-        first_step: number of the first batch, where a resumed run goes on.
         steps: batches in an epoch; default ``round(1 / rate)``, so that each example is drawn once
             an epoch on average.
         users: the rows of every user, where users are drawn; then the rate is that of a user, and
             processes share users.
         rows_per_user: of one user in a batch; None for all.
-        groups: as of :class:`PoissonBatchSampler`.
-        turn: as of :class:`PoissonBatchSampler`.
 
     Returns:
         A new DataLoader; its ``batch_sampler`` is a :class:`PoissonBatchSampler`.
@@ -338,11 +323,11 @@ def poisson_loader(
             a value out of range; says what to change.
     """
     check_sample_rate(rate)
-    check_integer("client", client, at_least=0, at_most=clients - 1, error=DefenseError)
-    if len(entropy) < LEAST_ENTROPY:
+    check_integer("client", draws.client, at_least=0, at_most=clients - 1, error=DefenseError)
+    if len(draws.entropy) < LEAST_ENTROPY:
         raise DefenseError(
-            f"entropy of {len(entropy)} bytes can be guessed: give at least {LEAST_ENTROPY} of "
-            "os.urandom"
+            f"entropy of {len(draws.entropy)} bytes can be guessed: give at least {LEAST_ENTROPY} "
+            "of os.urandom"
         )
     if steps is None:
         steps = max(1, round(1 / rate))
@@ -354,21 +339,14 @@ def poisson_loader(
         shard = range(shard.start, len(users), shard.step)
     if not shard:
         raise DefenseError(
-            f"client {client} has no {'examples' if users is None else 'users'}: the dataset holds "
-            f"{len(_sized(loader.dataset) if users is None else users)} for all clients. Use fewer "
-            "clients or more data."
+            f"client {draws.client} has no {'examples' if users is None else 'users'}: the dataset "
+            f"holds {len(_sized(loader.dataset) if users is None else users)} for all clients. Use "
+            "fewer clients or more data."
         )
-    options: dict[str, Any] = {
-        "entropy": entropy,
-        "client": client,
-        "first_step": first_step,
-        "groups": groups,
-        "turn": turn,
-    }
     if users is None:
-        sampler, first = PoissonBatchSampler(shard, rate, steps, **options), shard[0]
+        sampler, first = PoissonBatchSampler(shard, rate, steps, draws), shard[0]
     else:
-        sampler = UserBatchSampler(users, shard, rows_per_user, rate, steps, **options)
+        sampler = UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
         first = users[shard[0]][0]
     loading: dict[str, Any] = {
         "num_workers": loader.num_workers,

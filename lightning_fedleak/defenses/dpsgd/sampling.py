@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.batch import overlap_warning, sizes_of, tensors_of
 from lightning_fedleak.defenses.dpsgd.correlated_noise import (
-    Mechanism,
     Places,
     places_of,
     values_in,
 )
 from lightning_fedleak.defenses.dpsgd.poisson import (
+    Draws,
     EmptyCollate,
     PoissonBatchSampler,
     UserBatchSampler,
@@ -31,7 +30,7 @@ from lightning_fedleak.defenses.dpsgd.poisson import (
     is_sharded,
     poisson_loader,
 )
-from lightning_fedleak.defenses.dpsgd.settings import GroupBy
+from lightning_fedleak.defenses.dpsgd.settings import GroupBy, ReleaseSettings, Users
 from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.model_state import preserve_process
 
@@ -127,33 +126,23 @@ class Sampling:
 def sampling_of(
     dataloader: Any,
     context: DefenseContext,
+    draws: Draws,
     *,
     poisson: bool,
-    trust: Trust,
-    entropy: bytes,
-    first_step: int,
-    users: Callable[[Any], Mapping[Any, Sequence[int]]] | None = None,
-    rows_per_user: int | None = None,
-    mechanism: Mechanism = "independent",
-    bands: int = 1,
-    turn: Callable[[], int] = int,
+    release: ReleaseSettings,
+    users: Users | None = None,
 ) -> Sampling:
     """Return the loader to train with instead of ``dataloader``.
 
     Args:
         dataloader: as Lightning has prepared it.
         context: client and process.
+        draws: entropy and step; the groups follow from the mechanism.
         poisson: whether to draw Poisson samples. Otherwise the loader's batches are taken, and each
             example is accounted as if it were in all of them.
-        trust: see :class:`~lightning_fedleak.defenses.dpsgd.dpsgd.DPSGD`.
-        entropy: secret bytes that the samples follow from.
-        first_step: number of the first batch.
-        users: returns the rows of every user of a dataset by key; None to draw examples.
-        rows_per_user: of one user in a batch, at most.
-        mechanism: ``"banded"`` draws from ``bands`` groups in turn, ``"banded_inverse"`` the same
-            batches in every epoch.
-        bands: of the mechanism.
-        turn: returns the number of the next release in its mechanism.
+        release: ``"banded"`` noise draws from ``bands`` groups in turn, ``"banded_inverse"`` the
+            same batches in every epoch.
+        users: None to draw examples.
 
     Raises:
         DefenseError: a loader that cannot be sampled, or one that yields an example in several
@@ -164,14 +153,15 @@ def sampling_of(
     examples, batch_size = sizes_of(dataloader)
     replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
     if context.clients > 1 and not is_sharded(dataloader):
-        warnings.warn(overlap_warning(context.clients, trust), stacklevel=3)
+        warnings.warn(overlap_warning(context.clients, release.trust), stacklevel=3)
     if context.processes > 1:
         _check_shares(dataloader, context)
     if not poisson:
         _check_repeats(dataloader, context)
         expected = float(batch_size * context.processes)
         return Sampling(checked_loader(dataloader), 1.0, expected, examples)
-    by_key = None if users is None else users(dataloader.dataset)
+    mechanism, bands = release.mechanism, release.bands or 1
+    by_key = None if users is None else rows_by_user(dataloader.dataset, users.group_by)
     rows = None if by_key is None else [*by_key.values()]
     examples = examples if rows is None else len(rows)
     share = max(1, examples // replicas)
@@ -187,15 +177,11 @@ def sampling_of(
     loader = poisson_loader(
         dataloader,
         rate,
-        client=context.client,
+        replace(draws, groups=groups),
         clients=context.clients,
-        entropy=entropy,
-        first_step=first_step,
-        users=rows,
-        rows_per_user=rows_per_user,
         steps=steps if groups > 1 else None,
-        groups=groups,
-        turn=turn,
+        users=rows,
+        rows_per_user=None if users is None else users.rows_per_user,
     )
     assert isinstance(loader.batch_sampler, PoissonBatchSampler)
     if rows is not None:
@@ -205,7 +191,7 @@ def sampling_of(
     if mechanism != "independent":
         places = places_of(loader.dataset, shard, by_key)
     expected = rate * (len(shard) if context.processes == 1 else examples) / groups
-    if trust == "central" and context.clients > 1:
+    if release.trust == "central" and context.clients > 1:
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)
     return Sampling(loader, rate, expected, examples, rows, groups, places)

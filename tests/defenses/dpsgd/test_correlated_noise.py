@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_fedleak.defenses import DPSGD, DefenseError
 from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan
 from lightning_fedleak.defenses.dpsgd.factorization import banded, banded_inverse
-from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
+from lightning_fedleak.defenses.dpsgd.poisson import Draws, PoissonBatchSampler
 from lightning_fedleak.defenses.noise import noise_key, standard_normal
 from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, clipped, data, first
 from tests.helpers.dpsgd_settings import grouped
@@ -204,7 +204,7 @@ def test_an_example_is_drawn_in_the_turns_of_its_group_alone(groups: int, rate: 
     """Also where epochs are left early after batches were fetched ahead."""
     turn = Turn()
     sampler = PoissonBatchSampler(
-        range(3, 90, 2), rate, 9, entropy=b"e" * 32, client=0, groups=groups, turn=turn
+        range(3, 90, 2), rate, 9, Draws(b"e" * 32, groups=groups, turn=turn)
     )
     seen: dict[int, list[int]] = {place: [] for place in sampler.shard}
     for epoch in range(60):

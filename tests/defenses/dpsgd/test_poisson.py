@@ -30,6 +30,7 @@ from transformers import BatchEncoding
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.defenses.dpsgd.poisson import (
+    Draws,
     EmptyCollate,
     PoissonBatchSampler,
     poisson_loader,
@@ -39,8 +40,7 @@ SECRET = bytes(range(32))
 
 
 def sampler(n: int = 200, rate: float = 0.1, **changes) -> PoissonBatchSampler:
-    where = {"entropy": SECRET, "client": 0, **changes}
-    return PoissonBatchSampler(range(n), rate, 10, **where)
+    return PoissonBatchSampler(range(n), rate, 10, Draws(**{"entropy": SECRET, **changes}))
 
 
 def masks(source: PoissonBatchSampler, steps: int, first: int = 0) -> np.ndarray:
@@ -55,8 +55,11 @@ def numbers(n: int = 20) -> TensorDataset:
 
 
 def poisson(loader: DataLoader, rate: float = 0.1, **changes) -> DataLoader:
-    where = {"client": 0, "clients": 1, "entropy": SECRET, **changes}
-    return poisson_loader(loader, rate, **where)
+    names = {"entropy", "client", "first_step"}
+    where = {name: value for name, value in changes.items() if name in names}
+    others = {name: value for name, value in changes.items() if name not in names}
+    draws = Draws(**{"entropy": SECRET, **where})
+    return poisson_loader(loader, rate, draws, **{"clients": 1, **others})
 
 
 # ---- the law --------------------------------------------------------------------------------
@@ -100,9 +103,7 @@ def test_clients_shards_steps_and_secrets_draw_independently() -> None:
         assert _independent(drawn, other) > 1e-4
     neighbours = drawn[:, :-1], drawn[:, 1:]
     assert _independent(*neighbours) > 1e-4
-    shards = [
-        PoissonBatchSampler(range(r, 400, 2), 0.3, 1, entropy=SECRET, client=0) for r in (0, 1)
-    ]
+    shards = [PoissonBatchSampler(range(r, 400, 2), 0.3, 1, Draws(SECRET)) for r in (0, 1)]
     even, odd = (np.stack([np.isin(list(s.shard), s.draw(k)) for k in range(300)]) for s in shards)
     assert not np.array_equal(even, odd)
     assert _independent(even, odd) > 1e-4
@@ -134,9 +135,7 @@ def test_it_is_a_function_of_its_key_and_shows_it_to_nobody() -> None:
 
 @given(st.integers(1, 300), st.floats(1e-6, 1.0), st.integers(0, 2**40))
 def test_any_draw_is_a_sorted_part_of_the_shard(n: int, rate: float, step: int) -> None:
-    drawn = PoissonBatchSampler(range(3, 3 + 2 * n, 2), rate, 1, entropy=SECRET, client=7).draw(
-        step
-    )
+    drawn = PoissonBatchSampler(range(3, 3 + 2 * n, 2), rate, 1, Draws(SECRET, 7)).draw(step)
     assert drawn == sorted(set(drawn))
     assert set(drawn) <= set(range(3, 3 + 2 * n, 2))
     if rate == 1:

@@ -14,7 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
+from lightning_fedleak.defenses.dpsgd.poisson import Draws
 from lightning_fedleak.defenses.dpsgd.sampling import Sampling, sampling_of
+from lightning_fedleak.defenses.dpsgd.settings import ReleaseSettings, Users
 
 
 def sampled(
@@ -34,10 +36,9 @@ def sampled(
     return sampling_of(
         DataLoader(data, batch_size=batch_size, sampler=split),
         context,
+        Draws(bytes(32), client),
         poisson=poisson,
-        trust="local",
-        entropy=bytes(32),
-        first_step=0,
+        release=ReleaseSettings(),
     )
 
 
@@ -158,11 +159,10 @@ def by_user(collate: Any, dataset: Dataset[Any]) -> Sampling:
     return sampling_of(
         DataLoader(dataset, batch_size=4, collate_fn=collate),
         context,
+        Draws(bytes(32)),
         poisson=True,
-        trust="local",
-        entropy=bytes(32),
-        first_step=0,
-        users=lambda rows: {i: [*range(len(rows))[i : i + 2]] for i in range(0, len(rows), 2)},
+        release=ReleaseSettings(),
+        users=Users([row // 2 for row in range(len(dataset))]),  # type: ignore[arg-type]
     )
 
 

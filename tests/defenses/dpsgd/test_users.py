@@ -21,7 +21,7 @@ from lightning_fedleak.defenses import (
     mean_of_sample_means,
 )
 from lightning_fedleak.defenses.dpsgd import per_sample
-from lightning_fedleak.defenses.dpsgd.poisson import UserBatchSampler, poisson_loader
+from lightning_fedleak.defenses.dpsgd.poisson import Draws, UserBatchSampler, poisson_loader
 from lightning_fedleak.defenses.dpsgd.sampling import users_of
 from tests.defenses.dpsgd.test_clip import GROUPS, split
 from tests.defenses.dpsgd.test_dpsgd import CLIP, data
@@ -271,9 +271,7 @@ def test_releases_of_examples_and_of_users_are_not_added_up(tmp_path: Path) -> N
 
 def test_users_are_poisson_sampled_with_all_rows_or_some_at_random() -> None:
     users = users_of(data(), KEYS)
-    sampler = UserBatchSampler(
-        users, range(15), 3, 0.3, 4000, entropy=b"e" * 32, client=0, first_step=0
-    )
+    sampler = UserBatchSampler(users, range(15), 3, 0.3, 4000, Draws(b"e" * 32))
     inside, rows = Counter[int](), Counter[int]()
     for step in range(4000):
         chosen = sampler.rows(step)
@@ -297,9 +295,8 @@ def test_processes_share_users_not_rows() -> None:
         loader: Any = poisson_loader(
             DataLoader(dataset, 4, sampler=split_),
             1.0,
-            client=rank,
+            Draws(b"e" * 32, rank),
             clients=2,
-            entropy=b"e" * 32,
             users=users,
         )
         seen.append({KEYS[row] for row in loader.batch_sampler.rows(0)})

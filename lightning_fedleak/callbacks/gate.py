@@ -103,7 +103,7 @@ class GateEvent:
         )
         if self.exhausted:
             start = f"{start}\n  defences: {', '.join(self.exhausted)}, turned up as far as it goes"
-            mend = "let the defences start stronger or be turned up further (most_notches)"
+            mend = "let the defences start stronger or be turned up further (max_hardenings)"
         if math.isnan(self.value) and (self.verdict is None or not self.verdict.fires):
             what_now = (
                 "what was shared was not measured, so nothing is known of it. leakage.jsonl holds "

@@ -16,6 +16,7 @@ from lightning_fedleak.defenses.base import (
     State,
 )
 from lightning_fedleak.defenses.noise import (
+    allowed_hardenings,
     base_of,
     gaussian_epsilon,
     noise_key,
@@ -76,7 +77,8 @@ class GradientNoise(Defense):
             can subtract the noise, and a second run replays it on other gradients. A run that
             resumes from a checkpoint without this defence's state ignores the seed.
         harden_factor: what a notch multiplies the noise by.
-        most_notches: how often it may be turned up; None for as often as a gate asks.
+        max_hardenings: how often it may be turned up; None for no limit.
+        most_notches: the old name of ``max_hardenings``, through 0.2.
 
     Attributes:
         notches: how often it was turned up.
@@ -101,6 +103,7 @@ class GradientNoise(Defense):
         seed: int | None = None,
         *,
         harden_factor: float = 2.0,
+        max_hardenings: int | None = None,
         most_notches: int | None = None,
     ) -> None:
         hint = "None is for no clipping"
@@ -113,7 +116,7 @@ class GradientNoise(Defense):
         self.sigma = sigma
         self.seed = seed
         self.harden_factor = harden_factor
-        self.most_notches = most_notches
+        self.max_hardenings = allowed_hardenings("GradientNoise", max_hardenings, most_notches)
         self.notches = 0
         self.releases = 0
         self._precision = 0.0  # sum of 1 / sigma^2 over releases
@@ -131,11 +134,11 @@ class GradientNoise(Defense):
     @property
     def can_harden(self) -> bool:
         """Return whether there is noise that may be turned up."""
-        return self.sigma > 0 and self.most_notches != 0
+        return self.sigma > 0 and self.max_hardenings != 0
 
     def harden(self) -> str | None:
         """Multiply the noise by ``harden_factor``."""
-        if not self.can_harden or self.notches == self.most_notches:
+        if not self.can_harden or self.notches == self.max_hardenings:
             return None
         previous = self.standard_deviation
         self.notches += 1

@@ -14,7 +14,8 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 from torch import Tensor
 
-from lightning_fedleak.validate import check_number
+from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.validate import check_integer, check_number, warn_of_old_spelling
 
 _BLOCK = 1 << 16  # numbers drawn at once; fits a cache of 1 MiB, larger blocks are slower
 XTOL, RTOL = 1e-14, 1e-14  # absolute and relative error of epsilon, which is added to it
@@ -82,6 +83,27 @@ def add_standard_normal(key: bytes, target: Tensor, scale: float) -> None:
         noise = buffer[: len(block)]
         _fill(noise, generator)
         block.add_(noise, alpha=scale)
+
+
+def allowed_hardenings(
+    owner: str, max_hardenings: int | None, most_notches: int | None
+) -> int | None:
+    """Return how often a defence may be hardened, also from the argument of 0.1.0.
+
+    Args:
+        owner: name of the class whose constructor was called.
+        max_hardenings: None for no limit.
+        most_notches: what 0.1.0 called it; a warning names the new one.
+
+    Raises:
+        DefenseError: a number below 0.
+    """
+    if most_notches is not None:
+        warn_of_old_spelling(f"{owner}(most_notches=)", f"{owner}(max_hardenings=)")
+        max_hardenings = most_notches
+    name = f"{owner}: max_hardenings"
+    check_integer(name, max_hardenings, at_least=0, optional=True, error=DefenseError)
+    return max_hardenings
 
 
 def _philox(key: bytes) -> np.random.Philox:

@@ -76,12 +76,12 @@ def dp() -> DPSGD:
 
 
 DEFENSES: dict[str, Callable[[], list[Defense]]] = {
-    "noise": lambda: [GradientNoise(1.0, 0.01, seed=3, most_notches=2)],
-    "activations": lambda: [ActivationNoise(1, 0.01, most_notches=2)],
+    "noise": lambda: [GradientNoise(1.0, 0.01, seed=3, max_hardenings=2)],
+    "activations": lambda: [ActivationNoise(1, 0.01, max_hardenings=2)],
     "freeze": lambda: [Freeze("head", when="hardened")],
     "both": lambda: [
         Freeze("head", when="hardened"),
-        GradientNoise(1.0, 0.01, seed=3, most_notches=1),
+        GradientNoise(1.0, 0.01, seed=3, max_hardenings=1),
     ],
     "dpsgd": lambda: [dp()],
 }

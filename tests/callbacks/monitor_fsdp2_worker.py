@@ -340,7 +340,7 @@ def hardened(folder: Path) -> dict[str, Any]:
     path = folder / "saved.ckpt"
     settings: dict[str, Any] = {"max_epochs": 1, "at_most": -1.0}
     for part in ("first", "resumed"):
-        noise = GradientNoise(CLIP, SIGMA, most_notches=2)
+        noise = GradientNoise(CLIP, SIGMA, max_hardenings=2)
         monitor = LeakageMonitor(Probe(k=20), every_n_steps=1)
         gate = RiskGate("leakage/probe/f1", at_most=settings.pop("at_most"), action="harden")
         trainer, _ = run(folder / part, [gate, monitor], [noise], **settings)

@@ -48,7 +48,7 @@ def column(trainer: Any, name: str) -> list[str]:
 
 
 def test_each_breach_is_a_notch_and_then_it_stops(tmp_path: Path) -> None:
-    noise = GradientNoise(clip=None, sigma=1e-9, harden_factor=10.0, most_notches=3)
+    noise = GradientNoise(clip=None, sigma=1e-9, harden_factor=10.0, max_hardenings=3)
     with announced("RiskGate") as caught:
         trainer, gate, _, _ = run(tmp_path, noise)
     assert trainer.global_step == 4
@@ -61,7 +61,7 @@ def test_each_breach_is_a_notch_and_then_it_stops(tmp_path: Path) -> None:
     ]
     assert "gradient_noise: standard deviation 1e-09 -> 1e-08" in said[0]
     assert "defences: gradient_noise, turned up as far as it goes" in said[3]
-    assert "turned up further (most_notches)" in said[3]
+    assert "turned up further (max_hardenings)" in said[3]
     assert "defenses=[" not in said[3], "the run has a defence"
     assert len(list(Path(trainer.log_dir).rglob("*.ckpt"))) == 1
     assert column(trainer, f"gate/{gate.name}_notches") == ["1.0", "2.0", "3.0", "3.0"]
@@ -91,7 +91,7 @@ def test_a_look_that_is_just_at_the_threshold_reads_like_it() -> None:
 
 
 def test_noise_that_is_turned_up_is_in_the_next_update(tmp_path: Path) -> None:
-    noise = GradientNoise(clip=None, sigma=1e-3, harden_factor=1000.0, most_notches=1, seed=1)
+    noise = GradientNoise(clip=None, sigma=1e-3, harden_factor=1000.0, max_hardenings=1, seed=1)
     with announced("hardened the run"):
         _, _, _, probe = run(tmp_path, noise, at_most=0.0)
     before, after = probe.at("shared")
@@ -135,7 +135,7 @@ def test_a_resumed_run_stays_hardened_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def noise() -> GradientNoise:
-        return GradientNoise(clip=None, sigma=1e-9, most_notches=2)
+        return GradientNoise(clip=None, sigma=1e-9, max_hardenings=2)
 
     with announced("hardened the run"):
         trainer, gate, _, _ = run(
@@ -202,7 +202,7 @@ def test_a_factor_that_hardens_nothing_is_refused(factor: float) -> None:
 
 
 def test_an_unknown_moment_to_freeze_is_refused() -> None:
-    with pytest.raises(ValueError, match="when='later' must be 'always' or 'hardened'"):
+    with pytest.raises(ValueError, match="when must be 'always' or 'hardened', got 'later'"):
         Freeze("head", when="later")  # type: ignore[arg-type]
 
 

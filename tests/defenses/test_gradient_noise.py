@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_fedleak.defenses import DefenseContext, DefenseError, GradientNoise
+from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.defenses.noise import gaussian_epsilon
 from lightning_fedleak.defenses.noise import standard_normal as _standard_normal
 
@@ -258,3 +259,15 @@ def test_it_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
     noise_of(GradientNoise(1.0, 1.0), where)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", [GradientNoise, ActivationNoise])
+def test_the_old_name_of_the_limit_of_hardenings_works_and_warns(kind: type) -> None:
+    with pytest.warns(FutureWarning, match=r"most_notches=.*max_hardenings=") as caught:
+        defense = kind(1, 1.0, most_notches=1)
+    assert caught[0].filename == __file__
+    assert defense.max_hardenings == 1
+    assert defense.harden() is not None
+    assert defense.harden() is None
+    with pytest.raises(DefenseError, match=r"max_hardenings must be .* got -1"):
+        kind(1, 1.0, max_hardenings=-1)

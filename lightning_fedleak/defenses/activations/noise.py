@@ -13,7 +13,12 @@ from torch import Tensor
 
 from lightning_fedleak.defenses.activations.base import ActivationDefense
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
-from lightning_fedleak.defenses.noise import gaussian_epsilon, noise_key, standard_normal
+from lightning_fedleak.defenses.noise import (
+    allowed_hardenings,
+    gaussian_epsilon,
+    noise_key,
+    standard_normal,
+)
 from lightning_fedleak.defenses.processes import SHARD_BITS
 from lightning_fedleak.validate import check_integer, check_number
 
@@ -63,7 +68,8 @@ class ActivationNoise(ActivationDefense):
             :func:`~lightning_fedleak.anatomy.find_anatomy`.
         harden_factor: what a notch of a gate (:meth:`harden`) multiplies the noise by. Epsilon
             counts the first sigma: how much was added depended on the data.
-        most_notches: how often it may be turned up; None for as often as a gate asks.
+        max_hardenings: how often it may be turned up; None for no limit.
+        most_notches: the old name of ``max_hardenings``, through 0.2.
 
     Raises:
         DefenseError: a setting out of range; ``relative`` with ``clip``, with a defence that works
@@ -82,6 +88,7 @@ class ActivationNoise(ActivationDefense):
         anatomy: Mapping[str, str] | None = None,
         *,
         harden_factor: float = 2.0,
+        max_hardenings: int | None = None,
         most_notches: int | None = None,
     ) -> None:
         super().__init__(layer, inference=inference, anatomy=anatomy)
@@ -97,7 +104,7 @@ class ActivationNoise(ActivationDefense):
             )
         check_number("ActivationNoise: harden_factor", harden_factor, above=1, error=DefenseError)
         self.harden_factor = harden_factor
-        self.most_notches = most_notches
+        self.max_hardenings = allowed_hardenings("ActivationNoise", max_hardenings, most_notches)
         self.notches = 0
         self.sigma = sigma
         self.relative = relative
@@ -121,11 +128,11 @@ class ActivationNoise(ActivationDefense):
     @property
     def can_harden(self) -> bool:
         """Return whether there is noise that may be turned up."""
-        return self.sigma > 0 and self.most_notches != 0
+        return self.sigma > 0 and self.max_hardenings != 0
 
     def harden(self) -> str | None:
         """Multiply the noise by ``harden_factor``, from the next forward on."""
-        if not self.can_harden or self.notches == self.most_notches:
+        if not self.can_harden or self.notches == self.max_hardenings:
             return None
         self.notches += 1
         return f"{self.name}: noise is {self._sigma_now:g} from now on (sigma)"

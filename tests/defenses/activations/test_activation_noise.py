@@ -410,7 +410,7 @@ def test_what_guarantees_nothing_says_so() -> None:
 
 
 def test_a_gate_turns_the_noise_up_and_a_resumed_run_keeps_it() -> None:
-    defense = ActivationNoise(1, 1.0, clip=1.0, most_notches=1)
+    defense = ActivationNoise(1, 1.0, clip=1.0, max_hardenings=1)
     before = float(noise_of(defense, runs=8).std())
     epsilon = defense.epsilon(1e-5)
     assert defense.can_harden

@@ -159,7 +159,7 @@ def main() -> None:
         if guess.certified and named - truth:
             count["false"] += 1
         elif guess.certified and truth - named:
-            known = next(r.known for r in attack._readable if not r.of_b)
+            known = next(r.known for r in attack._readable if not r.is_factor_b)
             seen = ids if family == "bert" else ids[:, :-1]
             inputs = input_rows(anatomy, known, ids)[:, : seen.shape[1]].flatten(0, 1)
             distinct = torch.unique(torch.cat([seen.flatten()[:, None], inputs], 1), dim=0)

@@ -192,7 +192,7 @@ class LocalSteps:
         """Whether the gradient can be computed back: of one step of Adam or AdamW."""
         return self.steps == 1 and self.optimizer in (torch.optim.Adam, torch.optim.AdamW)
 
-    def inverted(
+    def invert(
         self, update: Tensor, before: Tensor, rate: float, noise: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """The gradient that a first step of Adam was made of, and its error.
@@ -229,7 +229,7 @@ class LocalSteps:
         error[1 - moved.abs() < _SHORT * doubt] = torch.inf
         return gradient, error
 
-    def described(self) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         """Plain values that tell one round from another."""
         return {
             "optimizer": self.optimizer.__name__,

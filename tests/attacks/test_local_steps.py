@@ -157,7 +157,7 @@ def test_a_first_step_of_adam_gives_its_gradient_back(
     gradient = size * torch.randn(8, 400, generator=generator).sign()
     made = {"lr": rate, "weight_decay": decay, "eps": eps}
     after = trained(getattr(torch.optim, kind), before, [gradient], **made)
-    found, error = known(kind, **made).inverted((before - after) / rate, before, rate)
+    found, error = known(kind, **made).invert((before - after) / rate, before, rate)
     off = (found - gradient.double()).abs()
     visible = error < 0.1 * found.abs()
     assert bool((off <= 6 * error)[visible].all())
@@ -179,12 +179,12 @@ def test_the_error_of_an_inverted_step_covers_noise() -> None:
     after = trained(torch.optim.AdamW, before, [gradient], **made)
     update = (before - after) / 1e-3
     spoilt = update + 1e-2 * torch.randn(40, 30)
-    found, error = known("AdamW", **made).inverted(spoilt, before, 1e-3, 1e-2)
+    found, error = known("AdamW", **made).invert(spoilt, before, 1e-3, 1e-2)
     seen = error.isfinite()
     assert 0.3 < float(seen.double().mean()) < 1.0
     off = (found - gradient.double()).abs()
     assert float((off <= 3 * error)[seen].double().mean()) > 0.95
-    ignored = known("AdamW", **made).inverted(spoilt, before, 1e-3)[1]
+    ignored = known("AdamW", **made).invert(spoilt, before, 1e-3)[1]
     assert float((off <= 3 * ignored)[seen].double().mean()) < 0.6
 
 

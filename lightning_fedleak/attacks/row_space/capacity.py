@@ -1,4 +1,4 @@
-"""How many types the rows of an update can tell apart: predicted, and measured on planted sets."""
+"""How many word types the rows of an update can tell apart: a formula, and planted sets."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from lightning_fedleak.attacks.row_space.pursuit import Atoms, SharedRows, explain
 
-_EXACT = 0.99
-_DIRECTIONS = 8
-_GRID = 200.0
+_RECOVERED = 0.99  # F1 from which a planted set counts as found: one type in a hundred may miss
+_DIRECTIONS = 8  # random directions in which atoms are compared; not tuned
+_GRID = 200.0  # cells per unit length: atoms in one cell of all directions are equal; not tuned
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many types can be told apart.
+    """How many types an update tells apart.
 
     Attributes:
         types: the largest number of planted types of which all but one in a hundred were found.
-        failed: the smallest at which they were not; None where none was seen to fail.
-        predict_capacity: by :func:`predict_capacity`.
+        failed: the smallest number at which they were not; None if no set failed.
+        predicted: result of :func:`predict_capacity`.
     """
 
     types: int
@@ -31,29 +31,29 @@ class Capacity:
 
 
 def predict_capacity(width: int, tokens: int, rank: int) -> float:
-    """Types that ``rank`` rows tell apart: ``width / (1 + ln(tokens) / (2.5 rank))``.
+    """Return how many types ``rank`` rows tell apart: ``width / (1 + ln(tokens) / (2.5 rank))``.
 
-    A fit, no theorem: of planted sets of equally likely types (``benchmarks/attacks/capacity.py``).
-    Never a promise that more types than that are safe.
+    The formula was fitted to planted sets of equally likely types
+    (``benchmarks/attacks/capacity.py``). It is no theorem, and no promise that more types are safe.
 
     Args:
         width: dimensions of the input, less what is no word.
-        tokens: in the vocabulary.
-        rank: rows that are shared, at most ``width``.
+        tokens: size of the vocabulary.
+        rank: number of shared rows, at most ``width``.
     """
     return width / (1 + math.log(max(2, tokens)) / (2.5 * max(1, rank)))
 
 
 def measure_capacity(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) -> Capacity:
-    """Plants sets of types and looks for them, between the largest found and the smallest missed.
+    """Return the capacity that a search by bisection over planted sets of types finds.
 
     Tokens with (nearly) equal atoms, such as those that were never trained, are not planted: no
     update tells them apart.
 
     Args:
         atoms: of all tokens.
-        rank: rows that are shared.
-        seconds: after which no other set is planted; one is in any case.
+        rank: number of shared rows.
+        seconds: time after which no other set is planted; the first one always is.
         seed: of the sets.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -62,14 +62,14 @@ def measure_capacity(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) 
     guess = predict_capacity(room, len(usable), rank)
     low, high = 0, min(room, len(usable))
     types = max(1, min(int(guess), high - 1))
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     failed = None
     while low < types < high:
-        if _found(atoms, rank, usable, types, generator):
+        if _recovers_planted(atoms, rank, usable, types, generator):
             low = types
         else:
             high = failed = types
-        if time.monotonic() > until or high - low <= max(1, room // 16):
+        if time.monotonic() > deadline or high - low <= max(1, room // 16):
             break
         wider = min(types + max(1, room // 8), high - 1) if failed is None else (low + high) // 2
         narrower = max(1, types - max(1, room // 8)) if low == 0 else (low + high) // 2
@@ -78,23 +78,23 @@ def measure_capacity(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) 
 
 
 def planted_set_seconds(width: int, tokens: int, rank: int) -> float:
-    """Roughly what one planted set of the predicted size costs a core of 10 GFLOP/s."""
+    """Return roughly the seconds that a planted set of the predicted size takes at 10 GFLOP/s."""
     return predict_capacity(width, tokens, rank) / 8 * (4 * width * tokens / 1e10)
 
 
 def _distinct(atoms: Atoms, generator: torch.Generator) -> torch.Tensor:
-    """(n,) tokens whose atoms fall on no other's, seen in eight random directions."""
+    """Return the (n,) tokens whose atoms equal no other's in eight random directions."""
     directions = torch.randn(atoms.width, _DIRECTIONS, generator=generator)
-    seen = (atoms.screen @ directions.to(atoms.screen.device) * _GRID).round()
-    _, group, size = torch.unique(seen, dim=0, return_inverse=True, return_counts=True)
-    alone: torch.Tensor = ((size[group] == 1) & atoms.usable).nonzero()[:, 0].cpu()
-    return alone
+    cells = (atoms.screen @ directions.to(atoms.screen.device) * _GRID).round()
+    _, group, size = torch.unique(cells, dim=0, return_inverse=True, return_counts=True)
+    tokens: torch.Tensor = ((size[group] == 1) & atoms.usable).nonzero()[:, 0].cpu()
+    return tokens
 
 
-def _found(
+def _recovers_planted(
     atoms: Atoms, rank: int, usable: torch.Tensor, types: int, generator: torch.Generator
 ) -> bool:
-    """Whether a planted set of types is found in rows of single precision."""
+    """Return whether a planted set of types is found in rows of single precision."""
     truth = usable[torch.randperm(len(usable), generator=generator)[:types]]
     device = atoms.screen.device
     rows = min(rank, 2 * atoms.width)
@@ -106,6 +106,6 @@ def _found(
     if len(shared.principal) >= atoms.width - len(atoms.beside) - 1:
         return False
     odds = atoms.screen.new_full((len(atoms.screen),), math.log(types / len(usable)))
-    found = set(explain(atoms, shared, odds).types.tolist())
-    both = len(found & set(truth.tolist()))
-    return 2 * both / (len(found) + types) >= _EXACT
+    recovered = set(explain(atoms, shared, odds).types.tolist())
+    hits = len(recovered & set(truth.tolist()))
+    return 2 * hits / (len(recovered) + types) >= _RECOVERED

@@ -1,4 +1,4 @@
-"""What every token would look like in a known input: the atoms that rows of a gradient are made of.
+"""The atoms of a known input: what every token looks like there.
 
 Without positions an atom is the input itself. With absolute positions an input is, up to its
 length, ``gain * centred(word + position) + bias`` where a layer norm reads the sum of the
@@ -28,11 +28,11 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
 from lightning_fedleak.model_runs import context_length, only_needed_hooks, stop_at, undisturbed
 from lightning_fedleak.snapshots import whole_tensor
 
-_ADDITIVE = 1e-4
+_ADDITIVE = 1e-4  # relative error up to which word and position count as summands; not tuned
 
 
 class NotAdditive(ValueError):
-    """An input that hangs on positions is no scaled sum of word and position."""
+    """The input depends on positions, but is no scaled sum of word and position."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +41,8 @@ class Dictionary:
 
     Attributes:
         rows: (V, d) the input of each token, at the first position.
-        constants: (k, d) float64, what every input may hold besides its word: bias, token types.
-        positions: (P, d) float64, what the first P positions add; None where they add nothing.
+        constants: (k, d) float64, what any input may hold besides its word: bias, token types.
+        positions: (P, d) float64, what the first P positions add; None if they add nothing.
     """
 
     rows: Tensor
@@ -50,14 +50,14 @@ class Dictionary:
     positions: Tensor | None
 
     def count_positions(self, rows: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> int:
-        """How many of the first positions gradients surely hold, at least one; 0 without positions.
+        """Return how many of the first positions gradients hold, at least 1; 0 without positions.
 
         A position that texts have takes more of the rows' energy than a direction does by chance.
         The count is where the sum of the logarithms of these ratios, less that of 2, is highest.
 
         Args:
             rows: each (n_i, d), gradients of maps that read this input, none all zero.
-            beside: each (k_i, d) float64, what the gradients hold besides inputs.
+            beside: each (k_i, d) float64, directions that the gradients hold besides inputs.
         """
         if self.positions is None:
             return 0
@@ -67,18 +67,18 @@ class Dictionary:
         most = min(len(self.positions), (self.rows.shape[1] - len(known)) // 2)
         places = self.positions[:most] - (self.positions[:most] @ known.T) @ known
         gain = (g @ torch.linalg.qr(places.T).Q).square().sum(0)
-        left = g.square().sum() - gain.cumsum(0) + gain
+        rest = g.square().sum() - gain.cumsum(0) + gain
         dims = g.shape[1] - len(known) - torch.arange(most, device=g.device)
-        ratio = (gain * dims / left.clamp_min(1e-300)).clamp_min(1e-12)
+        ratio = (gain * dims / rest.clamp_min(1e-300)).clamp_min(1e-12)
         return int((ratio / 2).log().cumsum(0).argmax()) + 1
 
     def atoms(self, positions: int, beside: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
-        """Rows to look for, (V + q, d), and what is beside them, (k, d) float64 orthonormal.
+        """Return the rows to look for, (V + q, d), and an orthonormal basis (k, d) of the rest.
 
         Args:
-            positions: of the first positions that texts surely have, which are projected out. The
-                next ones are among the atoms, behind the tokens.
-            beside: each (k_i, d) float64, what the gradients hold besides inputs.
+            positions: number of positions that texts surely have; they are projected out. The next
+                positions are atoms, behind the tokens.
+            beside: each (k_i, d) float64, directions that the gradients hold besides inputs.
         """
         if self.positions is None:
             return self.rows, orthonormal(torch.cat([self.constants, *beside]))
@@ -88,7 +88,7 @@ class Dictionary:
 
 
 def orthonormal(rows: Tensor, tolerance: float = 1e-9) -> Tensor:
-    """(k, d) orthonormal basis of the span of (n, d) rows, k <= n."""
+    """Return a (k, d) orthonormal basis of the span of (n, d) rows, k <= n."""
     if len(rows) == 0:
         return rows
     _, s, basis = torch.linalg.svd(rows, full_matrices=False)
@@ -98,7 +98,7 @@ def orthonormal(rows: Tensor, tolerance: float = 1e-9) -> Tensor:
 def build_dictionary(
     anatomy: Anatomy, known: KnownInput, *, autocast: torch.dtype | None = None
 ) -> Dictionary:
-    """Runs the model on every token; leaves no trace.
+    """Return the atoms of an input, from a run of the model on every token.
 
     Args:
         anatomy: the model.
@@ -106,7 +106,7 @@ def build_dictionary(
         autocast: dtype that the client's forward is cast to.
 
     Raises:
-        NotAdditive: positions are no summand that one norm at most has read.
+        NotAdditive: positions are no summand, or more than one norm follows the sum.
     """
     device = anatomy.device
     rows = input_rows(
@@ -125,14 +125,14 @@ def factor_rows(anatomy: Anatomy, maps: Sequence[LinearMap]) -> dict[str, Tensor
     """Return the rows of the low-rank factors A among maps, by name, each (r, d) float64.
 
     A loss term of A alone (AdaLoRA's orthogonality, an L2 penalty) adds combinations of these rows
-    to the gradient of A. To project the rows off takes the term away whatever its weight is.
+    to the gradient of A. Projecting these rows off removes the term whatever its weight is.
     """
     weights = {m.name: anatomy.parameter(m.name) for m in maps if m.factor == "A"}
     return {n: whole_tensor(w).double().clone() for n, w in weights.items() if w is not None}
 
 
 def _positions(anatomy: Anatomy, known: KnownInput) -> tuple[Tensor, Tensor]:
-    """Directions (P, d) of the positions, each with the mean word, and others (k, d): float64."""
+    """Return directions (P, d) of positions, each with the mean word, and constants (k, d)."""
     rows = vocabulary_size(anatomy)
     length = context_length(anatomy) or 512
     device = anatomy.device
@@ -150,9 +150,9 @@ def _positions(anatomy: Anatomy, known: KnownInput) -> tuple[Tensor, Tensor]:
     else:
         place = Place("", norm, "input")
         sums, first, along = (_states(anatomy, place, ids) for ids in (probe, every, repeated))
-        made = input_rows(anatomy, known, probe)
-        tolerance = max(_ADDITIVE, 4 * torch.finfo(made.dtype).eps)
-        linear = _Linear.fit(norm, sums, made.double(), tolerance)
+        outputs = input_rows(anatomy, known, probe)
+        tolerance = max(_ADDITIVE, 4 * torch.finfo(outputs.dtype).eps)
+        linear = _Linear.fit(norm, sums, outputs.double(), tolerance)
         bias = norm._parameters.get("bias")
         more = first.new_zeros(0, known.width) if bias is None else bias.detach().double()[None]
     other = (sums[0] - sums[1]).flip(0)
@@ -171,7 +171,7 @@ def _positions(anatomy: Anatomy, known: KnownInput) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Linear:
-    """What a norm does to a vector but for its length and its bias: centring and gain."""
+    """The linear part of a norm without its scale and bias: centring and gain."""
 
     gain: Tensor | None = None
     centred: bool = False
@@ -182,8 +182,8 @@ class _Linear:
         return x if self.gain is None else x * self.gain
 
     @classmethod
-    def fit(cls, norm: nn.Module, given: Tensor, made: Tensor, tolerance: float) -> _Linear:
-        """The one that explains what a norm made of its input.
+    def fit(cls, norm: nn.Module, inputs: Tensor, outputs: Tensor, tolerance: float) -> _Linear:
+        """Return the linear part that explains a norm's outputs.
 
         Raises:
             NotAdditive: neither a layer norm nor an RMS norm does.
@@ -193,7 +193,7 @@ class _Linear:
         shift = 0.0 if bias is None else bias.detach().double()
         errors = []
         for centred in (True, False):
-            x, y = cls(gain, centred)(given), made - shift
+            x, y = cls(gain, centred)(inputs), outputs - shift
             scale = (x * y).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
             errors.append(float((x * scale - y).abs().max() / y.abs().max()))
         if min(errors) <= tolerance:
@@ -202,7 +202,7 @@ class _Linear:
 
 
 def _states(anatomy: Anatomy, place: Place, ids: Tensor) -> Tensor:
-    """What passes at a place for short texts, (B, L, d) float64."""
+    """Return the states at a place for short texts, (B, L, d) float64."""
     run = stop_at(anatomy.model, place)
     with undisturbed(anatomy), torch.no_grad(), only_needed_hooks(anatomy.root):
         x: Tensor = run(**text_for(anatomy, ids))
@@ -210,11 +210,11 @@ def _states(anatomy: Anatomy, place: Place, ids: Tensor) -> Tensor:
 
 
 def _norm_before(anatomy: Anatomy, known: KnownInput, ids: Tensor) -> nn.Module | None:
-    """The norm whose output the input is; None where it is read without one."""
+    """Return the norm whose output the input is; None if it is read without one."""
     x = input_rows(anatomy, known, ids)
-    made: dict[nn.Module, list[Tensor]] = {}
+    outputs: dict[nn.Module, list[Tensor]] = {}
     handles = [
-        m.register_forward_hook(lambda m, _, out: made.setdefault(m, []).append(out))
+        m.register_forward_hook(lambda m, _, output: outputs.setdefault(m, []).append(output))
         for _, m in walk(anatomy.model)
         if "norm" in type(m).__name__.lower()
     ]
@@ -227,10 +227,10 @@ def _norm_before(anatomy: Anatomy, known: KnownInput, ids: Tensor) -> nn.Module 
     return next(
         (
             m
-            for m, outs in made.items()
-            if len(outs) == 1
-            and outs[0].numel() == x.numel()
-            and torch.equal(outs[0].view_as(x), x)
+            for m, calls in outputs.items()
+            if len(calls) == 1
+            and calls[0].numel() == x.numel()
+            and torch.equal(calls[0].view_as(x), x)
         ),
         None,
     )

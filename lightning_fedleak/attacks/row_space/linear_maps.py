@@ -1,7 +1,7 @@
-"""The trainable linear maps of a model, and what they read.
+"""The trainable linear maps of a model, and the inputs that they read.
 
-Found by running the model, so that norms, scaled embeddings, fused projections, parallel blocks and
-adapters need not be known by name.
+Both are found by running the model, so that norms, scaled embeddings, fused projections, parallel
+blocks and adapters need no names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_fedleak.model_runs import (
 )
 from lightning_fedleak.snapshots import whole_tensor
 
-_TOLERANCE = 1e-5
+_TOLERANCE = 1e-5  # relative difference up to which two float32 inputs are equal; not tuned
 _LOW_RANK = ("lora_A", "lora_B")
 
 
@@ -45,11 +45,10 @@ class LinearMap:
         axis: the parameter's axis along the input: 1 of ``nn.Linear`` and of LoRA's factors, 0 of
             GPT-2's ``Conv1D``.
         rows: numbers in its output.
-        factor: ``"A"`` or ``"B"`` of a low-rank adapter, which multiplies what A made of the input;
-            ``"whole"`` otherwise.
+        factor: ``"A"`` of a low-rank adapter, ``"B"`` that multiplies A's output, or ``"whole"``.
         regularised: whether the loss has a term of the parameter itself, whose gradient is a
-            combination of the parameter's own rows (AdaLoRA's orthogonality).
-        dropouts: that its own input passes, right before it, in training.
+            combination of the parameter's rows (AdaLoRA's orthogonality).
+        dropouts: right before the map, in training.
     """
 
     name: str
@@ -63,23 +62,23 @@ class LinearMap:
 
 
 def find_linear_maps(anatomy: Anatomy) -> list[LinearMap]:
-    """The linear maps of the language model, trained or not, head and inactive adapters left out.
+    """Return the linear maps of the language model, trained or not, without head and idle adapters.
 
-    A map with a low-rank adapter gives its own matrix and both factors. A matrix that several maps
-    share is left out, since its gradient is the sum of theirs.
+    A map with a low-rank adapter gives its matrix and both factors. A matrix that several maps
+    share is left out, because its gradient is the sum of theirs.
     """
     names = {id(p): n for n, p in anatomy.root.named_parameters(remove_duplicate=False)}
-    found: list[LinearMap] = []
+    maps: list[LinearMap] = []
     for _, module in walk(anatomy.model):
-        found.extend(_own_map(module, module, "whole", names))
-        found.extend(_factors(module, names))
+        maps.extend(_weight_map(module, module, "whole", names))
+        maps.extend(_factors(module, names))
     head = anatomy.head
-    of_head = set() if head is None else {id(m) for m in head.modules()}
-    uses = Counter(m.name for m in found)
-    return [m for m in found if id(m.reader) not in of_head and uses[m.name] == 1]
+    head_modules = set() if head is None else {id(m) for m in head.modules()}
+    uses = Counter(m.name for m in maps)
+    return [m for m in maps if id(m.reader) not in head_modules and uses[m.name] == 1]
 
 
-def _own_map(
+def _weight_map(
     module: nn.Module, layer: nn.Module, factor: str, names: dict[int, str]
 ) -> Iterator[LinearMap]:
     weight = module._parameters.get("weight")
@@ -92,7 +91,7 @@ def _own_map(
 
 
 def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
-    """Those of the active adapters of a PEFT layer; ``walk`` does not enter them."""
+    """Yield the factors of a PEFT layer's active adapters, which ``walk`` does not enter."""
     for kind in _LOW_RANK:
         factors = module._modules.get(kind)
         if factors is None:
@@ -100,7 +99,7 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
         factor = kind[-1]
         for adapter in getattr(module, "active_adapters", ()):
             if isinstance(factors, nn.ParameterDict):
-                # AdaLoRA multiplies by its matrices itself; only A's input passes a module.
+                # AdaLoRA multiplies by its matrices itself: only A's input passes a module.
                 if factor == "A" and adapter in factors:
                     matrix = factors[adapter]
                     yield LinearMap(
@@ -115,20 +114,20 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
                     )
             elif isinstance(factors, nn.ModuleDict) and adapter in factors:
                 inner = factors[adapter]
-                before = _dropouts(module, adapter) if factor == "A" else ()
-                for linear in _own_map(inner, module, factor, names):
-                    yield replace(linear, dropouts=before)
+                dropouts = _dropouts(module, adapter) if factor == "A" else ()
+                for linear in _weight_map(inner, module, factor, names):
+                    yield replace(linear, dropouts=dropouts)
 
 
 def _dropouts(layer: nn.Module, adapter: str) -> tuple[nn.Module, ...]:
-    held = layer._modules.get("lora_dropout")
-    if not isinstance(held, nn.ModuleDict) or adapter not in held:
+    adapters = layer._modules.get("lora_dropout")
+    if not isinstance(adapters, nn.ModuleDict) or adapter not in adapters:
         return ()
-    return (held[adapter],)
+    return (adapters[adapter],)
 
 
 def dropout_variance(dropouts: Sequence[nn.Module]) -> float:
-    """Variance that dropouts which are in training now add, in units of what passes them."""
+    """Return the variance that dropouts in training mode add, relative to their input's square."""
     shares = [float(getattr(m, "p", 0.0)) for m in dropouts if m.training]
     return sum(p / (1 - p) if p < 1 else math.inf for p in shares)
 
@@ -138,7 +137,7 @@ class SharedInput:
     """An input and the maps that read it.
 
     Attributes:
-        maps: that read it, each called once in a forward.
+        maps: the maps that read it, each called once in a forward.
         width: d, numbers in the input of one token.
     """
 
@@ -147,23 +146,23 @@ class SharedInput:
 
     @property
     def reader(self) -> nn.Module:
-        """A module that is called with it, and with nothing else."""
+        """Return a module that is called with it, and with nothing else."""
         whole = (m for m in self.maps if m.factor == "whole")
         return next(whole, self.maps[0]).reader
 
     def trainable_maps(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
-        """Those of its maps that are trained now."""
+        """Return the maps whose parameter is trained now."""
         return tuple(m for m in self.maps if anatomy.trainable(m.name))
 
 
 @dataclass(frozen=True, eq=False)
 class KnownInput(SharedInput):
-    """An input that hangs on the token alone, or on the token and its position.
+    """An input that depends on the token alone, or on the token and its position.
 
     Attributes:
-        positional: whether it hangs on the position too.
+        positional: whether it depends on the position too.
         lone_token_maps: result of :func:`lone_token_maps`.
-        dropouts: that the model comes to before it, such as that of the embeddings.
+        dropouts: those before it in the model, such as that of the embeddings.
     """
 
     positional: bool
@@ -172,25 +171,25 @@ class KnownInput(SharedInput):
 
 
 def find_shared_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[SharedInput]:
-    """The inputs that maps of one block share, in the order in which the model comes to them."""
+    """Return the inputs that maps of one block share, in the order of the forward."""
     ids = _distinct(anatomy, 8).view(2, 4)
-    seen = _inputs(anatomy, [m.reader for m in maps], ids)
-    groups = _grouped([m for m in maps if id(m.reader) in seen], seen)
-    order = {key: place for place, key in enumerate(seen)}
+    inputs = _inputs(anatomy, [m.reader for m in maps], ids)
+    groups = _group_by_input([m for m in maps if id(m.reader) in inputs], inputs)
+    order = {key: place for place, key in enumerate(inputs)}
     groups.sort(key=lambda group: min(order[id(m.reader)] for m in group[1]))
     return [SharedInput(tuple(members), x.shape[-1]) for x, members in groups]
 
 
-def _grouped(
-    maps: Sequence[LinearMap], seen: Mapping[int, Tensor]
+def _group_by_input(
+    maps: Sequence[LinearMap], inputs: Mapping[int, Tensor]
 ) -> list[tuple[Tensor, list[LinearMap]]]:
-    """Maps of a block that were given the same."""
+    """Return each input with the maps of one block that read it."""
     groups: list[tuple[Tensor, list[LinearMap]]] = []
     for linear in maps:
-        a = seen[id(linear.reader)]
+        a = inputs[id(linear.reader)]
         for x, members in groups:
-            beside = block_name(members[0].name) == block_name(linear.name)
-            if beside and x.shape == a.shape and torch.equal(x, a):
+            same_block = block_name(members[0].name) == block_name(linear.name)
+            if same_block and x.shape == a.shape and torch.equal(x, a):
                 members.append(linear)
                 break
         else:
@@ -199,81 +198,79 @@ def _grouped(
 
 
 def find_known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[KnownInput]:
-    """The inputs that a token (and its position) determines, widest first.
+    """Return the inputs that a token (and its position) determines, widest first.
 
-    Found by running the model on texts of four tokens, twice with other tokens around the same
-    ones: what the first attention has mixed is different then.
+    They are found by runs on texts of four tokens. An input that changes with the tokens around it
+    has been mixed by attention.
 
     Args:
         anatomy: the model.
-        maps: of :func:`find_linear_maps`.
+        maps: result of :func:`find_linear_maps`.
     """
     tokens = _distinct(anatomy, 12)
-    ids, around = tokens[:8].view(2, 4), tokens[:8].view(2, 4).clone()
-    around[:, ::2] = tokens[8:].view(2, 2)
+    ids, neighbours = tokens[:8].view(2, 4), tokens[:8].view(2, 4).clone()
+    neighbours[:, ::2] = tokens[8:].view(2, 2)
     same = ids[:1, 1:2].expand(2, 4).contiguous()
     readers = list({id(m.reader): m.reader for m in maps}.values())
-    first, second, third = (_inputs(anatomy, readers, text) for text in (ids, around, same))
-    own = []
+    first, second, third = (_inputs(anatomy, readers, text) for text in (ids, neighbours, same))
+    token_maps = []
     for linear in maps:
-        a, b, c = (seen.get(id(linear.reader)) for seen in (first, second, third))
+        a, b, c = (inputs.get(id(linear.reader)) for inputs in (first, second, third))
         if a is None or b is None or c is None:
             continue
         if _equal(a[:, 1::2], b[:, 1::2]) and not _equal(a[:, 1], a[:, 3]):
-            own.append(linear)
-    found = []
-    alone = lone_token_maps(anatomy, own)
-    for x, members in _grouped(own, first):
+            token_maps.append(linear)
+    known_inputs = []
+    lone = lone_token_maps(anatomy, token_maps)
+    for x, members in _group_by_input(token_maps, first):
         repeated = third[id(members[0].reader)]
         positional = not _equal(repeated[:, 1], repeated[:, 3])
-        before = _dropouts_before(anatomy, members[0].reader, ids)
-        mine = alone & {m.name for m in members}
-        found.append(KnownInput(tuple(members), x.shape[-1], positional, mine, before))
-    return sorted(found, key=lambda known: -known.width)
+        dropouts = _dropouts_before(anatomy, members[0].reader, ids)
+        names = lone & {m.name for m in members}
+        known_inputs.append(KnownInput(tuple(members), x.shape[-1], positional, names, dropouts))
+    return sorted(known_inputs, key=lambda known: -known.width)
 
 
 def lone_token_maps(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[str]:
-    """Names of the maps whose gradient shows a token that stands alone.
+    """Return the names of the maps whose gradient shows a token without others to attend to.
 
-    Values, outputs and feed-forwards do; queries and keys do not, since a softmax over a single key
-    is 1 whatever they are. So the gradient of queries shows no causal text's first token, and that
-    of keys none where only one of a text's predictions counts: the two of a text of two tokens. In
-    an encoder it is a text of one token that neither shows. What such maps share is explained
-    without these tokens.
+    Values, outputs and feed-forwards do. Queries and keys do not, because a softmax over a single
+    key is 1 whatever they are. So the gradient of queries misses the first token of a causal text,
+    the gradient of keys misses texts of two tokens, and in an encoder both miss texts of one token.
+    Such gradients are explained without these tokens.
 
-    Found by running the model on a text of one token, each map's output changed in turn.
+    The maps are found by runs on a text of one token, with the output of each map changed in turn.
 
     Args:
         anatomy: the model.
-        maps: of :func:`find_linear_maps`.
+        maps: result of :func:`find_linear_maps`.
     """
     ids = _distinct(anatomy, 1)[None]
     layers = {id(m.layer): m.layer for m in maps}
     with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):
         run = to_last_block(anatomy, model)
         plain = run(**text_for(anatomy, ids))
-        seen = set()
+        visible = set()
         for key, layer in layers.items():
-            handle = layer.register_forward_hook(_other)
+            handle = layer.register_forward_hook(_change_output)
             try:
-                moved = run(**text_for(anatomy, ids))
+                changed = run(**text_for(anatomy, ids))
             finally:
                 handle.remove()
-            if not torch.equal(plain, moved):
-                seen.add(key)
-    return frozenset(m.name for m in maps if id(m.layer) in seen)
+            if not torch.equal(plain, changed):
+                visible.add(key)
+    return frozenset(m.name for m in maps if id(m.layer) in visible)
 
 
-def _other(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Another output, that no norm behind it makes the same again."""
+def _change_output(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Return another output, which differs behind a norm too."""
     return output.flip(-1) + 1
 
 
 def to_last_block(anatomy: Anatomy, model: nn.Module) -> Callable[..., Tensor]:
-    """A classifier up to its last block's output; other models up to their logits.
+    """Return a function that runs a classifier to its last block, other models to their logits.
 
-    What reads words lies before a classifier's head, which asks more of texts than they have here:
-    a token that ends them, or one that pads them.
+    A classifier's head needs texts with an end or padding token, which the texts here lack.
     """
     if anatomy.kind == "classifier" and anatomy.blocks:
         return stop_at(model, Place("", unwrap(anatomy.blocks[-1]), "output"))
@@ -281,9 +278,9 @@ def to_last_block(anatomy: Anatomy, model: nn.Module) -> Callable[..., Tensor]:
 
 
 def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[nn.Module, ...]:
-    """Dropouts that are called before a reader, those right before a LoRA left out."""
-    called: list[nn.Module] = []
-    found = [
+    """Return the dropouts that run before a reader, without those of a LoRA."""
+    calls: list[nn.Module] = []
+    dropouts = [
         m
         for n, m in anatomy.model.named_modules()
         if isinstance(m, nn.Dropout) and ".lora_dropout." not in f".{n}."
@@ -294,15 +291,15 @@ def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[
         only_needed_hooks(anatomy.root),
         ExitStack() as stack,
     ):
-        for module in found:
-            handle = module.register_forward_pre_hook(lambda m, _: called.append(m))
+        for module in dropouts:
+            handle = module.register_forward_pre_hook(lambda m, _: calls.append(m))
             stack.callback(handle.remove)
         stop_at(anatomy.model, Place("", reader, "input"))(**text_for(anatomy, ids))
-    return tuple(dict.fromkeys(called))
+    return tuple(dict.fromkeys(calls))
 
 
 def _distinct(anatomy: Anatomy, n: int) -> Tensor:
-    """(n,) token ids, of those far from the mean embedding: untrained tokens are all alike."""
+    """Return (n,) token ids far from the mean embedding: untrained tokens are nearly equal."""
     weight = anatomy.parameter(EMBEDDING_WEIGHT)
     rows = vocabulary_size(anatomy)
     ids = torch.arange(0, rows, max(1, rows // 256))
@@ -314,14 +311,14 @@ def _distinct(anatomy: Anatomy, n: int) -> Tensor:
 
 
 def block_name(name: str) -> str:
-    """A parameter's name up to its first number: the block, an encoder's or a decoder's."""
+    """Return a parameter's name up to its first number: the block of an encoder or decoder."""
     parts = name.split(".")
-    ends = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: ends + 1])
+    last = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: last + 1])
 
 
 def vocabulary_size(anatomy: Anatomy) -> int:
-    """Token ids that the model reads."""
+    """Return the number of token ids that the model reads."""
     weight = anatomy.parameter(EMBEDDING_WEIGHT)
     return anatomy.vocab_size if weight is None else int(weight.shape[0])
 
@@ -332,7 +329,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, Any]:
-    """A forward's arguments: the text, of an encoder-decoder for both of its sides."""
+    """Return a forward's arguments: the text, for both sides of an encoder-decoder."""
     ids = ids.to(anatomy.device)
     text: dict[str, Any] = {"input_ids": ids}
     if anatomy.kind == "seq2seq" and takes(anatomy.model, "decoder_input_ids"):
@@ -344,13 +341,13 @@ def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, Any]:
 
 
 def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict[int, Tensor]:
-    """What each reader that is called once is given for a text (B, L): (B, L, d) float, by id."""
-    seen: dict[int, list[Tensor]] = {}
+    """Return the inputs (B, L, d) float of readers that are called once, by their id."""
+    calls: dict[int, list[Tensor]] = {}
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = states_in(args, kwargs)
-        given = states if isinstance(states, Tensor) else next(iter(kwargs.values()), None)
-        seen.setdefault(id(module), []).append(given if isinstance(given, Tensor) else ids)
+        x = states if isinstance(states, Tensor) else next(iter(kwargs.values()), None)
+        calls.setdefault(id(module), []).append(x if isinstance(x, Tensor) else ids)
 
     with (
         undisturbed(anatomy) as model,
@@ -362,16 +359,16 @@ def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict
             handle = module.register_forward_pre_hook(keep, with_kwargs=True)
             stack.callback(handle.remove)
         to_last_block(anatomy, model)(**text_for(anatomy, ids))
-    found = {}
+    inputs = {}
     length = ids.shape[1] + virtual_tokens(anatomy)
-    for key, calls in seen.items():
+    for key, tensors in calls.items():
         # DoRA also multiplies a unit matrix, for a norm through which no gradient goes.
-        x, *more = [c for c in calls if not _is_unit(c)] or [ids]
+        x, *more = [c for c in tensors if not _is_unit(c)] or [ids]
         if more or not x.is_floating_point() or x.numel() != len(ids) * length * x.shape[-1]:
             continue
         x = x.detach().reshape(len(ids), length, x.shape[-1])
-        found[key] = x[:, -ids.shape[1] :].float()
-    return found
+        inputs[key] = x[:, -ids.shape[1] :].float()
+    return inputs
 
 
 def _is_unit(x: Tensor) -> bool:
@@ -382,7 +379,7 @@ def _is_unit(x: Tensor) -> bool:
 def input_rows(
     anatomy: Anatomy, known: KnownInput, ids: Tensor, *, autocast: torch.dtype | None = None
 ) -> Tensor:
-    """What the maps of an input are given for texts of token ids.
+    """Return the value of an input for texts of token ids.
 
     Args:
         anatomy: the model, run only as far as these maps.
@@ -410,22 +407,22 @@ def input_rows(
 def input_states(
     anatomy: Anatomy, inputs: Sequence[SharedInput], ids: Tensor, mask: Tensor | None = None
 ) -> list[Tensor]:
-    """What several inputs are for texts, by one run as far as the last of them.
+    """Return the values of several inputs for texts, from one run up to the last of them.
 
     Args:
         anatomy: the model.
-        inputs: in the order of :func:`find_shared_inputs`.
+        inputs: inputs in the order of :func:`find_shared_inputs`.
         ids: (B, L) texts.
         mask: (B, L), 0 where padded.
 
     Returns:
         (B, L, d) float32 for each input.
     """
-    *before, last = inputs
-    seen: dict[int, Tensor] = {}
+    *earlier, last = inputs
+    states: dict[int, Tensor] = {}
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen[id(module)] = states_in(args, kwargs)
+        states[id(module)] = states_in(args, kwargs)
 
     text = text_for(anatomy, ids)
     if mask is not None:
@@ -437,12 +434,12 @@ def input_states(
         only_needed_hooks(anatomy.root),
         ExitStack() as stack,
     ):
-        for known in before:
+        for known in earlier:
             handle = known.reader.register_forward_pre_hook(keep, with_kwargs=True)
             stack.callback(handle.remove)
-        seen[id(last.reader)] = run(**text)
+        states[id(last.reader)] = run(**text)
     length = ids.shape[1]
     return [
-        seen[id(known.reader)].reshape(len(ids), -1, known.width)[:, -length:].float()
+        states[id(known.reader)].reshape(len(ids), -1, known.width)[:, -length:].float()
         for known in inputs
     ]

@@ -5,9 +5,8 @@ combinations of as many atoms as the batch holds types: multiple measurement vec
 support. Where the rank reaches the number of types, the span test (MUSIC) finds them one by one.
 Below it, rank-aware order-recursive matching pursuit does, which is the same test at full rank
 (Davies & Eldar 2012, "Rank awareness in joint sparse recovery", algorithm RA-ORMP). Two things are
-added. Atoms are whitened first, since the inputs of a language model share most of their direction.
-And what is compared is not the score but how unlikely it is for an atom that was not used, joined
-with how likely the token is.
+added. Atoms are whitened first, because the inputs of a language model share most of their
+direction. Atoms are compared by a likelihood ratio that includes how frequent the token is.
 
 Rows are in units of their noise: rounding, and what a defence is known to have added.
 """
@@ -21,22 +20,50 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_RIDGE = 0.1
-_AT_FLOOR = 4.0
-_CERTIFIED = 4.0
-_NEARLY = 100.0
-_EXCHANGES = 4
-_EQUAL = 1e-6
-_CERTAIN = 1e-4
-_ALIKE = 1e-2
-_NEARLY_EQUAL = 1e-4
-_GAIN = 3.0
-_LARGEST_SHARE = 0.9
-_REFRESH = 8
-_SCREENED = 4096
-_RESCORED = 32
-_WINDOW = 30.0
-_GIVEN_UP = 0.9
+
+@dataclass(frozen=True)
+class PursuitSettings:
+    """Thresholds of the pursuit; chosen on planted sets and small models, none was tuned.
+
+    Attributes:
+        ridge: share of the mean eigenvalue that is added to the atoms' covariance; more where
+            noise hides the directions in which atoms vary least.
+        noise_floor: variance of a residual over the noise's, below which the pursuit ends.
+        certified: largest root mean square of a residual, in units of the noise, for a certificate.
+        nearly_certified: the same, up to which pruning and exchanging are tried.
+        exchanges: rounds in which types are exchanged for nearly equal ones.
+        equal: 1 - cosine up to which two atoms are exchanged for each other.
+        certain: share of an atom outside of the residual's span up to which it is surely used.
+        dependent: norm of an atom outside of the chosen ones up to which they nearly explain it.
+        twins: distance of unit atoms up to which a certificate must tell them apart.
+        twin_gain: what an atom may explain of the residual in units of the noise, for the same.
+        largest_share: types over directions up to which a certificate is given.
+        give_up: the same, from which the pursuit ends without one.
+        batch: atoms that are chosen between two scorings of the whole vocabulary: for speed.
+        screened: atoms that are compared between two such scorings: for speed.
+        rescored: atoms that are compared in double precision: for speed.
+        gap: factor around the noise within which the widest gap of singular values is the rank.
+    """
+
+    ridge: float = 0.1
+    noise_floor: float = 4.0
+    certified: float = 4.0
+    nearly_certified: float = 100.0
+    exchanges: int = 4
+    equal: float = 1e-6
+    certain: float = 1e-4
+    dependent: float = 1e-2
+    twins: float = 1e-4
+    twin_gain: float = 3.0
+    largest_share: float = 0.9
+    give_up: float = 0.9
+    batch: int = 8
+    screened: int = 4096
+    rescored: int = 32
+    gap: float = 30.0
+
+
+_SETTINGS = PursuitSettings()
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +71,9 @@ class SharedRows:
     """The shared rows that read one input, in units of the noise of an entry.
 
     Attributes:
-        whole: (n, d) float64, all rows, less what is no word.
-        principal: (k, d) float64, their principal rows that stand out of the noise.
-        exact: whether the noise is single precision's rounding alone, so that a certificate can be.
+        whole: (n, d) float64, all rows, with what is no word projected off.
+        principal: (k, d) float64, their principal rows above the noise.
+        exact: whether the noise is single precision's rounding alone, as a certificate needs.
     """
 
     whole: Tensor
@@ -62,13 +89,13 @@ class SharedRows:
         rounding: float,
         noise: Sequence[float],
     ) -> SharedRows:
-        """Stacks the gradients of maps that read the same input.
+        """Return the stacked gradients of maps that read the same input.
 
         Args:
             gradients: each (n_i, d), one row for each output; none all zero.
-            beside: (b, d) float64 orthonormal, what is no word.
+            beside: (b, d) float64 orthonormal, the directions that are no word.
             rounding: relative precision that the gradients were computed in.
-            noise: standard deviation that was added to each entry of each, besides.
+            noise: standard deviation of the noise that was added to each gradient.
         """
         rows = []
         for gradient, added in zip(gradients, noise, strict=True):
@@ -81,17 +108,19 @@ class SharedRows:
 
     @property
     def floor(self) -> float:
-        """Norm of the noise of all rows together."""
+        """Return the norm of the noise of all rows together."""
         return math.sqrt(self.whole.numel())
 
     @property
     def silent(self) -> bool:
-        """Whether the rows hold nothing but noise."""
-        return not len(self.principal) or float(self.whole.norm()) <= _CERTIFIED * self.floor
+        """Return whether the rows hold nothing but noise."""
+        return (
+            not len(self.principal) or float(self.whole.norm()) <= _SETTINGS.certified * self.floor
+        )
 
 
 def _above_noise(rows: Tensor, *, exact: bool) -> Tensor:
-    """Principal rows above what noise alone gives; near rounding the cut is the widest gap."""
+    """Return the principal rows above the noise; near rounding the cut is the widest gap."""
     n, d = rows.shape
     if n > d:
         rows = torch.linalg.qr(rows).R
@@ -99,15 +128,15 @@ def _above_noise(rows: Tensor, *, exact: bool) -> Tensor:
     edge = math.sqrt(n) + math.sqrt(d)
     k = int((s > edge).sum())
     if exact and k:
-        first = int((s > edge * _WINDOW).sum())
-        last = int((s > edge / _WINDOW).sum())
-        steps = s.clamp_min(edge / _WINDOW / 10).log()
+        first = int((s > edge * _SETTINGS.gap).sum())
+        last = int((s > edge / _SETTINGS.gap).sum())
+        steps = s.clamp_min(edge / _SETTINGS.gap / 10).log()
         falls = steps[:-1] - steps[1:]
         window = falls[max(first - 1, 0) : last]
         if len(window):
             k = max(first - 1, 0) + int(window.argmax()) + 1
-    kept: Tensor = s[:k, None] * basis[:k]
-    return kept
+    principal: Tensor = s[:k, None] * basis[:k]
+    return principal
 
 
 class Atoms:
@@ -115,12 +144,10 @@ class Atoms:
 
     Args:
         rows: (V, d) the input of each token.
-        beside: (b, d) float64 orthonormal, what is no word.
-        ridge: added to the atoms' covariance, as a share of its mean eigenvalue: more where noise
-            hides the directions in which atoms vary least.
+        beside: (b, d) float64 orthonormal, the directions that are no word.
     """
 
-    def __init__(self, rows: Tensor, beside: Tensor, ridge: float = _RIDGE) -> None:
+    def __init__(self, rows: Tensor, beside: Tensor) -> None:
         self._raw = rows
         self.beside = beside
         self.width = rows.shape[1]
@@ -134,7 +161,7 @@ class Atoms:
         covariance = (flat.T @ flat).double() / max(1, int(self.usable.sum()))
         if not bool(self.usable.any()):  # what is no word fills all directions
             covariance.diagonal().fill_(1.0)
-        covariance.diagonal().add_(ridge * covariance.diagonal().mean())
+        covariance.diagonal().add_(_SETTINGS.ridge * covariance.diagonal().mean())
         lower = torch.linalg.cholesky(covariance)
         eye = torch.eye(self.width, dtype=torch.float64, device=rows.device)
         self.whitening = torch.linalg.solve_triangular(lower, eye, upper=False).T.contiguous()
@@ -142,12 +169,12 @@ class Atoms:
         self.screen /= self.screen.norm(dim=1, keepdim=True).clamp_min(1e-30)
 
     def rows(self, types: Tensor) -> Tensor:
-        """(n, d) float64 unit atoms."""
+        """Return (n, d) float64 unit atoms."""
         x = self._raw[types].double()
         return _unit(x - (x @ self.beside.T) @ self.beside)
 
     def whitened(self, types: Tensor) -> Tensor:
-        """(n, d) float64 unit atoms after whitening."""
+        """Return (n, d) float64 unit atoms after whitening."""
         return _unit(self.rows(types) @ self.whitening)
 
 
@@ -157,16 +184,16 @@ def _unit(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PursuitResult:
-    """What a pursuit ended with.
+    """The types that a pursuit chose.
 
     Attributes:
         types: (k,) token ids, the surest first.
         scores: (V,) the higher the surer.
-        expected: how many types there are, as far as can be said.
-        residual: what the types leave of the rows, in units of the noise.
-        certified: the types explain all that was shared, so that none is missing whose part of the
-            rows lies above rounding, but for types with equal atoms, and none stands in for one
-            that nearly equals another.
+        expected: estimated number of types.
+        residual: root mean square of what the types leave of the rows, in units of the noise.
+        certified: whether the types explain all that was shared. Then no type is missing whose
+            part lies above rounding, except types with equal atoms, and no type stands for another
+            one that nearly equals it.
     """
 
     types: Tensor
@@ -177,236 +204,236 @@ class PursuitResult:
 
 
 def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult:
-    """Finds the atoms that shared rows are combinations of.
+    """Return the atoms that shared rows are combinations of.
 
     Args:
         atoms: of all tokens.
         shared: the rows.
-        log_odds: (V,) of each token being in the batch, before anything is seen.
+        log_odds: (V,) prior of each token being in the batch.
     """
     path = _Pursuit(atoms, shared, log_odds)
     path.run()
     chosen = torch.tensor(path.chosen, dtype=torch.int64, device=log_odds.device)
     evidence = torch.tensor(path.evidence, dtype=torch.float64, device=log_odds.device)
     scores = path.scores.double().nan_to_num(nan=-1e9, posinf=0.0, neginf=-1e9)
-    kept, expected, solved = chosen, float(len(chosen)), path.at_floor
-    if shared.exact and (solved or _residual(atoms, shared, chosen) <= _NEARLY):
+    types, expected, solved = chosen, float(len(chosen)), path.at_floor
+    if shared.exact and (solved or _residual(atoms, shared, chosen) <= _SETTINGS.nearly_certified):
         fewer = prune(atoms, shared, chosen)
-        fewer = _exchanged(atoms, shared, fewer, path.nearly_explained())
-        if solved or _residual(atoms, shared, fewer) <= _CERTIFIED:
-            kept, expected, solved = fewer, float(len(fewer)), True
+        fewer = _exchange_twins(atoms, shared, fewer, path.dependent_tokens())
+        if solved or _residual(atoms, shared, fewer) <= _SETTINGS.certified:
+            types, expected, solved = fewer, float(len(fewer)), True
     if not solved:
         used = evidence.sigmoid()
         places = torch.arange(1, len(used) + 1, device=used.device)
         expected = float(used.sum())
         if len(used):
-            kept = chosen[: int((used.cumsum(0) / (places + expected)).argmax()) + 1]
-    residual = _residual(atoms, shared, kept)
-    share = (len(kept) + len(atoms.beside)) / atoms.width
+            types = chosen[: int((used.cumsum(0) / (places + expected)).argmax()) + 1]
+    residual = _residual(atoms, shared, types)
+    share = (len(types) + len(atoms.beside)) / atoms.width
     certified = (
         shared.exact
         and solved
-        and len(kept) > 0
-        and residual <= _CERTIFIED
-        and (len(kept) <= len(shared.principal) or share <= _LARGEST_SHARE)
+        and len(types) > 0
+        and residual <= _SETTINGS.certified
+        and (len(types) <= len(shared.principal) or share <= _SETTINGS.largest_share)
         and share < 1
-        and _told_from_alike(atoms, shared, kept, torch.cat([chosen, path.nearly_explained()]))
+        and _differ_from_twins(atoms, shared, types, torch.cat([chosen, path.dependent_tokens()]))
     )
-    # What was taken up and dropped again is the least likely of all.
+    # Tokens that were chosen and then pruned are the least likely of all.
     scores[chosen] = -torch.arange(len(chosen), device=scores.device, dtype=scores.dtype) - 1e6
-    scores[kept] = torch.arange(len(kept), 0, -1, device=scores.device, dtype=scores.dtype) + 1e6
-    return PursuitResult(kept, scores, expected, residual, certified)
+    scores[types] = torch.arange(len(types), 0, -1, device=scores.device, dtype=scores.dtype) + 1e6
+    return PursuitResult(types, scores, expected, residual, certified)
 
 
 def _residual(atoms: Atoms, shared: SharedRows, types: Tensor) -> float:
-    """Root mean square of what types leave of the rows, in units of the noise."""
-    left = shared.whole
+    """Return the root mean square of what types leave of the rows, in units of the noise."""
+    residual = shared.whole
     if len(types):
-        basis = torch.linalg.qr(atoms.rows(types).T).Q
-        left = left - (left @ basis) @ basis.T
-    return float(left.norm()) / shared.floor
+        residual = _project_off(residual, torch.linalg.qr(atoms.rows(types).T).Q)
+    return float(residual.norm()) / shared.floor
+
+
+def _project_off(rows: Tensor, basis: Tensor) -> Tensor:
+    """Return (n, d) rows without their part in the span of a (d, k) orthonormal basis."""
+    return rows - (rows @ basis) @ basis.T
 
 
 def prune(atoms: Atoms, shared: SharedRows, types: Tensor) -> Tensor:
-    """Types without those that could be left out: what they alone explain is below rounding.
-
-    Backward elimination.
-    """
+    """Return types without those that alone explain less than rounding (backward elimination)."""
     while len(types):
-        own = _left_without(shared.principal, atoms.rows(types))
-        idle = own < shared.floor
-        count = int(idle.sum())
+        parts = _unique_parts(shared.principal, atoms.rows(types))
+        count = int((parts < shared.floor).sum())
         if not count:
             break
-        out = own.argsort()[: -(-count // 2)]
-        stays = torch.ones(len(types), dtype=torch.bool, device=types.device)
-        stays[out] = False
-        types = types[stays]
+        needed = torch.ones(len(types), dtype=torch.bool, device=types.device)
+        needed[parts.argsort()[: -(-count // 2)]] = False
+        types = types[needed]
     return types
 
 
-def _left_without(rows: Tensor, atoms: Tensor) -> Tensor:
-    """(n,) what leaving out each of n atoms alone adds to what they leave of rows.
+def _unique_parts(rows: Tensor, atoms: Tensor) -> Tensor:
+    """Return (n,) by how much the residual of rows grows if each of n atoms alone is left out.
 
     That is ``|m_j| / sqrt((X X^T)^-1_jj)``, with coefficients m.
     """
     q, r = torch.linalg.qr(atoms.T)
     unit = torch.eye(len(atoms), dtype=r.dtype, device=r.device)
     inverse = torch.linalg.solve_triangular(r, unit, upper=True)
-    own: Tensor = (inverse @ (rows @ q).T).norm(dim=1) / inverse.norm(dim=1)
-    return own
+    parts: Tensor = (inverse @ (rows @ q).T).norm(dim=1) / inverse.norm(dim=1)
+    return parts
 
 
-def _exchanged(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> Tensor:
-    """Types, each exchanged for a nearly equal one where that explains more, and pruned again.
+def _exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> Tensor:
+    """Return types, each replaced by a nearly equal one that explains more, and pruned again.
 
-    Tokens that were never trained have almost one atom. Which of them it was shows only once all
-    the rest is explained.
+    Tokens that were never trained have almost the same atom. Which of them was used shows only
+    after all the rest is explained.
     """
     if not len(others):
         return types
     candidates = atoms.rows(others)
-    for _ in range(_EXCHANGES):
-        before, types = types, types.clone()
-        alike = atoms.rows(types) @ candidates.T > 1 - _EQUAL
-        for j in alike.any(1).nonzero()[:, 0].tolist():
+    for _ in range(_SETTINGS.exchanges):
+        previous, types = types, types.clone()
+        equal = atoms.rows(types) @ candidates.T > 1 - _SETTINGS.equal
+        for j in equal.any(1).nonzero()[:, 0].tolist():
             rest = torch.cat([types[:j], types[j + 1 :]])
             basis = torch.linalg.qr(atoms.rows(rest).T).Q
-            left = shared.principal - (shared.principal @ basis) @ basis.T
-            tokens = torch.cat([types[j : j + 1], others[alike[j]]])
-            x = atoms.rows(tokens)
-            x = x - (x @ basis) @ basis.T
-            gain = (x @ left.T).square().sum(1) / x.square().sum(1)
+            residual = _project_off(shared.principal, basis)
+            tokens = torch.cat([types[j : j + 1], others[equal[j]]])
+            x = _project_off(atoms.rows(tokens), basis)
+            gain = (x @ residual.T).square().sum(1) / x.square().sum(1)
             types[j] = tokens[int(gain.argmax())]
         types = prune(atoms, shared, torch.unique(types))
-        if len(types) == len(before) and bool((types.sort()[0] == before.sort()[0]).all()):
+        if len(types) == len(previous) and bool((types.sort()[0] == previous.sort()[0]).all()):
             break
     return types
 
 
-def _told_from_alike(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> bool:
-    """Whether types are right as far as those tell that nearly equal one of them.
+def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> bool:
+    """Return whether no token that nearly equals a type could stand in for it.
 
-    What a type explains beside another that nearly equals it is little, and unlike types that are
-    not there may explain that. So none of these explains more of what is left than noise would, and
-    no type could be left out, were they all there too. False where they are too many to see.
+    A type explains little beside a token that nearly equals it, and unrelated types could explain
+    that little. So no such token may explain more of the residual than noise would, and no type may
+    be dispensable if all such tokens were there too. False if there are too many of them to tell.
     """
     others = others[~torch.isin(others, types)]
-    own, candidates = atoms.rows(types), atoms.rows(others)
-    alike = torch.cdist(own, candidates, compute_mode="donot_use_mm_for_euclid_dist")
-    alike = alike < _NEARLY_EQUAL
-    near = alike.any(0)
-    if not bool(near.any()):
+    chosen, candidates = atoms.rows(types), atoms.rows(others)
+    distances = torch.cdist(chosen, candidates, compute_mode="donot_use_mm_for_euclid_dist")
+    twins = distances < _SETTINGS.twins
+    has_twin = twins.any(0)
+    if not bool(has_twin.any()):
         return True
-    if len(types) + int(near.sum()) + len(atoms.beside) > _LARGEST_SHARE * atoms.width:
+    directions = len(types) + int(has_twin.sum()) + len(atoms.beside)
+    if directions > _SETTINGS.largest_share * atoms.width:
         return False
-    alike, candidates = alike[:, near], candidates[near]
-    basis = torch.linalg.qr(own.T).Q
-    left = shared.whole - (shared.whole @ basis) @ basis.T
-    further = _unit(candidates - (candidates @ basis) @ basis.T)
-    noise = max(len(left) ** 0.5, float(left.norm()) / atoms.width**0.5)
-    if float((left @ further.T).norm(dim=0).max()) > _GAIN * noise:
+    twins, candidates = twins[:, has_twin], candidates[has_twin]
+    basis = torch.linalg.qr(chosen.T).Q
+    residual = _project_off(shared.whole, basis)
+    further = _unit(_project_off(candidates, basis))
+    noise = max(len(residual) ** 0.5, float(residual.norm()) / atoms.width**0.5)
+    if float((residual @ further.T).norm(dim=0).max()) > _SETTINGS.twin_gain * noise:
         return False
-    without = _left_without(shared.whole, torch.cat([own, candidates]))[: len(own)]
-    for j in alike.any(1).nonzero()[:, 0].tolist():
-        rest = torch.cat([own, candidates[~alike[j]]])
-        without[j] = _left_without(shared.whole, rest)[j]
-    return float(without.min()) > _CERTIFIED * shared.floor
+    parts = _unique_parts(shared.whole, torch.cat([chosen, candidates]))[: len(chosen)]
+    for j in twins.any(1).nonzero()[:, 0].tolist():
+        rest = torch.cat([chosen, candidates[~twins[j]]])
+        parts[j] = _unique_parts(shared.whole, rest)[j]
+    return float(parts.min()) > _SETTINGS.certified * shared.floor
 
 
 class _Pursuit:
-    """One run of the pursuit: what is left of the rows, and the atoms chosen so far.
+    """One run of the pursuit: the residual of the rows, and the atoms that were chosen.
 
-    Atoms are compared after whitening; when to end is seen before it, where noise is alike in all
-    directions.
+    Atoms are compared after whitening. Whether to end is decided before whitening, where noise is
+    equal in all directions.
     """
 
     def __init__(self, atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> None:
         self.atoms = atoms
-        self.left = shared.principal @ atoms.whitening
+        self.residual = shared.principal @ atoms.whitening
         self._plain = shared.principal
         self._rows = len(shared.whole) if shared.exact else len(shared.principal)
-        self._plain_basis = self.left.new_zeros(0, atoms.width)
+        self._plain_basis = self.residual.new_zeros(0, atoms.width)
         self.log_odds = log_odds.float()
         self.noise = float(atoms.whitening.square().sum()) / atoms.width
         self.exact = shared.exact
         d = atoms.width
         self.room = d - len(atoms.beside)
-        self.basis = self.left.new_zeros(0, d)
-        self.rest = torch.ones(len(log_odds), device=log_odds.device)
+        self.basis = self.residual.new_zeros(0, d)
+        self.outside = torch.ones(len(log_odds), device=log_odds.device)
         self.alive = atoms.usable.clone()
         self.chosen: list[int] = []
         self.evidence: list[float] = []
         self.scores = torch.zeros_like(self.log_odds)
         self.at_floor = False
-        self._done = 0
+        self._projected = 0
 
     def run(self) -> None:
-        """Chooses atoms until nothing but noise is left, or the evidence ends."""
+        """Choose atoms until only noise remains, or no atom has evidence."""
         most = self.room - 2
-        while len(self.chosen) < most and not self._ended():
+        while len(self.chosen) < most and not self._is_noise():
             directions = self._directions()
             if not len(directions):
                 self.at_floor = True
                 return
-            self._refresh()
+            self._update_outside()
             chance = self._screen(directions)
-            if self._take_certain(directions, most):
+            if self._choose_certain(directions, most):
                 continue
-            if len(self.chosen) > _GIVEN_UP * self.room:
+            if len(self.chosen) > _SETTINGS.give_up * self.room:
                 return
-            if not self._take_best(directions, chance, most):
+            if not self._choose_likeliest(directions, chance, most):
                 return
 
-    def nearly_explained(self) -> Tensor:
-        """(n,) tokens that were not chosen and whose atoms the chosen ones nearly explain."""
-        self._refresh()
-        near = self.atoms.usable & (self.rest < _ALIKE * _ALIKE)
-        near[torch.tensor(self.chosen, dtype=torch.int64, device=near.device)] = False
-        tokens: Tensor = near.nonzero()[:, 0]
+    def dependent_tokens(self) -> Tensor:
+        """Return the (n,) tokens not chosen whose atoms the chosen ones nearly explain."""
+        self._update_outside()
+        dependent = self.atoms.usable & (self.outside < _SETTINGS.dependent**2)
+        dependent[torch.tensor(self.chosen, dtype=torch.int64, device=dependent.device)] = False
+        tokens: Tensor = dependent.nonzero()[:, 0]
         return tokens
 
-    def _ended(self) -> bool:
-        """Whether what is left is noise."""
-        if not len(self.left):
+    def _is_noise(self) -> bool:
+        """Return whether the residual is noise alone, and record it."""
+        if not len(self.residual):
             self.at_floor = True
             return True
         dims = max(1, self.room - len(self.chosen))
-        limit = _AT_FLOOR if self.exact else 1 + 3 * math.sqrt(2 / (len(self.left) * dims))
+        chi_square = 1 + 3 * math.sqrt(2 / (len(self.residual) * dims))
+        limit = _SETTINGS.noise_floor if self.exact else chi_square
         self.at_floor = float(self._plain.square().sum()) <= limit * self._rows * dims
         return self.at_floor
 
     def _directions(self) -> Tensor:
-        """(k, d) orthonormal directions of what is left that stand out of the noise."""
-        values, vectors = torch.linalg.eigh(self.left @ self.left.T)
+        """Return (k, d) orthonormal directions of the residual above the noise."""
+        values, vectors = torch.linalg.eigh(self.residual @ self.residual.T)
         dims = max(1, self.room - len(self.chosen))
-        above = values > _AT_FLOOR * self.noise * dims
-        basis = (vectors[:, above].T @ self.left) / values[above, None].sqrt()
+        above = values > _SETTINGS.noise_floor * self.noise * dims
+        basis = (vectors[:, above].T @ self.residual) / values[above, None].sqrt()
         directions: Tensor = torch.linalg.qr(basis.T).Q.T.contiguous()
         return directions
 
-    def _refresh(self) -> None:
-        """Brings ``rest`` up to date: the share of each atom outside of the chosen ones."""
-        new = self.basis[self._done :]
+    def _update_outside(self) -> None:
+        """Update ``outside``, the share of each atom outside of the chosen ones."""
+        new = self.basis[self._projected :]
         if len(new):
-            self.rest -= (self.atoms.screen @ new.T.float()).square().sum(1)
-            self._done = len(self.basis)
-        near = (self.alive & (self.rest < _ALIKE)).nonzero()[:, 0]
-        if 0 < len(near) <= _SCREENED:
-            self.rest[near] = self._outside(near).square().sum(1).float()
+            self.outside -= (self.atoms.screen @ new.T.float()).square().sum(1)
+            self._projected = len(self.basis)
+        near = (self.alive & (self.outside < _SETTINGS.dependent)).nonzero()[:, 0]
+        if 0 < len(near) <= _SETTINGS.screened:
+            self.outside[near] = self._orthogonal_parts(near).square().sum(1).float()
 
-    def _outside(self, types: Tensor) -> Tensor:
-        """What atoms have outside of the chosen ones, (n, d) float64, not normalised."""
+    def _orthogonal_parts(self, types: Tensor) -> Tensor:
+        """Return atoms without their part in the chosen ones, (n, d) float64, not normalised."""
         x = self.atoms.whitened(types)
         for _ in range(2):
             x = x - (x @ self.basis.T) @ self.basis
         return x
 
     def _evidence(self, score: Tensor, chance: float, k: int) -> Tensor:
-        """Log likelihood ratio of scores: any score alike if used, Beta around ``chance`` if not.
+        """Return the log likelihood ratio of scores: uniform if used, Beta around chance if not.
 
         k of m orthogonal directions hold a share of an unused atom that is Beta(k/2, (m-k)/2)
-        distributed; m = k / chance, since atoms fill fewer directions than there are.
+        distributed; m = k / chance, because atoms fill fewer directions than there are.
         """
         a, b = k / 2, max(k / chance / 2 - k / 2, 1e-3)
         s = score.clamp(chance, 1 - 1e-6)
@@ -414,21 +441,21 @@ class _Pursuit:
         return -(constant + (a - 1) * s.log() + (b - 1) * (-s).log1p())
 
     def _screen(self, directions: Tensor) -> float:
-        """Scores every atom; returns the mean score, which is chance's."""
+        """Score every atom, and return the mean score, which is that of chance."""
         share = (self.atoms.screen @ directions.T.float()).square().sum(1)
-        score = (share / self.rest.clamp_min(1e-7)).clamp(0, 1)
-        self.alive &= self.rest > 1e-9
+        score = (share / self.outside.clamp_min(1e-7)).clamp(0, 1)
+        self.alive &= self.outside > 1e-9
         chance = float(score[self.alive].mean().clamp(1e-6, 0.999))
         self.scores = self._evidence(score, chance, len(directions)) + self.log_odds
         self.scores[~self.alive] = -math.inf
         self._raw = score.masked_fill(~self.alive, -1.0)
         return chance
 
-    def _append(self, token: int, outside: Tensor, evidence: float) -> None:
-        q = outside - self.basis.T @ (self.basis @ outside)
+    def _append(self, token: int, part: Tensor, evidence: float) -> None:
+        q = part - self.basis.T @ (self.basis @ part)
         q = q / q.norm()
         self.basis = torch.cat([self.basis, q[None]])
-        self.left = self.left - (self.left @ q)[:, None] * q
+        self.residual = self.residual - (self.residual @ q)[:, None] * q
         x = self.atoms.rows(torch.tensor([token], device=q.device))[0]
         for _ in range(2):
             x = x - self._plain_basis.T @ (self._plain_basis @ x)
@@ -439,54 +466,61 @@ class _Pursuit:
         self.evidence.append(evidence)
         self.alive[token] = False
 
-    def _take_certain(self, directions: Tensor, most: int) -> bool:
-        """Takes all atoms that lie in what is left, as far as they do not explain each other."""
-        types = (self._raw > 1 - _CERTAIN).nonzero()[:, 0]
-        if not 0 < len(types) <= _SCREENED:
+    def _choose_certain(self, directions: Tensor, most: int) -> bool:
+        """Choose all atoms within the residual's span that do not explain each other.
+
+        Returns:
+            Whether any was chosen.
+        """
+        types = (self._raw > 1 - _SETTINGS.certain).nonzero()[:, 0]
+        if not 0 < len(types) <= _SETTINGS.screened:
             return False
         types = types[self._raw[types].argsort(descending=True, stable=True)]
-        outside = self._outside(types)
-        norms = outside.norm(dim=1)
-        score = (outside @ directions.T).square().sum(1) / norms.square()
-        taken = False
+        parts = self._orthogonal_parts(types)
+        norms = parts.norm(dim=1)
+        score = (parts @ directions.T).square().sum(1) / norms.square()
         start = len(self.basis)
         for i, token in enumerate(types.tolist()):
-            if float(score[i]) < 1 - _CERTAIN or len(self.chosen) >= most:
+            if float(score[i]) < 1 - _SETTINGS.certain or len(self.chosen) >= most:
                 continue
-            x = outside[i]
+            x = parts[i]
             new = self.basis[start:]
             x = x - new.T @ (new @ x)
-            if float(x.norm()) < _ALIKE * float(norms[i]) or len(new) >= len(directions):
+            dependent = float(x.norm()) < _SETTINGS.dependent * float(norms[i])
+            if dependent or len(new) >= len(directions):
                 continue
             self._append(token, x, 50.0)
-            taken = True
-        return taken
+        return len(self.basis) > start
 
-    def _take_best(self, directions: Tensor, chance: float, most: int) -> bool:
-        """Takes the likeliest atoms one by one, compared among those that were likely before."""
-        subset = self.scores.topk(min(_SCREENED, len(self.scores))).indices
-        screen, rest = self.atoms.screen[subset], self.rest[subset].clone()
+    def _choose_likeliest(self, directions: Tensor, chance: float, most: int) -> bool:
+        """Choose a few atoms one by one, among those that scored best in the whole vocabulary.
+
+        Returns:
+            Whether the pursuit goes on.
+        """
+        subset = self.scores.topk(min(_SETTINGS.screened, len(self.scores))).indices
+        screen, outside = self.atoms.screen[subset], self.outside[subset].clone()
         odds = self.log_odds[subset]
         alive = self.alive[subset]
-        for step in range(_REFRESH):
+        for step in range(_SETTINGS.batch):
             if step:
-                if len(self.chosen) >= most or self._ended():
+                if len(self.chosen) >= most or self._is_noise():
                     return True
                 directions = self._directions()
                 if not len(directions):
                     return True
             k = len(directions)
             share = (screen @ directions.T.float()).square().sum(1)
-            score = (share / rest.clamp_min(1e-7)).clamp(0, 1)
+            score = (share / outside.clamp_min(1e-7)).clamp(0, 1)
             value = self._evidence(score, chance, k) + odds
             value[~alive] = -math.inf
-            top = value.topk(min(_RESCORED, len(value))).indices
+            top = value.topk(min(_SETTINGS.rescored, len(value))).indices
             top = top[alive[top]]
             if not len(top):
                 return bool(step)
-            outside = self._outside(subset[top])
-            norms = outside.square().sum(1)
-            exact = (outside @ directions.T).square().sum(1) / norms.clamp_min(1e-30)
+            parts = self._orthogonal_parts(subset[top])
+            norms = parts.square().sum(1)
+            exact = (parts @ directions.T).square().sum(1) / norms.clamp_min(1e-30)
             exact[norms < 1e-14] = 0
             value = self._evidence(exact.float(), chance, k) + odds[top]
             best = int(value.argmax())
@@ -494,6 +528,6 @@ class _Pursuit:
                 return bool(step)
             place = int(top[best])
             alive[place] = False
-            self._append(int(subset[place]), outside[best], float(value[best]))
-            rest -= (screen @ self.basis[-1].float()).square()
+            self._append(int(subset[place]), parts[best], float(value[best]))
+            outside -= (screen @ self.basis[-1].float()).square()
         return True

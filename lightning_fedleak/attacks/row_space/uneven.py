@@ -1,10 +1,10 @@
-"""Rows of which some entries are known well and others badly: the latter follow from the former.
+"""Atoms of rows whose entries are not equally accurate: the accurate ones correct the others.
 
-So it is with a gradient that is computed back from a step of Adam
-(:meth:`~lightning_fedleak.attacks.local_steps.LocalSteps.inverted`): its small entries come out
-exactly, its largest hardly. Rows are combinations of few atoms. So the atoms that explain the rows
-as they are known give the bad entries better than they were known, and the rows so filled in give
-better atoms, until these stay the same (expectation and maximisation in turns).
+A gradient that is computed back from a step of Adam
+(:meth:`~lightning_fedleak.attacks.local_steps.LocalSteps.invert`) is such a case: its small entries
+are exact, its largest are uncertain. Rows are combinations of few atoms. The atoms that explain the
+accurate entries predict the uncertain ones, and the completed rows give better atoms. Both steps
+alternate until the atoms stay the same (expectation and maximisation).
 """
 
 from __future__ import annotations
@@ -16,91 +16,92 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult
 
-_ROUNDS = 10
-_MOST_ROWS = 256
-_RIDGE = 1e-9
-_WELL_KNOWN = 0.9
-_SPARE = 1.5  # known entries of a row over atoms, from which a fit of it says that they are right
+_ROUNDS = 10  # alternations at most: a limit of time, not tuned
+_MOST_ROWS = 256  # rows per map, the most accurate ones: a limit of time, not tuned
+_RIDGE = 1e-9  # share of a Gram matrix's mean diagonal that makes it invertible; not tuned
+_ACCURATE = 0.9  # quantile of errors up to which entries measure the misfit; not tuned
+_SPARE = 1.5  # known entries per atom from which a fit of a row can fail; not tuned
 
 Find = Callable[[Sequence[Tensor], Sequence[float]], tuple[PursuitResult, Tensor]]
-"""Explains rows with a noise of so much each; what was found, and its atoms (k, d) float64."""
+"""Explains rows whose noise has these standard deviations: the result, its atoms (k, d) float64."""
 
 
 def explain_uneven(rows: Sequence[Tensor], errors: Sequence[Tensor], find: Find) -> PursuitResult:
-    """Finds the atoms of rows with entries of uneven accuracy.
+    """Return the atoms of rows with entries of uneven accuracy.
 
     Args:
         rows: each (n_i, d).
-        errors: standard deviations of their entries; infinite where an entry is known to be of its
-            sign and of at least its size alone.
+        errors: standard deviations of their entries; infinite where only an entry's sign and a
+            lower bound of its size are known.
         find: finds the atoms of rows that are evenly accurate.
     """
-    kept = [_best(y.double(), e.double()) for y, e in zip(rows, errors, strict=True)]
-    now = [y * (y.square() / (y.square() + e.square())).where(e.isfinite(), 0.5) for y, e in kept]
-    left = [torch.minimum(e, y.abs()) for y, e in zip(now, (e for _, e in kept), strict=True)]
-    before: list[set[int]] = []
-    found: PursuitResult | None = None
+    measured = [_most_accurate(y.double(), e.double()) for y, e in zip(rows, errors, strict=True)]
+    current = [
+        y * (y.square() / (y.square() + e.square())).where(e.isfinite(), 0.5) for y, e in measured
+    ]
+    doubts = [torch.minimum(e, y.abs()) for y, (_, e) in zip(current, measured, strict=True)]
+    history: list[set[int]] = []
+    result: PursuitResult | None = None
     for _ in range(_ROUNDS):
-        latest, atoms = find(now, [float(x.square().mean().sqrt()) for x in left])
+        latest, atoms = find(current, [float(x.square().mean().sqrt()) for x in doubts])
         types = set(latest.types.tolist())
-        found = latest if types or found is None else found
-        if not types or types in before or len(atoms) >= atoms.shape[1]:
+        result = latest if types or result is None else result
+        if not types or types in history or len(atoms) >= atoms.shape[1]:
             break
-        before.append(types)
-        filled = [_filled(y, e, atoms) for y, e in kept]
-        now, left = [y for y, _ in filled], [e for _, e in filled]
-    assert found is not None
-    return found
+        history.append(types)
+        completed = [_complete(y, e, atoms) for y, e in measured]
+        current, doubts = [y for y, _ in completed], [e for _, e in completed]
+    assert result is not None
+    return result
 
 
-def _best(rows: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows that are known best, and their errors, none below what half of them have."""
+def _most_accurate(rows: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows with the smallest relative errors, and errors of at least their median."""
     if len(rows) > _MOST_ROWS:
-        worth = (errors / rows.abs().clamp_min(1e-300)).clamp(max=1.0).mean(1)
-        best = worth.argsort()[:_MOST_ROWS]
+        relative = (errors / rows.abs().clamp_min(1e-300)).clamp(max=1.0).mean(1)
+        best = relative.argsort()[:_MOST_ROWS]
         rows, errors = rows[best], errors[best]
-    known = errors[errors.isfinite()]
-    return rows, errors.clamp_min(float(known.median()) if len(known) else 0.0)
+    finite = errors[errors.isfinite()]
+    return rows, errors.clamp_min(float(finite.median()) if len(finite) else 0.0)
 
 
-def _filled(rows: Tensor, errors: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as measured and fitted, by how sure each is; and how far they may be off."""
+def _complete(rows: Tensor, errors: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of measured and fitted rows, weighted by accuracy, and its errors."""
     weights = errors.square().reciprocal()
     k = len(atoms)
-    out, off = torch.empty_like(rows), torch.empty_like(rows)
+    means, doubts = torch.empty_like(rows), torch.empty_like(rows)
     for i, (row, error, weight) in enumerate(zip(rows, errors, weights, strict=True)):
-        if int((weight > 0).sum()) <= k:  # less is known of the row than atoms could fit
-            out[i], off[i] = row, row.abs()
+        if int((weight > 0).sum()) <= k:  # atoms could fit whatever the known entries are
+            means[i], doubts[i] = row, row.abs()
             continue
         weighed = atoms * weight
         gram = weighed @ atoms.T
         gram.diagonal().add_(_RIDGE * gram.diagonal().mean())
         fit = torch.linalg.solve(gram, weighed @ row) @ atoms
         finite = error.isfinite()
-        known = error <= error[finite].quantile(_WELL_KNOWN)
-        # What the atoms found so far leave open, as seen where the row is well known.
+        accurate = error <= error[finite].quantile(_ACCURATE)
         spare = max(0.1, 1 - k / int(finite.sum()))
-        variance = (row - fit)[known].square().mean() / spare
+        variance = (row - fit)[accurate].square().mean() / spare
         trust = variance / (variance + error.square())
-        out[i] = torch.where(finite, trust * row + (1 - trust) * fit, fit)
-        off[i] = torch.where(finite, trust.sqrt() * error, variance.sqrt())
-    return out, off
+        means[i] = torch.where(finite, trust * row + (1 - trust) * fit, fit)
+        doubts[i] = torch.where(finite, trust.sqrt() * error, variance.sqrt())
+    return means, doubts
 
 
 def unexplained_share(rows: Sequence[Tensor], errors: Sequence[Tensor], atoms: Tensor) -> float:
-    """Share of the norm of known entries that atoms do not explain; 1 where too few are known.
+    """Return the share of known entries' norm that atoms do not explain; 1 if too few are known.
 
     Args:
         rows: each (n_i, d).
-        errors: of their entries; infinite where one is not known.
+        errors: of their entries; infinite for an unknown entry.
         atoms: (k, d) float64.
     """
-    left, whole = 0.0, 0.0
-    for y, e in (_best(y.double(), e.double()) for y, e in zip(rows, errors, strict=True)):
+    residual, whole = 0.0, 0.0
+    for y, e in (_most_accurate(y.double(), e.double()) for y, e in zip(rows, errors, strict=True)):
         for row, known in zip(y, e.isfinite(), strict=True):
             if int(known.sum()) > _SPARE * len(atoms):  # else atoms fit whatever it is
                 part = atoms[:, known].T
                 fit = part @ torch.linalg.lstsq(part, row[known][:, None]).solution
-                left += float((row[known] - fit[:, 0]).square().sum())
+                residual += float((row[known] - fit[:, 0]).square().sum())
                 whole += float(row[known].square().sum())
-    return (left / whole) ** 0.5 if whole else 1.0
+    return (residual / whole) ** 0.5 if whole else 1.0

@@ -257,7 +257,7 @@ class SubspaceTexts(TextAttack):
             raise UnusableObservation("no word stands out of the noise")
         distinguished = True
         if words.certified:
-            alike = self._words.alike(bag, LIMITS.alike)
+            alike = self._words.similar_tokens(bag, LIMITS.alike)
             distinguished = len(alike) <= LIMITS.most_alike
             bag = torch.cat([bag, alike]).sort().values if distinguished else bag
         first = self._blocks(bottom.anatomy).first

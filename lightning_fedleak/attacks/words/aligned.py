@@ -497,7 +497,7 @@ class AlignedFlatChat(Attack):
             self.config()
             | self._clip
             | {
-                "steps": None if steps is None else sorted(steps.described().items()),
+                "steps": None if steps is None else sorted(steps.describe().items()),
                 "updates": self.updates,
                 "batch_texts": self.batch_texts,
                 "lengths": self.lengths,
@@ -509,7 +509,7 @@ class AlignedFlatChat(Attack):
     def arguments(self) -> dict[str, object]:
         """The settings, and what makes the updates that the readout is fitted on."""
         steps = self._fitted_on
-        return self.config() | self._clip | ({} if steps is None else steps.described())
+        return self.config() | self._clip | ({} if steps is None else steps.describe())
 
     def config(self) -> dict[str, object]:
         """Settings that name this attack in reports."""

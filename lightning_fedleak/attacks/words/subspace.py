@@ -1,4 +1,4 @@
-"""Word types from the row space of the first projections' gradients: LoRA, or whole."""
+"""Word types from the row space of the first projections' gradients, whole or of a LoRA."""
 
 from __future__ import annotations
 
@@ -52,14 +52,16 @@ from lightning_fedleak.snapshots import (
     whole_tensor,
 )
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+from lightning_fedleak.validate import check_number
 
-_TYPES_EXPECTED = 256.0
-_PROBED = 32
-_LENGTH = 32
-_SAME = 5e-7
-_ROUNDED = 4.0
-_OPEN = 1e-3  # share of entries' norm, where others were cut: rounding leaves less, a type more
-_AT_ONCE = 1024
+_PRIOR_TYPES = 256.0  # types that a batch is expected to have, for the prior odds; not tuned
+_PROBED = 32  # tokens whose inputs are compared to see whether the model has changed; not tuned
+_LENGTH = 32  # positions that count as known when the capacity is measured; not tuned
+_UNCHANGED = 5e-7  # relative change of inputs up to which a dictionary is kept: float32's rounding
+_ROUNDED = 4.0  # mean square in units of the error, up to which a gradient is rounding; not tuned
+_HALF_KNOWN = 0.3  # relative error up to which an entry's size counts as known; not tuned
+_UNEXPLAINED = 1e-3  # share of the norm of uncut entries: rounding leaves less, a missed type more
+_ROWS_AT_ONCE = 1024  # rows compared at once, which bounds the memory
 
 NO_GRADIENT_YET = (
     "LoRA's A has no gradient until B (of AdaLoRA: E) has moved; with warm-up from 0 that is step 2"
@@ -69,37 +71,51 @@ NO_GRADIENT_YET = (
 class SubspaceWords(Attack):
     """The tokens whose inputs span the gradients of the first block's projections.
 
-    Every row of the gradient of a linear map is a combination of the inputs that the map was given.
-    The first block's queries, keys and values (whole, or a LoRA's A on them) read an input that the
-    token alone determines, or the token and its position. So an honest but curious server, who
-    knows the weights, asks which tokens' inputs the rows are made of. At full rank that is the span
-    test of DAGER (Petrov et al. 2024, section 4.1); the few rows of a LoRA need a pursuit
-    (:mod:`~lightning_fedleak.attacks.row_space.pursuit`). Nothing is learned and nothing but the
-    model has to be known: the number of types comes out too.
+    Every row of the gradient of a linear map is a combination of its inputs. The first block's
+    queries, keys and values (whole, or a LoRA's A on them) read an input that the token determines,
+    or the token and its position. An honest but curious server knows the weights and so these
+    inputs, and finds which of them the rows are made of: at full rank by the span test of DAGER
+    (Petrov et al. 2024, section 4.1), for the few rows of a LoRA by a pursuit
+    (:mod:`~lightning_fedleak.attacks.row_space.pursuit`). It learns nothing from data. Where it
+    certifies a result, no type is missing.
 
-    Which maps those are is found by running the model, so that parallel blocks, fused projections,
-    factorised embeddings, encoders and encoder-decoders are read as well, and classifiers on them.
-    Where source and target have vocabularies of their own, the source's words are named. Where
-    texts share positions, block 1 tells types and not pairs of type and position.
-
-    It reads single gradients, updates of SGD (with momentum and decay), and of one step of Adam or
-    AdamW, where a round begins with a fresh optimizer. Of the first step of a LoRA, where B is
-    zero, there is no result: A has no gradient then, and the r directions of B's tell next to
-    nothing apart; the second step is looked at too. The last token of a causal text has no part in
-    these gradients. Dropout before what is read is noise to it, as what a defence adds: the loudest
-    tokens are named, and nothing is certified. Nor is it where queries and keys alone are trained,
-    which do not show every token (:func:`~lightning_fedleak.attacks.row_space.linear_maps.\
-lone_token_maps`), or one side alone of an encoder-decoder.
+    It reads single gradients, rounds of SGD, and rounds of one step of Adam or AdamW that begin
+    with a fresh optimizer. The first step of a LoRA has no result, because A has no gradient while
+    B is zero: the second step is read then. The last token of a causal text has no part in these
+    gradients. Dropout and a defence's noise hide tokens: the loudest ones are named, and nothing is
+    certified. Nothing is certified either if queries and keys alone are trained
+    (:func:`~lightning_fedleak.attacks.row_space.linear_maps.lone_token_maps`), or only one side of
+    an encoder-decoder.
 
     Args:
-        public_text: text like the clients', or ``"sampled"``, for how frequent tokens are. Helps
-            where noise hides the rarer directions; without it all tokens are alike.
+        public_text: text like the clients', or ``"sampled"``, for the frequencies of tokens. It
+            helps where noise hides rare tokens; without it all tokens are equally likely.
         tokenizer: for strings.
-        capacity_seconds: that :meth:`prepare` may take to measure how many types can be told apart,
-            on planted sets; 0 leaves it out. So does a large model on a CPU, where one set alone
-            would take longer.
+        capacity_seconds: time in which :meth:`prepare` measures how many types can be told apart,
+            on planted sets. It is not measured if this is 0, or if one set takes longer on a CPU.
         seed: of sampled text, and of planted sets.
         name: as in the logs.
+
+    Raises:
+        ValueError: ``capacity_seconds`` is negative, or the text cannot be read.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from lightning_fedleak import SubspaceWords
+        >>> from lightning_fedleak.anatomy import find_anatomy
+        >>> from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+        >>> size = dict(vocab_size=64, n_positions=16, n_embd=48, n_layer=1, n_head=2)
+        >>> model = GPT2LMHeadModel(GPT2Config(**size)).eval()
+        >>> ids = torch.tensor([[7, 8, 9, 10]])  # the client's text
+        >>> model(input_ids=ids, labels=ids).loss.backward()
+        >>> attack, anatomy = SubspaceWords(capacity_seconds=0), find_anatomy(model)
+        >>> attack.prepare(anatomy)
+        >>> names = attack.needs(anatomy).gradients
+        >>> gradients = {name: anatomy.parameter(name).grad for name in names}
+        >>> guess = attack.run(Observation((GradientSnapshot(0, Stage.SHARED, gradients),)))
+        >>> sorted(guess.types.tolist())
+        [7, 8, 9]
     """
 
     threat_model = ThreatModel.create(
@@ -125,8 +141,7 @@ lone_token_maps`), or one side alone of an encoder-decoder.
     ) -> None:
         super().__init__(name)
         self.public_text = PublicText.parse(public_text, tokenizer)
-        if capacity_seconds < 0:
-            raise ValueError(f"capacity_seconds must not be negative, got {capacity_seconds}")
+        check_number("capacity_seconds", capacity_seconds, at_least=0)
         self.capacity_seconds = capacity_seconds
         self.seed = seed
         self._capacity: float | None = None
@@ -139,23 +154,23 @@ lone_token_maps`), or one side alone of an encoder-decoder.
         self._readable: list[_Readable] = []
 
     def meet(self, facts: RunFacts) -> None:
-        """Learns the precision, and what made an update."""
+        """Store the precision, and what makes an update."""
         self._facts = facts
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """The maps that read a known input: those that are trained, or else the widest's.
+        """Return the trained maps that read a known input, or those of the widest input.
 
         Raises:
-            ThreatModelError: no map of the model does.
+            ThreatModelError: no map reads one.
         """
         inputs = self.inputs(anatomy)
-        trained = [m.name for known in inputs for m in known.trainable_maps(anatomy)]
-        if trained:
-            return Surfaces(gradients=tuple(trained))
+        names = [m.name for known in inputs for m in known.trainable_maps(anatomy)]
+        if names:
+            return Surfaces(gradients=tuple(names))
         return Surfaces(gradients=tuple(m.name for m in inputs[0].maps))
 
     def inputs(self, anatomy: Anatomy) -> tuple[KnownInput, ...]:
-        """The known inputs of a model, the first to be read first.
+        """Return the known inputs of a model, in the order in which they are read.
 
         Raises:
             ThreatModelError: it has none.
@@ -163,10 +178,10 @@ lone_token_maps`), or one side alone of an encoder-decoder.
         if self._inputs is None or self._inputs[0] is not anatomy:
             maps = find_linear_maps(anatomy)
             if anatomy.target_rows is not None:  # a decoder's words are of another vocabulary
-                maps = [m for m in maps if not _of_decoder(m.name)]
-            found = find_known_inputs(anatomy, maps)
-            self._inputs = (anatomy, tuple(sorted(found, key=_preferred(anatomy))))
-            self._sides = _sides_read(anatomy)
+                maps = [m for m in maps if not _in_decoder(m.name)]
+            known_inputs = find_known_inputs(anatomy, maps)
+            self._inputs = (anatomy, tuple(sorted(known_inputs, key=_reading_order(anatomy))))
+            self._sides = _sides_with_words(anatomy)
         inputs = self._inputs[1]
         if not inputs:
             raise ThreatModelError(
@@ -177,10 +192,10 @@ lone_token_maps`), or one side alone of an encoder-decoder.
         return inputs
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Runs the model on every token, up to the maps that it reads.
+        """Run the model on every token, up to the maps that are read.
 
         Raises:
-            ValueError: the input of a map hangs on positions in a way that is not known.
+            ValueError: the input of every map depends on positions in an unknown way.
         """
         odds = self._log_odds(anatomy)
         self._roles = self.needs(anatomy).gradients
@@ -205,7 +220,7 @@ lone_token_maps`), or one side alone of an encoder-decoder.
             raise ValueError(f"attack '{self.name}' cannot read {'; '.join(refused)}: remove it")
 
     def _log_odds(self, anatomy: Anatomy) -> Tensor:
-        """(V,) of a token being in a batch of some hundred types."""
+        """Return (V,) log odds of a token being in a batch of some hundred types."""
         size = vocabulary_size(anatomy)
         if self.public_text is None:
             counts = torch.ones(size)
@@ -214,11 +229,11 @@ lone_token_maps`), or one side alone of an encoder-decoder.
             ids = torch.cat(list(text.sentences))
             counts = torch.bincount(ids, minlength=size)[:size].float()
             counts += counts.sum().clamp_min(1) / size / 10
-        expected = counts / counts.sum() * _TYPES_EXPECTED
+        expected = counts / counts.sum() * _PRIOR_TYPES
         return expected.log().clamp(-12.0, 2.0).to(anatomy.device)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Follows embeddings and norms that have moved."""
+        """Follow embeddings and norms that have changed."""
         if self._facts.local_steps is not None:
             self._before = {
                 m.name: whole_tensor(p).clone()
@@ -227,11 +242,11 @@ lone_token_maps`), or one side alone of an encoder-decoder.
                 if (p := anatomy.parameter(m.name)) is not None
             }
             self._stored = {name: rounding_error(p) for name, p in self._before.items()}
-        trains_words = anatomy.trainable(EMBEDDING_WEIGHT)
-        if trains_words or self._roles != self.needs(anatomy).gradients:
-            self.prepare(anatomy)
-            return
-        if any(not readable.current(anatomy, self._facts.autocast) for readable in self._readable):
+        if (
+            anatomy.trainable(EMBEDDING_WEIGHT)
+            or self._roles != self.needs(anatomy).gradients
+            or any(not r.is_current(anatomy, self._facts.autocast) for r in self._readable)
+        ):
             self.prepare(anatomy)
             return
         for readable in self._readable:
@@ -239,15 +254,15 @@ lone_token_maps`), or one side alone of an encoder-decoder.
 
     @torch.no_grad()
     def run(self, view: Observation, query: Query | None = None) -> WordGuess:
-        """Names the types whose inputs span what was shared.
+        """Return the types whose inputs span the shared gradients.
 
         Returns:
-            ``types`` the surest first, ``n_types`` as many as they are or, where noise leaves it
-            open, as are expected; ``surface`` is ``"input"``.
+            ``types`` with the surest first, ``n_types`` their number or, with noise, the expected
+            number; ``surface`` is ``"input"``.
 
         Raises:
-            UnusableObservation: non-finite, all zero, more types than directions tell apart, or an
-                update that is no sum of gradients.
+            UnusableObservation: the gradient is non-finite or all zero, has more types than
+                directions tell apart, or is an update that is no sum of gradients.
             RuntimeError: ``prepare`` was not called.
         """
         if not self._readable:
@@ -263,67 +278,69 @@ lone_token_maps`), or one side alone of an encoder-decoder.
             if errors is None:
                 scale = snapshot.local_steps**0.5 / snapshot.learning_rate
                 noise |= {name: stored * scale for name, stored in self._stored.items()}
-        of_words = [r for r in self._readable if not r.of_b] or self._readable
-        roles = [m.name for readable in of_words for m in readable.maps]
+        maps_on_words = [r for r in self._readable if not r.is_factor_b] or self._readable
+        roles = [m.name for readable in maps_on_words for m in readable.maps]
         uneven, errors = errors, entry_errors(snapshot, roles, self._facts, noise, errors)
-        cut = errors is not uneven
-        found: dict[bool, PursuitResult] = {}
+        clipped = errors is not uneven
+        results: dict[bool, PursuitResult] = {}
         refusals: list[UnusableObservation] = []
         for readable in self._readable:
             side = readable.decoder
-            if side in found and found[side].certified:
-                continue
-            if readable.of_b and side in found:
+            if side in results and (results[side].certified or readable.is_factor_b):
                 continue
             try:
-                if readable.of_b:
+                if readable.is_factor_b:
                     check_uncut(snapshot, [m.name for m in readable.maps], self._facts)
-                said = readable.read(view, noise, self._facts, errors, cut=cut)
+                result = readable.read(view, noise, self._facts, errors, clipped=clipped)
             except UnusableObservation as error:
                 refusals.append(error)
                 continue
-            if side not in found or said.certified:
-                found[side] = said
-        if not found:
+            if side not in results or result.certified:
+                results[side] = result
+        if not results:
             kinds = {type(error) for error in refusals}
             why = "; ".join(dict.fromkeys(map(str, refusals)))
             if NotYet in kinds:
                 raise next(error for error in refusals if isinstance(error, NotYet))
             raise Inapplicable(why) if kinds == {Inapplicable} else UnusableObservation(why)
-        parts = list(found.values())
+        parts = list(results.values())
         sides = self._sides | {readable.decoder for readable in self._readable}
         return WordGuess(
-            types=parts[0].types if len(parts) == 1 else _joined(parts),
+            types=parts[0].types if len(parts) == 1 else _distinct_types(parts),
             scores=torch.stack([p.scores for p in parts]).amax(0),
             n_types=sum(p.expected for p in parts),
             surface="input",
-            certified=sides == found.keys() and all(p.certified for p in parts),
+            certified=sides == results.keys() and all(p.certified for p in parts),
             capacity=self._capacity,
         )
 
-    def alike(self, types: Tensor, share: float) -> Tensor:
-        """Other tokens whose inputs differ from one of these, but by less than a share of its norm.
+    def similar_tokens(self, types: Tensor, share: float) -> Tensor:
+        """Return other tokens whose inputs differ from one of ``types`` by less than a share.
 
         Tokens whose inputs are equal are not among them.
+
+        Args:
+            types: (k,) token ids.
+            share: of the norm of an input.
         """
-        found = []
+        similar = []
         for readable in self._readable:
-            if readable.of_b:
+            if readable.is_factor_b:
                 continue
             rows = readable.dictionary.rows
-            own = rows[types.to(rows.device)].double()
-            unit = nn.functional.normalize(own.float(), dim=1)
-            for start in range(0, len(rows), _AT_ONCE):
-                part = rows[start : start + _AT_ONCE]
+            targets = rows[types.to(rows.device)].double()
+            unit = nn.functional.normalize(targets.float(), dim=1)
+            for start in range(0, len(rows), _ROWS_AT_ONCE):
+                part = rows[start : start + _ROWS_AT_ONCE]
                 near = nn.functional.normalize(part.float(), dim=1) @ unit.T > 1 - share**2 - 1e-6
-                which, of = near.nonzero(as_tuple=True)
-                apart = (part[which].double() - own[of]).norm(dim=1) / own[of].norm(dim=1)
-                found.append(start + which[(apart > 0) & (apart < share)].to(types.device))
-        others = set(torch.cat([types[:0], *found]).tolist()) - set(types.tolist())
+                i, j = near.nonzero(as_tuple=True)
+                distance = (part[i].double() - targets[j]).norm(dim=1) / targets[j].norm(dim=1)
+                similar.append(start + i[(distance > 0) & (distance < share)].to(types.device))
+        others = set(torch.cat([types[:0], *similar]).tolist()) - set(types.tolist())
         return torch.tensor(sorted(others), dtype=types.dtype, device=types.device)
 
     def check_updates(self, facts: RunFacts) -> None:
-        """Refuses rounds whose rows are no combinations of inputs, nor can be made so.
+        """Raise an error for rounds whose rows are no combinations of inputs, nor can become so.
 
         Raises:
             Inapplicable: several steps of an adaptive optimizer.
@@ -341,7 +358,7 @@ lone_token_maps`), or one side alone of an encoder-decoder.
     def _as_gradients(
         self, update: UpdateSnapshot
     ) -> tuple[UpdateSnapshot, Mapping[str, Tensor] | None]:
-        """An update as gradients, and the errors of their entries where they are uneven.
+        """Return an update as gradients, and the errors of their entries if these are uneven.
 
         Raises:
             UnusableObservation: its rows are no combinations of inputs.
@@ -358,22 +375,27 @@ lone_token_maps`), or one side alone of an encoder-decoder.
         names = [m.name for readable in self._readable for m in readable.maps]
         if any(n not in self._before for n in names):
             raise RuntimeError(f"attack '{self.name}' has not seen the weights: call refresh")
-        held = {n: update.tensors[n] for n in names if n in update.tensors}
+        shared = {n: update.tensors[n] for n in names if n in update.tensors}
         if steps.linear:
-            plain = {n: steps.without_decay(t, self._before[n], rate) for n, t in held.items()}
+            plain = {n: steps.without_decay(t, self._before[n], rate) for n, t in shared.items()}
             scale = update.local_steps**0.5 / rate
-            moved = {n: _moved(t, torch.tensor(self._stored[n] * scale)) for n, t in plain.items()}
-            return replace(update, tensors=moved), None
-        added = update.noise_std
-        both = {n: steps.inverted(t, self._before[n], rate, added) for n, t in held.items()}
-        gradients = {n: _moved(gradient, error) for n, (gradient, error) in both.items()}
-        errors = {n: error for n, (_, error) in both.items()}
-        of_a = {m.name for known in self._readable for m in known.maps if m.factor == "A"}
-        # Zeros of infinite errors are of a gradient, of which signs alone are seen.
-        seen = [gradients[n].any() | errors[n].isinf().any() for n in of_a & held.keys()]
-        if seen and not any(seen):
+            gradients = {
+                n: _zero_if_rounding(t, torch.tensor(self._stored[n] * scale))
+                for n, t in plain.items()
+            }
+            return replace(update, tensors=gradients), None
+        noise = update.noise_std
+        inverted = {n: steps.invert(t, self._before[n], rate, noise) for n, t in shared.items()}
+        gradients = {
+            n: _zero_if_rounding(gradient, error) for n, (gradient, error) in inverted.items()
+        }
+        errors = {n: error for n, (_, error) in inverted.items()}
+        factors = {m.name for known in self._readable for m in known.maps if m.factor == "A"}
+        # An entry with an infinite error has a gradient too, of which the sign alone is known.
+        trained = [gradients[n].any() | errors[n].isinf().any() for n in factors & shared.keys()]
+        if trained and not any(trained):
             raise NotYet(NO_GRADIENT_YET)
-        if all(_hidden(gradients[n], errors[n]) for n in errors):
+        if all(_shows_signs_only(gradients[n], errors[n]) for n in errors):
             raise UnusableObservation(
                 f"the step of {name} shows the signs of a gradient alone here: a defence's noise "
                 "hides its sizes, or the rounding of the stored weights (half precision, or a "
@@ -383,33 +405,29 @@ lone_token_maps`), or one side alone of an encoder-decoder.
         return replace(update, tensors=gradients), errors
 
     def state_dict(self) -> dict[str, Tensor]:
-        """How many types can be told apart; what tokens look like follows from the model."""
+        """Return how many types can be told apart; all else follows from the model."""
         if self._capacity is None:
             return {}
         return {"capacity": torch.tensor(self._capacity, dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
         if "capacity" in state:
             self._capacity = float(state["capacity"])
 
     def calibration_inputs(self) -> dict[str, object]:
-        """What planted sets hang on."""
+        """Return the settings that planted sets depend on."""
         return {"seed": self.seed, "capacity_seconds": self.capacity_seconds}
 
     def config(self) -> dict[str, object]:
-        """Settings that name this attack in reports."""
-        text = self.public_text
-        return {
-            "public_text": text.digest if isinstance(text, PublicText) else text,
-            "seed": self.seed,
-        }
+        """Return the settings that name this attack in reports."""
+        return {"public_text": PublicText.label(self.public_text), "seed": self.seed}
 
 
-def _moved(gradient: Tensor, error: Tensor) -> Tensor:
-    """A gradient; zeros where decay may have moved the weights alone, and the rest is rounding.
+def _zero_if_rounding(gradient: Tensor, error: Tensor) -> Tensor:
+    """Return a gradient, or zeros if decay and rounding explain all of it.
 
-    So it is with LoRA's A in a first step. Of Adam's own decay no entry shows its size.
+    LoRA's A in a first step is such a case.
     """
     if not bool(error.isfinite().any()):
         return torch.zeros_like(gradient)
@@ -419,19 +437,19 @@ def _moved(gradient: Tensor, error: Tensor) -> Tensor:
     return torch.zeros_like(gradient) if size <= _ROUNDED else gradient
 
 
-def _hidden(gradient: Tensor, error: Tensor) -> bool:
-    """Whether hardly an entry is known to its size."""
-    return bool((error < 0.3 * gradient.abs()).double().mean() < 0.5)
+def _shows_signs_only(gradient: Tensor, error: Tensor) -> bool:
+    """Return whether the size of more than half of the entries is unknown."""
+    return bool((error < _HALF_KNOWN * gradient.abs()).double().mean() < 0.5)
 
 
-def _joined(parts: Sequence[PursuitResult]) -> Tensor:
-    """Types of several sides, each once."""
-    both = torch.cat([p.types for p in parts])
-    return torch.tensor(list(dict.fromkeys(both.tolist())), device=both.device)
+def _distinct_types(parts: Sequence[PursuitResult]) -> Tensor:
+    """Return the types of several sides, each once."""
+    types = torch.cat([p.types for p in parts])
+    return torch.tensor(list(dict.fromkeys(types.tolist())), device=types.device)
 
 
-def _sides_read(anatomy: Anatomy) -> frozenset[bool]:
-    """Sides of an encoder-decoder (True: the decoder) that read words which the other does not.
+def _sides_with_words(anatomy: Anatomy) -> frozenset[bool]:
+    """Return the sides of an encoder-decoder (True: the decoder) that read words of their own.
 
     A classifier's decoder reads the encoder's words.
     """
@@ -440,25 +458,26 @@ def _sides_read(anatomy: Anatomy) -> frozenset[bool]:
     return frozenset((False,)) if is_encoder_decoder(without_peft(anatomy.model)) else frozenset()
 
 
-def _of_decoder(name: str) -> bool:
+def _in_decoder(name: str) -> bool:
     return ".decoder." in f".{name}"
 
 
-def _preferred(anatomy: Anatomy) -> Any:
-    """Order in which inputs are read.
+def _reading_order(anatomy: Anatomy) -> Callable[[KnownInput], tuple[bool, bool, bool, int]]:
+    """Return the sort key of inputs.
 
-    B's last, those that show every token first, as wide as the model first, then the narrower.
+    Inputs of factors B come last, inputs that show every token first, then inputs as wide as the
+    model, then narrow ones.
     """
 
     def key(known: KnownInput) -> tuple[bool, bool, bool, int]:
-        of_b = all(m.factor == "B" for m in known.maps)
-        return of_b, not known.lone_token_maps, known.width != anatomy.hidden_size, known.width
+        factor_b = all(m.factor == "B" for m in known.maps)
+        return factor_b, not known.lone_token_maps, known.width != anatomy.hidden_size, known.width
 
     return key
 
 
 class _Readable:
-    """A known input whose maps are trained, with what every token looks like there."""
+    """A known input whose maps are trained, with the atom of every token."""
 
     def __init__(
         self,
@@ -470,34 +489,34 @@ class _Readable:
         self.known = known
         self.maps = tuple(maps)
         self.dictionary = dictionary
-        self.decoder = _of_decoder(maps[0].name)
-        self.of_b = all(m.factor == "B" for m in maps)
+        self.decoder = _in_decoder(maps[0].name)
+        self.is_factor_b = all(m.factor == "B" for m in maps)
         self._log_odds = log_odds
         self._factors: dict[str, Tensor] = {}
         self._atoms: tuple[tuple[int, frozenset[str]], Atoms] | None = None
 
     def follow(self, anatomy: Anatomy) -> None:
-        """Keeps a copy of the factors A as they are now, which a term of the loss may share."""
+        """Store the current factors A, whose rows a loss term may add to gradients."""
         self._factors = factor_rows(anatomy, self.maps)
         if self._atoms is not None and self._atoms[0][1]:
             self._atoms = None
 
-    def current(self, anatomy: Anatomy, autocast: torch.dtype | None) -> bool:
-        """Whether some tokens look as they did."""
+    def is_current(self, anatomy: Anatomy, autocast: torch.dtype | None) -> bool:
+        """Return whether the inputs of some tokens are unchanged."""
         step = max(1, len(self.dictionary.rows) // _PROBED)
         ids = torch.arange(0, len(self.dictionary.rows), step, device=anatomy.device)
-        now = input_rows(anatomy, self.known, ids[:, None], autocast=autocast)[:, 0]
-        moved = (now - self.dictionary.rows[ids]).abs().max()
-        return float(moved) <= _SAME * float(now.abs().max())
+        rows = input_rows(anatomy, self.known, ids[:, None], autocast=autocast)[:, 0]
+        change = (rows - self.dictionary.rows[ids]).abs().max()
+        return float(change) <= _UNCHANGED * float(rows.abs().max())
 
     def capacity(self, seconds: float, seed: int) -> float | None:
-        """How many types its rows can tell apart; None where one set alone would take longer.
+        """Return how many types its rows can tell apart; None if one set takes longer on a CPU.
 
-        Positions, where there are any, count as known: those of texts of 32 tokens.
+        The positions of texts of 32 tokens count as known.
         """
         beside = {m.name: self._factors[m.name] for m in self.maps if m.regularised}
         atoms = self._atoms_beside(_LENGTH if self.dictionary.positions is not None else 0, beside)
-        rows = sum(m.rows for m in self.maps if self.of_b or m.factor != "B")
+        rows = sum(m.rows for m in self.maps if self.is_factor_b or m.factor != "B")
         tokens, width = self.dictionary.rows.shape
         if atoms.screen.device.type == "cpu" and planted_set_seconds(width, tokens, rows) > seconds:
             return None
@@ -510,26 +529,26 @@ class _Readable:
         facts: RunFacts,
         errors: Mapping[str, Tensor] | None = None,
         *,
-        cut: bool = False,
+        clipped: bool = False,
     ) -> PursuitResult:
-        """Explains what these maps shared.
+        """Return the types that explain the gradients of these maps.
 
         Args:
-            view: what was shared.
+            view: the shared gradients.
             noise: standard deviation of what was added to each entry, by parameter.
             facts: of the run.
-            errors: standard deviation of each entry's error, by parameter, where they differ.
-            cut: clipping by value has cut entries to one size; the others must all be explained.
+            errors: standard deviation of each entry's error, by parameter, if they differ.
+            clipped: whether clipping by value has cut entries; all others must be explained then.
 
         Raises:
-            UnusableObservation: as :meth:`SubspaceWords.run`.
+            UnusableObservation: the gradients cannot be read, see :meth:`SubspaceWords.run`.
         """
         gradients, levels, uneven = [], [], []
         every_token = False
         terms = view.gradients[-1].loss_terms
         beside: dict[str, Tensor] = {}
-        declared = view.gradients[-1].noise_std  # not what rounding of stored weights adds
-        dropped = 0.0
+        declared = view.gradients[-1].noise_std  # without the rounding of stored weights
+        dropout_noise = 0.0
         for linear in self.maps:
             g = whole_tensor(view.gradient(linear.name))
             g = g if linear.axis == 1 else g.T
@@ -546,94 +565,94 @@ class _Readable:
                     e = errors[linear.name]
                     uneven.append(e if linear.axis == 1 else e.T)
                 variance = dropout_variance((*self.known.dropouts, *linear.dropouts))
-                dropped = math.sqrt(variance * float(g.double().square().mean()))
-                levels.append(math.hypot(noise.get(linear.name, 0.0), dropped))
+                dropout_noise = math.sqrt(variance * float(g.double().square().mean()))
+                levels.append(math.hypot(noise.get(linear.name, 0.0), dropout_noise))
         if not gradients:
             if any(m.factor == "A" for m in self.maps):
                 raise NotYet(NO_GRADIENT_YET)
             raise UnusableObservation("the gradients of the first projections are all zero")
         rounding = _rounding([*(g.dtype for g in gradients), self.dictionary.rows.dtype], facts)
-        seen = self.dictionary.count_positions(gradients, tuple(beside.values()))
-        if uneven and self.of_b:
+        positions = self.dictionary.count_positions(gradients, tuple(beside.values()))
+        if uneven and self.is_factor_b:
             raise Inapplicable(
-                "of an update of Adam's, LoRA's B alone has too few directions to tell words apart"
+                "in an update of Adam, LoRA's B alone has too few directions to tell words apart"
             )
-        find = self._finder(seen, rounding, beside)
-        hidden_by = "the rounding of what was shared"
-        if cut:
-            hidden_by = "what clipping by value left of the gradient"
-            found = self._words(self._past_cuts(gradients, uneven, find))
+        find = self._finder(positions, rounding, beside)
+        cause = "the rounding of what was shared"
+        if clipped:
+            cause = "what clipping by value left of the gradient"
+            result = self._words(self._explain_clipped(gradients, uneven, find))
         elif uneven:
-            hidden_by = "what the optimizer's step left of the gradient"
-            found = self._words(explain_uneven(gradients, uneven, find))
+            cause = "what the optimizer's step left of the gradient"
+            result = self._words(explain_uneven(gradients, uneven, find))
         else:
-            hidden_by = "what dropout adds" if dropped else hidden_by
-            found = self._explained(gradients, seen, rounding, levels, beside)
-            if seen and not found.certified and not any(levels):
-                longer = seen * 8 // 5 + 8
-                further = self._explained(gradients, longer, rounding, levels, beside)
-                found = further if further.certified else found
-            found = replace(self._words(found), certified=found.certified and every_token)
-        if not len(found.types) and (uneven or not declared):
-            raise UnusableObservation(f"no token stands out of {hidden_by}")
-        return found
+            cause = "what dropout adds" if dropout_noise else cause
+            result = self._explain(gradients, positions, rounding, levels, beside)
+            if positions and not result.certified and not any(levels):
+                longer = positions * 8 // 5 + 8
+                second = self._explain(gradients, longer, rounding, levels, beside)
+                result = second if second.certified else result
+            result = replace(self._words(result), certified=result.certified and every_token)
+        if not len(result.types) and (uneven or not declared):
+            raise UnusableObservation(f"no token stands out of {cause}")
+        return result
 
-    def _past_cuts(
+    def _explain_clipped(
         self, gradients: Sequence[Tensor], errors: Sequence[Tensor], find: Find
     ) -> PursuitResult:
-        """Explains rows with entries that were cut: by rows that have none, or else by turns.
+        """Return the types of rows with clipped entries: from unclipped rows, or from all rows.
 
         Raises:
-            Inapplicable: neither explains all entries that were not cut.
+            Inapplicable: neither explains all entries that were not clipped.
         """
-        kept = [g[e.isfinite().all(1)] for g, e in zip(gradients, errors, strict=True)]
-        uncut = [rows for rows in kept if bool(rows.any())]
-        atoms: list[Tensor] = []
+        whole = [g[e.isfinite().all(1)] for g, e in zip(gradients, errors, strict=True)]
+        uncut = [rows for rows in whole if bool(rows.any())]
+        latest: list[Tensor] = []
 
         def keep(rows: Sequence[Tensor], noise: Sequence[float]) -> tuple[PursuitResult, Tensor]:
-            found, named = find(rows, noise)
-            atoms[:] = [named]
-            return found, named
+            result, atoms = find(rows, noise)
+            latest[:] = [atoms]
+            return result, atoms
 
         ways: list[Callable[[], PursuitResult]] = [lambda: explain_uneven(gradients, errors, keep)]
         if uncut:
             ways.insert(0, lambda: keep(uncut, [0.0] * len(uncut))[0])
         for way in ways:
-            found = way()
-            if unexplained_share(gradients, errors, atoms[0]) <= _OPEN:
-                return replace(found, certified=False)
+            result = way()
+            if unexplained_share(gradients, errors, latest[0]) <= _UNEXPLAINED:
+                return replace(result, certified=False)
         raise Inapplicable(WHY_CUT)
 
     def _finder(self, positions: int, rounding: float, beside: Mapping[str, Tensor]) -> Find:
-        """Explains rows, and gives the atoms that do, those that are no words among them."""
+        """Return a function that explains rows, with the atoms used and those that are no words."""
 
         def find(rows: Sequence[Tensor], noise: Sequence[float]) -> tuple[PursuitResult, Tensor]:
-            found = self._explained(rows, positions, rounding, noise, beside)
+            result = self._explain(rows, positions, rounding, noise, beside)
             atoms = self._atoms_beside(positions, beside)
-            return found, torch.cat([atoms.rows(found.types), atoms.beside])
+            return result, torch.cat([atoms.rows(result.types), atoms.beside])
 
         return find
 
-    def _words(self, found: PursuitResult) -> PursuitResult:
-        """What was found, without what is no word."""
+    def _words(self, result: PursuitResult) -> PursuitResult:
+        """Return a result without the atoms that are no words."""
         tokens = len(self.dictionary.rows)
-        words = found.types < tokens
+        words = result.types < tokens
         return PursuitResult(
-            found.types[words],
-            found.scores[:tokens],
-            max(0.0, found.expected - int((~words).sum())),
-            found.residual,
-            found.certified,
+            result.types[words],
+            result.scores[:tokens],
+            max(0.0, result.expected - int((~words).sum())),
+            result.residual,
+            result.certified,
         )
 
     def _atoms_beside(self, positions: int, beside: Mapping[str, Tensor]) -> Atoms:
-        """The atoms with these first positions and these rows projected off; the last are kept."""
+        """Return the atoms with these first positions and rows projected off; the last are kept."""
         key = (positions, frozenset(beside))
         if self._atoms is None or self._atoms[0] != key:
             self._atoms = (key, Atoms(*self.dictionary.atoms(positions, tuple(beside.values()))))
         return self._atoms[1]
 
-    def _explained(
+    def _explain(
         self,
         gradients: Sequence[Tensor],
         positions: int,
@@ -660,12 +679,13 @@ class _Readable:
 
 
 def _rounding(dtypes: Sequence[torch.dtype], facts: RunFacts) -> float:
-    """Relative error of an entry: of a gradient rounded once it is about a quarter of an epsilon.
+    """Return the relative error of an entry.
 
-    Single precision's own sums make it a whole one.
+    It is about a quarter of an epsilon for a gradient that was rounded once, and a whole one for
+    the sums of single precision.
     """
-    known = [*dtypes, *([facts.autocast] if facts.autocast is not None else [])]
-    largest = max(torch.finfo(d).eps for d in known)
+    types = [*dtypes, *([facts.autocast] if facts.autocast is not None else [])]
+    largest = max(torch.finfo(d).eps for d in types)
     single = torch.finfo(torch.float32).eps
     if largest <= single:
         reduced = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32

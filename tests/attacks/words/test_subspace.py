@@ -301,8 +301,8 @@ def test_tokens_that_nearly_equal_those_named() -> None:
     apart = (inputs - inputs[200]).norm(dim=1) / inputs[200].norm()
     expected = ((apart > 0) & (apart < 1e-3)).nonzero()[:, 0]
     assert expected.tolist() == [6]
-    assert attack.alike(torch.tensor([200, 5]), 1e-3).tolist() == [6]
-    assert attack.alike(torch.tensor([6, 200]), 1e-3).tolist() == [9]
+    assert attack.similar_tokens(torch.tensor([200, 5]), 1e-3).tolist() == [6]
+    assert attack.similar_tokens(torch.tensor([6, 200]), 1e-3).tolist() == [9]
 
 
 def test_half_precision_gradients_are_ranked_and_not_certified() -> None:

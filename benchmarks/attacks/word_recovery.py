@@ -54,7 +54,11 @@ from lightning_fedleak.attacks.base import Attack, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
 from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
-from lightning_fedleak.attacks.words.public_gradients import gradient_parts, head_of, head_surface
+from lightning_fedleak.attacks.words.public_gradients import (
+    gradient_parts,
+    head_parameters,
+    head_surface,
+)
 from lightning_fedleak.model_runs import micro_batches, token_logits, undisturbed
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
@@ -172,12 +176,12 @@ def composed_batches(
     if len(pooled) < size:
         raise SystemExit(f"{shape}: only {len(pooled)} texts to make batches of {size} from")
     parts = gradient_parts(anatomy, pooled.rows(range(len(pooled)), length, generator))
-    weight, bias = head_of(anatomy)
+    weight, bias = head_parameters(anatomy)
     for _ in range(count):
-        chosen = parts.of(torch.randperm(parts.n_sentences, generator=generator)[:size])
-        gradient = chosen.clipped(weight, bias, None, clip_value)
+        chosen = parts.select(torch.randperm(parts.n_sentences, generator=generator)[:size])
+        gradient = chosen.clipped_gradient(weight, bias, None, clip_value)
         if noise:
-            one_token = chosen.read.norm(dim=1).mean() / len(chosen.labels)
+            one_token = chosen.states.norm(dim=1).mean() / len(chosen.labels)
             gradient += noise * one_token * torch.randn(gradient.shape, generator=generator)
         yield gradient, chosen.labels.unique(), {}
 

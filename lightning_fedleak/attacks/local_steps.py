@@ -127,19 +127,19 @@ class LocalSteps:
         """
         return self.linear and (fresh or not self.carries) and not self.settings.get("weight_decay")
 
-    def over(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    def make_optimizer(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
         """A fresh optimizer of these parameters."""
         return self.optimizer(parameters, **self.settings)
 
     @property
     def rate(self) -> float:
         """The learning rate."""
-        return float(self.over([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"])
+        return float(self.make_optimizer([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"])
 
     def _moved(self, weight: float, gradient: float, **settings: float) -> float:
         """Where one weight is after a round in which every gradient was the same."""
         moved = nn.Parameter(torch.tensor([weight], dtype=torch.float64))
-        optimizer = replace(self, settings={**self.settings, **settings}).over([moved])
+        optimizer = replace(self, settings={**self.settings, **settings}).make_optimizer([moved])
         for _ in range(self.steps):
             moved.grad = torch.full_like(moved, gradient)
             optimizer.step()
@@ -210,7 +210,7 @@ class LocalSteps:
             The gradient in float64, and the standard deviation of each entry's error: infinite
             where the entry is known to be of its sign and of at least its size alone.
         """
-        eps = float(self.over([nn.Parameter(torch.zeros(1))]).param_groups[0]["eps"])
+        eps = float(self.make_optimizer([nn.Parameter(torch.zeros(1))]).param_groups[0]["eps"])
         weight = before.double()
         moved = self.without_decay(update.double(), weight, rate)
         after = weight - rate * update.double()

@@ -18,9 +18,9 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.attacks.public_text import frequent_tokens
 from lightning_fedleak.attacks.words.public_gradients import (
-    begun,
     gradient_of,
     gradient_through_blocks,
+    nonzero_starts,
 )
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.looks.plan import listed
@@ -88,7 +88,7 @@ def look_seconds(
         return {}
     roles = dict.fromkeys(role for plan in tried for role in plan.roles)
     generator = torch.Generator().manual_seed(0)
-    begins = begun(anatomy, generator)
+    begins = nonzero_starts(anatomy, generator)
     ids = _tokens(anatomy, ROWS, generator)
     if anatomy.kind == "classifier":
         tensors = gradient_through_blocks(anatomy, ids, list(roles), generator, instead=begins)

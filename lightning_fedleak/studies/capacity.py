@@ -24,7 +24,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     find_linear_maps,
 )
 from lightning_fedleak.attacks.row_space.pursuit import Atoms
-from lightning_fedleak.attacks.words.public_gradients import begun, gradient_of
+from lightning_fedleak.attacks.words.public_gradients import gradient_of, nonzero_starts
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.metrics import WordRecovery
@@ -155,7 +155,7 @@ class CapacityStudy:
             mask_token_id=self.mask_token_id,
         )
         roles = attack.needs(self.anatomy).gradients
-        weights = begun(self.anatomy, generator)
+        weights = nonzero_starts(self.anatomy, generator)
         gradient = gradient_of(self.anatomy, batch, roles, instead=weights)
         view = Observation((GradientSnapshot(0, Stage.SHARED, gradient),))
         truth = torch.unique(batch.context_ids())

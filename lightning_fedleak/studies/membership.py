@@ -15,7 +15,7 @@ from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.words.public_gradients import begun
+from lightning_fedleak.attacks.words.public_gradients import nonzero_starts
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.games.play import Adversary
 
@@ -92,5 +92,5 @@ def move_from_start(anatomy: Anatomy, seed: int) -> None:
     """Change a LoRA's weights in place: at their start its A has no gradient."""
     parameters = dict(anatomy.model.named_parameters())
     with torch.no_grad():
-        for name, value in begun(anatomy, torch.Generator().manual_seed(seed)).items():
+        for name, value in nonzero_starts(anatomy, torch.Generator().manual_seed(seed)).items():
             parameters[name].copy_(value)

@@ -114,7 +114,7 @@ def test_settings_of_a_group_make_the_optimizer_again() -> None:
         optimizer = kind([parameter], lr=0.25)
         group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
         made = known(kind.__name__, 2, **group, initial_lr=0.5)
-        again = made.over([parameter]).param_groups[0]
+        again = made.make_optimizer([parameter]).param_groups[0]
         assert {k: again[k] for k in group if k in again and k != "foreach"} == {
             k: v for k, v in group.items() if k in again and k != "foreach"
         }

@@ -34,7 +34,7 @@ from lightning_fedleak.attacks.words.public_gradients import (
     GradientParts,
     gradient_parts,
     head_gradient,
-    head_of,
+    head_parameters,
     log_partitions,
 )
 from lightning_fedleak.model_runs import hidden_states
@@ -132,16 +132,18 @@ def test_rehearsed_gradient_is_autograds(name: str) -> None:
     twin(input_ids=batch.input_ids, attention_mask=mask, labels=batch.labels).loss.backward()
     wanted = twin.get_output_embeddings().weight.grad
     parts = gradient_parts(anatomy, batch)
-    found = parts.gradient(*head_of(anatomy))
+    found = parts.gradient(*head_parameters(anatomy))
     assert wanted.abs().max() > 1e-3
     assert float((found - wanted).norm() / wanted.norm()) < 2e-5
     rows = torch.tensor([int(batch.labels[0, -1]), 3, 90])
-    some = parts.gradient(*head_of(anatomy), rows)
+    some = parts.gradient(*head_parameters(anatomy), rows)
     torch.testing.assert_close(some, found[rows], atol=1e-6, rtol=1e-4)
-    halves = GradientParts.joined(
-        [parts.of(torch.tensor([0, 1])), parts.of(torch.tensor([2, 3, 4]))]
+    halves = GradientParts.concatenate(
+        [parts.select(torch.tensor([0, 1])), parts.select(torch.tensor([2, 3, 4]))]
     )
-    torch.testing.assert_close(halves.gradient(*head_of(anatomy)), found, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(
+        halves.gradient(*head_parameters(anatomy)), found, atol=1e-6, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -169,9 +171,9 @@ def test_expected_rows_are_those_of_unused_types(name: str) -> None:
     anatomy = anatomy_of(name)
     batch = public().batch(8, 9, torch.Generator().manual_seed(1), kind="causal")
     parts = gradient_parts(anatomy, batch, inputs=False)
-    weight, bias = head_of(anatomy)
-    directions = Directions.of(parts, 4, 4, torch.Generator().manual_seed(0))
-    expected = ExpectedRows.of(parts, weight, bias, directions, directions.centres)
+    weight, bias = head_parameters(anatomy)
+    directions = Directions.fit(parts, 4, 4, torch.Generator().manual_seed(0))
+    expected = ExpectedRows.compute(parts, weight, bias, directions, directions.centres)
     unused = torch.ones(VOCAB, dtype=torch.bool)
     unused[parts.labels] = False
     along = (parts.gradient(weight, bias) @ directions.u)[unused]

@@ -23,8 +23,8 @@ from lightning_fedleak.attacks.base import (
 from lightning_fedleak.attacks.clipping import ROUNDED, cut_size
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.public_text import Given, PublicText
-from lightning_fedleak.attacks.words.aligned_direction import turned, turned_on_long_rows
-from lightning_fedleak.attacks.words.aligned_readout import Rehearsed, best_count, rehearse
+from lightning_fedleak.attacks.words.aligned_direction import turn, turn_on_long_rows
+from lightning_fedleak.attacks.words.aligned_readout import Calibration, best_count, rehearse
 from lightning_fedleak.attacks.words.aligned_rows import (
     ExpectedRows,
     RowSummary,
@@ -36,16 +36,16 @@ from lightning_fedleak.attacks.words.aligned_rows import (
     significant,
 )
 from lightning_fedleak.attacks.words.aligned_updates import (
-    comparable,
+    normalize_update,
     rehearse_updates,
     update_features,
 )
 from lightning_fedleak.attacks.words.public_gradients import (
     GradientParts,
     gradient_parts,
-    head_of,
+    head_inputs,
+    head_parameters,
     head_surface,
-    hidden_states_of,
 )
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.progress import track
@@ -56,84 +56,85 @@ from lightning_fedleak.snapshots import (
     whole_tensor,
 )
 from lightning_fedleak.threats import Capability, ThreatModel
+from lightning_fedleak.validate import check_choice, check_integer
 
-LENGTHS = (8, 12, 16, 25, 50, 100)
-_SIGN_TOKENS = 2048
-_ONE_SIDED = 0.95
-_LONGEST = 512
-"""Rows that show whether entries were cut to one size: those of used types, the longest."""
-_RULED_OUT = -30.0
+LENGTHS = (8, 12, 16, 25, 50, 100)  # tokens in a calibrating text: the range of common data sets
+_SIGN_TOKENS = 2048  # public tokens whose hidden states give the sign's direction; not tuned
+_ONE_SIDED = 0.95  # share of positive hidden states below which prepare warns; not tuned
+_LONGEST = 512  # rows that are searched for clipped entries: the longest are of used types
+_RULED_OUT = -30.0  # log odds of types without any evidence: below all others
 _NOT_OF_LORA = (
     "updates of {} of a LoRA on the head are not rehearsed: measure the gradients of single steps "
     "(leave local_steps out)"
 )
-_TEXTS = (1, 2, 4, 8, 16, 32)
-_TOKENS = 1600
+_TEXTS = (1, 2, 4, 8, 16, 32)  # texts in a public batch of a local step, where it is not prescribed
+_TOKENS = 1600  # tokens of such a batch at most: a limit of time, not tuned
 
 
 class AlignedFlatChat(Attack):
-    """Flattening along a direction on which every hidden state is positive.
+    """The types whose rows in the head's gradient differ from those of unused types.
 
-    Row t of the head's gradient is ``sum_i (p_i(t) - [y_i = t]) h_i``. FLATCHAT sums its columns,
-    which weighs token i by ``sum(h_i)``, of either sign. With a direction u on which the hidden
-    states of public text are all positive, a row's projection is negative only if the type was
-    used, and it is for every used type whose own predicted mass does not outweigh it. So
-    ``readout="sign"`` names the rows with a negative projection (further from zero than noise on
-    the update explains, where a defence added some): the number of types is not asked for. u comes
-    from public text and is then turned until the small rows of the update itself are positive
-    (:mod:`~lightning_fedleak.attacks.words.aligned_direction`), since the hidden states of other
-    text, or of a model that training has moved, may lie elsewhere. No direction helps a model whose
-    hidden states fill more than a half-space; ``prepare`` warns if fewer than 95% of the public
-    ones are positive on u, and ``"learned"`` is the readout to use then.
+    Row t of the head's gradient is ``sum_i (p_i(t) - [y_i = t]) h_i``. The attack projects it on a
+    direction u on which the hidden states are positive, so that a row is negative only if its type
+    was used. ``readout="sign"`` names the negative rows. It misses common words, which the model
+    predicts more often than they occur. ``readout="learned"`` compares each row with the row that
+    public text predicts for an unused type. A small classifier, fitted on gradients of public text,
+    gives the probability that the type was used, and as many types are named as make the expected
+    F1 largest.
 
-    What the sign misses are common words, predicted more often than they occur. ``"learned"``
-    compares each row with the one that public text leads to expect of an unused type (predicted
-    mass by cluster of hidden states, refitted to the update on rows of rare types; its direction
-    and its spread), and a small classifier, fitted on gradients of public text whose words are
-    known, gives the probability that it was used. As many types are named as makes the expected
-    F1 largest. All of it is free of the gradient's scale, so an update of several local steps
-    can be read as well, and the classifier has seen noised gradients, since an adversary who
-    knows of the defence would rehearse against it.
-
-    Reads the gradient as shared: of a tied matrix the sum of head and embedding parts. Where a LoRA
-    on the head is trained in its place, the B of that has a row for each type, too: its hidden
-    states are those that A lets through. Derived for
-    cross-entropy without label smoothing. Smoothing takes the same small row off every type's, used
-    or not; where less than a twelfth of the types is used it is found on the rows of rare types and
-    given back, after which the learned readout loses 1 (smoothing 0.1) to 2 percent of F1 (0.2).
-
-    **Updates of an optimizer.** A server that prescribes the training knows which optimizer makes
-    the update of a round (:meth:`meet`). Plain SGD's is a sum of gradients, and decay and momentum
-    are undone. Of Adam's and its kin's the readout is fitted on public updates made by the same
-    class (:mod:`~lightning_fedleak.attacks.words.aligned_updates`): a client's optimizer begins
-    each round anew then; one that goes on with earlier steps' is *unknown*.
+    Neither readout depends on the gradient's scale. A tied matrix is read as it is shared, as the
+    sum of head and embedding parts. If a LoRA on the head is trained, its B is read. Rounds of SGD
+    are sums of gradients; for Adam and similar optimizers the learned readout is fitted on public
+    updates of the same class (:mod:`~lightning_fedleak.attacks.words.aligned_updates`), and a round
+    that does not begin with a fresh optimizer is *unknown*. Measurements and limits, such as label
+    smoothing, are in docs/word_recovery.md.
 
     Args:
-        public_text: text like what the clients train on, or ``"sampled"``: text that a causal
-            model writes itself, of other models random frequent tokens. Strings and token ids are
-            taken too (strings with ``tokenizer``).
-        tokenizer: for strings; its ``mask_token_id`` serves a masked language model.
-        readout: ``"learned"`` or ``"sign"``.
+        public_text: text like the clients' (strings need ``tokenizer``), token ids, or
+            ``"sampled"``: text that a causal model writes itself, or random frequent tokens for
+            other models.
+        tokenizer: for strings; a masked language model needs its ``mask_token_id``.
+        readout: ``"learned"`` or ``"sign"``. Use ``"learned"`` if ``prepare`` warns that fewer than
+            95% of the public hidden states are positive on u.
         n_directions: clusters of hidden states that rows are projected on (learned).
-        calibration_tokens: public tokens that a learned readout is calibrated on at most (on
-            SmolLM2-135M 2,000 reached an F1 of .97, 6,000 .978, 12,000 .982). The time is about
-            that of a forward and backward over them and as much again for the fit; it is reported
-            in ``calibration_seconds``.
-        lengths: tokens in the calibrating texts, cut to these lengths in equal numbers. How long a
-            client's texts are is in no gradient; what is rehearsed has batches of like lengths and
-            mixed ones.
-        refresh_every: steps after which :meth:`refresh` aligns anew with a model that has moved;
-            the classifier itself is kept.
-        updates: public updates that a readout for Adam and its kin is fitted on, at least 2. Of
-            rounds of several steps each is that many steps of training on a copy of the weights.
-        batch_texts: texts in a batch of a local step, where the server prescribes it. Default: it
-            does not, and public updates have 1 to 32.
-        local_steps: the round, for a server of one's own; a monitor tells by :meth:`meet`.
+        calibration_tokens: public tokens of the calibration at most (on SmolLM2-135M 2,000 reached
+            an F1 of .97, 6,000 .978, 12,000 .982). The time is about twice that of a forward and
+            backward over them.
+        lengths: tokens in the calibrating texts, which are cut to these lengths in equal numbers.
+        refresh_every: steps after which :meth:`refresh` aligns with the changed model again; the
+            classifier stays.
+        updates: public updates that a readout for Adam is fitted on, at least 2. For rounds of
+            several steps each one is that many steps of training on a copy of the weights.
+        batch_texts: texts in a batch of a local step if the server prescribes it; by default public
+            updates have 1 to 32.
+        local_steps: the round, for a server of your own; a monitor passes it to :meth:`meet`.
         seed: of everything random in the calibration.
         name: as in the logs.
 
     Attributes:
-        calibration_seconds: time the last ``prepare`` took.
+        calibration_seconds: time that the last ``prepare`` took.
+
+    Raises:
+        ValueError: an argument is out of range, or there is no public text.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from lightning_fedleak import AlignedFlatChat
+        >>> from lightning_fedleak.anatomy import find_anatomy
+        >>> from lightning_fedleak.attacks import gradient_of
+        >>> from lightning_fedleak.batches import TokenBatch
+        >>> from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+        >>> size = dict(vocab_size=64, n_positions=16, n_embd=48, n_layer=1, n_head=2)
+        >>> anatomy = find_anatomy(GPT2LMHeadModel(GPT2Config(**size)).eval())
+        >>> public_text = torch.randint(64, (32, 12))  # token ids; usually texts and a tokenizer
+        >>> attack = AlignedFlatChat(public_text, readout="sign")
+        >>> attack.prepare(anatomy)
+        >>> ids = torch.tensor([[7, 8, 9, 10]])  # the client's text
+        >>> gradient = gradient_of(anatomy, TokenBatch(ids, ids, None, "causal"), ["head.weight"])
+        >>> guess = attack.run(Observation((GradientSnapshot(0, Stage.SHARED, gradient),)))
+        >>> {8, 9, 10} <= set(guess.types.tolist())
+        True
     """
 
     threat_model = ThreatModel.create(
@@ -164,18 +165,12 @@ class AlignedFlatChat(Attack):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        if readout not in ("sign", "learned"):
-            raise ValueError(f"readout must be 'sign' or 'learned', got {readout!r}")
-        for argument, value in (
-            ("n_directions", n_directions),
-            ("calibration_tokens", calibration_tokens),
-            ("refresh_every", refresh_every),
-            ("batch_texts", 1 if batch_texts is None else batch_texts),
-        ):
-            if value < 1:
-                raise ValueError(f"{argument} must be at least 1, got {value}")
-        if updates < 2:
-            raise ValueError(f"updates must be at least 2, got {updates}")
+        check_choice("readout", readout, ("sign", "learned"))
+        check_integer("n_directions", n_directions)
+        check_integer("calibration_tokens", calibration_tokens)
+        check_integer("refresh_every", refresh_every)
+        check_integer("batch_texts", batch_texts, optional=True)
+        check_integer("updates", updates, at_least=2)
         if not lengths or min(lengths) < 2:
             raise ValueError(f"lengths must be at least 2 tokens each, got {tuple(lengths)}")
         text = PublicText.parse(public_text, tokenizer)
@@ -192,50 +187,50 @@ class AlignedFlatChat(Attack):
         self.refresh_every = refresh_every
         self.updates = updates
         self.batch_texts = batch_texts
-        self.steps = self._given_steps = local_steps
+        self.steps = self._default_steps = local_steps
         self._role = HEAD_WEIGHT
         self._clip: dict[str, Any] = {}
-        self._unread: str | None = None
-        self._not_fitted: str | None = None
+        self._why_unreadable: str | None = None
+        self._why_not_fitted: str | None = None
         self._before: Tensor | None = None
         self.seed = seed
         self.calibration_seconds = 0.0
         self._u: Tensor | None = None
         self._rounding = 0.0
-        self._rehearsed: Rehearsed | None = None
+        self._calibration: Calibration | None = None
         self._aligned_at = 0
 
     def meet(self, facts: RunFacts) -> None:
-        """Learns to what size entries are cut, and what makes an update, where these are shared."""
-        self._unread, self._clip = None, {}
+        """Store the clip value, and what makes an update."""
+        self._why_unreadable, self._clip = None, {}
         if facts.clip_value is not None:
             self._clip = {"clip_value": facts.clip_value, "steps": facts.local_steps or 1}
         try:
-            self.steps = LocalSteps.from_facts(facts) or self._given_steps
+            self.steps = LocalSteps.from_facts(facts) or self._default_steps
         except UnusableObservation as error:
-            self.steps, self._unread = None, str(error)
+            self.steps, self._why_unreadable = None, str(error)
 
     @property
-    def _fitted_on(self) -> LocalSteps | None:
-        """The round whose updates a readout has to be fitted on; None where gradients do."""
+    def _adaptive_steps(self) -> LocalSteps | None:
+        """Return the round whose updates the readout is fitted on; None if it reads gradients."""
         return None if self.steps is None or self.steps.linear else self.steps
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """The output head's weight, or the B of a LoRA on it."""
+        """Return the output head's weight, or the B of a LoRA on it."""
         self._role = head_surface(anatomy).role
         return Surfaces(gradients=(self._role,))
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Calibrates on public text; leaves no trace on the model.
+        """Calibrate on public text, without a change to the model.
 
         Raises:
             ValueError: the model has no output head, is no language model, or the text is too
                 short for a learned readout.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._role = head_surface(anatomy).role
-        if self._role != HEAD_WEIGHT and self._fitted_on is not None:
-            self._unread = _NOT_OF_LORA.format(self._fitted_on.optimizer.__name__)
+        if self._role != HEAD_WEIGHT and self._adaptive_steps is not None:
+            self._why_unreadable = _NOT_OF_LORA.format(self._adaptive_steps.optimizer.__name__)
             return
         if self.readout == "sign":
             positive = self._align(anatomy)
@@ -249,18 +244,19 @@ class AlignedFlatChat(Attack):
         else:
             generator = torch.Generator().manual_seed(self.seed)
             try:
-                self._rehearsed = self._rehearse(anatomy, generator)
+                self._calibration = self._calibrate(anatomy, generator)
             except UnusableObservation as error:
-                self._not_fitted = str(error)
+                self._why_not_fitted = str(error)
             self._keep_weights(anatomy)
-        self.calibration_seconds = time.perf_counter() - began
+        self.calibration_seconds = time.perf_counter() - start
 
-    def _rehearse(self, anatomy: Anatomy, generator: torch.Generator) -> Rehearsed:
+    def _calibrate(self, anatomy: Anatomy, generator: torch.Generator) -> Calibration:
         parts = self._parts(anatomy)
-        steps = self._fitted_on
+        steps = self._adaptive_steps
         if steps is None:
-            many = self.n_directions
-            return rehearse(parts, *head_of(anatomy), generator, n_directions=many, **self._clip)
+            weight, bias = head_parameters(anatomy)
+            k = self.n_directions
+            return rehearse(parts, weight, bias, generator, n_directions=k, **self._clip)
         texts = _TEXTS if self.batch_texts is None else (self.batch_texts,)
         return rehearse_updates(
             anatomy,
@@ -279,13 +275,13 @@ class AlignedFlatChat(Attack):
     def _public_batches(
         self, anatomy: Anatomy, generator: torch.Generator
     ) -> Callable[[int], TokenBatch]:
-        """Public batches of any of the lengths, within a bound on their tokens."""
+        """Return a function that draws public batches of one length and few enough tokens."""
         text = self._text(anatomy)
         lengths = self._lengths(anatomy)
 
         def batch(texts: int) -> TokenBatch:
-            within = [n for n in lengths if n * texts <= _TOKENS] or lengths[:1]
-            length = within[int(torch.randint(len(within), (), generator=generator))]
+            allowed = [n for n in lengths if n * texts <= _TOKENS] or lengths[:1]
+            length = allowed[int(torch.randint(len(allowed), (), generator=generator))]
             return text.batch(
                 texts,
                 length,
@@ -297,55 +293,56 @@ class AlignedFlatChat(Attack):
         return batch
 
     def _keep_weights(self, anatomy: Anatomy) -> None:
-        """What a client begins a round with, where that tells of its update."""
+        """Store the weights that a client begins a round with, if its update depends on them."""
         if self.steps is None or self.steps.plain:
             return
         weight = anatomy.parameter(self._role)
         self._before = None if weight is None else whole_tensor(weight).clone()
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Aligns with the model as it is now, each ``refresh_every`` steps and in another fit."""
+        """Align with the current model, every ``refresh_every`` steps and in another fit."""
         self._keep_weights(anatomy)
-        if self._unread is not None or 0 <= step - self._aligned_at < self.refresh_every:
+        if self._why_unreadable is not None or 0 <= step - self._aligned_at < self.refresh_every:
             return
         self._aligned_at = step
         if self.readout == "sign":
             self._align(anatomy)
             return
-        if self._rehearsed is None:
+        if self._calibration is None:
             self.prepare(anatomy)
             return
-        known = self._rehearsed.to(anatomy.device)
+        calibration = self._calibration.to(anatomy.device)
+        before = calibration.expected
         parts = self._parts(anatomy, inputs=False)
-        read = parts.read
-        u = separating_direction(read)
+        states = parts.states
+        u = separating_direction(states)
         directions = replace(
-            known.directions,
+            calibration.directions,
             u=u,
-            scale=(read @ u).median(),
-            norm=read.norm(dim=1).median(),
+            scale=(states @ u).median(),
+            norm=states.norm(dim=1).median(),
         )
-        expected = ExpectedRows.of(
-            parts, *head_of(anatomy), directions, known.clusters, known.expected.reference
+        expected = ExpectedRows.compute(
+            parts, *head_parameters(anatomy), directions, calibration.clusters, before.reference
         )
-        self._rehearsed = replace(
-            known,
+        self._calibration = replace(
+            calibration,
             directions=directions,
-            expected=replace(expected, opening=known.expected.opening),
+            expected=replace(expected, opening=before.opening),
         )
 
     @torch.no_grad()
     def run(self, view: Observation, query: Query | None = None) -> WordGuess:
-        """Names the types used in one update.
+        """Return the types used in one update.
 
         Returns:
-            ``scores`` are log odds (learned; types that no feature speaks for get -30) or minus
-            the projection (sign); ``n_types`` is the expected number of used types (learned) or
-            the number named (sign).
+            ``scores`` are log odds (learned; -30 without any evidence) or minus the projection
+            (sign); ``n_types`` is the expected number of used types (learned) or the number of
+            named types (sign).
 
         Raises:
-            UnusableObservation: the gradient is non-finite or all zero; an update is of an
-                optimizer that is not known, or that goes on with earlier steps'.
+            UnusableObservation: the gradient is non-finite or all zero, or the update is of an
+                unknown optimizer, or of one that kept its state from earlier rounds.
             RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
         """
         gradient = whole_tensor(view.gradient(self._role))
@@ -356,25 +353,26 @@ class AlignedFlatChat(Attack):
             rounding = 0.0
             if isinstance(last, UpdateSnapshot):
                 rounding = self._rounding * last.local_steps**0.5 / last.learning_rate
-            return _known(self._by_sign(gradient, rounding), last)
-        if isinstance(last, UpdateSnapshot) and self._fitted_on is not None:
-            return self._by_update_readout(gradient)
-        if self._fitted_on is not None:
+            return _refuse_silence(self._read_signs(gradient, rounding), last)
+        steps = self._adaptive_steps
+        if isinstance(last, UpdateSnapshot) and steps is not None:
+            return self._read_update(gradient)
+        if steps is not None:
             raise UnusableObservation(
-                f"the readout is fitted on updates of {self._fitted_on.optimizer.__name__}, and "
+                f"the readout is fitted on updates of {steps.optimizer.__name__}, and "
                 "this is a gradient: leave local_steps out to read gradients"
             )
-        return _known(self._by_readout(gradient), last)
+        return _refuse_silence(self._read_gradient(gradient), last)
 
     def _readable(self, update: Tensor, snapshot: UpdateSnapshot) -> Tensor:
-        """An update in the form that the readout was fitted on; of SGD's a sum of gradients."""
-        if self._unread is not None:
-            raise UnusableObservation(self._unread)
+        """Return an update as the readout was fitted on it: for SGD a sum of gradients."""
+        if self._why_unreadable is not None:
+            raise UnusableObservation(self._why_unreadable)
         steps = self.steps
         if steps is None or steps.plain:
             return update
         steps.check_fresh(snapshot.fresh)
-        if self._fitted_on is not None and self.readout == "sign":
+        if self._adaptive_steps is not None and self.readout == "sign":
             raise UnusableObservation(
                 f"readout='sign' reads sums of gradients, which updates of "
                 f"{steps.optimizer.__name__} are not: use readout='learned'"
@@ -385,18 +383,18 @@ class AlignedFlatChat(Attack):
             raise UnusableObservation("the head's update is all zero: nothing was trained")
         rate = snapshot.learning_rate
         if self._before is None:
-            raise RuntimeError(self._unprepared())
+            raise RuntimeError(self._not_prepared())
         before = self._before = self._before.to(update.device)
-        if self._fitted_on is None:
+        if self._adaptive_steps is None:
             return steps.without_decay(update.float(), before.float(), rate)
-        return comparable(update, before, rate, steps)
+        return normalize_update(update, before, rate, steps)
 
-    def _by_update_readout(self, update: Tensor) -> WordGuess:
-        if self._rehearsed is None or self._before is None:
-            raise RuntimeError(self._unprepared())
-        known = self._rehearsed = self._rehearsed.to(update.device)
-        features = update_features(update, self._before.float(), known.directions, known.expected)
-        odds = known.readout.logits(features)
+    def _read_update(self, update: Tensor) -> WordGuess:
+        if self._calibration is None or self._before is None:
+            raise RuntimeError(self._not_prepared())
+        model = self._calibration = self._calibration.to(update.device)
+        features = update_features(update, self._before.float(), model.directions, model.expected)
+        odds = model.readout.logits(features)
         used = odds.sigmoid()
         order = odds.argsort(descending=True)
         return WordGuess(
@@ -405,34 +403,34 @@ class AlignedFlatChat(Attack):
             n_types=float(used.sum()),
         )
 
-    def _by_sign(self, gradient: Tensor, rounding: float) -> WordGuess:
+    def _read_signs(self, gradient: Tensor, rounding: float) -> WordGuess:
         if self._u is None:
-            raise RuntimeError(self._unprepared())
+            raise RuntimeError(self._not_prepared())
         self._u = self._u.to(gradient.device)
-        summary, u = turned_on_long_rows(gradient, self._u)
+        summary, u = turn_on_long_rows(gradient, self._u)
         self._check_clip(gradient, summary.norms)
         types = significant(summary.along, summary.doubt(u, rounding))
         return WordGuess(types=types, scores=-summary.along, n_types=float(len(types)))
 
-    def _by_readout(self, gradient: Tensor) -> WordGuess:
-        if self._rehearsed is None and self._not_fitted is not None:
-            raise UnusableObservation(self._not_fitted)
-        if self._rehearsed is None:
-            raise RuntimeError(self._unprepared())
-        known = self._rehearsed = self._rehearsed.to(gradient.device)
-        directions, expected = known.directions, known.expected
-        summary = RowSummary.of(gradient, directions.u)
+    def _read_gradient(self, gradient: Tensor) -> WordGuess:
+        if self._calibration is None and self._why_not_fitted is not None:
+            raise UnusableObservation(self._why_not_fitted)
+        if self._calibration is None:
+            raise RuntimeError(self._not_prepared())
+        calibration = self._calibration = self._calibration.to(gradient.device)
+        directions, expected = calibration.directions, calibration.expected
+        summary = RowSummary.read(gradient, directions.u)
         self._check_clip(gradient, summary.norms)
-        summary, _ = turned(gradient, summary, directions.u, expected.reference)
-        units = Units.of(summary, expected, expected.reference)
+        summary, _ = turn(gradient, summary, directions.u, expected.reference)
+        units = Units.estimate(summary, expected, expected.reference)
         scores = torch.full_like(summary.along, _RULED_OUT)
         if units is None:
             return WordGuess(types=scores.argsort()[:0], scores=scores, n_types=0.0)
         rows = plausible(summary, units).nonzero()[:, 0]
         features = row_features(
-            gradient[rows], summary.at(rows), units, directions, expected.rows(rows)
+            gradient[rows], summary.select(rows), units, directions, expected.rows(rows)
         )
-        odds = known.readout.logits(features)
+        odds = calibration.readout.logits(features)
         used = odds.sigmoid()
         scores[rows] = odds.clamp(min=_RULED_OUT)
         order = odds.argsort(descending=True)
@@ -443,7 +441,11 @@ class AlignedFlatChat(Attack):
         )
 
     def _check_clip(self, gradient: Tensor, norms: Tensor) -> None:
-        """Refuses entries that were cut to a size which no readout was fitted on."""
+        """Raise an error if entries were cut to a size that no readout was fitted on.
+
+        Raises:
+            UnusableObservation: says what to change.
+        """
         sign = self.readout == "sign"
         if self._clip and not sign:
             return
@@ -454,23 +456,23 @@ class AlignedFlatChat(Attack):
                 + (
                     "which turns rows: use readout='learned'"
                     if sign
-                    else "of which the run says nothing: clip with Trainer(gradient_clip_val=..., "
-                    "gradient_clip_algorithm='value'), on whose value the readout is fitted then"
+                    else "which the run does not declare: clip with Trainer(gradient_clip_val=..., "
+                    "gradient_clip_algorithm='value'), so that the readout is fitted on its value"
                 )
             )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The calibration."""
+        """Return the calibration."""
         state = {"aligned_at": torch.tensor(self._aligned_at)}
         if self._u is not None:
             state["u"] = self._u
             state["rounding"] = torch.tensor(self._rounding, dtype=torch.float64)
-        if self._rehearsed is not None:
-            state |= self._rehearsed.tensors()
+        if self._calibration is not None:
+            state |= self._calibration.tensors()
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back a calibration of the same readout.
+        """Restore a calibration of the same readout.
 
         Raises:
             ValueError: it is of the other readout.
@@ -480,19 +482,19 @@ class AlignedFlatChat(Attack):
         if ("u" in state) != (self.readout == "sign"):
             raise ValueError(
                 f"this state is not of an AlignedFlatChat with readout='{self.readout}': load it "
-                "into one built as the one that was saved, or call prepare again"
+                "into an attack with the same arguments, or call prepare again"
             )
         self._aligned_at = int(state["aligned_at"])
         if self.readout == "sign":
             self._u = state["u"]
             self._rounding = float(state["rounding"])
         else:
-            self._rehearsed = Rehearsed.from_tensors(state)
+            self._calibration = Calibration.from_tensors(state)
 
     def calibration_inputs(self) -> dict[str, object]:
-        """The settings, and the public text."""
+        """Return the settings, and the public text."""
         mask = getattr(self.tokenizer, "mask_token_id", None)
-        steps = self._fitted_on
+        steps = self._adaptive_steps
         return (
             self.config()
             | self._clip
@@ -507,12 +509,12 @@ class AlignedFlatChat(Attack):
         )
 
     def arguments(self) -> dict[str, object]:
-        """The settings, and what makes the updates that the readout is fitted on."""
-        steps = self._fitted_on
+        """Return the settings, and what makes the updates that the readout is fitted on."""
+        steps = self._adaptive_steps
         return self.config() | self._clip | ({} if steps is None else steps.describe())
 
     def config(self) -> dict[str, object]:
-        """Settings that name this attack in reports."""
+        """Return the settings that name this attack in reports."""
         return {
             "readout": self.readout,
             "n_directions": self.n_directions,
@@ -521,16 +523,16 @@ class AlignedFlatChat(Attack):
             "seed": self.seed,
         }
 
-    def _unprepared(self) -> str:
+    def _not_prepared(self) -> str:
         return f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
 
     def _align(self, anatomy: Anatomy) -> float:
-        """Finds ``u``; returns the share of public hidden states that are positive on it."""
+        """Set ``u``, and return the share of public hidden states that are positive on it."""
         batches = self._batches(anatomy, _SIGN_TOKENS)
-        states = torch.cat([hidden_states_of(anatomy, b) for b in batches]).float()
+        states = torch.cat([head_inputs(anatomy, b) for b in batches]).float()
         surface = head_surface(anatomy)
-        if surface.into is not None:
-            states = states @ surface.into.T
+        if surface.projection is not None:
+            states = states @ surface.projection.T
         self._u = separating_direction(states)
         weight = anatomy.parameter(surface.role)
         if weight is not None:
@@ -538,7 +540,7 @@ class AlignedFlatChat(Attack):
         return float((states @ self._u > 0).float().mean())
 
     def _parts(self, anatomy: Anatomy, inputs: bool = True) -> GradientParts:
-        return GradientParts.joined(
+        return GradientParts.concatenate(
             [
                 gradient_parts(anatomy, batch, inputs=inputs)
                 for batch in track(
@@ -548,41 +550,41 @@ class AlignedFlatChat(Attack):
         )
 
     def _lengths(self, anatomy: Anatomy) -> list[int]:
-        """Those of public texts that the model can read."""
+        """Return the lengths of public texts that the model can read."""
         longest = getattr(getattr(anatomy.model, "config", None), "max_position_embeddings", None)
         return sorted({min(n, longest or n) for n in self.lengths})
 
     def _batches(self, anatomy: Anatomy, tokens: int) -> list[TokenBatch]:
-        """Public batches of each length, about ``tokens`` tokens in all, no text used twice."""
+        """Return public batches of each length, about ``tokens`` tokens, without repeated texts."""
         generator = torch.Generator().manual_seed(self.seed)
         text = self._text(anatomy)
         if anatomy.kind == "causal":
             text = text.with_and_without_start()
         lengths = self._lengths(anatomy)
         order = text.draw(len(text), generator).tolist()
-        each = min(max(2, tokens // sum(lengths)), max(1, len(order) // len(lengths)))
+        n_texts = min(max(2, tokens // sum(lengths)), max(1, len(order) // len(lengths)))
         return [
             text.rows(
-                order[i * each : (i + 1) * each],
+                order[i * n_texts : (i + 1) * n_texts],
                 length,
                 generator,
                 kind=anatomy.kind,
                 mask_token_id=getattr(self.tokenizer, "mask_token_id", None),
             )
             for i, length in enumerate(lengths)
-            if order[i * each : (i + 1) * each]
+            if order[i * n_texts : (i + 1) * n_texts]
         ]
 
 
-def _known(guess: WordGuess, snapshot: GradientSnapshot) -> WordGuess:
-    """The guess, unless it names nothing of rows that noise does not account for.
+def _refuse_silence(guess: WordGuess, snapshot: GradientSnapshot) -> WordGuess:
+    """Return the guess, unless it names no type of a gradient without declared noise.
 
     Raises:
         UnusableObservation: no type is named, and no defence says that it added noise.
     """
     if not len(guess.types) and not snapshot.noise_std > 0:
         raise UnusableObservation(
-            "the rows of the head's gradient are not zero, and none can be told to be of a used "
-            "type, though no defence says that it added noise: it is unknown what they give away"
+            "the rows of the head's gradient are not zero, but none could be assigned to a used "
+            "type, and no defence says that it added noise: it is unknown what they give away"
         )
     return guess

@@ -1,4 +1,4 @@
-"""Turning the direction of public text towards the hidden states that one gradient was made of."""
+"""Turning the direction of public text towards the hidden states behind one gradient."""
 
 from __future__ import annotations
 
@@ -15,49 +15,47 @@ from lightning_fedleak.attacks.words.aligned_rows import (
     token_norm,
 )
 
-_ROWS = 512
-_FEWEST = 64
-_STEPS = 12
-_RATE = 0.25
-_LARGE = 0.3
-_UNUSED = 0.1
-_SHORT = 0.02
-_SAMPLED = 128
-_NEGATIVE = 0.1
+_ROWS = 512  # unused rows that the direction is fitted to, the longest: a limit of time, not tuned
+_FEWEST = 64  # rows below which the direction of public text is kept; not tuned
+_STEPS = 12  # directions tried; more cost time at every look, not tuned
+_RATE = 0.25  # length of a move of the direction; not tuned
+_LARGE = 0.3  # norm, in used tokens, from which a row is that of a used type; not tuned
+_UNUSED = 0.1  # norm, in used tokens, up to which a row is that of an unused type; not tuned
+_SHORT = 0.02  # norm, in used tokens, up to which a row need not be projected; not tuned
+_SAMPLED = 128  # rows of the sample that shows noise or label smoothing; not tuned
+_NEGATIVE = 0.1  # share of negative rows of that sample from which all rows are read; not tuned
 
 
-def turned(
-    gradient: Tensor, summary: RowSummary, u: Tensor, among: Tensor | None = None
+def turn(
+    gradient: Tensor, summary: RowSummary, u: Tensor, rows: Tensor | None = None
 ) -> tuple[RowSummary, Tensor]:
-    """A direction on which the hidden states of this very gradient are positive.
+    """Return a direction on which the hidden states behind this gradient are positive.
 
-    The row of an unused type is a positive combination of the hidden states, so a direction that
-    is positive on all these rows takes the place of one that is positive on all hidden states:
-    text unlike the public text, or a model that training has moved, leave the latter on both
-    sides of ``u``. Rows are taken as unused where they are small beside that of one used token,
-    and left out where noise could have made them.
+    The row of an unused type is a positive combination of the hidden states. If the text differs
+    from the public text, or the model was trained on, ``u`` has hidden states on both sides; a
+    direction that is positive on all unused rows then replaces it. A row counts as unused if it is
+    small beside the row of one used token, and is left out if noise could explain it.
 
     Args:
         gradient: (V, d), or some of its rows.
         summary: of ``gradient`` along ``u``.
-        u: (d,) of public text; kept where too few rows can be read, or where the large rows would
-            come out positive, which those of used types are not.
-        among: the rows to choose from; all by default.
+        u: (d,) of public text. It stays if too few rows are usable, or if the new direction made
+            the large rows positive, because rows of used types are negative.
+        rows: indices of the rows to choose from; all by default.
 
     Returns:
         the summary along the new direction, and the direction.
     """
-    after, own, _ = _turned(gradient, summary, u, among)
-    return after, own
+    turned_summary, direction, _ = _turn(gradient, summary, u, rows)
+    return turned_summary, direction
 
 
-def turned_on_long_rows(gradient: Tensor, u: Tensor) -> tuple[RowSummary, Tensor]:
-    """:func:`turned`, reading little more than the norms of most rows.
+def turn_on_long_rows(gradient: Tensor, u: Tensor) -> tuple[RowSummary, Tensor]:
+    """Return the result of :func:`turn`, from little more than the norms of most rows.
 
-    Rows of used types are long. Those shorter than a fiftieth of one used token's are not
-    projected on the new direction (unless the others are too many to be worth picking out): they
-    get their length, as unused rows. Nor are they projected on ``u``, unless a sample of the rows
-    shows that noise or label smoothing has made many negative, or ``u`` is kept.
+    Rows of used types are long. Rows shorter than a fiftieth of a used token's are not projected:
+    they get their length, as unused rows. All rows are read if a sample of them shows that noise or
+    label smoothing made many negative, if ``u`` stays, or if too many rows are long.
 
     Args:
         gradient: (V, d).
@@ -67,22 +65,23 @@ def turned_on_long_rows(gradient: Tensor, u: Tensor) -> tuple[RowSummary, Tensor
         UnusableObservation: the gradient has NaN or infinity, or is all zero.
     """
     norms = checked_norms(gradient)
-    least, places, n_sampled = _longest_and_some(norms)
+    least, places, n_sampled = _long_and_sampled_rows(norms)
     along = projections(gradient.detach().index_select(0, places), u)
     if int((along[-n_sampled:] < 0).sum()) <= _NEGATIVE * n_sampled:
         summary = RowSummary(norms.index_copy(0, places, along), norms, torch.zeros_like(u))
-        after, own, token = _turned(gradient, summary, u, long_rows_only=True)
-        if own is not u and token is not None and bool(least < _LARGE * token):
-            return after, own
-    after, own, _ = _turned(gradient, RowSummary.of(gradient, u, norms), u, long_rows_only=True)
-    return after, own
+        result, direction, token = _turn(gradient, summary, u, long_rows_only=True)
+        if direction is not u and token is not None and bool(least < _LARGE * token):
+            return result, direction
+    summary = RowSummary.read(gradient, u, norms)
+    result, direction, _ = _turn(gradient, summary, u, long_rows_only=True)
+    return result, direction
 
 
-def _longest_and_some(norms: Tensor) -> tuple[Tensor, Tensor, int]:
-    """About the sixteenth that is longest, and after it a sample of all.
+def _long_and_sampled_rows(norms: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return the longest sixteenth of the rows, followed by a sample of all rows.
 
     Returns:
-        The least norm of the former, the rows, and how many of them are the sample.
+        The least norm of the long rows, the rows, and the size of the sample.
     """
     some = torch.arange(0, len(norms), max(1, len(norms) // _SAMPLED), device=norms.device)
     sample = norms[:: max(1, len(norms) // (4 * _SAMPLED))]
@@ -90,40 +89,40 @@ def _longest_and_some(norms: Tensor) -> tuple[Tensor, Tensor, int]:
     return least, torch.cat([(norms > least).nonzero()[:, 0], some]), len(some)
 
 
-def _turned(
+def _turn(
     gradient: Tensor,
     summary: RowSummary,
     u: Tensor,
-    among: Tensor | None = None,
+    rows: Tensor | None = None,
     long_rows_only: bool = False,
 ) -> tuple[RowSummary, Tensor, Tensor | None]:
-    """Summary, direction, and the norm of the row of one used token where it is known."""
-    if among is not None and len(among) < _FEWEST:
+    """Return the summary, the direction, and the norm of one used token's row if it is known."""
+    if rows is not None and len(rows) < _FEWEST:
         return summary, u, None
-    noise = (summary if among is None else summary.at(among)).noise()
+    noise = (summary if rows is None else summary.select(rows)).noise()
     token = token_norm(summary, noise)
     if token is None:
         return summary, u, None
     clear = (summary.norms > 2 * noise * summary.width**0.5) & (summary.norms < _UNUSED * token)
-    places = clear.nonzero()[:, 0] if among is None else among[clear[among]]
+    places = clear.nonzero()[:, 0] if rows is None else rows[clear[rows]]
     if len(places) < _FEWEST:
         return summary, u, token
     longest = summary.norms.index_select(0, places).topk(min(_ROWS, len(places))).indices
-    rows = gradient.detach().index_select(0, places[longest]).float() - summary.common
-    own = separating_direction(rows, steps=_STEPS, rate=_RATE)
-    along = _along_long_rows(gradient, own, summary, token) if long_rows_only else None
+    unused = gradient.detach().index_select(0, places[longest]).float() - summary.common
+    direction = separating_direction(unused, steps=_STEPS, rate=_RATE)
+    along = _project_long_rows(gradient, direction, summary, token) if long_rows_only else None
     if along is None:
-        along = projections(gradient, own) - summary.common @ own
+        along = projections(gradient, direction) - summary.common @ direction
     large = (summary.norms > _LARGE * token).nonzero()[:, 0]
     if not bool((along[large].sign() * summary.norms[large]).sum() < 0):
         return summary, u, token
-    return replace(summary, along=along), own, token
+    return replace(summary, along=along), direction, token
 
 
-def _along_long_rows(
+def _project_long_rows(
     gradient: Tensor, u: Tensor, summary: RowSummary, token: Tensor
 ) -> Tensor | None:
-    """Projections of the long rows; None where they are too many to be worth picking out."""
+    """Return the projections of the long rows; None if more than a fifth of the rows is long."""
     long = (summary.norms > _SHORT * token).nonzero()[:, 0]
     if len(long) > len(summary.norms) // 5:
         return None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_fedleak.attacks.words.aligned_direction import turned
+from lightning_fedleak.attacks.words.aligned_direction import turn
 from lightning_fedleak.attacks.words.aligned_rows import (
     Directions,
     ExpectedRows,
@@ -26,12 +26,11 @@ from lightning_fedleak.attacks.words.public_gradients import GradientParts
 from lightning_fedleak.progress import track
 from lightning_fedleak.snapshots import UnusableObservation
 
-_LAYERS = 3
-
-_CLUSTERS = 32
-_FREQUENT = 4096
-_RANDOM = 2048
-_MAX_IMPORTANCE = 10.0
+_LAYERS = 3  # layers of the classifier
+_CLUSTERS = 32  # clusters of hidden states whose mass is refitted to a gradient; not tuned
+_FREQUENT = 4096  # likely types that every rehearsal holds; more cost memory, not tuned
+_RANDOM = 2048  # other types drawn for a rehearsal; more cost memory, not tuned
+_MAX_IMPORTANCE = 10.0  # largest weight of a drawn type in the loss; not tuned
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ class Readout:
     """Two hidden layers on standardised features; gives the probability of *used*.
 
     Attributes:
-        mean: (F,) of the features in training.
-        deviation: (F,) likewise.
+        mean: (F,) mean of the features in training.
+        deviation: (F,) their standard deviation.
         weights: of the layers, (F, h), (h, h), (h, 1).
         biases: of the layers.
     """
@@ -51,7 +50,7 @@ class Readout:
     biases: tuple[Tensor, ...]
 
     def logits(self, features: Tensor) -> Tensor:
-        """Log odds of *used*, (k,) for (k, F) features."""
+        """Return the log odds (k,) of *used* for (k, F) features."""
         x = ((features - self.mean) / self.deviation).clamp(-6, 6)
         return _network(x, self.weights, self.biases)
 
@@ -69,13 +68,13 @@ class Readout:
         peak_rate: float = 6e-3,
         weight_decay: float = 1e-2,
     ) -> Readout:
-        """Weighted logistic loss, AdamW with a one-cycle rate.
+        """Return a classifier fitted by AdamW on a weighted logistic loss, with a one-cycle rate.
 
         Args:
             features: (n, F).
             used: (n,) booleans.
-            importance: (n,) how many rows each stands for.
-            generator: CPU generator of the start and the order.
+            importance: (n,) how many rows each row represents.
+            generator: CPU generator of the initial weights and the order.
             hidden: width of the layers.
             passes: over the rows.
             batch_size: rows of a step.
@@ -91,10 +90,10 @@ class Readout:
             for i, o in itertools.pairwise(sizes)
         ]
         biases = [torch.zeros(o, device=device, requires_grad=True) for o in sizes[1:]]
-        trained = [*weights, *biases]
-        optimizer = torch.optim.AdamW(trained, lr=peak_rate, weight_decay=weight_decay)
+        parameters = [*weights, *biases]
+        optimizer = torch.optim.AdamW(parameters, lr=peak_rate, weight_decay=weight_decay)
         steps = passes * -(-n // batch_size)
-        schedule = LambdaLR(optimizer, lambda done: _one_cycle(done / steps))
+        schedule = LambdaLR(optimizer, lambda step: _one_cycle(step / steps))
         with torch.enable_grad():
             for _ in track(range(passes), "fitting the readout"):
                 order = torch.randperm(n, generator=generator).to(device)
@@ -111,14 +110,14 @@ class Readout:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name."""
+        """Return all tensors by name."""
         layers = {f"weight{i}": w for i, w in enumerate(self.weights)}
         layers |= {f"bias{i}": b for i, b in enumerate(self.biases)}
         return {"mean": self.mean, "deviation": self.deviation, **layers}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Readout:
-        """The readout whose :meth:`tensors` these are."""
+        """Return the readout whose :meth:`tensors` these are."""
         return cls(
             tensors["mean"],
             tensors["deviation"],
@@ -140,34 +139,31 @@ def _one_cycle(progress: float, warmup: float = 0.25) -> float:
 
 
 def best_count(probabilities: Tensor) -> Tensor:
-    """How many of the most probable to name for the largest expected F1, ().
+    """Return how many of the most probable types to name for the largest expected F1, ().
 
-    Naming the k most probable, the expected number right is the sum of their probabilities and
-    the expected number of used types the sum of all, so that F1 is about
-    ``2 sum_{i<=k} p_i / (k + sum_i p_i)``.
+    If the k most probable are named, the expected number of hits is the sum of their probabilities
+    and the expected number of used types the sum of all, so that F1 is about
+    ``2 sum_{i<=k} p_i / (k + sum_i p_i)``. The result is 0 if every probability is 0.
 
     Args:
         probabilities: (n,) in any order, calibrated.
-
-    Returns:
-        0 where every probability is 0.
     """
     ordered = probabilities.sort(descending=True).values.double()
-    right = ordered.cumsum(0)
+    hits = ordered.cumsum(0)
     k = torch.arange(1, len(ordered) + 1, device=ordered.device)
-    score = 2 * right / (k + right[-1])
-    return torch.where(right[-1] > 0, score.argmax() + 1, 0)
+    score = 2 * hits / (k + hits[-1])
+    return torch.where(hits[-1] > 0, score.argmax() + 1, 0)
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """What a learned readout needs to attack.
+class Calibration:
+    """All that a learned readout needs to attack.
 
     Attributes:
-        directions: to project on.
+        directions: directions that rows are projected on.
         clusters: (C, d) centres that ``expected.mass`` is split by.
-        expected: of unused rows.
-        readout: from features of a row to the probability that it is used.
+        expected: expectations of unused rows.
+        readout: the classifier of a row's features.
     """
 
     directions: Directions
@@ -176,29 +172,29 @@ class Rehearsed:
     readout: Readout
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name."""
-        named = {"clusters": self.clusters}
-        for room, value in (("directions", self.directions), ("expected", self.expected)):
-            named |= {f"{room}.{f.name}": getattr(value, f.name) for f in fields(value)}
-        return named | {f"readout.{k}": v for k, v in self.readout.tensors().items()}
+        """Return all tensors by name."""
+        tensors = {"clusters": self.clusters}
+        for group, value in (("directions", self.directions), ("expected", self.expected)):
+            tensors |= {f"{group}.{f.name}": getattr(value, f.name) for f in fields(value)}
+        return tensors | {f"readout.{k}": v for k, v in self.readout.tensors().items()}
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Rehearsed:
-        """What these :meth:`tensors` were of."""
-        rooms: dict[str, dict[str, Tensor]] = {"directions": {}, "expected": {}, "readout": {}}
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
+        """Return the calibration whose :meth:`tensors` these are."""
+        groups: dict[str, dict[str, Tensor]] = {"directions": {}, "expected": {}, "readout": {}}
         for name, tensor in tensors.items():
-            room, _, rest = name.partition(".")
-            if rest:
-                rooms[room][rest] = tensor
+            group, _, field = name.partition(".")
+            if field:
+                groups[group][field] = tensor
         return cls(
-            Directions(**rooms["directions"]),
+            Directions(**groups["directions"]),
             tensors["clusters"],
-            ExpectedRows(**rooms["expected"]),
-            Readout.from_tensors(rooms["readout"]),
+            ExpectedRows(**groups["expected"]),
+            Readout.from_tensors(groups["readout"]),
         )
 
-    def to(self, device: torch.device) -> Rehearsed:
-        """On another device; itself where it is there already."""
+    def to(self, device: torch.device) -> Calibration:
+        """Return the calibration on a device."""
         if self.clusters.device == device:
             return self
         return self.from_tensors({k: v.to(device) for k, v in self.tensors().items()})
@@ -214,11 +210,11 @@ def rehearse(
     n_principal: int = 64,
     clip_value: float | None = None,
     steps: int = 1,
-) -> Rehearsed:
-    """Fits a readout on batches put together from public sentences.
+) -> Calibration:
+    """Return a readout fitted on batches of public sentences.
 
-    Two halves of the sentences take turns: what is expected of unused rows comes from one, the
-    batches that the readout is fitted on from the other, as in the attack itself.
+    The expectations of unused rows come from one half of the sentences and the batches from the
+    other half, and the reverse, because the attack meets other text than it has.
 
     Args:
         parts: of at least 4 sentences.
@@ -227,8 +223,8 @@ def rehearse(
         generator: CPU generator.
         n_directions: centres of hidden states that rows are projected on.
         n_principal: principal directions of hidden states that rows are projected on.
-        clip_value: size that entries of each step's gradient are cut to; None where none are.
-        steps: whose gradients are added, where they are cut.
+        clip_value: size that entries of each step's gradient are cut to; None without clipping.
+        steps: number of steps whose clipped gradients are added.
 
     Raises:
         ValueError: too few sentences.
@@ -239,19 +235,19 @@ def rehearse(
             f"a learned readout needs at least 4 public texts, got {parts.n_sentences}: give more "
             "public text, or use readout='sign'"
         )
-    directions = Directions.of(parts, n_directions, n_principal, generator)
-    unit = F.normalize(parts.read, dim=1)
+    directions = Directions.fit(parts, n_directions, n_principal, generator)
+    unit = F.normalize(parts.states, dim=1)
     clusters = cluster_centres(unit, _CLUSTERS, generator)
     order = torch.randperm(parts.n_sentences, generator=generator).to(parts.labels.device)
     half = len(order) // 2
-    one, other = parts.of(order[:half]), parts.of(order[half:])
-    first = ExpectedRows.of(one, weight, bias, directions, clusters)
-    second = ExpectedRows.of(other, weight, bias, directions, clusters)
+    first, second = parts.select(order[:half]), parts.select(order[half:])
+    first_expected = ExpectedRows.compute(first, weight, bias, directions, clusters)
+    second_expected = ExpectedRows.compute(second, weight, bias, directions, clusters)
     rows = [
         rehearsal
-        for half, known in ((other, first), (one, second))
-        for rehearsal in _rehearsals(
-            half, weight, bias, directions, known, generator, clip_value, steps
+        for public, expected in ((second, first_expected), (first, second_expected))
+        for rehearsal in _rehearse_batches(
+            public, weight, bias, directions, expected, generator, clip_value, steps
         )
     ]
     if not rows:
@@ -261,16 +257,16 @@ def rehearse(
             "(gradient_clip_algorithm='norm')"
         )
     features, used, importance = (torch.cat(c) for c in zip(*rows, strict=True))
-    expected = ExpectedRows.averaged(first, second)
-    return Rehearsed(
+    expected = ExpectedRows.average(first_expected, second_expected)
+    return Calibration(
         directions, clusters, expected, Readout.fit(features, used, importance, generator)
     )
 
 
 def batch_sizes(n_sentences: int, sizes: int = 9, repeats: int = 12) -> list[int]:
-    """Sentences in each rehearsed batch: from 1 to all, evenly in the logarithm, small ones often.
+    """Return the sizes of rehearsed batches: from 1 to all sentences, evenly in the logarithm.
 
-    The work spent on each size is about the same.
+    Small batches are repeated, so that each size takes about the same work.
     """
     steps = {round(n_sentences ** (i / (sizes - 1))) for i in range(sizes)}
     return [
@@ -278,7 +274,7 @@ def batch_sizes(n_sentences: int, sizes: int = 9, repeats: int = 12) -> list[int
     ]
 
 
-def _rehearsals(
+def _rehearse_batches(
     parts: GradientParts,
     weight: Tensor,
     bias: Tensor | None,
@@ -288,43 +284,40 @@ def _rehearsals(
     clip_value: float | None,
     steps: int,
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(features, used, importance) of the plausible rows of each batch."""
-    found = []
+    """Return (features, used, importance) of the plausible rows of each batch."""
+    rehearsals = []
     by_length = torch.bincount(parts.sentence, minlength=parts.n_sentences).argsort().cpu()
     for size in track(batch_sizes(parts.n_sentences), "rehearsing updates"):
-        like = _like_lengths(by_length, size, generator)
-        chosen = like[torch.randperm(len(like), generator=generator)[:size]]
-        batch = parts.of(chosen.to(parts.labels.device))
+        pool = _draw_pool(by_length, size, generator)
+        sentences = pool[torch.randperm(len(pool), generator=generator)[:size]]
+        batch = parts.select(sentences.to(parts.labels.device))
         if len(batch.labels) == 0:
             continue
-        types, importance = _sampled_types(batch, expected, generator)
-        gradient = batch.clipped(weight, bias, types, clip_value, steps)
+        types, importance = _draw_types(batch, expected, generator)
+        gradient = batch.clipped_gradient(weight, bias, types, clip_value, steps)
         token = directions.norm * abs(parts.logit_map.scale) / len(batch.labels)
-        gradient += _noise_like(gradient, token, generator)
-        summary = RowSummary.of(gradient, directions.u)
+        gradient += _draw_noise(gradient, token, generator)
+        summary = RowSummary.read(gradient, directions.u)
         place = torch.full((len(weight),), -1, device=types.device)
         place[types] = torch.arange(len(types), device=types.device)
-        at = place[expected.reference]
-        summary, _ = turned(gradient, summary, directions.u, at)
-        units = Units.of(summary, expected, at)
+        reference = place[expected.reference]
+        summary, _ = turn(gradient, summary, directions.u, reference)
+        units = Units.estimate(summary, expected, reference)
         if units is None:
             continue
-        among = expected.rows(types)
-        kept = plausible(summary, units).nonzero()[:, 0]
-        found.append(
-            (
-                row_features(gradient[kept], summary.at(kept), units, directions, among.rows(kept)),
-                torch.isin(types[kept], batch.labels),
-                importance[kept],
-            )
+        rows = plausible(summary, units).nonzero()[:, 0]
+        features = row_features(
+            gradient[rows], summary.select(rows), units, directions, expected.rows(types[rows])
         )
-    return found
+        used = torch.isin(types[rows], batch.labels)
+        rehearsals.append((features, used, importance[rows]))
+    return rehearsals
 
 
-def _like_lengths(by_length: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Sentences a rehearsed batch is drawn from: all, or half the time a third, of like length.
+def _draw_pool(by_length: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Return the sentences to draw a batch from: all, or half the time a third of similar length.
 
-    No gradient tells how long a client's texts are, and those of one client are often alike.
+    No gradient shows how long a client's texts are, and one client's texts are often similar.
     """
     draw = torch.rand(2, generator=generator)
     third = len(by_length) // 3
@@ -334,8 +327,8 @@ def _like_lengths(by_length: Tensor, size: int, generator: torch.Generator) -> T
     return by_length[first : first + third]
 
 
-def _noise_like(gradient: Tensor, token: Tensor, generator: torch.Generator) -> Tensor:
-    """Noise as a defence adds it, weak or strong, for a third of the batches; none for others."""
+def _draw_noise(gradient: Tensor, token: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a defence's noise, weak or strong, for a third of the batches, and zero for others."""
     draw = torch.rand(2, generator=generator)
     if draw[0] > 1 / 3:
         return torch.zeros((), device=gradient.device)
@@ -344,17 +337,17 @@ def _noise_like(gradient: Tensor, token: Tensor, generator: torch.Generator) -> 
     return noise.to(gradient.device) * strength * token
 
 
-def _sampled_types(
+def _draw_types(
     batch: GradientParts, expected: ExpectedRows, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Every type used, read, frequent or needed as reference, some others, and their weights."""
+    """Return the used, read, likely and reference types, a sample of others, and weights."""
     vocab = len(expected.probability)
     likely = expected.probability.topk(min(_FREQUENT, vocab)).indices
-    needed = torch.zeros(vocab, dtype=torch.bool, device=likely.device)
+    required = torch.zeros(vocab, dtype=torch.bool, device=likely.device)
     for types in (batch.labels, batch.input_ids, expected.reference, likely):
-        needed[types] = True
-    sure, others = needed.nonzero()[:, 0], (~needed).nonzero()[:, 0]
-    drawn = others[torch.randperm(len(others), generator=generator)[:_RANDOM].to(others.device)]
-    weight = min(_MAX_IMPORTANCE, len(others) / max(1, len(drawn)))
-    importance = torch.cat([torch.ones(len(sure)), torch.full((len(drawn),), weight)])
-    return torch.cat([sure, drawn]), importance.to(sure.device)
+        required[types] = True
+    sure, others = required.nonzero()[:, 0], (~required).nonzero()[:, 0]
+    sample = others[torch.randperm(len(others), generator=generator)[:_RANDOM].to(others.device)]
+    weight = min(_MAX_IMPORTANCE, len(others) / max(1, len(sample)))
+    importance = torch.cat([torch.ones(len(sure)), torch.full((len(sample),), weight)])
+    return torch.cat([sure, sample]), importance.to(sure.device)

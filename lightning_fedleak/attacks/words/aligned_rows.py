@@ -1,11 +1,11 @@
-"""Rows of the head's gradient: what unused words would leave there, and what a readout looks at.
+"""Rows of the head's gradient: those expected of unused words, and the features of a readout.
 
-A type that is not used still has a row: ``sum_i p_i(t) h_i``, its predicted mass in the direction
-of the hidden states that predict it. :class:`ExpectedRows` holds what public text says about these
-rows, projected on few directions, and the directions themselves.
+An unused type has a row too: ``sum_i p_i(t) h_i``, its predicted mass in the direction of the
+hidden states that predict it. :class:`ExpectedRows` holds what public text predicts for these rows,
+projected on a few :class:`Directions`.
 
-All are free of the gradient's scale: rows are measured in units of one used token, which is read
-off the gradient itself.
+Nothing depends on the gradient's scale: rows are measured in units of one used token, which is
+estimated from the gradient itself.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from torch.nn import functional as F
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.words.public_gradients import GradientParts
 
-_AT_ONCE = 1024
-
-_TINY = 1e-4
-_ROWS_AT_ONCE = 512
+_TOKENS_AT_ONCE = 1024  # tokens whose probabilities are computed at once, which bounds the memory
+_ROWS_AT_ONCE = 512  # rows converted to float32 at once, which bounds the memory
+_TINY = 1e-4  # added to numbers in used tokens before a logarithm or a division; not tuned
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,12 @@ class Directions:
     norm: Tensor
 
     @classmethod
-    def of(
+    def fit(
         cls, parts: GradientParts, n_centres: int, n_principal: int, generator: torch.Generator
     ) -> Directions:
-        """Directions of public text."""
-        read = parts.read
-        unit = F.normalize(read, dim=1)
+        """Return the directions of public text."""
+        states = parts.states
+        unit = F.normalize(states, dim=1)
         u = separating_direction(unit)
         mean = unit.mean(0)
         spread = (unit - mean).T @ (unit - mean) / len(unit)
@@ -69,16 +68,16 @@ class Directions:
             whitening=vectors / values.sqrt(),
             deviations=values.sqrt(),
             opening=_leading(parts.input_grads[parts.input_first], 4),
-            scale=(read @ u).median(),
-            norm=read.norm(dim=1).median(),
+            scale=(states @ u).median(),
+            norm=states.norm(dim=1).median(),
         )
 
 
 def separating_direction(states: Tensor, steps: int = 200, rate: float = 0.05) -> Tensor:
-    """A unit vector that is positive on as many states as it can be, by as much as it can.
+    """Return a unit vector that is positive on as many states as possible, with a wide margin.
 
-    Starts at the mean direction and moves towards the mean of the 2% of states with the smallest
-    projection, which widens the margin.
+    The search begins at the mean direction and moves towards the mean of the 2% of states with the
+    smallest projection.
 
     Args:
         states: (N, d); only their directions matter.
@@ -92,18 +91,18 @@ def separating_direction(states: Tensor, steps: int = 200, rate: float = 0.05) -
     u = F.normalize(unit.mean(0), dim=0)
     k = max(1, len(unit) // 50)
     move = unit.new_full((k,), rate / k)
-    tried, lowest = [], []
+    candidates, lowest = [], []
     for _ in range(steps):
         values, rows = (unit @ u).topk(k, largest=False, sorted=False)
-        tried.append(u)
+        candidates.append(u)
         lowest.append(values)
         u = torch.addmv(u, unit.index_select(0, rows).T, move)
         u /= torch.linalg.vector_norm(u)
-    return tried[int(torch.stack(lowest).mean(1).argmax())]
+    return candidates[int(torch.stack(lowest).mean(1).argmax())]
 
 
 def cluster_centres(unit: Tensor, k: int, generator: torch.Generator, rounds: int = 12) -> Tensor:
-    """Spherical k-means: (min(k, N), d) unit centres of (N, d) unit vectors."""
+    """Return (min(k, N), d) unit centres of (N, d) unit vectors, by spherical k-means."""
     start = torch.randperm(len(unit), generator=generator)[:k].to(unit.device)
     centres = unit[start]
     for _ in range(rounds):
@@ -124,10 +123,10 @@ def _leading(vectors: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """Per type, what public text predicts, as means over its tokens. V types.
+    """For each of V types, means over the tokens of public text.
 
-    Where the model caps its logits, ``p(t)`` stands for the probability times the cap's derivative,
-    with which it enters the gradient.
+    If the model caps its logits, ``p(t)`` is the probability times the cap's derivative, as it
+    enters the gradient.
 
     Attributes:
         mass: (V, C) ``p(t) h . u`` in units of ``scale``, by cluster of the hidden state, so that
@@ -135,7 +134,7 @@ class ExpectedRows:
         probability: (V,) mean of ``p(t)``.
         energy: (V,) mean of ``p(t)^2``.
         whitened: (V, m) mean of ``p(t) h``, whitened, in units of ``norm``.
-        share: (C,) of the whole mass in each cluster.
+        share: (C,) of the mass in each cluster.
         frequency: (V,) share of the labels.
         opening: (V,) share of the sentences that it opens.
         reference: (R,) types that public text did not use, to fit clusters' weights on.
@@ -151,7 +150,7 @@ class ExpectedRows:
     reference: Tensor
 
     @classmethod
-    def of(
+    def compute(
         cls,
         parts: GradientParts,
         weight: Tensor,
@@ -160,7 +159,7 @@ class ExpectedRows:
         clusters: Tensor,
         reference: Tensor | None = None,
     ) -> ExpectedRows:
-        """Expectations over all tokens of ``parts``.
+        """Return the expectations over all tokens of ``parts``.
 
         Args:
             parts: of public text.
@@ -168,23 +167,23 @@ class ExpectedRows:
             bias: (V,) or None.
             directions: to project on.
             clusters: (C, d) unit centres that tokens are assigned to.
-            reference: types to fit on later; chosen here when missing.
+            reference: types to fit clusters' weights on; chosen if it is None.
         """
         n, vocab = len(parts.labels), len(weight)
-        read = parts.read
-        nearest = (F.normalize(read, dim=1) @ clusters.T).argmax(1)
+        states = parts.states
+        nearest = (F.normalize(states, dim=1) @ clusters.T).argmax(1)
         member = F.one_hot(nearest, len(clusters)).float()
-        along = read @ directions.u / directions.scale
-        white = read @ directions.whitening / directions.norm
+        along = states @ directions.u / directions.scale
+        white = states @ directions.whitening / directions.norm
         target = torch.cat([member * along[:, None], white], 1)
         projected = weight.new_zeros(vocab, target.shape[1])
         probability, energy = weight.new_zeros(vocab), weight.new_zeros(vocab)
-        for a in range(0, n, _AT_ONCE):
-            logits = F.linear(parts.hidden[a : a + _AT_ONCE], weight, bias)
+        for a in range(0, n, _TOKENS_AT_ONCE):
+            logits = F.linear(parts.hidden[a : a + _TOKENS_AT_ONCE], weight, bias)
             logits = parts.logit_map(logits)
-            p = (logits - parts.log_partition[a : a + _AT_ONCE, None]).exp_()
+            p = (logits - parts.log_partition[a : a + _TOKENS_AT_ONCE, None]).exp_()
             p *= parts.logit_map.steepness(logits)
-            projected.addmm_(p.T, target[a : a + _AT_ONCE])
+            projected.addmm_(p.T, target[a : a + _TOKENS_AT_ONCE])
             probability += p.sum(0)
             energy += p.square_().sum(0)
         frequency = torch.bincount(parts.labels, minlength=vocab).float() / n
@@ -205,8 +204,8 @@ class ExpectedRows:
         )
 
     @classmethod
-    def averaged(cls, one: ExpectedRows, other: ExpectedRows) -> ExpectedRows:
-        """Mean of the expectations of two halves of equal size."""
+    def average(cls, one: ExpectedRows, other: ExpectedRows) -> ExpectedRows:
+        """Return the mean of the expectations of two halves of equal size."""
         means = {
             f.name: (getattr(one, f.name) + getattr(other, f.name)) / 2
             for f in fields(cls)
@@ -215,7 +214,7 @@ class ExpectedRows:
         return replace(one, **means)
 
     def rows(self, types: Tensor) -> ExpectedRows:
-        """Only some types; ``reference`` is dropped."""
+        """Return the expectations of some types; ``reference`` is empty."""
         return ExpectedRows(
             **{
                 f.name: getattr(self, f.name)[types]
@@ -229,11 +228,11 @@ class ExpectedRows:
     def weights(
         self, observed: Tensor, noise: Tensor, prior: float = 1.0, error: float = 0.25
     ) -> Tensor:
-        """Factors on the clusters' mass, fitted to a gradient's rows of the reference types.
+        """Return factors on the clusters' mass, fitted to a gradient's rows of the reference types.
 
-        First the number of tokens n, then ``observed_t ~ n sum_c x_c mass_tc`` with relative error
-        and noise, a prior at ``x_c = 1``, and ``x_c >= 0``. Types far off (used after all) are
-        left out.
+        The number of tokens n is fitted first, then ``observed_t ~ n sum_c x_c mass_tc`` with
+        relative error and noise, a prior at ``x_c = 1``, and ``x_c >= 0``. Outliers, which may be
+        used types, are left out.
 
         Args:
             observed: (R,) rows of the reference types along ``u``, one used token being -1.
@@ -242,7 +241,7 @@ class ExpectedRows:
             error: variance of the relative error.
 
         Returns:
-            (C,); all zero where no row could be used.
+            (C,); all zero if fewer than 8 rows are usable.
         """
         mass = self.mass[self.reference]
         expected = mass.sum(1)
@@ -266,7 +265,7 @@ class ExpectedRows:
 
 
 def _amount(observed: Tensor, expected: Tensor, noise: Tensor, rounds: int = 5) -> Tensor:
-    """N in ``observed ~ n expected``: the median ratio where noise is small beside the rows."""
+    """Return n of ``observed ~ n expected``: the median ratio of the rows far above the noise."""
     order = expected.argsort(descending=True)
     n = (observed / expected)[order[: max(8, len(order) // 8)]].median().clamp(min=0)
     for _ in range(rounds):
@@ -278,33 +277,33 @@ def _amount(observed: Tensor, expected: Tensor, noise: Tensor, rounds: int = 5) 
 
 
 def _reference(probability: Tensor, used: Tensor, size: int = 4096) -> Tensor:
-    """The unused types of largest expected mass, most informative first."""
-    hidden = probability.masked_fill(used > 0, -1.0)
-    k = min(size, int((hidden > 0).sum()))
-    return hidden.topk(k).indices.sort().values
+    """Return the unused types of largest expected mass, in ascending order."""
+    unused = probability.masked_fill(used > 0, -1.0)
+    k = min(size, int((unused > 0).sum()))
+    return unused.topk(k).indices.sort().values
 
 
 def _non_negative(gram: Tensor, target: Tensor, steps: int = 200) -> Tensor:
-    """Minimiser of ``x.Gx/2 - b.x`` over ``x >= 0``, by accelerated projected gradient."""
+    """Return the minimum of ``x.Gx/2 - b.x`` over ``x >= 0``, by accelerated projected gradient."""
     rate = 1 / torch.linalg.eigvalsh(gram)[-1]
     x = torch.ones_like(target)
     ahead, momentum = x, 1.0
     for _ in range(steps):
-        moved = (ahead - rate * (gram @ ahead - target)).clamp(min=0)
-        following = (1 + (1 + 4 * momentum * momentum) ** 0.5) / 2
-        ahead = moved + (momentum - 1) / following * (moved - x)
-        x, momentum = moved, following
+        x_next = (ahead - rate * (gram @ ahead - target)).clamp(min=0)
+        momentum_next = (1 + (1 + 4 * momentum * momentum) ** 0.5) / 2
+        ahead = x_next + (momentum - 1) / momentum_next * (x_next - x)
+        x, momentum = x_next, momentum_next
     return x
 
 
 @dataclass(frozen=True)
 class RowSummary:
-    """One pass over a gradient.
+    """The length and the projection of every row of a gradient.
 
     Attributes:
-        along: (V,) projection of each row on ``u``, less the common row's.
-        norms: (V,) norm of each row, less the common row.
-        common: (d,) what label smoothing adds to every row; zero where it did not.
+        along: (V,) projection on ``u`` of each row minus the common row.
+        norms: (V,) norm of each row minus the common row.
+        common: (d,) what label smoothing adds to every row; zero without smoothing.
     """
 
     along: Tensor
@@ -312,40 +311,39 @@ class RowSummary:
     common: Tensor
 
     @classmethod
-    def of(cls, gradient: Tensor, u: Tensor, norms: Tensor | None = None) -> RowSummary:
-        """Reads the gradient once for norms and once for projections; anew if labels were smoothed.
+    def read(cls, gradient: Tensor, u: Tensor, norms: Tensor | None = None) -> RowSummary:
+        """Return the summary of a gradient, without the row that label smoothing adds.
 
         Args:
             gradient: (V, d).
             u: (d,) unit.
-            norms: what :func:`checked_norms` said, where it was asked already.
+            norms: result of :func:`checked_norms`; computed if it is None.
 
         Raises:
-            UnusableObservation: it has NaN or infinity, or is all zero.
+            UnusableObservation: the gradient has NaN or infinity, or is all zero.
         """
         norms = checked_norms(gradient) if norms is None else norms
-        none = u.new_zeros(gradient.shape[1])
-        summary = cls(projections(gradient, u), norms, none)
+        summary = cls(projections(gradient, u), norms, u.new_zeros(gradient.shape[1]))
         common = _common_row(gradient, summary)
-        return summary if common is None else cls(*_less(gradient, u, common), common)
+        return summary if common is None else cls(*_subtract(gradient, u, common), common)
 
     @property
     def width(self) -> int:
-        """d, the length of a row."""
+        """Return d, the length of a row."""
         return len(self.common)
 
-    def at(self, rows: Tensor) -> RowSummary:
-        """The summary of some rows."""
+    def select(self, rows: Tensor) -> RowSummary:
+        """Return the summary of some rows."""
         return RowSummary(
             self.along.index_select(0, rows), self.norms.index_select(0, rows), self.common
         )
 
     def noise(self) -> Tensor:
-        """The standard deviation that noise on each coordinate has at most, ().
+        """Return an upper bound on the standard deviation of noise on each coordinate, ().
 
-        If the update was noised, its smallest rows hold nothing else, and rows of d independent
-        coordinates are nearly of one norm: the 10% quantile gives it away. Without noise this is
-        a small fraction of the smallest rows, which harms no decision.
+        The smallest rows of a noised update hold noise alone, and d independent coordinates give
+        them nearly equal norms, so that the 10% quantile shows it. Without noise the bound is a
+        small fraction of the smallest rows, which changes no decision.
         """
         spread = 1 - 1.2816 / (2 * self.width) ** 0.5
         low = kth_smallest(self.norms, 1 + (len(self.norms) - 1) // 10)
@@ -353,10 +351,10 @@ class RowSummary:
         return level
 
     def doubt(self, u: Tensor, rounding: float = 0.0) -> Tensor:
-        """How far from zero a projection may be for reasons other than words, ().
+        """Return how far from zero a projection may be for reasons other than words, ().
 
-        Noise of a defence, read off the median row on the positive side, where rows are unused or
-        nearly so; what label smoothing took; rounding.
+        The reasons are a defence's noise (estimated from the median positive row, which is unused
+        or nearly so), label smoothing, and rounding.
 
         Args:
             u: the direction of ``along``.
@@ -369,16 +367,16 @@ class RowSummary:
             level = torch.maximum(level, kth_smallest(norms, (n + 1) // 2) / self.width**0.5)
         return torch.maximum(level, (self.common @ u).abs())
 
-    def denoised(self, noise: Tensor) -> Tensor:
-        """Norms of the rows less what noise of that deviation adds to them, (V,)."""
+    def denoised_norms(self, noise: Tensor) -> Tensor:
+        """Return (V,) norms of the rows without what noise of that deviation adds."""
         squares = self.norms.square()
         return torch.maximum(squares - self.width * noise * noise, 0.05 * squares).sqrt()
 
 
 def rounding_error(weight: Tensor) -> float:
-    """Standard deviation of the error that storing ``weight`` (V, d) makes, in its worst rows.
+    """Return the standard deviation of the error of storing ``weight`` (V, d), in its worst rows.
 
-    That of a uniform error of one unit in the last place, at the 90% quantile of the rows.
+    It is that of a uniform error of one unit in the last place, at the 90% quantile of the rows.
     """
     exponent = torch.frexp(weight.float()).exponent - 1
     unit = torch.finfo(weight.dtype).eps * torch.exp2(exponent.float())
@@ -387,9 +385,9 @@ def rounding_error(weight: Tensor) -> float:
 
 
 def kth_smallest(values: Tensor, k: int) -> Tensor:
-    """() k-th smallest of (n,) values without NaN, k from 1.
+    """Return the k-th smallest of (n,) values without NaN, k from 1, as ().
 
-    On the CPU by NumPy's partition, which is several times as fast as ``kthvalue``.
+    NumPy's partition is several times as fast as ``kthvalue`` on the CPU.
     """
     if values.device.type != "cpu":
         return values.kthvalue(k).values
@@ -397,12 +395,12 @@ def kth_smallest(values: Tensor, k: int) -> Tensor:
 
 
 def checked_norms(gradient: Tensor) -> Tensor:
-    """(V,) norm of each row, in float32.
+    """Return the (V,) norms of the rows, in float32.
 
     Raises:
-        UnusableObservation: it has NaN or infinity, or is all zero.
+        UnusableObservation: the gradient has NaN or infinity, or is all zero.
     """
-    norms = _by_rows(gradient, lambda rows: torch.linalg.vector_norm(rows, dim=1))
+    norms = _map_rows(gradient, lambda rows: torch.linalg.vector_norm(rows, dim=1))
     largest = norms.max()
     if not bool(torch.isfinite(largest)):
         raise UnusableObservation("the head's gradient has NaN or infinity")
@@ -414,37 +412,37 @@ def checked_norms(gradient: Tensor) -> Tensor:
 
 
 def projections(gradient: Tensor, u: Tensor) -> Tensor:
-    """(V,) of each row on ``u``, in float32."""
-    return _by_rows(gradient, lambda rows: rows @ u)
+    """Return the (V,) projections of the rows on ``u``, in float32."""
+    return _map_rows(gradient, lambda rows: rows @ u)
 
 
-def _by_rows(gradient: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
-    """(V,) from rows in float32: all at once where they are, else few at a time."""
+def _map_rows(gradient: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the (V,) values of a function of rows in float32, converting few rows at a time."""
     gradient = gradient.detach()
     if gradient.dtype == torch.float32:
-        return read(gradient)
-    room = gradient.new_empty(_ROWS_AT_ONCE, gradient.shape[1], dtype=torch.float32)
+        return function(gradient)
+    buffer = gradient.new_empty(_ROWS_AT_ONCE, gradient.shape[1], dtype=torch.float32)
     parts = torch.split(gradient, _ROWS_AT_ONCE)
-    return torch.cat([read(room[: len(rows)].copy_(rows)) for rows in parts])
+    return torch.cat([function(buffer[: len(rows)].copy_(rows)) for rows in parts])
 
 
-def _less(gradient: Tensor, u: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
-    """Projections and norms of the rows less ``common``."""
+def _subtract(gradient: Tensor, u: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
+    """Return projections and norms of the rows minus ``common``."""
     along, norms = [], []
-    room = torch.empty(_ROWS_AT_ONCE, len(common), device=common.device)
+    buffer = torch.empty(_ROWS_AT_ONCE, len(common), device=common.device)
     for rows in torch.split(gradient.detach(), _ROWS_AT_ONCE):
-        rows = torch.sub(rows, common, out=room[: len(rows)])
+        rows = torch.sub(rows, common, out=buffer[: len(rows)])
         along.append(rows @ u)
         norms.append(torch.linalg.vector_norm(rows, dim=1))
     return torch.cat(along), torch.cat(norms)
 
 
 def _common_row(gradient: Tensor, summary: RowSummary) -> Tensor | None:
-    """What label smoothing adds to every row, (d,), or None.
+    """Return what label smoothing adds to every row, (d,), or None.
 
-    Smoothing by epsilon takes ``epsilon / V`` of every hidden state off every row, so that most
-    rows are negative, and those of rare types one and the same. These stand at the lower edge of
-    the projections, above the few used types; noise puts other rows there, which do not agree.
+    Smoothing by epsilon subtracts ``epsilon / V`` of every hidden state from every row, so that
+    most rows are negative and the rows of rare types are equal. Such rows are at the lower edge of
+    the projections, above the few used types. Rows that noise puts there do not agree.
     """
     if bool((summary.along < 0).float().mean() < 0.18):
         return None
@@ -457,17 +455,17 @@ def _common_row(gradient: Tensor, summary: RowSummary) -> Tensor | None:
 
 
 def significant(along: Tensor, noise: Tensor, rate: float = 0.05) -> Tensor:
-    """Rows that are negative beyond what noise explains, best first, (k,).
+    """Return the (k,) rows that are negative beyond what noise explains, best first.
 
-    The false discovery rate is kept at ``rate`` (Benjamini and Hochberg 1995). Without noise
-    these are the rows with a negative projection.
+    The false discovery rate is at most ``rate`` (Benjamini and Hochberg 1995). Without noise these
+    are the rows with a negative projection.
 
     Args:
         along: (V,) projections on a unit vector.
         noise: () standard deviation of noise on each coordinate.
         rate: share of the rows named that noise alone may account for.
     """
-    negative = (along < 0).nonzero()[:, 0]  # the others are no evidence at any rate below a half
+    negative = (along < 0).nonzero()[:, 0]  # positive rows are no evidence at rates below a half
     ordered = along[negative].double().sort()
     chance = torch.special.ndtr(ordered.values / noise.double().clamp(min=1e-300))
     k = torch.arange(1, len(negative) + 1, device=along.device)
@@ -478,13 +476,13 @@ def significant(along: Tensor, noise: Tensor, rate: float = 0.05) -> Tensor:
 
 @dataclass(frozen=True)
 class Units:
-    """What a gradient says about its own scale and size.
+    """The scale and the size of a gradient, estimated from its rows.
 
     Attributes:
-        noise: () standard deviation of noise on each coordinate, at most.
+        noise: () upper bound on the standard deviation of noise on each coordinate.
         token: () norm of the row of a type used once.
         cosine: () median cosine between ``u`` and the hidden states of used tokens.
-        tokens: () used tokens seen in the rows that are negative along ``u``, net of predictions.
+        tokens: () used tokens in the rows that are negative along ``u``, net of predictions.
         clusters: (C,) factors on the clusters' expected rows that make up this gradient's.
         n_tokens: () estimate of the number of tokens in the batch.
     """
@@ -497,23 +495,25 @@ class Units:
     n_tokens: Tensor
 
     @classmethod
-    def of(cls, summary: RowSummary, expected: ExpectedRows, at: Tensor) -> Units | None:
-        """Estimates them; None where no row is negative along ``u``.
+    def estimate(
+        cls, summary: RowSummary, expected: ExpectedRows, reference: Tensor
+    ) -> Units | None:
+        """Return the units of a gradient; None if no row is negative along ``u``.
 
         Args:
             summary: of the gradient, or of a subset of its rows that holds every used type.
             expected: of public text.
-            at: where in ``summary`` the reference types stand.
+            reference: indices of the reference types in ``summary``.
         """
-        noise = (summary.at(at) if len(at) else summary).noise()
+        noise = (summary.select(reference) if len(reference) else summary).noise()
         token = token_norm(summary, noise)
         if token is None:
             return None
-        norms = summary.denoised(noise)
+        norms = summary.denoised_norms(noise)
         large = (summary.along < -4 * noise) & (norms > 0.3 * token)
         cosine = (-summary.along[large] / norms[large]).median()
         scale = token * cosine
-        clusters = expected.weights(summary.along[at] / scale, noise / scale)
+        clusters = expected.weights(summary.along[reference] / scale, noise / scale)
         return cls(
             noise=noise,
             token=token,
@@ -525,26 +525,26 @@ class Units:
 
 
 def token_norm(summary: RowSummary, noise: Tensor) -> Tensor | None:
-    """Norm of the row of a type used once, (); None where no row is negative beyond noise."""
+    """Return the norm () of the row of a type used once; None if no row is negative."""
     negative = (summary.along < -4 * noise).nonzero()[:, 0]
     if len(negative) == 0:
         return None
-    found = np.sort(summary.at(negative).denoised(noise).cpu().numpy())  # few: NumPy is sooner
-    sums = found.cumsum()
-    token = found[min(np.searchsorted(sums, sums[-1] / 2), len(found) - 1)]
-    for _ in range(4):  # the median of those above 0.3 of it
-        first = np.searchsorted(found, 0.3 * token, side="right")
-        token = found[(first + len(found) - 1) // 2]
+    norms = np.sort(summary.select(negative).denoised_norms(noise).cpu().numpy())
+    sums = norms.cumsum()
+    token = norms[min(np.searchsorted(sums, sums[-1] / 2), len(norms) - 1)]
+    for _ in range(4):  # the median of the norms above 0.3 of it
+        first = np.searchsorted(norms, 0.3 * token, side="right")
+        token = norms[(first + len(norms) - 1) // 2]
     return summary.norms.new_tensor(token)
 
 
 def signed_log(values: Tensor, unit: float = 1e-3) -> Tensor:
-    """``sign(x) log(1 + |x| / unit)``: both tails and the neighbourhood of zero stay visible."""
+    """Return ``sign(x) log(1 + |x| / unit)``, which resolves both tails and values near zero."""
     return values.sign() * (values.abs() / unit).log1p()
 
 
 def plausible(summary: RowSummary, units: Units) -> Tensor:
-    """(V,) which rows could be those of a used type: negative along ``u``, or not small."""
+    """Return (V,) whether a row may be that of a used type: negative along ``u``, or not small."""
     noise, width = units.noise, summary.width
     above = summary.norms.square() - width * noise * noise
     floor = torch.maximum((0.1 * units.token) ** 2, 3 * (2 * width) ** 0.5 * noise * noise)
@@ -558,10 +558,10 @@ def row_features(
     directions: Directions,
     expected: ExpectedRows,
 ) -> Tensor:
-    """Features of k rows, (k, F).
+    """Return the features of k rows, (k, F).
 
     Args:
-        rows: (k, d) of the gradient as it was seen.
+        rows: (k, d) of the shared gradient.
         summary: of these rows.
         units: of the whole gradient.
         directions: to project on.
@@ -569,7 +569,7 @@ def row_features(
     """
     rows = (rows.float() - summary.common) / units.token
     noise = units.noise / units.token
-    r = summary.denoised(units.noise) / units.token
+    r = summary.denoised_norms(units.noise) / units.token
     s = summary.along / (units.token * units.cosine)
     cosine = summary.along / (units.token * r + 1e-30)
     n = units.n_tokens.clamp(min=1.0)

@@ -1,13 +1,12 @@
-"""The gradients that public text would give, whole and in the pieces they are made of.
+"""The gradients that public text would give, whole and in parts.
 
-The adversary knows the model and has text of its own, so it can compute the update a client
-*would* share for a batch whose words are known, and fit its attack on that. Everything here leaves
-no trace on the model: parameters, ``.grad``, hooks on parameters, modes and the global random
-numbers stay as they were.
+The adversary knows the model and has text of its own. It can compute the update that a client
+*would* share for a batch whose words are known, and fit its attack on that. Nothing here changes
+the model: parameters, ``.grad``, hooks, modes and the global random numbers stay as they were.
 
-A batch's gradient is a mean over tokens, and sentences do not see each other, so the hidden states
-and input gradients of each sentence, computed once, give the gradient of every batch that can be
-made of these sentences, row by row, at the cost of one matrix product.
+A batch's gradient is a mean over tokens, and sentences do not see each other. So the hidden states
+and input gradients of each sentence, computed once, give the gradient of every batch of these
+sentences, row by row, at the cost of one matrix product.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from lightning_fedleak.model_runs import (
     undisturbed,
 )
 
-_BEGUN = 0.01
+_SMALL = 0.01  # standard deviation of the values in place of zeros; not tuned
 
 
 def gradient_of(
@@ -51,23 +50,23 @@ def gradient_of(
     *,
     instead: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """The gradient that a client would share for ``batch``: of the mean token cross-entropy.
+    """Return the gradient of the mean token cross-entropy, which a client would share.
 
-    Computed in eval mode on detached views of the parameters, a few rows of the batch at a time,
-    so that the live model is only read. A tied matrix gives the sum of its head and embedding
-    parts under either role, as in an update.
+    It is computed in eval mode on detached views of the parameters, a few rows of the batch at a
+    time. A tied matrix gives the sum of its head and embedding parts under either role, as in an
+    update.
 
     Args:
         anatomy: the model.
         batch: token ids, labels (-100 ignored) and mask; moved to the model's device.
         roles: ``"head.weight"``, ``"embedding.weight"``, ... or names of parameters.
-        instead: values in place of the model's own, by their names in ``anatomy.model``.
+        instead: values that replace the model's, by their names in ``anatomy.model``.
 
     Returns:
-        role -> gradient, detached, shaped as the parameter.
+        role -> gradient, detached, in the parameter's shape.
 
     Raises:
-        ValueError: the model has no parameter of that role, or no label is left to predict.
+        ValueError: the model has no parameter of that role, or the batch has no label to predict.
     """
     views, leaf_of = _leaves(anatomy, roles, instead)
     distinct = {id(leaf): leaf for leaf in leaf_of.values()}
@@ -96,20 +95,22 @@ def gradient_through_blocks(
     *,
     instead: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """The gradient of a random linear function of the last block's output: no head, no labels.
+    """Return the gradient of a random linear function of the last block's output.
+
+    It needs neither head nor labels.
 
     Args:
         anatomy: the model, with blocks.
         ids: (B, L) texts, moved to the model's device.
-        roles: as of :func:`gradient_of`; what the blocks do not hang on has a gradient of zero.
+        roles: see :func:`gradient_of`; the gradient is zero where the blocks do not depend on one.
         generator: CPU generator, of the function.
-        instead: as of :func:`gradient_of`.
+        instead: see :func:`gradient_of`.
 
     Returns:
-        role -> gradient, detached, shaped as the parameter.
+        role -> gradient, detached, in the parameter's shape.
 
     Raises:
-        ValueError: as of :func:`gradient_of`.
+        ValueError: the model has no parameter of that role.
     """
     views, leaf_of = _leaves(anatomy, roles, instead)
     place = Place("", unwrap(anatomy.blocks[-1]), "output")
@@ -131,7 +132,7 @@ def gradient_through_blocks(
 def _leaves(
     anatomy: Anatomy, roles: Sequence[str], instead: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Views of the model's parameters by name, and those of roles, which take a gradient.
+    """Return views of the model's parameters by name, and those of roles, which take a gradient.
 
     Raises:
         ValueError: the model has no parameter of a role.
@@ -143,9 +144,9 @@ def _leaves(
             raise ValueError(f"this model has no parameter of role '{role}' to take a gradient of")
         targets[role] = parameter
     named = dict(anatomy.model.named_parameters())
-    wanted = {id(p) for p in targets.values()}
+    target_ids = {id(p) for p in targets.values()}
     views = {
-        name: instead.get(name, p).detach().requires_grad_(id(p) in wanted)
+        name: instead.get(name, p).detach().requires_grad_(id(p) in target_ids)
         for name, p in named.items()
     }
     leaves = {id(named[name]): views[name] for name in named}
@@ -157,27 +158,27 @@ def _leaves(
     return views, {role: leaves[id(p)] for role, p in targets.items()}
 
 
-def begun(anatomy: Anatomy, generator: torch.Generator) -> dict[str, Tensor]:
-    """Small values for trained matrices that are all zero, as a LoRA's B is before its first step.
+def nonzero_starts(anatomy: Anatomy, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return small values for trained matrices that are all zero, such as a new LoRA's B.
 
     Args:
         anatomy: the model.
         generator: CPU generator.
 
     Returns:
-        By name in ``anatomy.model``, as :func:`gradient_of` takes them.
+        name in ``anatomy.model`` -> values, for ``instead`` of :func:`gradient_of`.
     """
     return {
-        name: torch.randn(p.shape, generator=generator).to(p) * _BEGUN
+        name: torch.randn(p.shape, generator=generator).to(p) * _SMALL
         for name, p in anatomy.model.named_parameters()
         if p.requires_grad and p.dim() == 2 and not bool(p.detach().any())
     }
 
 
-def hidden_states_of(anatomy: Anatomy, batch: TokenBatch) -> Tensor:
-    """Inputs of the output head at the positions that predict a label, (N, d).
+def head_inputs(anatomy: Anatomy, batch: TokenBatch) -> Tensor:
+    """Return the inputs (N, d) of the output head at the positions that predict a label.
 
-    In the order of the flattened labels. One eval-mode forward per few rows, no gradients.
+    They are in the order of the flattened labels, and without gradients.
 
     Raises:
         ValueError: the model has no head.
@@ -186,9 +187,9 @@ def hidden_states_of(anatomy: Anatomy, batch: TokenBatch) -> Tensor:
     states: list[Tensor] = []
     with undisturbed(anatomy) as model, torch.no_grad():
         for part in micro_batches(anatomy, batch):
-            with inputs_of(head) as seen:
+            with inputs_of(head) as inputs:
                 run_logits(model, part)
-            hidden, _ = predicting(seen[-1], part)
+            hidden, _ = predicting(inputs[-1], part)
             states.append(hidden)
     return torch.cat(states)
 
@@ -203,18 +204,18 @@ def head_gradient(
     log_partition: Tensor | None = None,
     logit_map: LogitMap = PLAIN,
 ) -> Tensor:
-    """The head's own part of the gradient in closed form, summed over tokens.
+    """Return the head's part of the gradient in closed form, summed over tokens.
 
-    ``sum_i f'(z_i) (softmax(f(z_i)) - onehot(y_i)) h_i^T`` with ``z_i = W h_i + b``.
+    It is ``sum_i f'(z_i) (softmax(f(z_i)) - onehot(y_i)) h_i^T`` with ``z_i = W h_i + b``.
 
     Args:
         hidden: (N, d) inputs of the head.
         labels: (N,) the tokens predicted there.
         weight: (V, d).
         bias: (V,) or None.
-        rows: (k,) only these types' rows; all by default.
-        log_partition: (N,) log of the softmax's denominator, computed when missing.
-        logit_map: f, what the model makes of the product; by default nothing.
+        rows: (k,) types whose rows are returned; all by default.
+        log_partition: (N,) log of the softmax's denominator; computed if it is None.
+        logit_map: f, the map from the product to the logits; the identity by default.
 
     Returns:
         (V, d) or (k, d), in float32.
@@ -223,35 +224,41 @@ def head_gradient(
     bias = None if bias is None else bias.float()
     if log_partition is None:
         log_partition = log_partitions(hidden, weight, bias, logit_map)
-    kept = weight if rows is None else weight[rows]
-    kept_bias = bias if bias is None or rows is None else bias[rows]
-    out = torch.zeros_like(kept)
-    step = max(1, LOGITS_AT_ONCE // max(1, len(kept)))
+    row_weight = weight if rows is None else weight[rows]
+    row_bias = bias if bias is None or rows is None else bias[rows]
+    gradient = torch.zeros_like(row_weight)
+    step = max(1, LOGITS_AT_ONCE // max(1, len(row_weight)))
     for a in range(0, len(hidden), step):
         h = hidden[a : a + step]
-        logits = logit_map(F.linear(h, kept, kept_bias), rows)
-        pull = (logits - log_partition[a : a + step, None]).exp_()
+        logits = logit_map(F.linear(h, row_weight, row_bias), rows)
+        probabilities = (logits - log_partition[a : a + step, None]).exp_()
         if logit_map.softcap is not None:
-            pull *= logit_map.steepness(logits)
-        out.addmm_(pull.T, h, alpha=logit_map.scale)
-    pushed = hidden
+            probabilities *= logit_map.steepness(logits)
+        gradient.addmm_(probabilities.T, h, alpha=logit_map.scale)
+    scaled = hidden
     if logit_map.softcap is not None:
         parts = torch.split(torch.arange(len(labels), device=labels.device), step)
         product = torch.cat([(hidden[i] * weight[labels[i]]).sum(1) for i in parts])
         product = product if bias is None else product + bias[labels]
-        pushed = hidden * logit_map.steepness(logit_map(product, labels)[:, None])
+        scaled = hidden * logit_map.steepness(logit_map(product, labels)[:, None])
     if rows is None:
-        return out.index_add_(0, labels, pushed, alpha=-logit_map.scale)
-    place = torch.full((len(weight),), -1, dtype=torch.int64, device=hidden.device)
-    place[rows] = torch.arange(len(rows), device=hidden.device)
-    at = place[labels]
-    return out.index_add_(0, at[at >= 0], pushed[at >= 0], alpha=-logit_map.scale)
+        return gradient.index_add_(0, labels, scaled, alpha=-logit_map.scale)
+    places = _places(rows, len(weight))[labels]
+    in_rows = places >= 0
+    return gradient.index_add_(0, places[in_rows], scaled[in_rows], alpha=-logit_map.scale)
+
+
+def _places(rows: Tensor, n: int) -> Tensor:
+    """Return (n,) the place of each index in ``rows``, -1 where it is not among them."""
+    places = torch.full((n,), -1, dtype=torch.int64, device=rows.device)
+    places[rows] = torch.arange(len(rows), device=rows.device)
+    return places
 
 
 def log_partitions(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, logit_map: LogitMap = PLAIN
 ) -> Tensor:
-    """Log of the softmax's denominator at each of (N, d) hidden states, (N,)."""
+    """Return (N,) logarithms of the softmax's denominator for (N, d) hidden states."""
     step = max(1, LOGITS_AT_ONCE // max(1, len(weight)))
     parts = [logit_map(F.linear(h, weight, bias)).logsumexp(1) for h in torch.split(hidden, step)]
     return torch.cat(parts) if parts else hidden.new_zeros(0)
@@ -265,20 +272,19 @@ def _head(anatomy: Anatomy) -> nn.Module:
 
 @dataclass(frozen=True)
 class GradientParts:
-    """What N predicted tokens of some sentences add to the head's gradient.
+    """The parts of the head's gradient that come from N predicted tokens of some sentences.
 
     Attributes:
         hidden: (N, d) inputs of the head.
         labels: (N,) tokens predicted there.
         sentence: (N,) index of the sentence each belongs to.
         log_partition: (N,) log of the softmax's denominator.
-        input_ids: (M,) tokens looked up in the input embedding, where it is tied to the head;
-            empty otherwise.
+        input_ids: (M,) tokens looked up in the input embedding if it is tied to the head, or empty.
         input_grads: (M, d) gradient of the summed loss with respect to each row looked up.
         input_sentence: (M,) index of the sentence each belongs to.
         input_first: (M,) whether it opens its sentence.
-        logit_map: what the model makes of the head's product.
-        into: of :class:`HeadSurface`.
+        logit_map: the map from the head's product to the logits.
+        projection: see :class:`HeadSurface`.
     """
 
     hidden: Tensor
@@ -290,22 +296,21 @@ class GradientParts:
     input_sentence: Tensor
     input_first: Tensor
     logit_map: LogitMap = PLAIN
-    into: Tensor | None = None
+    projection: Tensor | None = None
 
     @property
-    def read(self) -> Tensor:
-        """What the gradient's rows are made of: (N, d) hidden states, or (N, r) behind LoRA's A."""
-        return self.hidden if self.into is None else self.hidden @ self.into.T
+    def states(self) -> Tensor:
+        """Return what rows of the gradient are sums of: (N, d) hidden states, or (N, r) of A's."""
+        return self.hidden if self.projection is None else self.hidden @ self.projection.T
 
     @property
     def n_sentences(self) -> int:
-        """Sentences that these parts can be put together from."""
+        """Return the number of sentences."""
         return int(self.sentence.max()) + 1 if len(self.sentence) else 0
 
-    def of(self, sentences: Tensor) -> GradientParts:
-        """The parts of some sentences, renumbered from 0; an index may not repeat."""
-        place = torch.full((self.n_sentences,), -1, dtype=torch.int64, device=self.labels.device)
-        place[sentences] = torch.arange(len(sentences), device=place.device)
+    def select(self, sentences: Tensor) -> GradientParts:
+        """Return the parts of some sentences, renumbered from 0; an index may not repeat."""
+        place = _places(sentences.to(self.labels.device), self.n_sentences)
         tokens = place[self.sentence] >= 0
         inputs = place[self.input_sentence] >= 0
         return GradientParts(
@@ -318,16 +323,16 @@ class GradientParts:
             place[self.input_sentence[inputs]],
             self.input_first[inputs],
             self.logit_map,
-            self.into,
+            self.projection,
         )
 
     def gradient(self, weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> Tensor:
-        """The gradient of the mean cross-entropy: (V, d), or only ``rows`` of it, (k, d).
+        """Return the gradient of the mean cross-entropy: (V, d), or only ``rows`` of it, (k, d).
 
-        Of a tied matrix the sum of head and embedding parts, as a client shares it. Of a LoRA on
-        the head that of B, (V, r).
+        A tied matrix gives the sum of head and embedding parts, as a client shares it; a LoRA on
+        the head gives the gradient (V, r) of its B.
         """
-        out = head_gradient(
+        gradient = head_gradient(
             self.hidden,
             self.labels,
             weight,
@@ -336,17 +341,15 @@ class GradientParts:
             log_partition=self.log_partition,
             logit_map=self.logit_map,
         )
-        if self.into is not None:
-            out = out @ self.into.T
-        at, grads = self.input_ids, self.input_grads
+        if self.projection is not None:
+            gradient = gradient @ self.projection.T
+        ids, grads = self.input_ids, self.input_grads
         if rows is not None:
-            place = torch.full((len(weight),), -1, dtype=torch.int64, device=at.device)
-            place[rows] = torch.arange(len(rows), device=at.device)
-            at = place[at]
-            grads, at = grads[at >= 0], at[at >= 0]
-        return out.index_add_(0, at, grads).div_(max(1, len(self.labels)))
+            ids = _places(rows, len(weight))[ids]
+            grads, ids = grads[ids >= 0], ids[ids >= 0]
+        return gradient.index_add_(0, ids, grads).div_(max(1, len(self.labels)))
 
-    def clipped(
+    def clipped_gradient(
         self,
         weight: Tensor,
         bias: Tensor | None,
@@ -354,45 +357,43 @@ class GradientParts:
         clip_value: float | None,
         steps: int = 1,
     ) -> Tensor:
-        """As :meth:`gradient`; with entries cut to a size, the mean over steps of equal shares."""
+        """Return the gradient; with a clip value, the mean of clipped gradients of equal shares."""
         if clip_value is None:
             return self.gradient(weight, bias, rows)
         number = min(steps, self.n_sentences)
         shares = torch.arange(self.n_sentences, device=self.labels.device).tensor_split(number)
-        gradients = (self.of(share).gradient(weight, bias, rows) for share in shares)
+        gradients = (self.select(share).gradient(weight, bias, rows) for share in shares)
         total, *others = (g.clamp_(-clip_value, clip_value) for g in gradients)
         for other in others:
             total += other
         return total.div_(number)
 
     @classmethod
-    def joined(cls, parts: Sequence[GradientParts]) -> GradientParts:
-        """All sentences of several parts."""
-        first, shifted = 0, []
+    def concatenate(cls, parts: Sequence[GradientParts]) -> GradientParts:
+        """Return the parts of all sentences of several batches."""
+        first, numbers = 0, []
         for part in parts:
-            shifted.append((part.sentence + first, part.input_sentence + first))
+            numbers.append((part.sentence + first, part.input_sentence + first))
             first += part.n_sentences
-        joined = _joined(parts)
-        joined["sentence"] = torch.cat([s for s, _ in shifted])
-        joined["input_sentence"] = torch.cat([s for _, s in shifted])
-        return cls(**joined, logit_map=_map_of(parts), into=parts[0].into)
+        columns = _concatenate_fields(parts)
+        columns["sentence"] = torch.cat([s for s, _ in numbers])
+        columns["input_sentence"] = torch.cat([s for _, s in numbers])
+        logit_map = _most_reliable_map(parts)
+        return cls(**columns, logit_map=logit_map, projection=parts[0].projection)
 
 
-def _joined(parts: Sequence[GradientParts]) -> dict[str, Tensor]:
-    names = [f.name for f in fields(GradientParts) if f.name not in ("logit_map", "into")]
+def _concatenate_fields(parts: Sequence[GradientParts]) -> dict[str, Tensor]:
+    names = [f.name for f in fields(GradientParts) if f.name not in ("logit_map", "projection")]
     return {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
 
 
-def _map_of(parts: Sequence[GradientParts]) -> LogitMap:
-    """That of the most tokens, off which it was read best."""
+def _most_reliable_map(parts: Sequence[GradientParts]) -> LogitMap:
+    """Return the logit map that was fitted to the most tokens."""
     return max(parts, key=lambda p: len(p.labels)).logit_map
 
 
 def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) -> GradientParts:
-    """The parts of each row of ``batch``. One forward, and one backward where the head is tied.
-
-    Leaves no trace on the model, as
-    :func:`~lightning_fedleak.attacks.words.public_gradients.gradient_of`.
+    """Return the parts of each row of ``batch``, from one forward, and one backward if tied.
 
     Args:
         anatomy: the model.
@@ -401,32 +402,32 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
 
     Raises:
         ValueError: the model has no head, a tied embedding that does more than look up rows, or
-            logits that are more than scale, shift and softcap of what the head gives.
+            logits that differ from the head's output by more than scale, shift and softcap.
     """
     if anatomy.head is None:
         raise ValueError("this model has no output head whose gradient could be read")
-    weight, bias = head_of(anatomy)
-    into = head_surface(anatomy).into
-    width = weight.shape[1] if into is None else len(into)
+    weight, bias = head_parameters(anatomy)
+    projection = head_surface(anatomy).projection
+    width = weight.shape[1] if projection is None else len(projection)
     frozen = {name: p.detach() for name, p in anatomy.model.named_parameters()}
-    found, first = [], 0
-    tied = inputs and anatomy.tied and into is None
+    parts, first = [], 0
+    tied = inputs and anatomy.tied and projection is None
     with undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
         for part in micro_batches(anatomy, batch):
-            with inputs_of(anatomy.head) as seen, _lookups(anatomy, tied) as lookups:
-                logits = run_logits(model, part, frozen)
-            kept, labels = predicting(logits, part)
-            states, _ = predicting(seen[-1].detach(), part)
+            with inputs_of(anatomy.head) as head_calls, _lookups(anatomy, tied) as lookups:
+                all_logits = run_logits(model, part, frozen)
+            logits, labels = predicting(all_logits, part)
+            states, _ = predicting(head_calls[-1].detach(), part)
             hidden = states.float()
             logit_map = LogitMap.fit(
-                model, states, kept, lambda h: F.linear(h.float(), weight, bias)
+                model, states, logits, lambda h: F.linear(h.float(), weight, bias)
             )
-            input_ids, grads, input_rows, opening = _input_parts(lookups, kept, labels)
-            found.append(
+            input_ids, grads, input_rows, opening = _input_parts(lookups, logits, labels)
+            parts.append(
                 GradientParts(
                     hidden,
                     labels,
-                    _rows_of(part) + first,
+                    _label_rows(part) + first,
                     log_partitions(hidden, weight, bias, logit_map),
                     input_ids.to(labels.device),
                     grads.to(labels.device).reshape(-1, width),
@@ -436,13 +437,15 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
                 )
             )
             first += len(part.input_ids)
-    return GradientParts(**_joined(found), logit_map=_map_of(found), into=into)
+    return GradientParts(
+        **_concatenate_fields(parts), logit_map=_most_reliable_map(parts), projection=projection
+    )
 
 
-def head_of(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
-    """The head's weight (V, d) and bias (V,) or None, detached, in float32.
+def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
+    """Return the head's weight (V, d) and bias (V,) or None, detached, in float32.
 
-    With what a LoRA on the head adds to the weight.
+    The weight includes what a LoRA on the head adds to it.
 
     Raises:
         ValueError: the model has no head.
@@ -454,7 +457,7 @@ def head_of(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
     if (adapter := _head_adapter(anatomy)) is not None and not getattr(
         anatomy.head, "merged", False
     ):
-        whole = whole + adapter.b.detach().float() @ adapter.into
+        whole = whole + adapter.b.detach().float() @ adapter.projection
     return whole, None if bias is None else bias.detach().float()
 
 
@@ -464,34 +467,34 @@ class HeadSurface:
 
     Attributes:
         role: of the parameter, or its name.
-        into: (r, d) that hidden states are multiplied by before they meet it, where it is the B of
-            a LoRA on the head; None where it is the head's own weight.
+        projection: (r, d) that multiplies hidden states before the B of a LoRA on the head; None
+            if the matrix is the head's weight.
     """
 
     role: str
-    into: Tensor | None = None
+    projection: Tensor | None = None
 
 
 def head_surface(anatomy: Anatomy) -> HeadSurface:
-    """What of the head is trained: its weight, or the B of a LoRA on it, whose rows are types'."""
+    """Return the trained matrix of the head: its weight, or the B of a LoRA on it."""
     adapter = _head_adapter(anatomy)
     if adapter is None or anatomy.trainable(HEAD_WEIGHT) or not adapter.b.requires_grad:
         return HeadSurface(HEAD_WEIGHT)
     name = next(n for n, p in anatomy.root.named_parameters() if p is adapter.b)
-    return HeadSurface(name, adapter.into)
+    return HeadSurface(name, adapter.projection)
 
 
 @dataclass(frozen=True)
 class _HeadAdapter:
-    """A LoRA on the head: ``W h + B (into h)``.
+    """A LoRA on the head: ``W h + B (projection h)``.
 
     Attributes:
         b: (V, r).
-        into: (r, d), A times LoRA's scale.
+        projection: (r, d), A times LoRA's scale.
     """
 
     b: nn.Parameter
-    into: Tensor
+    projection: Tensor
 
 
 def _head_adapter(anatomy: Anatomy) -> _HeadAdapter | None:
@@ -500,12 +503,13 @@ def _head_adapter(anatomy: Anatomy) -> _HeadAdapter | None:
         return None
     for name in head.active_adapters:
         if name in head.lora_B:
-            into = head.scaling[name] * head.lora_A[name].weight.detach().float()
-            return _HeadAdapter(head.lora_B[name].weight, into)
+            projection = head.scaling[name] * head.lora_A[name].weight.detach().float()
+            return _HeadAdapter(head.lora_B[name].weight, projection)
     return None
 
 
-def _rows_of(batch: TokenBatch) -> Tensor:
+def _label_rows(batch: TokenBatch) -> Tensor:
+    """Return (N,) the row of the batch that each predicted label stands in."""
     rows = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
     return predicting(rows[:, None, None].expand(-1, labels_of(batch).shape[1], 1), batch)[0][:, 0]
 
@@ -514,8 +518,8 @@ def _rows_of(batch: TokenBatch) -> Tensor:
 def _lookups(
     anatomy: Anatomy, tied: bool
 ) -> Iterator[list[tuple[nn.Embedding, Tensor, Tensor, Tensor]]]:
-    """Collects (module, ids, leaf, factor) of every lookup in a matrix tied to the head."""
-    found: list[tuple[nn.Embedding, Tensor, Tensor, Tensor]] = []
+    """Collect (module, ids, leaf, factor) of every lookup in a matrix tied to the head."""
+    lookups: list[tuple[nn.Embedding, Tensor, Tensor, Tensor]] = []
     shared = anatomy.parameter(HEAD_WEIGHT)
     tables = [
         m
@@ -533,12 +537,12 @@ def _lookups(
                 f"the input embedding ({type(module).__name__}) does more than look up rows of "
                 "the matrix it shares with the head, so its part of the gradient is unknown"
             )
-        found.append((module, args[0], leaf, factor))
+        lookups.append((module, args[0], leaf, factor))
         return leaf
 
     handles = [m.register_forward_hook(swap) for m in tables]
     try:
-        yield found
+        yield lookups
     finally:
         for handle in handles:
             handle.remove()
@@ -547,7 +551,7 @@ def _lookups(
 def _input_parts(
     lookups: Sequence[tuple[nn.Embedding, Tensor, Tensor, Tensor]], logits: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ids, gradients, batch rows and openings of the lookups that the loss depends on."""
+    """Return ids, gradients, batch rows and openings of the lookups that the loss depends on."""
     if not lookups:
         none = labels[:0]
         return none, logits.new_zeros(0, dtype=torch.float32), none, none.bool()
@@ -559,10 +563,10 @@ def _input_parts(
         if grad is None:
             continue
         grad = grad.float() * factor
-        moved = (grad != 0).any(-1) & (
+        used = (grad != 0).any(-1) & (
             ids != (-1 if module.padding_idx is None else module.padding_idx)
         )
-        where = moved.nonzero()
-        columns.append((ids[moved], grad[moved], where[:, 0], where[:, 1] == 0))
-    ids, found, rows, opening = (torch.cat(c) for c in zip(*columns, strict=True))
-    return ids, found, rows, opening
+        places = used.nonzero()
+        columns.append((ids[used], grad[used], places[:, 0], places[:, 1] == 0))
+    ids, gradients, rows, opening = (torch.cat(c) for c in zip(*columns, strict=True))
+    return ids, gradients, rows, opening

@@ -30,7 +30,7 @@ from lightning_fedleak.attacks.words.public_gradients import (
     gradient_of,
     gradient_parts,
     head_gradient,
-    head_of,
+    head_parameters,
 )
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 from tests.attacks.words.test_calibration import MODELS, batch_of
@@ -404,13 +404,13 @@ def test_parts_make_up_the_gradient_of_any_choice_of_sentences(name):
     )
     for wanted, found, at in (
         (batch, parts, None),
-        (some, parts.of(chosen), rows),
-        (some, parts.joined([parts, parts]).of(chosen + 5), None),
+        (some, parts.select(chosen), rows),
+        (some, parts.concatenate([parts, parts]).select(chosen + 5), None),
     ):
         exact = gradient_of(anatomy, wanted, ["head.weight"])["head.weight"]
         exact = exact if at is None else exact[at]
         torch.testing.assert_close(
-            found.gradient(*head_of(anatomy), at), exact, atol=1e-6, rtol=1e-4
+            found.gradient(*head_parameters(anatomy), at), exact, atol=1e-6, rtol=1e-4
         )
 
 
@@ -487,7 +487,7 @@ def test_hidden_states_on_both_sides_are_warned_of(trained, public, monkeypatch)
         states = torch.randn(batch.n_targets, WIDTH, generator=generator(17))
         return torch.cat([states, -states])
 
-    monkeypatch.setattr("lightning_fedleak.attacks.words.aligned.hidden_states_of", opposite)
+    monkeypatch.setattr("lightning_fedleak.attacks.words.aligned.head_inputs", opposite)
     with pytest.warns(UserWarning, match=r"'mine': only \d+\.\d% .* readout='learned'"):
         attack.prepare(trained)
 

@@ -16,11 +16,11 @@ from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.aligned_updates import (
-    comparable,
-    one_step,
-    several_steps,
+    normalize_update,
+    one_step_updates,
+    training_updates,
 )
-from lightning_fedleak.attacks.words.public_gradients import gradient_parts, head_of
+from lightning_fedleak.attacks.words.public_gradients import gradient_parts, head_parameters
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.taps.gradients import UpdateTap
@@ -146,13 +146,13 @@ def test_public_updates_are_those_a_client_would_share(
     known = LocalSteps.from_facts(round_)
     assert known is not None
     anatomy = trained
-    weight, bias = head_of(anatomy)
+    weight, bias = head_parameters(anatomy)
     batches = list(language.texts(4 * steps, 12, seed=9).split(4))
     generator = torch.Generator().manual_seed(0)
     if steps == 1:
         (ids,) = batches
         parts = gradient_parts(anatomy, TokenBatch(ids, ids, None, "causal"))
-        public = next(one_step(parts, weight, bias, known, generator, (4,)))
+        public = next(one_step_updates(parts, weight, bias, known, generator, (4,)))
     else:
         left = iter(batches)
 
@@ -161,10 +161,10 @@ def test_public_updates_are_those_a_client_would_share(
             return TokenBatch(ids, ids, None, "causal")
 
         before = {n: p.detach().clone() for n, p in trained.model.named_parameters()}
-        public = next(several_steps(anatomy, batch, known, generator, (4,)))
+        public = next(training_updates(anatomy, batch, known, generator, (4,)))
         assert all(torch.equal(before[n], p) for n, p in trained.model.named_parameters())
     view, truth = shared(trained.model, round_, batches)
-    rows = comparable(view.gradient(HEAD_WEIGHT), weight, RATE, known)
+    rows = normalize_update(view.gradient(HEAD_WEIGHT), weight, RATE, known)
     assert torch.equal(public.used.nonzero()[:, 0], truth)
     # Signs of entries that are near zero may differ by rounding of the two sums.
     assert float((public.rows - rows).abs().quantile(0.99)) < 0.05

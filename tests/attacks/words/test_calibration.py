@@ -12,7 +12,7 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.public_gradients import (
     gradient_of,
     head_gradient,
-    hidden_states_of,
+    head_inputs,
     log_partitions,
 )
 from lightning_fedleak.batches import TokenBatch
@@ -91,7 +91,7 @@ def test_calibration_leaves_no_trace(name):
     anatomy = find_anatomy(model)
     batch = batch_of(kind)
     gradient_of(anatomy, batch, ["head.weight", "embedding.weight"])
-    hidden_states_of(anatomy, batch)
+    head_inputs(anatomy, batch)
     if kind == "causal":
         PublicText.sampled_from(anatomy, 3, 6, seed=1)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
@@ -108,7 +108,7 @@ def test_hidden_states_feed_the_head_where_a_label_is_predicted(name):
     model = make()
     batch = batch_of(kind)
     anatomy = find_anatomy(model)
-    hidden = hidden_states_of(anatomy, batch)
+    hidden = head_inputs(anatomy, batch)
     labels = batch.target_ids()
     assert hidden.shape == (len(labels), anatomy.hidden_size)
     with torch.no_grad():

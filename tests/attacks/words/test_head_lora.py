@@ -17,7 +17,7 @@ from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.flatchat import FlatChat
 from lightning_fedleak.attacks.words.public_gradients import (
     gradient_parts,
-    head_of,
+    head_parameters,
     head_surface,
 )
 from lightning_fedleak.batches import TokenBatch
@@ -42,12 +42,12 @@ def test_the_parts_of_public_text_add_up_to_bs_gradient(*, tied: bool, scaled: b
     ids = texts(3, 8)
     backward(model, ids)
     parts = gradient_parts(anatomy, TokenBatch(ids, ids, None, "causal"))
-    found = parts.gradient(*head_of(anatomy))
+    found = parts.gradient(*head_parameters(anatomy))
     torch.testing.assert_close(found, anatomy.parameter(NAME).grad, rtol=1e-4, atol=1e-7)
     some = torch.tensor([7, 5, 100])
-    torch.testing.assert_close(parts.gradient(*head_of(anatomy), some), found[some])
+    torch.testing.assert_close(parts.gradient(*head_parameters(anatomy), some), found[some])
     logits = model(input_ids=ids).logits
-    mine = F.linear(parts.hidden.view(3, 7, -1), *head_of(anatomy))
+    mine = F.linear(parts.hidden.view(3, 7, -1), *head_parameters(anatomy))
     torch.testing.assert_close(mine, logits[:, :-1], rtol=1e-4, atol=1e-5)
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
-from lightning_fedleak.attacks.words.aligned_direction import turned, turned_on_long_rows
+from lightning_fedleak.attacks.words.aligned_direction import turn, turn_on_long_rows
 from lightning_fedleak.attacks.words.aligned_rows import RowSummary, kth_smallest
 from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_gradient
 from lightning_fedleak.batches import read_batch
@@ -41,7 +41,7 @@ def away():
 
 def test_unused_rows_are_positive_afterwards(away):
     gradient, hidden, labels, u = away
-    summary, own = turned(gradient, RowSummary.of(gradient, u), u)
+    summary, own = turn(gradient, RowSummary.read(gradient, u), u)
     assert (hidden @ own > 0).all()
     torch.testing.assert_close(summary.along, gradient @ own)
     unused = torch.ones(VOCAB, dtype=torch.bool)
@@ -55,8 +55,8 @@ def test_only_the_given_rows_are_looked_at(away):
     among = torch.arange(VOCAB)[~torch.isin(torch.arange(VOCAB), labels)][:300]
     changed = gradient.clone()
     changed[~torch.isin(torch.arange(VOCAB), among)] *= 1.0001
-    one = turned(gradient, RowSummary.of(gradient, u), u, among)[1]
-    two = turned(changed, RowSummary.of(changed, u), u, among)[1]
+    one = turn(gradient, RowSummary.read(gradient, u), u, among)[1]
+    two = turn(changed, RowSummary.read(changed, u), u, among)[1]
     torch.testing.assert_close(one, two)
 
 
@@ -65,8 +65,8 @@ def test_noise_that_hides_the_unused_rows_leaves_u_alone(away):
     noised = gradient + 0.03 * gradient.norm(dim=1).max() * torch.randn(
         gradient.shape, generator=generator(2)
     )
-    summary = RowSummary.of(noised, u)
-    after, own = turned(noised, summary, u)
+    summary = RowSummary.read(noised, u)
+    after, own = turn(noised, summary, u)
     assert own is u
     assert after is summary
 
@@ -75,7 +75,7 @@ def test_no_row_to_choose_from_leaves_u_alone(away):
     """Public text of a small vocabulary uses every type."""
     gradient, _, _, u = away
     none = torch.zeros(0, dtype=torch.int64)
-    assert turned(gradient, RowSummary.of(gradient, u), u, none)[1] is u
+    assert turn(gradient, RowSummary.read(gradient, u), u, none)[1] is u
 
 
 def test_too_few_rows_leave_u_alone():
@@ -83,7 +83,7 @@ def test_too_few_rows_leave_u_alone():
     hidden, weight = torch.randn(5, 8, generator=g), torch.randn(40, 8, generator=g)
     gradient = head_gradient(hidden, torch.tensor([1, 2, 3, 4, 5]), weight)
     u = F.normalize(hidden.mean(0), dim=0)
-    assert turned(gradient, RowSummary.of(gradient, u), u)[1] is u
+    assert turn(gradient, RowSummary.read(gradient, u), u)[1] is u
 
 
 def test_rows_of_used_types_are_not_turned_to_the_positive_side(away):
@@ -94,7 +94,7 @@ def test_rows_of_used_types_are_not_turned_to_the_positive_side(away):
     gradient[unused] = -1e-3 * torch.rand(int(unused.sum()), 1, generator=generator(4)) * u
     none = torch.zeros(WIDTH)
     summary = RowSummary(gradient @ u, gradient.norm(dim=1), none)
-    assert turned(gradient, summary, u)[1] is u
+    assert turn(gradient, summary, u)[1] is u
 
 
 @pytest.fixture
@@ -114,8 +114,8 @@ def one_sided():
 
 def test_long_rows_alone_give_what_all_rows_give(one_sided):
     gradient, labels, u = one_sided
-    after, own = turned_on_long_rows(gradient, u)
-    all_rows, expected = turned(gradient, RowSummary.of(gradient, u), u)
+    after, own = turn_on_long_rows(gradient, u)
+    all_rows, expected = turn(gradient, RowSummary.read(gradient, u), u)
     assert expected is not u
     torch.testing.assert_close(own, expected)
     norms = gradient.norm(dim=1)
@@ -135,8 +135,8 @@ def test_rows_that_are_not_long_are_read_where_they_may_be_negative(one_sided, c
         gradient = gradient + 0.02 * torch.randn(gradient.shape, generator=generator(6))
     else:
         gradient = gradient - (gradient @ u).quantile(0.7) * u
-    after, own = turned_on_long_rows(gradient, u)
-    summary, expected = turned(gradient, RowSummary.of(gradient, u), u)
+    after, own = turn_on_long_rows(gradient, u)
+    summary, expected = turn(gradient, RowSummary.read(gradient, u), u)
     torch.testing.assert_close(own, expected)
     torch.testing.assert_close(after.common, summary.common)
     assert (change == "smoothed") == bool(after.common.any())
@@ -151,10 +151,10 @@ def test_rows_that_are_not_long_are_read_where_they_may_be_negative(one_sided, c
 def test_other_dtypes_are_read_in_float32(one_sided, dtype):
     gradient, _, u = one_sided
     gradient = gradient.to(dtype)
-    summary = RowSummary.of(gradient, u)
+    summary = RowSummary.read(gradient, u)
     torch.testing.assert_close(summary.norms, gradient.float().norm(dim=1))
     torch.testing.assert_close(summary.along, gradient.float() @ u)
-    assert turned_on_long_rows(gradient, u)[0].along.dtype == torch.float32
+    assert turn_on_long_rows(gradient, u)[0].along.dtype == torch.float32
 
 
 def test_kth_smallest_is_that_of_the_sorted_values():

@@ -25,23 +25,24 @@ from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_s
 from lightning_fedleak.progress import track
 from lightning_fedleak.snapshots import Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel
+from lightning_fedleak.validate import check_choice, check_integer
 
 Scorer = Literal["gmm", "abs"]
 
-TAILS = (0.01, 0.03, 0.1, 0.003, 0.25)
-REGULARIZATION = 1e-6
-_ROWS_AT_ONCE = 512
-_ROWS_CHECKED = 33
-_ROUNDING_UNITS = 16.0
-
+TAILS = (0.01, 0.03, 0.1, 0.003, 0.25)  # shares of rows that start in the wide cluster; not tuned
+REGULARIZATION = 1e-6  # added to variances of unit row sums: scikit-learn's reg_covar
+_ROWS_AT_ONCE = 512  # rows converted to float32 at once, which bounds the memory
+_ROWS_CHECKED = 33  # largest sums that show whether they are rounding: their median decides
+_ROUNDING_UNITS = 16.0  # rounding leaves up to 3 in the median row (measured), a row sum hundreds
 SHAPES = tuple((size, length) for size in (1, 2, 4, 8, 16, 32) for length in (25, 50, 100))
+"""Sentences and tokens of the public batches that the regression is fitted on."""
 
 
 def flatten(gradient: Tensor) -> Tensor:
-    """Row sums ``dW 1`` (Eq. 5), accumulated in float32 or float64.
+    """Return the row sums ``dW 1`` (Eq. 5), accumulated in float32 or float64.
 
-    Half precision is widened a few rows at a time. A DTensor is summed where it lies; only the
-    (V,) sums are gathered, by a collective that every rank must enter.
+    Half precision is converted a few rows at a time. The shards of a DTensor are summed and only
+    the (V,) sums are gathered, by a collective that every rank must enter.
 
     Args:
         gradient: (V, d) of a floating type.
@@ -57,17 +58,17 @@ def flatten(gradient: Tensor) -> Tensor:
         return whole_tensor(local.sum(dim=1))
     if gradient.dtype.itemsize >= 4:
         return gradient.sum(dim=1)
-    room = gradient.new_empty(_ROWS_AT_ONCE, gradient.shape[1], dtype=torch.float32)
+    buffer = gradient.new_empty(_ROWS_AT_ONCE, gradient.shape[1], dtype=torch.float32)
     parts = torch.split(gradient, _ROWS_AT_ONCE)
-    return torch.cat([room[: len(part)].copy_(part).sum(dim=1) for part in parts])
+    return torch.cat([buffer[: len(part)].copy_(part).sum(dim=1) for part in parts])
 
 
-def flattened(gradient: Tensor) -> Tensor:
-    """Row sums of norm 1 (line 2 of Algorithm 1), checked.
+def normalized_row_sums(gradient: Tensor) -> Tensor:
+    """Return the row sums, scaled to norm 1 (line 2 of Algorithm 1).
 
-    The ones direction reads nothing where all hidden states sum to zero, as they do behind a
-    LayerNorm at its initial gain and bias (GPT-2 and BERT trained from scratch, first step): the
-    row sums are rounding errors then, far below what d random signs would leave.
+    They show nothing if all hidden states sum to zero, as behind a LayerNorm at its initial gain
+    and bias (the first step of GPT-2 or BERT from scratch). Row sums are rounding errors then, far
+    below the sum of d random signs.
 
     Args:
         gradient: (V, d) of a floating type.
@@ -76,7 +77,8 @@ def flattened(gradient: Tensor) -> Tensor:
         (V,) float64 on the CPU.
 
     Raises:
-        UnusableObservation: NaN or infinity in the sums, all zero, all alike, or rounding errors.
+        UnusableObservation: the sums have NaN or infinity, are all zero or equal, or are rounding
+            errors.
     """
     sums = flatten(gradient)
     s = sums.cpu().double()
@@ -85,7 +87,7 @@ def flattened(gradient: Tensor) -> Tensor:
         n_bad = int((~s.isfinite()).sum())
         raise UnusableObservation(
             f"the head's gradient has NaN or infinity in {n_bad} of {len(s)} rows: nothing can be "
-            "read from it (an overflowed mixed-precision step, or a diverged model)"
+            "read from it (an overflow in mixed precision, or a model that diverged)"
         )
     norm: Tensor = torch.linalg.vector_norm(s)
     if not bool(norm > 0):
@@ -105,10 +107,10 @@ def flattened(gradient: Tensor) -> Tensor:
 
 
 def _is_rounding(gradient: Tensor, sums: Tensor) -> bool:
-    """Whether even the largest sums are no larger than rounding in their rows explains.
+    """Return whether rounding explains even the largest sums.
 
-    Rounding leaves some ``eps / sqrt(d)`` of a row's absolute sum (measured: up to 3 for the
-    median row); a real row sum leaves hundreds in bfloat16 and millions in float32.
+    Rounding leaves a few ``eps / sqrt(d)`` of a row's absolute sum, a real row sum hundreds in
+    bfloat16 and millions in float32.
     """
     largest = sums.abs().topk(min(_ROWS_CHECKED, len(sums))).indices
     if hasattr(gradient, "full_tensor"):
@@ -127,11 +129,12 @@ def separate_clusters(
     tails: Sequence[float] = TAILS,
     min_ratio: float = 4.0,
 ) -> tuple[Mixture, int, bool]:
-    """Fits the mixture until the positive cluster stands out by its variance (Remark 1).
+    """Return the first mixture whose positive cluster is wide enough (Remark 1).
 
-    Real row sums are peaked far beyond a Gaussian, and the mixture of greatest likelihood puts up
-    to half of the vocabulary into the wide cluster. ``regularization`` bounds the narrow one from
-    below; it is what makes the positive weight follow the number of types (Remark 2).
+    Real row sums have a sharper peak than a Gaussian, and the mixture of greatest likelihood puts
+    up to half of the vocabulary into the wide cluster. ``regularization`` bounds the variance of
+    the narrow cluster from below, so that the positive weight follows the number of types
+    (Remark 2).
 
     Args:
         s: (V,) flattened gradient, of norm 1.
@@ -160,39 +163,38 @@ def separate_clusters(
 
 
 def rank_types(s: Tensor, mixture: Mixture, scorer: Scorer = "gmm") -> Tensor:
-    """Scores by which types are ranked, higher is more likely used.
+    """Return scores of the types, higher for those more likely used.
 
     Args:
         s: (V,) flattened gradient, in the unit that the mixture was fitted in.
         mixture: its wide component is the positive cluster.
-        scorer: ``"gmm"``: Eq. 11, squared distance from the negative cluster less that from the
-            positive one, each in its own standard deviation; ``"abs"``: ``|s|`` (Table 4).
+        scorer: ``"gmm"``: Eq. 11, squared distance from the negative cluster minus that from the
+            positive one, each in its cluster's standard deviation; ``"abs"``: ``|s|`` (Table 4).
 
     Returns:
         (V,) float64 on the CPU.
     """
+    check_choice("scorer", scorer, ("gmm", "abs"))
     x = s.detach().cpu().double()
     if scorer == "abs":
         return x.abs()
-    if scorer == "gmm":
-        to_negative, to_positive = (
-            (x - mean).square_().div_(variance)
-            for mean, variance in zip(mixture.means, mixture.variances, strict=True)
-        )
-        difference: Tensor = to_negative - to_positive
-        return difference
-    raise ValueError(f"scorer must be 'gmm' or 'abs', got {scorer!r}")
+    negative, positive = (
+        (x - mean).square_().div_(variance)
+        for mean, variance in zip(mixture.means, mixture.variances, strict=True)
+    )
+    difference: Tensor = negative - positive
+    return difference
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatChatGuess(WordGuess):
-    """A guess with what the mixture said.
+    """A guess with the mixture that it comes from.
 
     Attributes:
         mixture: fitted to the normalised row sums; its wide component is the positive cluster.
-        fits: starts that were tried.
-        separated: whether the variances of the clusters are told apart. False: no start got
-            there, ``mixture`` is the one of the largest ratio, and the guess deserves less trust.
+        fits: number of starts.
+        separated: whether the variances of the clusters differ enough. If not, ``mixture`` is the
+            one of the largest ratio, and the guess is less reliable.
     """
 
     mixture: Mixture
@@ -202,7 +204,7 @@ class FlatChatGuess(WordGuess):
 
 @dataclass(frozen=True)
 class TypeCountRegressor:
-    """Number of word types from the weight of the positive cluster (Remark 2, Appendix B).
+    """The number of word types as a polynomial of the positive cluster's weight (Appendix B).
 
     Attributes:
         coefficients: (degree + 1,) float64, constant first.
@@ -214,7 +216,7 @@ class TypeCountRegressor:
     def fit(
         cls, positive_weights: Sequence[float], n_types: Sequence[float], degree: int = 1
     ) -> TypeCountRegressor:
-        """Least squares on pairs of positive weight and number of types.
+        """Return the least-squares fit to pairs of positive weight and number of types.
 
         Raises:
             ValueError: fewer distinct weights than coefficients.
@@ -225,13 +227,13 @@ class TypeCountRegressor:
                 f"different positive weights; got {len(set(positive_weights))}. Use more batch "
                 "shapes or a lower degree."
             )
-        found = np.polynomial.Polynomial.fit(positive_weights, n_types, degree).convert().coef
+        fitted = np.polynomial.Polynomial.fit(positive_weights, n_types, degree).convert().coef
         coefficients = torch.zeros(degree + 1, dtype=torch.float64)
-        coefficients[: len(found)] = torch.from_numpy(found)  # which lacks zeros at its end
+        coefficients[: len(fitted)] = torch.from_numpy(fitted)  # without trailing zeros
         return cls(coefficients)
 
     def __call__(self, mixture: Mixture) -> float:
-        """The number of types that the mixture stands for; may be below 1 or above V."""
+        """Return the number of types of a mixture, which may be below 1 or above V."""
         weight = float(mixture.weights[1])
         return float(sum(c * weight**k for k, c in enumerate(self.coefficients.tolist())))
 
@@ -245,21 +247,21 @@ def flatchat(
     tails: Sequence[float] = TAILS,
     min_ratio: float = 4.0,
 ) -> FlatChatGuess:
-    """Algorithm 1 on one gradient.
+    """Return the guess of Algorithm 1 for one gradient.
 
     Args:
         gradient: (V, d) of the output head's weight.
-        n_types: how many types to name, or what estimates it from the mixture. Rounded, and kept
-            between 1 and V.
-        scorer: as in :func:`rank_types`.
-        regularization: as in :func:`separate_clusters`.
-        tails: as in :func:`separate_clusters`.
-        min_ratio: as in :func:`separate_clusters`.
+        n_types: how many types to name, or a function that estimates it from the mixture. It is
+            rounded, to 1 at least and V at most.
+        scorer: see :func:`rank_types`.
+        regularization: see :func:`separate_clusters`.
+        tails: see :func:`separate_clusters`.
+        min_ratio: see :func:`separate_clusters`.
 
     Raises:
-        UnusableObservation: the row sums are non-finite, all zero, all alike, or rounding errors.
+        UnusableObservation: the row sums are non-finite, all zero or equal, or rounding errors.
     """
-    s = flattened(gradient)
+    s = normalized_row_sums(gradient)
     mixture, fits, separated = separate_clusters(
         s, regularization=regularization, tails=tails, min_ratio=min_ratio
     )
@@ -277,29 +279,46 @@ def flatchat(
 
 
 class FlatChat(Attack):
-    """The gradient flattening attack (Algorithm 1): row sums, mixture, rank, top K.
+    """The gradient flattening attack (Algorithm 1): row sums, a mixture, and the top K types.
 
-    Token i enters its label's row sum with the sum of its hidden state as weight (Lemma 2); the
-    used types form the cluster of large variance (Theorem 3, Remark 1), and how many they are is
-    read off that cluster's weight by a regression fitted on gradients of public text (Remark 2).
+    Token i enters the row sum of its label with the sum of its hidden state as weight (Lemma 2).
+    The used types form the cluster of large variance (Theorem 3, Remark 1). Their number comes from
+    the weight of that cluster, by a regression on gradients of public text (Remark 2).
 
     Args:
-        public_text: what the regression is fitted on, in ``prepare``. Needed for
-            ``n_types="predicted"`` unless a fitted state is loaded. ``"sampled"``: text that a
-            causal model writes itself. Strings and token ids are taken too.
+        public_text: text that the regression is fitted on: strings (with ``tokenizer``), token ids,
+            or ``"sampled"``, which a causal model writes itself. ``n_types="predicted"`` needs it
+            unless a fitted state is loaded.
         tokenizer: for strings.
         n_types: ``"predicted"``, or a number the adversary assumes, or a function of the mixture.
         oracle_n_types: the *true* number of types, or a function that returns it for the batch
-            under attack. No adversary has it: for the paper's oracle columns only.
+            under attack. No adversary has it: it is for the paper's oracle columns only.
         scorer: ``"gmm"`` (Eq. 11) or ``"abs"``.
         degree: of the polynomial (1 in the paper, higher in its Appendix B).
         shapes: (sentences, length) of the public batches.
         batches_per_shape: public gradients for each shape (20 in the paper).
         mask_token_id: needed to calibrate a masked language model.
         regularization: added to the clusters' variances, see :func:`separate_clusters`.
-        min_ratio: of the clusters' variances, from which they count as separated.
+        min_ratio: ratio of the clusters' variances from which they count as separated.
         seed: of the public batches.
         name: as in the logs.
+
+    Raises:
+        ValueError: an argument is out of range, or both numbers of types are set.
+
+    Example:
+        >>> import torch
+        >>> from lightning_fedleak import FlatChat
+        >>> from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> gradient = torch.randn(100, 16, generator=generator) * 1e-3  # (V, d) of the head
+        >>> gradient[[3, 5, 8]] -= torch.tensor([[1.0], [3.0], [0.3]])  # the client's words
+        >>> attack = FlatChat(n_types=3)
+        >>> guess = attack.run(
+        ...     Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
+        ... )
+        >>> sorted(guess.types.tolist())
+        [3, 5, 8]
     """
 
     threat_model = ThreatModel.create(
@@ -328,14 +347,15 @@ class FlatChat(Attack):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        if scorer not in ("gmm", "abs"):
-            raise ValueError(f"scorer must be 'gmm' or 'abs', got {scorer!r}")
+        check_choice("scorer", scorer, ("gmm", "abs"))
+        check_integer("degree", degree)
+        check_integer("batches_per_shape", batches_per_shape)
         if isinstance(n_types, str) and n_types != "predicted":
             raise ValueError(f"n_types must be 'predicted', a number or callable, got {n_types!r}")
         if oracle_n_types is not None and n_types != "predicted":
             raise ValueError("give n_types or oracle_n_types, not both")
-        if degree < 1 or batches_per_shape < 1 or not shapes:
-            raise ValueError("degree and batches_per_shape must be at least 1, shapes not empty")
+        if not shapes:
+            raise ValueError("shapes is empty: give at least one (sentences, length)")
         self.public_text = PublicText.parse(public_text, tokenizer)
         self.n_types = n_types
         self.oracle_n_types = oracle_n_types
@@ -349,26 +369,26 @@ class FlatChat(Attack):
         self.seed = seed
         self.regressor: TypeCountRegressor | None = None
         self._role = HEAD_WEIGHT
-        self._not_fitted = "it has no regression: call prepare(anatomy), or load one"
+        self._why_not_fitted = "it has no regression: call prepare(anatomy), or load one"
 
     @property
     def predicts(self) -> bool:
-        """Whether the number of types is predicted by the regression."""
+        """Return whether the regression predicts the number of types."""
         return self.oracle_n_types is None and self.n_types == "predicted"
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """The head's weight (of a tied matrix the sum as shared), or the B of a LoRA on it."""
+        """Return the head's weight (a tied matrix as it is shared), or the B of a LoRA on it."""
         self._role = head_surface(anatomy).role
         return Surfaces(gradients=(self._role,))
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Fits the regression on gradients of public text, where the number is predicted.
+        """Fit the regression on gradients of public text, if the number of types is predicted.
 
-        Where row sums of public gradients are rounding errors (a model that is not trained yet)
-        nothing is fitted: ``run`` says so, and ``refresh`` tries again.
+        Nothing is fitted if row sums of public gradients are rounding errors, as in a model that is
+        not trained yet. ``run`` then says so, and ``refresh`` tries again.
 
         Raises:
-            ValueError: the number of types is to be predicted and there is no public text.
+            ValueError: the number of types is predicted and there is no public text.
         """
         self._role = head_surface(anatomy).role
         if not self.predicts:
@@ -376,7 +396,7 @@ class FlatChat(Attack):
         if self.public_text is None:
             raise ValueError(
                 f"attack '{self.name}' predicts the number of types with a regression on public "
-                "text and was given none: pass FlatChat(public_text=...), or the number it shall "
+                "text, and there is none: pass FlatChat(public_text=...), or the number to "
                 "assume, FlatChat(n_types=...)."
             )
         text = self.public_text
@@ -392,9 +412,9 @@ class FlatChat(Attack):
                 sentences, length, generator, kind=anatomy.kind, mask_token_id=self.mask_token_id
             )
             try:
-                s = flattened(gradient_of(anatomy, batch, [self._role])[self._role])
+                s = normalized_row_sums(gradient_of(anatomy, batch, [self._role])[self._role])
             except UnusableObservation as error:
-                self._not_fitted = f"its regression on public text could not be fitted: {error}"
+                self._why_not_fitted = f"its regression on public text could not be fitted: {error}"
                 return
             mixture, _, _ = separate_clusters(
                 s, regularization=self.regularization, min_ratio=self.min_ratio
@@ -404,32 +424,30 @@ class FlatChat(Attack):
         self.regressor = TypeCountRegressor.fit(weights, counts, self.degree)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Fits the regression if ``prepare`` could not, on a model that was not trained yet."""
+        """Fit the regression if ``prepare`` could not, because the model was not trained yet."""
         if self.predicts and self.regressor is None:
             self.prepare(anatomy)
 
     def run(self, view: Observation, query: Query | None = None) -> FlatChatGuess:
-        """Names the word types predicted in the batch behind the newest head gradient.
+        """Return the word types that the newest head gradient was computed on.
 
         Raises:
-            UnusableObservation: non-finite or all-zero row sums, or rounding errors; or the number
-                of types is to be predicted and there is no fitted regression.
+            UnusableObservation: row sums are non-finite, all zero or rounding errors, or there is
+                no regression to predict the number of types.
         """
-        how_many: float | Callable[[Mixture], float]
+        n_types: float | Callable[[Mixture], float]
         if self.oracle_n_types is not None:
-            how_many = (
-                self.oracle_n_types() if callable(self.oracle_n_types) else self.oracle_n_types
-            )
+            oracle = self.oracle_n_types
+            n_types = oracle() if callable(oracle) else oracle
         elif isinstance(self.n_types, str):
             if self.regressor is None:
-                raise UnusableObservation(f"attack '{self.name}': {self._not_fitted}")
-            how_many = self.regressor
+                raise UnusableObservation(f"attack '{self.name}': {self._why_not_fitted}")
+            n_types = self.regressor
         else:
-            how_many = self.n_types
-        gradient = view.gradient(self._role)
+            n_types = self.n_types
         guess = flatchat(
-            gradient,
-            how_many,
+            view.gradient(self._role),
+            n_types,
             self.scorer,
             regularization=self.regularization,
             min_ratio=self.min_ratio,
@@ -437,16 +455,16 @@ class FlatChat(Attack):
         return guess if self.oracle_n_types is None else replace(guess, n_types=None)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The fitted regression, where there is one."""
+        """Return the fitted regression, if there is one."""
         return {} if self.regressor is None else {"regressor": self.regressor.coefficients}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back the regression."""
+        """Restore the regression."""
         if "regressor" in state:
             self.regressor = TypeCountRegressor(state["regressor"].detach().cpu().double())
 
     def calibration_inputs(self) -> dict[str, object] | None:
-        """The settings, and the public text; a number that is given needs no calibration."""
+        """Return the settings and the public text; None if there is no regression to fit."""
         if not self.predicts:
             return None
         return self.config() | {
@@ -459,7 +477,7 @@ class FlatChat(Attack):
         }
 
     def config(self) -> dict[str, object]:
-        """Settings for reports; tells an oracle's number of types from the attack's own."""
+        """Return the settings for reports, with the source of the number of types."""
         if self.oracle_n_types is not None:
             source: object = "oracle"
         else:

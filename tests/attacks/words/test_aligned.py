@@ -18,7 +18,7 @@ from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
-from lightning_fedleak.attacks.words.aligned_readout import Readout, _like_lengths, best_count
+from lightning_fedleak.attacks.words.aligned_readout import Readout, _draw_pool, best_count
 from lightning_fedleak.attacks.words.aligned_rows import (
     cluster_centres,
     rounding_error,
@@ -547,9 +547,9 @@ def test_rehearsed_batches_are_of_like_lengths_half_the_time():
     draw = generator(1)
     alike = 0
     for _ in range(400):
-        some = _like_lengths(by_length, 10, draw)
+        some = _draw_pool(by_length, 10, draw)
         assert len(some) in (20, 60)
         assert torch.equal(some, torch.arange(int(some[0]), int(some[0]) + len(some)))
         alike += len(some) == 20
     assert 120 < alike < 280  # of 400 fair coins: further off once in 10^15
-    assert all(len(_like_lengths(by_length, 21, draw)) == 60 for _ in range(20))
+    assert all(len(_draw_pool(by_length, 21, draw)) == 60 for _ in range(20))

@@ -1,1 +1,1 @@
-"""Who was there: word types of a batch, from gradients."""
+"""Attacks on words: the word types of a batch, from gradients."""

@@ -1,4 +1,4 @@
-"""Word types read directly: embedding rows that are not zero, signs of the head's bias."""
+"""Word types from non-zero embedding rows, and from signs of the head's bias."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 
 def bag_of_words(gradient: Tensor) -> WordGuess:
-    """Types whose embedding row has a gradient (Gupta et al. 2022, FILM, bag-of-words extraction).
+    """Return the types whose embedding row has a gradient (Gupta et al. 2022, FILM).
 
-    Only the rows that a batch looks up receive a gradient, so the guess is exact, but for rows
-    whose gradient vanishes: padding, and tokens that influence no predicted position (the last
-    token of a causal model's text). Weight decay or noise that is added to the update before it
-    is shared makes every row non-zero; then every type is named, with the precision that has.
+    Only the rows that a batch looks up receive a gradient, so that the guess is exact. It misses
+    padding, and tokens that influence no predicted position (the last token of a causal text).
+    Weight decay or noise in the update makes every row non-zero, and then every type is named.
 
     Args:
         gradient: (V, d) of the input embedding, strided or sparse.
@@ -38,7 +37,7 @@ def bag_of_words(gradient: Tensor) -> WordGuess:
         magnitude.
 
     Raises:
-        UnusableObservation: non-finite or all zero.
+        UnusableObservation: the gradient is non-finite or all zero.
     """
     gradient = whole_tensor(gradient)
     if gradient.ndim != 2:
@@ -60,23 +59,36 @@ def bag_of_words(gradient: Tensor) -> WordGuess:
     return WordGuess(types=types, scores=scores, n_types=float(len(types)), surface="input")
 
 
-_RISEN = 50.0
-"""How far learning rates of a round may rise above the one that its update is divided by."""
+_MAX_RATE_RATIO = 50.0
+"""Largest learning rate of a round over the rate that its update is divided by; not tuned."""
 
 
 class BagOfWords(Attack):
-    """The non-zero rows of the input embedding's gradient, see :func:`bag_of_words`.
+    """The non-zero rows of the input embedding's gradient, which are the words that were read.
 
-    Of a LoRA on the embedding those are the columns of A's, which a batch looks up as well: from
-    the first step on, since it is A that begins at zero there. So it is where the head is tied to
-    the embedding too, as the adapter is of the embedding alone.
-
-    Of a round it names the rows that have moved by more than decoupled weight decay, which shrinks
-    a row and does not turn it: the words of all its steps, also of Adam or AdamW. An optimizer
-    that goes on with momentum or Adam's sums from earlier rounds is refused.
+    For a LoRA on the embedding it reads the columns of A's gradient, from the first step on and
+    even if the head is tied to the embedding. In a round of local steps it names the rows that
+    changed by more than decoupled weight decay, which shrinks a row and does not rotate it: the
+    words of all steps, of Adam and AdamW too. An optimizer that keeps momentum or Adam's sums from
+    earlier rounds gives *unknown*. See :func:`bag_of_words`.
 
     Args:
         name: as in the logs.
+
+    Raises:
+        ThreatModelError: at setup, if head and embedding are one matrix.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from lightning_fedleak import BagOfWords
+        >>> from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+        >>> embedding = nn.Embedding(100, 8)
+        >>> embedding(torch.tensor([[3, 5, 5, 59]])).square().sum().backward()
+        >>> gradients = {"embedding.weight": embedding.weight.grad}
+        >>> guess = BagOfWords().run(Observation((GradientSnapshot(0, Stage.SHARED, gradients),)))
+        >>> sorted(guess.types.tolist())
+        [3, 5, 59]
     """
 
     threat_model = ThreatModel.create(
@@ -94,18 +106,18 @@ class BagOfWords(Attack):
         self._before: dict[str, Tensor] = {}
 
     def meet(self, facts: RunFacts) -> None:
-        """Learns what makes an update."""
+        """Store what makes an update."""
         self._facts = facts
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Keeps the weights that a round begins with, where they decay."""
+        """Store the weights that a round begins with, if they decay."""
         if decays_apart(self._facts):
             names = self._low_rank or (EMBEDDING_WEIGHT,)
             weights = ((name, anatomy.parameter(name)) for name in names)
             self._before = {n: whole_tensor(p).clone() for n, p in weights if p is not None}
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """The input embedding, or the A of a LoRA on it where that is trained.
+        """Return the input embedding, or the A of a LoRA on it if that is trained.
 
         Raises:
             ThreatModelError: head and embedding are one matrix.
@@ -123,19 +135,19 @@ class BagOfWords(Attack):
         return Surfaces(gradients=(EMBEDDING_WEIGHT,))
 
     def run(self, view: Observation, query: Query | None = None) -> WordGuess:
-        """Names the types whose embedding row moved in the newest snapshot.
+        """Return the types whose embedding row changed in the newest snapshot.
 
         Raises:
-            UnusableObservation: non-finite, all zero, or an update in which rows of other words
-                move too.
+            UnusableObservation: the gradient is non-finite or all zero, or an update in which rows
+                of other words change too.
         """
         if self._low_rank:
-            rows = [self._shared(view, name).T for name in self._low_rank]
+            rows = [self._without_decay(view, name).T for name in self._low_rank]
             return bag_of_words(torch.cat(rows, dim=1))
-        return bag_of_words(self._shared(view, EMBEDDING_WEIGHT))
+        return bag_of_words(self._without_decay(view, EMBEDDING_WEIGHT))
 
-    def _shared(self, view: Observation, name: str) -> Tensor:
-        """What was shared, zero where decay alone has moved a row."""
+    def _without_decay(self, view: Observation, name: str) -> Tensor:
+        """Return what was shared, with zeros in rows that only decay has changed."""
         shared, update = view.gradient(name), view.gradients[-1]
         if not isinstance(update, UpdateSnapshot):
             return shared
@@ -148,35 +160,34 @@ class BagOfWords(Attack):
         if not steps.decays_apart:
             raise UnusableObservation(
                 f"{steps.optimizer.__name__} divides weight decay as it does gradients, so that "
-                "rows of words that were not read move alike; AdamW, or weight_decay=0, leaves "
-                "them as they are"
+                "rows of words that were not read change too: use AdamW, or weight_decay=0"
             )
         if name not in self._before:
             raise RuntimeError(f"attack '{self.name}' has not seen the weights: call refresh")
         before = self._before[name]
         low_rank = name != EMBEDDING_WEIGHT
-        moved, weights = whole_tensor(shared).to_dense().float(), before.float().to(shared.device)
+        change, weights = whole_tensor(shared).to_dense().float(), before.float().to(shared.device)
         if low_rank:
-            moved, weights = moved.T, weights.T
+            change, weights = change.T, weights.T
         sizes = weights.square().sum(1, keepdim=True)
-        share = (moved * weights).sum(1, keepdim=True) / sizes.where(sizes > 0, 1.0)
+        share = (change * weights).sum(1, keepdim=True) / sizes.where(sizes > 0, 1.0)
         common = share.median()  # most rows are of words that were not read
-        if moved.shape[1] == 1:  # a row of one number never turns
+        if change.shape[1] == 1:  # a row of one number has no direction
             share = common
-        rest = (moved - share * weights).abs().amax(1)
+        rest = (change - share * weights).abs().amax(1)
         rounding = (steps.steps + 2) * torch.finfo(before.dtype).eps / update.learning_rate
-        # A narrow row's gradient may lie along it by chance, and moves it much further.
+        # A narrow row's gradient may be along it by chance, but changes it much more than decay.
         decay = steps.steps * float(steps.settings["weight_decay"])
-        shrunk = share.abs().flatten() <= max(2 * float(common.abs()), _RISEN * decay)
-        still = shrunk & (rest <= rounding * weights.abs().amax(1))
-        moved = moved.masked_fill(still[:, None], 0.0)
-        return moved.T if low_rank else moved
+        shrunk = share.abs().flatten() <= max(2 * float(common.abs()), _MAX_RATE_RATIO * decay)
+        unread = shrunk & (rest <= rounding * weights.abs().amax(1))
+        change = change.masked_fill(unread[:, None], 0.0)
+        return change.T if low_rank else change
 
 
 def _low_rank(anatomy: Anatomy) -> tuple[str, ...]:
-    """Names of the trained (r, V) factors of the embedding's active adapters.
+    """Return the names of the trained (r, V) factors of the embedding's active adapters.
 
-    Not where the embedding is trained itself, or a factor is another layer's too.
+    There are none if the embedding itself is trained, or if another layer shares the factor.
     """
     embedding = unwrap(anatomy.embedding)
     factors = embedding._modules.get("lora_embedding_A")
@@ -184,26 +195,26 @@ def _low_rank(anatomy: Anatomy) -> tuple[str, ...]:
         return ()
     active = getattr(embedding, "active_adapters", ())
     ids = {id(factors[adapter]) for adapter in active if adapter in factors}
-    named = anatomy.root.named_parameters(remove_duplicate=False)
-    found = [(n, id(p)) for n, p in named if id(p) in ids and p.requires_grad]
-    uses = Counter(key for _, key in found)
-    return tuple(n for n, key in found if uses[key] == 1)
+    parameters = anatomy.root.named_parameters(remove_duplicate=False)
+    trained = [(n, id(p)) for n, p in parameters if id(p) in ids and p.requires_grad]
+    uses = Counter(key for _, key in trained)
+    return tuple(n for n, key in trained if uses[key] == 1)
 
 
 def _largest(rows: Tensor) -> Tensor:
-    """Largest magnitude of each row, (n, d) to (n,); a sum of squares could underflow to zero."""
+    """Return the largest magnitude of each row, because a sum of squares could underflow."""
     low, high = rows.aminmax(dim=1)
     return high.maximum(-low)
 
 
 def bias_sign(gradient: Tensor) -> WordGuess:
-    """Types whose bias gradient is negative (Zhao et al. 2020, iDLG, from one sample to many).
+    """Return the types whose bias gradient is negative (Zhao et al. 2020, iDLG, for many samples).
 
     The bias gradient of a softmax with cross-entropy is ``sum_i (p_i - onehot(y_i))``, over the
-    tokens i of the batch. A row of an unused type is a sum of probabilities, so never negative:
-    every type named was used. A used type is missed where the model's probabilities for it over
-    the whole batch outweigh its count, which happens to frequent words. With label smoothing an
-    unused row turns negative too, and the rule does not hold.
+    tokens i of the batch. A row of an unused type is a sum of probabilities and never negative, so
+    that every named type was used. A used type is missed if the model's probabilities for it over
+    the whole batch exceed its count, as for frequent words. The rule does not hold with label
+    smoothing, which makes rows of unused types negative too.
 
     Args:
         gradient: (V,) of the output head's bias; its scale does not matter.
@@ -212,7 +223,7 @@ def bias_sign(gradient: Tensor) -> WordGuess:
         The negative rows, most negative first; scores are ``-gradient``.
 
     Raises:
-        UnusableObservation: non-finite or all zero.
+        UnusableObservation: the gradient is non-finite or all zero.
     """
     gradient = whole_tensor(gradient)
     if gradient.ndim != 1:
@@ -230,12 +241,27 @@ def bias_sign(gradient: Tensor) -> WordGuess:
 
 
 class BiasSign(Attack):
-    """The sign rule on the output head's bias, see :func:`bias_sign`.
+    """The types whose gradient of the output head's bias is negative.
 
-    Few language models have such a bias (BERT-style masked models do, GPT-2 and Llama do not).
+    Every named type was used; frequent words may be missed. Few language models have such a bias:
+    BERT-style masked models do, GPT-2 and Llama do not. See :func:`bias_sign`.
 
     Args:
         name: as in the logs.
+
+    Raises:
+        ThreatModelError: at setup, if the head has no bias.
+
+    Example:
+        >>> import torch
+        >>> from lightning_fedleak import BiasSign
+        >>> from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+        >>> bias = torch.zeros(50, requires_grad=True)
+        >>> torch.nn.functional.cross_entropy(bias[None], torch.tensor([7])).backward()
+        >>> gradients = {"head.bias": bias.grad}
+        >>> guess = BiasSign().run(Observation((GradientSnapshot(0, Stage.SHARED, gradients),)))
+        >>> guess.types.tolist()
+        [7]
     """
 
     threat_model = ThreatModel.create(
@@ -246,7 +272,7 @@ class BiasSign(Attack):
     reads_clipped = True
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """The head's bias.
+        """Return the head's bias.
 
         Raises:
             ThreatModelError: the head has none.
@@ -259,5 +285,5 @@ class BiasSign(Attack):
         return Surfaces(gradients=(HEAD_BIAS,))
 
     def run(self, view: Observation, query: Query | None = None) -> WordGuess:
-        """Names the types whose bias gradient is negative in the newest snapshot."""
+        """Return the types whose bias gradient is negative in the newest snapshot."""
         return bias_sign(view.gradient(HEAD_BIAS))

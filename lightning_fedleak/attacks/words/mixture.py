@@ -18,17 +18,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_fedleak.validate import check_number
+
 _Array = NDArray[np.float64]
 _Parameters = tuple[float, float, float, float, float]
 _Step = Callable[[_Parameters], "tuple[_Parameters, float] | None"]
 
 _LOG_2PI = math.log(2 * math.pi)
-_START_VALUES = 8192
-_VARIANCE_FLOOR = 1e-20
-_REBINNINGS = 12
-_FINEST = 0.3
-_FACTORS = 512
-_LONGEST_JUMP = 1.0
+_START_VALUES = 8192  # values that a start is computed from; more cost time, not tuned
+_VARIANCE_FLOOR = 1e-20  # smallest variance of a component over the total: float64's rounding
+_REBINNINGS = 12  # times that finer bins are made at most; not tuned
+_FINEST = 0.3  # shrinkage of the narrow deviation below which finer bins are made; not tuned
+_FACTORS = 512  # factors from 1 to 2 in one logarithm: their product fits into float64
+_LONGEST_JUMP = 1.0  # longest extrapolation, see _distance; longer ones miss EM's optimum
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,10 @@ class Mixture:
         weights: (2,) float64 on the CPU, positive, summing to 1.
         means: (2,) float64 on the CPU, in the unit of the values.
         variances: (2,) float64 on the CPU, in that unit squared; ``variances[0] <= variances[1]``.
-        log_likelihood: mean log density of the values in nats; NaN for a start that was not fitted.
-        iterations: EM steps taken, on bins and on values together.
-        converged: whether the last steps on the bins moved no parameter by more than the
-            tolerance. False also where a component died out.
+        log_likelihood: mean log density of the values in nats; NaN for a start.
+        iterations: number of EM steps, on bins and on values together.
+        converged: whether the last step on the bins changed no parameter by more than the
+            tolerance. False also if a component vanished.
     """
 
     weights: Tensor
@@ -54,28 +56,27 @@ class Mixture:
 
     @property
     def variance_ratio(self) -> float:
-        """Variance of the wide component over that of the narrow one, at least 1."""
+        """Return the variance of the wide component over that of the narrow one, at least 1."""
         return float(self.variances[1] / self.variances[0])
 
 
 def tail_start(values: Tensor, tail: float = 0.01) -> Mixture:
-    """A start for the fit that uses no randomness: the tails against the centre.
+    """Return a start for the fit without randomness: the tails and the centre.
 
-    The wide component gets the share ``tail`` of the values that lie farthest from the median,
-    the narrow one the rest: each the mean of its values and their mean square about the *narrow*
+    The wide component gets the share ``tail`` of the values that are farthest from the median, the
+    narrow one the rest. Each has the mean of its values, and their mean square about the *narrow*
     mean, so that a few far values on one side do not start as a component of no width.
 
     Args:
-        values: (n,) finite values, not all alike.
+        values: (n,) finite values, not all equal.
         tail: share of the values that starts in the wide component, between 0 and 1.
     """
-    x = _checked(values)
+    x = _to_numpy(values)
     return _tail_start(x, tail, float(x.var()) * _VARIANCE_FLOOR)
 
 
 def _tail_start(x: _Array, tail: float, floor: float) -> Mixture:
-    if not 0 < tail < 1:
-        raise ValueError(f"tail must lie between 0 and 1, got {tail}")
+    check_number("tail", tail, above=0, below=1)
     if len(x) > 2 * _START_VALUES:  # a start needs no more
         thinned = x[:: len(x) // _START_VALUES]
         if thinned.min() < thinned.max():
@@ -85,7 +86,7 @@ def _tail_start(x: _Array, tail: float, floor: float) -> Mixture:
     n_near = len(x) - min(max(round(tail * len(x)), 1), len(x) - 1)
     threshold = np.partition(distance, n_near - 1)[n_near - 1]
     far = distance > threshold
-    if not far.any():  # more than the share ``tail`` are tied for the largest distance
+    if not far.any():  # more than the share ``tail`` have the largest distance
         far = distance == threshold
     parts = [x[~far], x[far]]
     means = [float(p.mean()) for p in parts]
@@ -107,39 +108,37 @@ def fit_two_gaussians(
     polish: int = 0,
     regularization: float = 0.0,
 ) -> Mixture:
-    """Fits ``w0 N(m0, v0) + w1 N(m1, v1)`` by maximum likelihood.
+    """Return the fit of ``w0 N(m0, v0) + w1 N(m1, v1)`` by maximum likelihood.
 
-    EM, accelerated by squared extrapolation (SQUAREM, Varadhan and Roland 2008) that is taken only
-    where it does not lower the objective, on bins that are narrow at the centre and grow
-    logarithmically into the tails (and anew on finer ones where the narrow component has shrunk to
-    their scale); then ``polish`` plain EM steps on the values. The likelihood of a mixture has
-    several optima: what is reached is the one EM leads to from ``start``, the same as any exact EM
-    from that start. Variances are kept above 1e-20 of the total variance (values that are mostly
-    one and the same number would shrink a component to that point).
+    EM runs on bins that are narrow at the centre and grow logarithmically into the tails. It is
+    accelerated by squared extrapolation (SQUAREM, Varadhan and Roland 2008) wherever that does not
+    lower the objective, and starts again on finer bins if the narrow component shrinks to their
+    scale. ``polish`` plain EM steps on the values follow. The likelihood of a mixture has several
+    optima: the result is the one that exact EM reaches from ``start``.
 
-    Runs in float64 on the CPU whatever the device of ``values``: one copy of n numbers, no
+    It runs in float64 on the CPU whatever the device of ``values``: one copy of n numbers, no
     synchronisation per step, and the same result everywhere.
 
     Args:
-        values: (n,) finite values, n >= 2, not all alike.
-        start: where EM starts, or the share of the values that ``tail_start`` puts in the wide
+        values: (n,) finite values, n >= 2, not all equal.
+        start: the first mixture, or the share of the values that ``tail_start`` puts in the wide
             component.
         resolution: bins in one standard deviation of the narrow component at the start, next to
             its mean; and in each doubling of the distance further out. A power of two.
-        tolerance: EM on the bins ends when a step moves neither the log odds of the weights, nor
-            a mean in its own standard deviation, nor a log variance by more than this.
+        tolerance: EM on the bins ends when a step changes neither the log odds of the weights, nor
+            a mean in its standard deviation, nor a log variance by more than this.
         max_iterations: EM steps on the bins at most.
         polish: EM steps on the values themselves.
         regularization: added to both variances in every step, in the unit of the values squared:
-            what scikit-learn calls ``reg_covar`` (1e-6 there). With it EM ends near, not at, a
-            maximum of the likelihood.
+            scikit-learn's ``reg_covar`` (1e-6 there). With it EM ends near, not at, a maximum of
+            the likelihood.
 
     Raises:
-        ValueError: too few values, non-finite ones, or all alike.
+        ValueError: there are too few values, non-finite ones, or all are equal.
     """
     if resolution < 1 or resolution & (resolution - 1):
         raise ValueError(f"resolution must be a power of two, got {resolution}")
-    x = _checked(values)
+    x = _to_numpy(values)
     scaled = x - x.mean()
     floor = float(scaled @ scaled) / len(x) * _VARIANCE_FLOOR
     if not isinstance(start, Mixture):
@@ -153,7 +152,7 @@ def fit_two_gaussians(
         scaled *= 1 / unit
         limits = floor / unit**2, regularization / unit**2
         theta = _pack(mixture, centre, unit)
-        step = _em_step(*_binned(scaled, resolution), *limits)
+        step = _em_step(*_bin(scaled, resolution), *limits)
         theta, steps, converged = _accelerate(step, theta, tolerance, max_iterations - iterations)
         iterations += steps
         mixture = _unpack(theta, centre, unit, math.nan, iterations, converged)
@@ -162,17 +161,17 @@ def fit_two_gaussians(
     if polish:
         exact = _em_step(np.stack([np.ones_like(scaled), scaled, scaled * scaled]), None, *limits)
     for _ in range(polish):
-        moved = exact(theta)
-        if moved is None:
+        result = exact(theta)
+        if result is None:
             converged = False
             break
-        theta = moved[0]
+        theta = result[0]
         iterations += 1
     log_likelihood = _log_likelihood(scaled, theta) - math.log(unit)
     return _unpack(theta, centre, unit, log_likelihood, iterations, converged)
 
 
-def _checked(values: Tensor) -> _Array:
+def _to_numpy(values: Tensor) -> _Array:
     if values.ndim != 1 or values.numel() < 2:
         raise ValueError(f"values must be (n,) with n >= 2, got shape {tuple(values.shape)}")
     x: _Array = values.detach().cpu().double().contiguous().numpy()
@@ -180,35 +179,35 @@ def _checked(values: Tensor) -> _Array:
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError("values hold NaN or infinity; a mixture has no fit to them")
     if low == high:
-        raise ValueError("all values are alike; two Gaussians cannot be told apart in them")
+        raise ValueError("all values are equal; two Gaussians cannot be separated in them")
     return x
 
 
-def _binned(x: _Array, resolution: int) -> tuple[_Array, _Array]:
-    """Features (3, b) = 1, mean x, mean x**2 of each non-empty bin, and the counts (b,).
+def _bin(x: _Array, resolution: int) -> tuple[_Array, _Array]:
+    """Return features (3, b) = 1, mean x, mean x**2 of each non-empty bin, and the counts (b,).
 
-    A bin is what ``1 + |x|`` keeps of its binary digits: the exponent and the leading ones of the
-    fraction; negative values get the complement.
+    A bin holds the values whose ``1 + |x|`` has the same exponent and leading digits of the
+    fraction; negative values have bins of their own.
     """
     folded = np.abs(x)
     folded += 1
     index = folded.view(np.int64)
     index -= np.float64(1).view(np.int64)
     index >>= 53 - resolution.bit_length()
-    room = x.view(np.int64) >> 63  # all ones where x is negative
-    index ^= room
+    buffer = x.view(np.int64) >> 63  # all ones where x is negative
+    index ^= buffer
     index -= index.min()
-    occupied = np.bincount(index)
-    filled = occupied.nonzero()[0]
-    count = occupied[filled].astype(np.float64)
-    first = np.bincount(index, x)[filled] / count
-    squares = np.multiply(x, x, out=room.view(np.float64))
-    second = np.bincount(index, squares)[filled] / count
+    counts = np.bincount(index)
+    bins = counts.nonzero()[0]
+    count = counts[bins].astype(np.float64)
+    first = np.bincount(index, x)[bins] / count
+    squares = np.multiply(x, x, out=buffer.view(np.float64))
+    second = np.bincount(index, squares)[bins] / count
     return np.stack([np.ones_like(count), first, second]), count
 
 
 def _log_odds(theta: _Parameters) -> _Array:
-    """Coefficients of 1, x and x**2 in the posterior log odds of the two components."""
+    """Return coefficients of 1, x and x**2 in the posterior log odds of the two components."""
     log_odds, m0, m1, log_v0, log_v1 = theta
     v0, v1 = math.exp(log_v0), math.exp(log_v1)
     constant = log_odds - 0.5 * (log_v1 - log_v0 + m1 * m1 / v1 - m0 * m0 / v0)
@@ -216,7 +215,7 @@ def _log_odds(theta: _Parameters) -> _Array:
 
 
 def _mean_log_wide(theta: _Parameters, mean: float, mean_square: float) -> float:
-    """Mean of log(w1 N1(x)). log(w0 N0 + w1 N1) is that less log of the posterior of 1."""
+    """Return the mean of log(w1 N1(x)), which is log(w0 N0 + w1 N1) + log of the posterior of 1."""
     log_odds, _, m1, _, log_v1 = theta
     log_w1 = -math.log1p(math.exp(-log_odds)) if log_odds > -700 else log_odds
     distance = mean_square - 2 * m1 * mean + m1 * m1
@@ -224,14 +223,14 @@ def _mean_log_wide(theta: _Parameters, mean: float, mean_square: float) -> float
 
 
 def _log_likelihood(x: _Array, theta: _Parameters) -> float:
-    """Mean log density of (n,) values."""
+    """Return the mean log density of (n,) values."""
     constant, linear, square = _log_odds(theta).tolist()
     odds = square * x
     odds += linear
     odds *= x
     odds += constant
-    # -log(posterior of 1) = max(-odds, 0) + log(1 + exp(-|odds|)): factors from 1 to 2, of which
-    # many can be multiplied before one logarithm is taken.
+    # -log(posterior of 1) = max(-odds, 0) + log(1 + exp(-|odds|)): many factors from 1 to 2 can be
+    # multiplied before one logarithm.
     surprise = -float(np.minimum(odds, 0).sum())
     np.abs(odds, out=odds)
     np.negative(odds, out=odds)
@@ -245,7 +244,7 @@ def _log_likelihood(x: _Array, theta: _Parameters) -> float:
 
 
 def _em_step(features: _Array, count: _Array | None, floor: float, added: float) -> _Step:
-    """EM on (3, b) features with counts (None: all one).
+    """Return the EM step on (3, b) features with counts (None: all one).
 
     The posterior log odds of the two components are a quadratic in x, so that a step is one
     product for the odds, one exponential, and one product for the moments of each component.
@@ -277,7 +276,7 @@ def _em_step(features: _Array, count: _Array | None, floor: float, added: float)
 def _accelerate(
     step: _Step, theta: _Parameters, tolerance: float, max_iterations: int
 ) -> tuple[_Parameters, int, bool]:
-    """SQUAREM with a monotone safeguard. Returns the parameters, the steps, and convergence."""
+    """Return parameters, steps and convergence of SQUAREM with a monotone safeguard."""
     steps = 0
     while steps < max_iterations:
         first = step(theta)
@@ -288,8 +287,8 @@ def _accelerate(
         steps += 2
         if second is None:
             return once, steps, False
-        twice, reached = second
-        if _moved(once, twice) <= tolerance:
+        twice, objective = second
+        if _distance(once, twice) <= tolerance:
             return twice, steps, True
         change = [b - a for a, b in zip(theta, once, strict=True)]
         bend = [c - 2 * b + a for a, b, c in zip(theta, once, twice, strict=True)]
@@ -300,27 +299,27 @@ def _accelerate(
                 for p, c, b in zip(theta, change, bend, strict=True)
             ]
             theta = twice
-            landed = step(_towards(twice, jump))
+            result = step(_shorten(twice, jump))
             steps += 1
-            if landed is not None and landed[1] >= reached:
-                theta = landed[0]
+            if result is not None and result[1] >= objective:
+                theta = result[0]
         else:
             theta = twice
     return theta, steps, False
 
 
-def _towards(theta: _Parameters, jump: Sequence[float]) -> _Parameters:
-    """``jump``, or the point on the way there that is as far from ``theta`` as may be.
+def _shorten(theta: _Parameters, jump: Sequence[float]) -> _Parameters:
+    """Return ``jump``, or the point on the line to it at the largest allowed distance.
 
-    Further out another optimum may be nearer than the one EM leads to.
+    A longer jump may end near another optimum than that of EM.
     """
-    share = min(1.0, _LONGEST_JUMP / max(_moved(theta, jump), 1e-300))
+    share = min(1.0, _LONGEST_JUMP / max(_distance(theta, jump), 1e-300))
     a, b, c, d, e = (t + share * (j - t) for t, j in zip(theta, jump, strict=True))
     return a, b, c, d, e
 
 
-def _moved(before: _Parameters, after: Sequence[float]) -> float:
-    """The largest move: log odds, means in standard deviations, log variances."""
+def _distance(before: _Parameters, after: Sequence[float]) -> float:
+    """Return the largest change of log odds, means in standard deviations, and log variances."""
     return max(
         abs(after[0] - before[0]),
         abs(after[1] - before[1]) * math.exp(-0.5 * before[3]),

@@ -26,22 +26,23 @@ from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import Inapplicable, Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+from lightning_fedleak.validate import check_number
 
 Array = NDArray[np.floating[Any]]
 
-_SLACK = 1e-7
-_VOLUME_GROWTH = 1.01
-_ROWS_PER_ROUND = 60
+_SLACK = 1e-7  # constraint violation that counts as rounding: HiGHS's own feasibility tolerance
+_VOLUME_GROWTH = 1.01  # largest coefficient in a basis; nearer to 1 costs more swaps, not tuned
+_ROWS_PER_ROUND = 60  # violated rows added before a program is solved again; not tuned
 
 
 @dataclass(frozen=True, kw_only=True)
 class RevealLabelsGuess(WordGuess):
-    """A guess with what it took.
+    """A guess with the size of its computation.
 
     Attributes:
-        rank: of the gradient, the dimension of the linear programs.
-        candidates: types that were left to decide after the basis excluded the others.
-        programs: linear programs that were solved.
+        rank: rank of the gradient, the dimension of the linear programs.
+        candidates: number of types that the basis does not exclude.
+        programs: number of linear programs that were solved.
     """
 
     rank: int
@@ -57,31 +58,29 @@ def reveal_labels(
     hidden_rank: int | None = None,
     tolerance: float | None = None,
 ) -> RevealLabelsGuess:
-    """Types whose row one linear functional makes negative while every other stays non-negative.
+    """Return the types whose row one linear functional makes negative, and no other row.
 
     The gradient of softmax with cross-entropy is ``dW = G H^T`` with a column ``p_i - onehot(y_i)``
-    of G for each token i: negative in the row of its label alone. While the hidden states are
-    linearly independent (at most d tokens) the columns of dW span those of G, so that for each
-    used type t a vector r exists with ``dW_t r < 0`` and ``dW_j r >= 0`` for all other j, and all
-    used types are found (Dang et al. 2021, Sect. 3). Nothing excludes that an unused row meets the
-    condition too; it is rare while V is much larger than the rank. With more tokens than d the
-    rank is full and the argument lapses: a used type may fail; as long as *types* stay below d
-    many still pass. Full is the rank that hidden states can have: d, and d - 1 behind a LayerNorm
-    without bias, whose outputs over its gain sum to zero.
+    of G for each token i, which is negative in the row of its label only. If the hidden states are
+    linearly independent (at most d tokens), a vector r exists for each used type t with
+    ``dW_t r < 0`` and ``dW_j r >= 0`` for all other j (Dang et al. 2021, Sect. 3). An unused row
+    may meet the condition too, which is rare while V is much larger than the rank. With more than d
+    tokens the rank is full and used types may fail. Full is d, or d - 1 behind a LayerNorm without
+    bias, whose outputs over its gain sum to zero.
 
-    One program is solved for each candidate, as in the paper, but few are candidates. Take S rows
-    of dW that span the others with coefficients of magnitude at most 1 (a maximum-volume basis).
-    Since the rows sum to zero, an unused row whose coefficients all exceed -1 is a non-negative
-    combination of other rows, which no r can separate (Farkas), and is excluded at once. What
-    remains is about the basis: S programs, not V.
+    One program is solved for each candidate, as in the paper, but there are few candidates. Take S
+    rows of dW that span the others with coefficients of magnitude at most 1 (a maximum-volume
+    basis). Because the rows sum to zero, an unused row whose coefficients all exceed -1 is a
+    non-negative combination of other rows, which no r can separate (Farkas). About S candidates
+    remain.
 
-    Assumes cross-entropy without label smoothing, no noise, and the head's own part of the
-    gradient: a tied matrix's sum does not have rows that sum to zero and is refused.
+    The loss must be cross-entropy without label smoothing, the gradient without noise, and the
+    head's own: the rows of a tied matrix do not sum to zero.
 
     Args:
         gradient: (V, d), the head's own part.
         max_seconds: time for the linear programs together.
-        allow_full_rank: attack also where the rank is full.
+        allow_full_rank: whether to attack if the rank is full.
         hidden_rank: dimensions that the model's hidden states span; by default all d.
         tolerance: singular values below this share of the largest count as zero; by default eight
             times the rounding error of the gradient's dtype.
@@ -90,8 +89,8 @@ def reveal_labels(
         The separable types in ascending order; ``scores`` is None.
 
     Raises:
-        UnusableObservation: non-finite or all zero, rows that do not sum to zero, full rank, no
-            time left, or a program that the solver cannot decide.
+        UnusableObservation: the gradient is non-finite or all zero, has full rank, or its rows do
+            not sum to zero; or the time ran out, or the solver cannot decide a program.
     """
     deadline = time.monotonic() + max_seconds
     rows = _row_space(gradient, tolerance)
@@ -102,7 +101,7 @@ def reveal_labels(
             f"the gradient has full rank {rank}: with {rank} tokens or more in the batch (after "
             "noise or rounding, with any number) the labels need not be separable, and this "
             "method is not made for it. Use a smaller batch, FlatChat, or allow_full_rank=True "
-            "to see what is separable all the same."
+            "to see what is separable in spite of that."
         )
     basis, coefficients = _large_volume_basis(rows)
     excluded = coefficients.min(axis=1) > -1 + _SLACK
@@ -110,22 +109,22 @@ def reveal_labels(
     candidates = np.flatnonzero(~excluded).tolist()
     scale = np.abs(coefficients).max(axis=1)
     constraints = coefficients / np.where(scale > 0, scale, 1)[:, None]
-    found: list[int] = []
+    types: list[int] = []
     programs = 0
-    for done, t in enumerate(candidates):
-        separable, solved = _separable(constraints, basis, t, deadline)
-        programs += solved
+    for i, t in enumerate(candidates):
+        separable, n_programs = _is_separable(constraints, basis, t, deadline)
+        programs += n_programs
         if separable is None:
             raise UnusableObservation(
-                f"{max_seconds:g} s were not enough: {done} of {len(candidates)} candidate types "
+                f"{max_seconds:g} s were not enough: {i} of {len(candidates)} candidate types "
                 f"are decided (V = {n_types}, rank {rank}). Raise max_seconds, or use a smaller "
                 "batch."
             )
         if separable:
-            found.append(t)
+            types.append(t)
     return RevealLabelsGuess(
-        types=torch.tensor(found, dtype=torch.int64, device=gradient.device),
-        n_types=float(len(found)),
+        types=torch.tensor(types, dtype=torch.int64, device=gradient.device),
+        n_types=float(len(types)),
         rank=rank,
         candidates=len(candidates),
         programs=programs,
@@ -133,17 +132,30 @@ def reveal_labels(
 
 
 class RevealLabels(Attack):
-    """RLG (Dang et al. 2021) on the output head's gradient, see :func:`reveal_labels`.
+    """RLG (Dang et al. 2021): one linear program for each candidate type.
 
-    Finds every label of a batch of fewer tokens than the hidden size has dimensions, and is slow:
-    up to a minute at rank 200 and hours at rank 500.
+    It finds every label of a batch with fewer tokens than the hidden size, see
+    :func:`reveal_labels`. It is slow: up to a minute at rank 200 and hours at rank 500.
 
     Args:
-        max_seconds: for the linear programs of one look; beyond it the result is unknown.
-        allow_full_rank: attack also where the rank is as large as hidden states allow, which
-            ``prepare`` finds on random tokens.
-        tolerance: as in :func:`reveal_labels`.
+        max_seconds: time for the linear programs of one look; the result is unknown if it runs out.
+        allow_full_rank: whether to attack if the rank is as large as hidden states allow, which
+            ``prepare`` measures on random tokens.
+        tolerance: see :func:`reveal_labels`.
         name: as in the logs.
+
+    Raises:
+        ValueError: ``max_seconds`` is not positive.
+
+    Example:
+        >>> import torch
+        >>> from lightning_fedleak.attacks.words.reveal_labels import reveal_labels
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> hidden = torch.randn(2, 8, generator=generator)  # two tokens of 8 dimensions
+        >>> probabilities = torch.randn(2, 50, generator=generator).softmax(1)
+        >>> probabilities[[0, 1], [4, 9]] -= 1.0  # their labels
+        >>> reveal_labels(probabilities.T @ hidden).types.tolist()
+        [4, 9]
     """
 
     threat_model = ThreatModel.create(
@@ -161,15 +173,14 @@ class RevealLabels(Attack):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        if not max_seconds > 0:
-            raise ValueError(f"max_seconds must be positive, got {max_seconds}")
+        check_number("max_seconds", max_seconds, above=0)
         self.max_seconds = max_seconds
         self.allow_full_rank = allow_full_rank
         self.tolerance = tolerance
         self._hidden_rank: int | None = None
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """The head's weight.
+        """Return the head's weight.
 
         Raises:
             ThreatModelError: head and embedding are one matrix.
@@ -183,14 +194,14 @@ class RevealLabels(Attack):
         return Surfaces(gradients=(HEAD_WEIGHT,))
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Takes the rank of the gradient of twice as many random tokens as d.
+        """Measure the rank of hidden states on twice as many random tokens as d.
 
-        What the model is trained to later is not asked for again: a bias that grows from zero adds
-        its dimension, and batches of just that rank read unknown.
+        It is not measured again later: a bias that grows from zero adds a dimension, and batches of
+        exactly that rank are unknown.
 
         Raises:
             ValueError: the model has no output head.
-            UnusableObservation: its gradient is none that this method reads (capped logits).
+            UnusableObservation: this method cannot read the gradient (capped logits).
         """
         weight = anatomy.parameter(HEAD_WEIGHT)
         if weight is None:
@@ -200,10 +211,10 @@ class RevealLabels(Attack):
         self._hidden_rank = _row_space(gradient, self.tolerance).shape[1]
 
     def run(self, view: Observation, query: Query | None = None) -> RevealLabelsGuess:
-        """Names the separable types of the newest head gradient.
+        """Return the separable types of the newest head gradient.
 
         Raises:
-            UnusableObservation: as :func:`reveal_labels` does.
+            UnusableObservation: see :func:`reveal_labels`.
             RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
         """
         if self._hidden_rank is None:
@@ -220,22 +231,22 @@ class RevealLabels(Attack):
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The rank of hidden states."""
-        known = self._hidden_rank
-        return {} if known is None else {"hidden_rank": torch.tensor(known)}
+        """Return the rank of hidden states."""
+        rank = self._hidden_rank
+        return {} if rank is None else {"hidden_rank": torch.tensor(rank)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what ``state_dict`` gave."""
+        """Restore what ``state_dict`` returned."""
         if state:
             self._hidden_rank = int(state["hidden_rank"])
 
     def config(self) -> dict[str, object]:
-        """Settings for reports."""
+        """Return the settings for reports."""
         return {"max_seconds": self.max_seconds, "allow_full_rank": self.allow_full_rank}
 
 
 def _random_tokens(anatomy: Anatomy, n: int) -> TokenBatch:
-    """Short rows of random ids with at least ``n`` labels, every position being predicted."""
+    """Return short rows of random ids with at least ``n`` labels."""
     context = getattr(getattr(anatomy.model, "config", None), "max_position_embeddings", None)
     length = 33 if context is None else max(2, min(33, context // 2))
     generator = torch.Generator().manual_seed(0)
@@ -247,7 +258,7 @@ def _random_tokens(anatomy: Anatomy, n: int) -> TokenBatch:
 
 
 def _row_space(gradient: Tensor, tolerance: float | None) -> Array:
-    """Rows in coordinates of the row space, (V, S) with orthonormal columns, S the rank."""
+    """Return rows in coordinates of the row space, (V, S) with orthonormal columns, S the rank."""
     gradient = whole_tensor(gradient)
     if gradient.ndim != 2:
         raise ValueError(f"gradient must be (V, d), got shape {tuple(gradient.shape)}")
@@ -274,10 +285,10 @@ def _row_space(gradient: Tensor, tolerance: float | None) -> Array:
 
 
 def _large_volume_basis(rows: Array) -> tuple[NDArray[np.int64], Array]:
-    """S rows that span the others with coefficients of magnitude at most about 1.
+    """Return S rows that span the others with coefficients of magnitude at most about 1.
 
-    Starts from pivoted QR and swaps the row of the largest coefficient in until none exceeds the
-    growth factor (Goreinov et al. 2010, maxvol).
+    The search starts from pivoted QR and swaps in the row of the largest coefficient until none
+    exceeds the growth factor (Goreinov et al. 2010, maxvol).
 
     Returns:
         Indices (S,) of the basis, and coefficients (V, S) of every row in it.
@@ -299,16 +310,16 @@ def _large_volume_basis(rows: Array) -> tuple[NDArray[np.int64], Array]:
     return basis, refreshed
 
 
-def _separable(
+def _is_separable(
     constraints: Array, basis: NDArray[np.int64], t: int, deadline: float
 ) -> tuple[bool | None, int]:
-    """Is there an r with ``c_t r = -1`` and ``c_j r >= 0`` for all other rows j?
+    """Return whether an r has ``c_t r = -1`` and ``c_j r >= 0`` for all other rows j.
 
-    Rows of the basis are unit vectors, which turns their constraints into bounds. The others are
-    added as they are violated: infeasible with some of them is infeasible with all.
+    Rows of the basis are unit vectors, so that their constraints are bounds. The other constraints
+    are added when they are violated: a program that is infeasible with some is so with all.
 
     Returns:
-        The answer (None: out of time), and the number of programs solved.
+        The answer (None: out of time), and the number of programs that were solved.
     """
     rank = constraints.shape[1]
     lower = np.where(basis == t, -1.0, 0.0)
@@ -330,8 +341,8 @@ def _separable(
                 return True, programs
             worst = violated[np.argsort(values[violated])[:_ROWS_PER_ROUND]]
             working[worst] = True
-        left = deadline - time.monotonic()
-        if left <= 0:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
             return None, programs
         solution = linprog(
             np.ones(rank),
@@ -341,7 +352,7 @@ def _separable(
             b_eq=None if in_basis else np.array([-1.0]),
             bounds=np.column_stack([lower, upper]),
             method="highs",
-            options={"time_limit": left},
+            options={"time_limit": seconds},
         )
         programs += 1
         if solution.status == 2:

@@ -183,7 +183,7 @@ def test_tail_start_splits_by_distance_from_the_median() -> None:
     [
         (torch.tensor([1.0, math.nan]), "NaN or infinity"),
         (torch.tensor([1.0, math.inf]), "NaN or infinity"),
-        (torch.ones(5), "alike"),
+        (torch.ones(5), "all values are equal"),
         (torch.ones(1), "n >= 2"),
         (torch.ones(2, 2), "n >= 2"),
     ],
@@ -194,7 +194,7 @@ def test_refuses_what_has_no_fit(values: torch.Tensor, message: str) -> None:
 
 
 def test_refuses_a_start_without_mass() -> None:
-    with pytest.raises(ValueError, match="tail must lie"):
+    with pytest.raises(ValueError, match="tail must be a number above 0 and below 1"):
         fit_two_gaussians(torch.arange(5.0), start=1.5)
     dead = Mixture(*(torch.tensor(p, dtype=torch.float64) for p in ([1, 0], [0, 0], [1, 1])))
     with pytest.raises(ValueError, match="positive"):

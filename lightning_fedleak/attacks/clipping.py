@@ -1,4 +1,4 @@
-"""Clipping by value: entries of a gradient that were cut to one size, and how it shows that."""
+"""Clipping by value: how a gradient shows that entries were cut to one size."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from lightning_fedleak.snapshots import (
     whole_tensor,
 )
 
-_ALIKE = 3
-"""Entries of each sign that share the largest size where they were cut: no fewer by chance."""
+_EQUAL = 3
+"""Entries of each sign that must share the largest size: fewer may by chance; not tuned."""
 ROUNDED = 1e-3
-"""How far rounded weights may take an update from the size it was cut to, as a share of that."""
-
+"""Rounding of an update, from stored weights, as a share of the clip value; not tuned."""
 _EXACT = 4.0
-"""Rounding error of an entry that was not cut, in units in the last place."""
+"""Rounding error of an entry that was not cut, in units in the last place; not tuned."""
 WHY_CUT = (
     "clipping by value has cut entries of the gradient to one size, and this attack reads "
     "gradients as they are or scaled: clip by norm (gradient_clip_algorithm='norm'), or raise "
@@ -33,13 +32,13 @@ WHY_CUT = (
 
 
 def cut_size(gradient: Tensor, tolerance: float = 0.0) -> float | None:
-    """The size that entries were cut to, as the gradient itself shows; None where none were.
+    """Return the size that entries were cut to, as the gradient shows; None if none were.
 
-    Several entries of both signs have the largest size then, which no others do.
+    Several entries of both signs have the largest size then.
 
     Args:
         gradient: of any shape.
-        tolerance: how far sizes that were one may be apart, as a share of them.
+        tolerance: largest relative difference of sizes that count as equal.
     """
     if not gradient.numel():
         return None
@@ -48,19 +47,19 @@ def cut_size(gradient: Tensor, tolerance: float = 0.0) -> float | None:
     least = (1 - tolerance) * size
     if not 0 < size < math.inf or min(-low, high) < least:
         return None
-    alike = min(int((gradient >= least).sum()), int((gradient <= -least).sum()))
-    return size if alike >= _ALIKE else None
+    equal = min(int((gradient >= least).sum()), int((gradient <= -least).sum()))
+    return size if equal >= _EQUAL else None
 
 
 def shared_cut(snapshot: GradientSnapshot, roles: Iterable[str], facts: RunFacts) -> float | None:
-    """The size that entries of what was shared were cut to; None where none were.
+    """Return the size that entries of a shared gradient were cut to; None if none were.
 
-    NaN where a defence, or an optimizer that divides gradients, leaves it open which were.
+    It is NaN if a defence, or an optimizer that divides gradients, hides which ones were.
 
     Args:
-        snapshot: what was shared.
-        roles: of its gradients that are asked about.
-        facts: of the run, which says to what size it cuts, if it does.
+        snapshot: the shared gradients.
+        roles: those that are checked.
+        facts: of the run, with its clip value.
     """
     declared = facts.clip_value
     update = isinstance(snapshot, UpdateSnapshot)
@@ -87,11 +86,11 @@ def entry_errors(
     noise: Mapping[str, float],
     errors: Mapping[str, Tensor] | None,
 ) -> Mapping[str, Tensor] | None:
-    """Standard deviations of entries' errors, infinite where an entry was cut: of its sign alone.
+    """Return standard deviations of entries' errors, infinite where an entry was cut.
 
     Args:
         snapshot: gradients, or an update as gradients.
-        roles: of the gradients that words are read off.
+        roles: the gradients that words are read from.
         facts: of the run.
         noise: standard deviation of what was added to each entry, by parameter.
         errors: of uneven entries, by parameter, as known so far; None where they are alike.
@@ -103,23 +102,23 @@ def entry_errors(
         Inapplicable: it is open which entries were cut.
     """
     if errors is not None and facts.clip_value is None:
-        return errors  # the largest entries of an optimizer's step are of one size, cut or not
+        return errors  # the largest entries of an optimizer's step have one size, cut or not
     size = shared_cut(snapshot, roles, replace(facts, optimizer=None))
     if size is None:
         return errors
     if math.isnan(size) or facts.local_steps not in (None, 1):
         raise Inapplicable(WHY_CUT)
-    known = {}
+    cut_errors = {}
     for role, tensor in snapshot.tensors.items():
         g = whole_tensor(tensor).double()
         error = (_EXACT * torch.finfo(tensor.dtype).eps * g).abs() + noise.get(role, 0.0)
         error = errors[role].to(error) if errors else error
-        known[role] = error.masked_fill(g.abs() >= (1 - ROUNDED) * size, math.inf)
-    return known
+        cut_errors[role] = error.masked_fill(g.abs() >= (1 - ROUNDED) * size, math.inf)
+    return cut_errors
 
 
 def check_uncut(snapshot: GradientSnapshot, roles: Iterable[str], facts: RunFacts) -> None:
-    """Refuses a gradient whose entries were cut to one size.
+    """Raise an error if entries of a gradient were cut to one size.
 
     Raises:
         Inapplicable: says what to change.

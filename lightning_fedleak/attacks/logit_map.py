@@ -1,7 +1,7 @@
-"""From the product of head and hidden states to the model's logits: scale, shift and softcap.
+"""The map from the product of head and hidden states to the logits: scale, shift and softcap.
 
 Gemma 2 caps its logits, ``c tanh(x / c)``, Cohere and Granite scale them, BART and Marian shift
-them by a buffer. A gradient of the head in closed form needs to know, as the loss is of the logits.
+them by a buffer. The gradient of the head in closed form depends on this map.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy.wrappers import without_peft
 
-_ROWS = 64
-_ROUNDINGS = 4
+_ROWS = 64  # rows that the map is fitted to and checked on; not tuned
+_ROUNDINGS = 4  # roundings of the logits' dtype that a map may be off by; not tuned
 _STRICT, _LOOSE = 2e-5, 1e-3
-"""Of the largest logit: by how much a map may be off in float32, and with TF32's products."""
+"""Largest error of a map, as a share of the largest logit, in float32 and with TF32's products."""
+_UNCAPPED = 0.95  # share of the softcap up to which a logit can be inverted; not tuned
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class LogitMap:
     """``logits = cap(scale * product + shift)`` with ``cap(x) = softcap * tanh(x / softcap)``.
 
     Attributes:
-        scale: of the product ``W h + b``.
+        scale: factor of the product ``W h + b``.
         shift: (V,), or None.
-        softcap: None without.
+        softcap: largest size of a logit, or None.
     """
 
     scale: float = 1.0
@@ -36,7 +37,7 @@ class LogitMap:
     softcap: float | None = None
 
     def __call__(self, product: Tensor, types: Tensor | None = None) -> Tensor:
-        """Logits of products (..., V), or (..., k) of the ``types``, which index the shift."""
+        """Return the logits of products (..., V), or (..., k) for the k ``types``."""
         logits = product if self.scale == 1.0 else product * self.scale
         if self.shift is not None:
             logits = logits + (self.shift if types is None else self.shift[types])
@@ -45,7 +46,7 @@ class LogitMap:
         return self.softcap * (logits / self.softcap).tanh()
 
     def steepness(self, logits: Tensor) -> Tensor | float:
-        """Derivative of the cap where it gives ``logits``; times ``scale`` that of the map."""
+        """Return the derivative of the cap at ``logits``; the map's is ``scale`` times that."""
         return 1.0 if self.softcap is None else 1 - (logits / self.softcap).square()
 
     @classmethod
@@ -56,16 +57,16 @@ class LogitMap:
         logits: Tensor,
         product: Callable[[Tensor], Tensor],
     ) -> LogitMap:
-        """The map that gave (N, V) ``logits`` of what the head makes of ``states`` (N, d).
+        """Return the map from the head's product with (N, d) ``states`` to (N, V) ``logits``.
 
-        A softcap is read from the model's configuration, scale and shift off the numbers of some
-        rows; that all of it together gives the logits is checked.
+        The softcap comes from the model's configuration, scale and shift are fitted to some rows.
+        The result is checked against the logits.
 
         Args:
-            model: that computed them.
+            model: the model that computed the logits.
             states: inputs of its head.
-            logits: as it returned them.
-            product: the head's, (n, V) of (n, d).
+            logits: the model's output.
+            product: the head, from (n, d) to (n, V).
 
         Raises:
             ValueError: there is no such map.
@@ -84,35 +85,38 @@ class LogitMap:
         if not len(x):
             return PLAIN
         size = float(y.abs().max())
-        found = list(cls._candidates(model, x, y))
-        errors = [float((m(x) - y).abs().max()) for m in found]
-        for least in (_STRICT, _LOOSE):
-            for one, error in zip(found, errors, strict=True):
-                if error <= max(least, _ROUNDINGS * rounding) * size:
-                    return one if one.shift is None else replace(one, shift=one.shift.float())
+        candidates = list(cls._candidates(model, x, y))
+        errors = [float((m(x) - y).abs().max()) for m in candidates]
+        for tolerance in (_STRICT, _LOOSE):
+            for candidate, error in zip(candidates, errors, strict=True):
+                if error <= max(tolerance, _ROUNDINGS * rounding) * size:
+                    shift = None if candidate.shift is None else candidate.shift.float()
+                    return replace(candidate, shift=shift)
         raise ValueError(
-            f"{type(without_peft(model)).__name__} computes its logits from what its output head "
-            f"gives by more than scale, shift and softcap (the nearest is off by {min(errors):.2g} "
+            f"{type(without_peft(model)).__name__} computes its logits from its output head "
+            f"by more than scale, shift and softcap (the nearest is off by {min(errors):.2g} "
             f"of {size:.2g}), so that the gradient of its head is unknown; FlatChat, or "
-            "AlignedFlatChat(readout='sign'), needs no such knowledge"
+            "AlignedFlatChat(readout='sign'), does not need it"
         )
 
     @classmethod
     def _candidates(cls, model: nn.Module, x: Tensor, y: Tensor) -> Iterator[LogitMap]:
         for cap in (*_softcaps(model), None):
             yield cls(softcap=cap)
-            near = y if cap is None else cap * (y / cap).clamp(-1, 1).atanh()
-            seen = torch.ones_like(y, dtype=torch.bool) if cap is None else y.abs() < 0.95 * cap
-            squares = float(x[seen].square().sum())
+            inverse = y if cap is None else cap * (y / cap).clamp(-1, 1).atanh()
+            usable = torch.ones_like(y, dtype=torch.bool)
+            if cap is not None:
+                usable = y.abs() < _UNCAPPED * cap
+            squares = float(x[usable].square().sum())
             if squares > 0:
-                yield cls(float((x[seen] * near[seen]).sum()) / squares, softcap=cap)
+                yield cls(float((x[usable] * inverse[usable]).sum()) / squares, softcap=cap)
         if len(x) >= 4:
             mean, level = x[::2].mean(0), y[::2].mean(0)
             yield cls(shift=level - mean)
-            apart = x[::2] - mean
-            squares = float(apart.square().sum())
+            deviation = x[::2] - mean
+            squares = float(deviation.square().sum())
             if squares > 0:
-                scale = float((apart * (y[::2] - level)).sum()) / squares
+                scale = float((deviation * (y[::2] - level)).sum()) / squares
                 yield cls(scale, level - scale * mean)
 
 
@@ -120,16 +124,16 @@ PLAIN = LogitMap()
 
 
 def _softcaps(model: nn.Module) -> list[float]:
-    """Values in the model's configuration that its logits may be capped at."""
+    """Return the values in the model's configuration that its logits may be capped at."""
     config = getattr(without_peft(model), "config", None)
-    holders: list[Any] = [config]
+    configs: list[Any] = [config]
     if config is not None and hasattr(config, "get_text_config"):
-        holders.append(config.get_text_config())
-    found = [
+        configs.append(config.get_text_config())
+    caps = [
         float(value)
-        for holder in holders
-        for name, value in getattr(holder, "__dict__", {}).items()
+        for config in configs
+        for name, value in getattr(config, "__dict__", {}).items()
         if "logit" in name and "cap" in name and "att" not in name
         if isinstance(value, int | float) and value > 0
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(caps))

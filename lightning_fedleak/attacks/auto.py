@@ -18,7 +18,7 @@ from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS, Capability
 
 ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
-"""What their adversary has by default, besides what it sees."""
+"""Capabilities that the adversary has by default, besides what it sees."""
 
 
 def candidates(
@@ -28,22 +28,22 @@ def candidates(
     *,
     rounds: bool,
 ) -> list[Attack]:
-    """Every attack that may apply, of which a fit plays those that do.
+    """Return every attack that may apply; a fit runs those that do.
 
     Args:
-        assumed: what the adversary has besides what it sees.
-        public_text: for all that calibrate; None: text that the model writes itself.
+        assumed: capabilities of the adversary besides what it sees.
+        public_text: for calibrations; None means text that the model writes itself.
         tokenizer: for strings.
-        rounds: weight changes are shared, which some attacks do not read.
+        rounds: whether weight changes are shared, which some attacks do not read.
 
     Raises:
-        ValueError: a text that is none.
+        ValueError: ``public_text`` is one string, or strings without a tokenizer.
     """
-    given = PublicText.parse(public_text, tokenizer)
-    text: Given = "sampled" if given is None else given
+    parsed = PublicText.parse(public_text, tokenizer)
+    text: Given = "sampled" if parsed is None else parsed
     attacks: list[Attack] = [
         AlignedFlatChat(text, tokenizer=tokenizer),
-        SubspaceWords(given),
+        SubspaceWords(parsed),
         BiasSign(),
         BagOfWords(),
     ]
@@ -59,10 +59,10 @@ def candidates(
 
 
 def every_attack(*, rounds: bool) -> list[Attack]:
-    """One attack for each way to read a run that is known here: to be named, not to be played.
+    """Return one attack for each known way to read a run, for messages that name them.
 
     Args:
-        rounds: weight changes are shared.
+        rounds: whether weight changes are shared.
     """
-    anybody = DISHONEST_SERVER | ASSUMED
-    return [*candidates(anybody, "sampled", None, rounds=rounds), SubspaceTexts()]
+    capabilities = DISHONEST_SERVER | ASSUMED
+    return [*candidates(capabilities, "sampled", None, rounds=rounds), SubspaceTexts()]

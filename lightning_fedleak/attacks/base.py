@@ -1,4 +1,4 @@
-"""What an attack is: a snapshot (and what this adversary knows) in, a guess out."""
+"""The interface of attacks: from a snapshot, and what the adversary knows, to a guess."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_fedleak.snapshots import UnusableObservation as UnusableObservati
 from lightning_fedleak.threats import ThreatModel
 
 WITHOUT_FLOAT64 = frozenset({"mps"})
-"""Kinds of devices that have no float64: Apple's GPUs."""
+"""Device types without float64: Apple's GPUs."""
 
 
 @dataclass(frozen=True)
 class Surfaces:
-    """What an attack reads.
+    """The gradients and activations that an attack reads.
 
     Attributes:
         gradients: roles (``"head.weight"``, ``"head.bias"``, ``"embedding.weight"``) or parameter
-            names whose gradient it reads.
-        layers: names of blocks whose output activations it reads.
+            names whose gradient is read.
+        layers: names of blocks whose output activations are read.
     """
 
     gradients: tuple[str, ...] = ()
@@ -35,21 +35,21 @@ class Surfaces:
 
 @dataclass(frozen=True)
 class Guess:
-    """What an attack says."""
+    """The result of an attack."""
 
 
 @dataclass(frozen=True)
 class WordGuess(Guess):
-    """Word types that an attack says were in the batch.
+    """The word types that an attack names.
 
     Attributes:
-        types: (k,) distinct token ids, best first where scores exist.
-        scores: (V,) higher is more likely used, or None where the attack only decides.
-        n_types: the attack's own estimate of the number of types, or None where it makes none.
+        types: (k,) distinct token ids, best first if there are scores.
+        scores: (V,) higher is more likely used, or None if the attack only decides.
+        n_types: the attack's estimate of the number of types, or None.
         surface: ``"output"`` for words predicted (labels), ``"input"`` for words read.
-        certified: whether the adversary can tell by itself that no type is missing; None where the
-            attack makes no certificate.
-        capacity: how many types the attack could have told apart; None where it cannot say.
+        certified: whether the adversary can verify that no type is missing; None if the attack has
+            no certificate.
+        capacity: how many types the attack can tell apart; None if that is unknown.
     """
 
     types: Tensor
@@ -62,13 +62,13 @@ class WordGuess(Guess):
 
 @dataclass(frozen=True)
 class Query:
-    """Targets that a game hands to an attack (candidate texts of a membership game).
+    """The targets of a game: candidate texts of a membership game.
 
     Attributes:
-        input_ids: (G, L) one target sentence a row.
+        input_ids: (G, L) one target sentence per row.
         attention_mask: (G, L), 0 where padded, or None.
-        positions: (G,) which token of each sentence is asked for; None leaves it to the attack.
-        labels: (G, L) of a causal model, -100 where the loss looks away; None: it looks at all.
+        positions: (G,) the token of each sentence that is tested; None lets the attack choose.
+        labels: (G, L) of a causal model, -100 where the loss ignores a token; None for no such.
     """
 
     input_ids: Tensor
@@ -79,20 +79,20 @@ class Query:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What an adversary knows of the run that it attacks, besides what it sees.
+    """What an adversary knows of the run, besides what it sees.
 
     A server that prescribes the training knows all of it.
 
     Attributes:
-        precision: in the Trainer's words (``"bf16-mixed"``); None where it is not known.
+        precision: in the Trainer's words (``"bf16-mixed"``); None if unknown.
         autocast: dtype that the client's forward is cast to; None without autocast.
-        optimizer: class of the one that owns what the attack reads; None where none does.
-        optimizer_settings: of that optimizer, plain values.
-        local_steps: optimizer steps whose weight change is shared; None where single gradients are.
-        defended: what the run's defences rewrite.
-        step: optimizer step that the fit begins at; not 0 where it was resumed.
+        optimizer: class name of the optimizer of the parameters that are read; None without one.
+        optimizer_settings: its settings, as plain values.
+        local_steps: optimizer steps whose weight change is shared; None if single gradients are.
+        defended: the data that the run's defences change.
+        step: optimizer step that the fit begins at; above 0 if it was resumed.
         clip_value: size that entries of a step's gradient are cut to before it is shared; None
-            where they are not cut, or it is not known.
+            if they are not cut, or it is unknown.
     """
 
     precision: str | None = None
@@ -109,35 +109,35 @@ class Attack(ABC):
     """An adversary. Subclasses set ``threat_model`` and implement ``needs`` and ``run``.
 
     ``prepare`` may compute on the model before training starts, ``refresh`` when the weights have
-    moved; both run without gradients reaching the model and leave no trace on it. ``run`` uses no
-    global random numbers and works on the device of the observation.
+    changed. Neither changes the model or its gradients. ``run`` uses no global random numbers and
+    works on the device of the observation. docs/own_attack.md shows an attack of your own.
 
     Args:
-        name: the instance's name in the logs; two alike on one monitor are refused.
+        name: the instance's name in the logs, unique on one monitor.
     """
 
     threat_model: ClassVar[ThreatModel]
     default_name: ClassVar[str]
     reads_adaptive_updates: ClassVar[bool] = False
-    """Whether it reads weight changes that are no sums of gradients, as Adam's are, or says why it
-    does not; else there is no result where such are shared."""
+    """Whether :meth:`run` reads weight changes that are no sums of gradients, such as Adam's, or
+    raises an error that says why not. If False, there is no result for them."""
     removes_loss_terms: ClassVar[bool] = False
-    """Whether it takes off what a loss term of a parameter alone adds to its gradient
-    (``snapshot.loss_terms``), or says why it cannot; else there is no result behind one."""
+    """Whether :meth:`run` removes what a loss term of a parameter alone adds to its gradient
+    (``snapshot.loss_terms``), or raises an error. If False, there is no result with one."""
     reads_clipped: ClassVar[bool] = False
-    """Whether it reads gradients whose entries clipping by value has cut to one size, or says why
-    it does not; else there is no result where such are shared."""
+    """Whether :meth:`run` reads gradients whose entries clipping by value has cut to one size, or
+    raises an error. If False, there is no result for them."""
     restores_fully: ClassVar[bool] = True
-    """Whether :meth:`state_dict` holds all that :meth:`prepare` finds, so that it need not run."""
-
+    """Whether :meth:`state_dict` holds all that :meth:`prepare` computes, so that it need not run
+    after :meth:`load_state_dict`."""
     needs_float64: ClassVar[bool] = False
-    """Whether it computes in float64 where the model lies, which Apple's GPUs do not do."""
+    """Whether it computes in float64 on the model's device, which Apple's GPUs do not support."""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.default_name
 
     def check_device(self, anatomy: Anatomy) -> None:
-        """Refuses a device that cannot compute what this attack does, before :meth:`prepare`.
+        """Raise an error if the model's device does not support this attack's arithmetic.
 
         Raises:
             ValueError: says which device, and what to do.
@@ -146,80 +146,78 @@ class Attack(ABC):
         if self.needs_float64 and kind in WITHOUT_FLOAT64:
             raise ValueError(
                 f"attack '{self.name}' computes in float64, which the device '{kind}' does not "
-                "have: put the model on the CPU (Trainer(accelerator='cpu')), or leave this attack "
-                "out"
+                "have: put the model on the CPU (Trainer(accelerator='cpu')), or remove this "
+                "attack"
             )
 
     def meet(self, facts: RunFacts) -> None:  # noqa: B027
-        """Learns about the run, before :meth:`prepare` and whenever the facts change.
-
-        Default: nothing.
-        """
+        """Store facts of the run, before :meth:`prepare` and whenever they change."""
 
     def check_updates(self, facts: RunFacts) -> None:  # noqa: B027
-        """Refuses rounds of local steps of which it can read no update, whatever is in it.
+        """Raise an error for rounds of local steps whose updates cannot be read at all.
 
         Args:
-            facts: of the run; with its local steps, and the optimizer's settings.
+            facts: of the run, with its local steps and the optimizer's settings.
 
         Raises:
-            UnusableObservation: says what to change; :class:`Inapplicable` where the method is not
+            UnusableObservation: says what to change; :class:`Inapplicable` if the method is not
                 made for such updates.
         """
 
     @abstractmethod
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """Which gradients and activations this attack reads from this model."""
+        """Return the gradients and activations that this attack reads from this model."""
 
     def prepare(self, anatomy: Anatomy) -> None:  # noqa: B027
-        """Calibrates on what the adversary knows (public text, the model). Default: nothing."""
+        """Calibrate on what the adversary knows (public text, the model)."""
 
     def estimate(self, anatomy: Anatomy, texts: int) -> float | None:
-        """Seconds that a look will take, known before :meth:`prepare`; None: it has to be tried.
+        """Return the seconds that a look will take; None if only a trial can tell.
 
         Args:
-            anatomy: the model.
-            texts: that a membership attack is asked for.
+            anatomy: the model, before :meth:`prepare`.
+            texts: number of texts that a membership attack scores.
         """
         return None
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:  # noqa: B027
-        """Follows a model that has moved. Default: nothing."""
+        """Follow a model whose weights have changed."""
 
     @abstractmethod
     def run(self, view: Observation, query: Query | None = None) -> Guess:
-        """Attacks one observation.
+        """Return the guess for one observation.
 
         Raises:
             UnusableObservation: the snapshot is non-finite or all zero.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors that must survive a checkpoint (a calibration, say). Default: none."""
+        """Return the tensors that a checkpoint must hold, such as a calibration."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Takes back what ``state_dict`` gave."""
+        """Restore what ``state_dict`` returned."""
 
     def calibration_inputs(self) -> dict[str, object] | None:
-        """All that a calibration hangs on besides the model, as plain values.
+        """Return all that a calibration depends on besides the model, as plain values.
 
-        What is known by these and the model's weights may be kept on disk for another fit.
-        Default: None, it is made anew in each.
+        A calibration may be stored on disk under these and the model's weights, for another fit.
+        None means that every fit calibrates again.
         """
         return None
 
     def config(self) -> dict[str, object]:
-        """Settings that name this attack in reports: plain numbers and strings."""
+        """Return the settings that name this attack in reports, as plain numbers and strings."""
         return {}
 
     def arguments(self) -> dict[str, object]:
-        """Those of :meth:`config` that were given, which a saved state must have been made with.
+        """Return the settings that a saved state must agree with.
 
-        Default: all. An attack whose ``config`` tells what was measured leaves that out.
+        By default they are those of :meth:`config`. An attack whose ``config`` has measured values
+        leaves them out.
         """
         return self.config()
 
     def fingerprint(self) -> str:
-        """What a saved state must have been made with, as one string."""
+        """Return what a saved state must agree with, as one string."""
         return repr(sorted(self.arguments().items()))

@@ -1,4 +1,4 @@
-"""Text that an adversary owns, as token ids, and batches of it."""
+"""Text that an adversary has, as token ids, and batches of it."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ from lightning_fedleak.anatomy import Anatomy, Kind
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model_runs import logits_in, undisturbed
 from lightning_fedleak.progress import track
+from lightning_fedleak.validate import check_integer
 
 Sampled = Literal["sampled"]
 """Text that a causal model writes itself."""
 
-
-_LENGTH = 64  # tokens of a sampled text, at most
-_kept: ContextVar[dict[Hashable, PublicText] | None] = ContextVar("_kept", default=None)
+_LENGTH = 64  # tokens of a sampled text at most; longer texts cost time, not tuned
+_samples: ContextVar[dict[Hashable, PublicText] | None] = ContextVar("_samples", default=None)
 
 
 @contextmanager
 def share_samples() -> Iterator[None]:
-    """Within, a model writes the same text once, or more of it, whoever asks for it."""
-    token = _kept.set({})
+    """Let all attacks within share the texts that a model writes."""
+    token = _samples.set({})
     try:
         yield
     finally:
-        _kept.reset(token)
+        _samples.reset(token)
 
 
 class MissingText(ValueError):
-    """An attack that applies has nothing to be calibrated on, which an argument would give it."""
+    """An attack has no text to be calibrated on; the message names the argument to set."""
 
 
 class PublicText:
-    """Text the adversary owns, as token ids.
+    """Text that the adversary has, as token ids.
+
+    Attacks that calibrate take it as ``public_text``. A hundred sentences like the clients' are
+    enough.
 
     Examples:
         >>> from lightning_fedleak import PublicText
@@ -48,19 +51,29 @@ class PublicText:
         (2, 5)
 
     Args:
-        texts: strings (then ``tokenizer`` is needed), sequences of token ids, or a tensor of ids
-            with one text per row, (n, L), or a single text, (L,).
-        tokenizer: callable with a string, giving ``input_ids`` (any Hugging Face tokenizer).
+        texts: strings (with ``tokenizer``), sequences of token ids, or a tensor of ids with one
+            text per row, (n, L), or a single text, (L,).
+        tokenizer: function from a string to ``input_ids`` (any Hugging Face tokenizer).
         targets: for an encoder-decoder, the text that each of ``texts`` maps to. Without them the
             model is calibrated on copying its input.
 
     Attributes:
         sentences: the texts as 1-D int64 tensors; texts of fewer than 2 tokens are dropped.
-        targets: those of an encoder-decoder; None without.
-        tokenizer: as it was given.
+        targets: those of an encoder-decoder, or None.
+        tokenizer: the argument.
 
     Raises:
-        ValueError: no text, strings without a tokenizer, or targets that do not pair up.
+        ValueError: there is no text, or strings without a tokenizer, or another number of targets.
+
+    Example:
+        >>> import torch
+        >>> from lightning_fedleak import PublicText
+        >>> text = PublicText([[5, 6, 7], [8, 9]])  # token ids; or strings and tokenizer=
+        >>> len(text), text.n_tokens
+        (2, 5)
+        >>> batch = text.batch(sentences=2, length=8, generator=torch.Generator().manual_seed(0))
+        >>> batch.input_ids.shape
+        torch.Size([2, 3])
     """
 
     def __init__(
@@ -71,24 +84,24 @@ class PublicText:
         targets: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor | None = None,
     ) -> None:
         sentences = _token_ids(texts, tokenizer, "texts")
-        paired = None if targets is None else _token_ids(targets, tokenizer, "targets")
-        if paired is not None and len(paired) != len(sentences):
+        target_ids = None if targets is None else _token_ids(targets, tokenizer, "targets")
+        if target_ids is not None and len(target_ids) != len(sentences):
             raise ValueError(
-                f"PublicText got {len(sentences)} texts but {len(paired)} targets: "
+                f"PublicText got {len(sentences)} texts but {len(target_ids)} targets: "
                 "give one target for each text."
             )
-        kept = [
+        rows = [
             i
             for i, s in enumerate(sentences)
-            if len(s) >= 2 and (paired is None or len(paired[i]) >= 1)
+            if len(s) >= 2 and (target_ids is None or len(target_ids[i]) >= 1)
         ]
-        if not kept:
+        if not rows:
             raise ValueError(
                 "PublicText got no text of at least 2 tokens: give some text of the language that "
                 "the model was trained on (a hundred sentences will do)."
             )
-        self.sentences = [sentences[i] for i in kept]
-        self.targets = None if paired is None else [paired[i] for i in kept]
+        self.sentences = [sentences[i] for i in rows]
+        self.targets = None if target_ids is None else [target_ids[i] for i in rows]
         self.tokenizer = tokenizer
 
     def __len__(self) -> int:
@@ -96,19 +109,18 @@ class PublicText:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens in all texts together."""
+        """Return the number of tokens in all texts together."""
         return sum(len(s) for s in self.sentences)
 
     @property
     def digest(self) -> str:
-        """The beginning of the SHA-256 of all token ids of the texts."""
+        """Return the beginning of the SHA-256 of all token ids of the texts."""
         rows = ",".join(" ".join(map(str, row.tolist())) for row in self.sentences)
         return hashlib.sha256(rows.encode()).hexdigest()[:16]
 
     def draw(self, sentences: int, generator: torch.Generator) -> Tensor:
-        """Indices of ``sentences`` texts, (sentences,), each once until all have been drawn."""
-        if sentences < 1:
-            raise ValueError(f"sentences must be at least 1, got {sentences}")
+        """Return (sentences,) random indices of texts; none repeats until all have occurred."""
+        check_integer("sentences", sentences)
         rounds = [
             torch.randperm(len(self), generator=generator)
             for _ in range(-(-sentences // len(self)))
@@ -125,14 +137,14 @@ class PublicText:
         mask_token_id: int | None = None,
         mask_rate: float = 0.15,
     ) -> TokenBatch:
-        """A random batch: each text cut to its first ``length`` tokens, padded on the right.
+        """Return a random batch: each text cut to its first ``length`` tokens, padded on the right.
 
         Args:
             sentences: rows of the batch.
             length: tokens at most in a row, at least 2.
             generator: CPU generator; the batch depends on nothing else.
-            kind: what the labels are. ``"masked"`` hides ``mask_rate`` of the tokens (at least
-                one a row) behind ``mask_token_id`` and asks for those alone.
+            kind: the meaning of the labels. ``"masked"`` replaces ``mask_rate`` of the tokens (at
+                least one per row) by ``mask_token_id`` and labels only those.
             mask_token_id: needed for ``"masked"``.
             mask_rate: share of tokens that are masked.
 
@@ -159,22 +171,21 @@ class PublicText:
         mask_token_id: int | None = None,
         mask_rate: float = 0.15,
     ) -> TokenBatch:
-        """As :meth:`batch`, of the texts at ``indices``."""
-        if length < 2:
-            raise ValueError(f"length must be at least 2 tokens, got {length}")
-        input_ids, real = _padded([self.sentences[i][:length] for i in indices])
+        """Return the batch of the texts at ``indices``; see :meth:`batch` for the arguments."""
+        check_integer("length", length, at_least=2, hint="tokens of a text")
+        input_ids, real = _pad([self.sentences[i][:length] for i in indices])
         if kind == "seq2seq":
             source = self.sentences if self.targets is None else self.targets
-            target, present = _padded([source[i][:length] for i in indices])
+            target, present = _pad([source[i][:length] for i in indices])
             labels = target.masked_fill(~present, IGNORE_INDEX)
         elif kind == "masked":
             if mask_token_id is None:
                 raise MissingText(
                     "a masked language model needs mask_token_id: pass its tokenizer="
                 )
-            hidden = _masked_positions(real, mask_rate, generator)
-            labels = input_ids.masked_fill(~hidden, IGNORE_INDEX)
-            input_ids = input_ids.masked_fill(hidden, mask_token_id)
+            masked = _masked_positions(real, mask_rate, generator)
+            labels = input_ids.masked_fill(~masked, IGNORE_INDEX)
+            input_ids = input_ids.masked_fill(masked, mask_token_id)
         elif kind == "causal":
             labels = input_ids.masked_fill(~real, IGNORE_INDEX)
         else:
@@ -186,20 +197,20 @@ class PublicText:
         )
 
     def with_and_without_start(self) -> PublicText:
-        """With every second text less its first token, if all texts open with the same one.
+        """Return the texts, every second one without its first token if all begin with the same.
 
-        That is a start token, which the text under attack may or may not have. Where a tied
-        embedding reads them, first tokens have large gradients, so that both ought to be seen.
+        That token is a start token, which the text under attack may or may not have. First tokens
+        have large gradients in a tied embedding, so that a calibration should see both.
         """
         if len({int(s[0]) for s in self.sentences}) > 1:
             return self
-        shortened = [s[i % 2 :] if len(s) > 2 else s for i, s in enumerate(self.sentences)]
-        return PublicText(shortened, targets=self.targets)
+        texts = [s[i % 2 :] if len(s) > 2 else s for i, s in enumerate(self.sentences)]
+        return PublicText(texts, targets=self.targets)
 
     @staticmethod
-    def label(given: PublicText | Sampled | None) -> str | None:
-        """What tells one public text from another: its digest, ``"sampled"``, or None."""
-        return given.digest if isinstance(given, PublicText) else given
+    def label(public_text: PublicText | Sampled | None) -> str | None:
+        """Return what identifies a public text: its digest, ``"sampled"``, or None."""
+        return public_text.digest if isinstance(public_text, PublicText) else public_text
 
     @classmethod
     def sampled_from(
@@ -211,74 +222,79 @@ class PublicText:
         *,
         start_token_id: int | None = None,
     ) -> PublicText:
-        """Text that a causal model writes itself: calibration without any text at hand.
+        """Return text that a causal model writes itself, to calibrate without any text.
 
         Args:
-            anatomy: the model; it is run in eval mode without gradients and left as it was.
-            n: texts.
-            length: tokens of a text at most (a text ends at the model's end token, and with its
-                context).
-            seed: of an own generator.
-            start_token_id: first token of every text; by default the model's ``bos_token_id``,
-                and where it has none a different random token for each text.
+            anatomy: the model, which runs in eval mode without gradients and is not changed.
+            n: number of texts.
+            length: tokens of a text at most; a text also ends at the model's end token, and with
+                its context.
+            seed: of the random numbers.
+            start_token_id: first token of every text; by default the model's ``bos_token_id``, or
+                a different random token for each text.
 
         Raises:
             ValueError: the model is not a causal language model.
         """
-        kept, key = _kept.get(), (id(anatomy.model), length, seed, start_token_id)
-        if kept is None:
-            return cls(_sampled(anatomy, n, length, seed, start_token_id))
-        if key not in kept or len(kept[key]) < n:
-            kept[key] = cls(_sampled(anatomy, n, length, seed, start_token_id))
-        return kept[key] if len(kept[key]) == n else cls(kept[key].sentences[:n])
+        samples, key = _samples.get(), (id(anatomy.model), length, seed, start_token_id)
+        if samples is None:
+            return cls(_sample(anatomy, n, length, seed, start_token_id))
+        if key not in samples or len(samples[key]) < n:
+            samples[key] = cls(_sample(anatomy, n, length, seed, start_token_id))
+        return samples[key] if len(samples[key]) == n else cls(samples[key].sentences[:n])
 
     @classmethod
-    def parse(cls, given: Given | None, tokenizer: Any = None) -> PublicText | Sampled | None:
-        """The ``public_text`` of an attack, as every attack takes it; None stays None.
+    def parse(cls, public_text: Given | None, tokenizer: Any = None) -> PublicText | Sampled | None:
+        """Return the ``public_text`` argument of an attack in its parsed form; None stays None.
 
         Args:
-            given: a public text, texts, token ids, or ``"sampled"``.
+            public_text: a public text, texts, token ids, or ``"sampled"``.
             tokenizer: for texts.
 
         Raises:
-            ValueError: one string of text, or texts without a tokenizer.
+            ValueError: it is one string of text, or texts without a tokenizer.
         """
-        if given is None or isinstance(given, PublicText):
-            return given
-        if isinstance(given, str):
-            if given == "sampled":
+        if public_text is None or isinstance(public_text, PublicText):
+            return public_text
+        if isinstance(public_text, str):
+            if public_text == "sampled":
                 return "sampled"
             raise ValueError(
                 "public_text must be a PublicText, a sequence of texts (with tokenizer=) or of "
                 "token ids, or 'sampled', not one string"
             )
-        return cls(given, tokenizer)
+        return cls(public_text, tokenizer)
 
     @classmethod
     def resolve(
         cls,
-        given: PublicText | Sampled,
+        public_text: PublicText | Sampled,
         anatomy: Anatomy,
         seed: int = 0,
         *,
         n: int = 256,
         or_tokens: bool = False,
     ) -> PublicText:
-        """``given`` itself; for ``"sampled"``, ``n`` texts of up to 64 tokens by the model.
+        """Return a public text; for ``"sampled"``, ``n`` texts of up to 64 tokens by the model.
 
-        With ``or_tokens`` random frequent tokens where a model writes no text: of an
-        encoder-decoder independent ones for source and target, of a masked model as texts.
+        Attacks call it in ``prepare``, so that a config file can name sampled text before there is
+        a model to sample from.
 
-        What an attack calls in ``prepare``, so that a config file can ask for sampled text before
-        there is a model to sample from.
+        Args:
+            public_text: result of :meth:`parse`.
+            anatomy: the model.
+            seed: of the random numbers.
+            n: number of texts.
+            or_tokens: whether a model that writes no text gets random frequent tokens: an
+                encoder-decoder independent ones for source and target.
 
         Raises:
             ValueError: another string.
         """
-        if isinstance(given, PublicText):
-            return given
-        if given != "sampled":
-            raise ValueError(f"public_text must be a PublicText or 'sampled', got {given!r}")
+        if isinstance(public_text, PublicText):
+            return public_text
+        if public_text != "sampled":
+            raise ValueError(f"public_text must be a PublicText or 'sampled', got {public_text!r}")
         if or_tokens and anatomy.kind in ("seq2seq", "masked"):
             generator = torch.Generator().manual_seed(seed)
             texts = frequent_tokens(anatomy, n, _LENGTH, generator)
@@ -296,30 +312,30 @@ def frequent_tokens(
     generator: torch.Generator,
     size: int | None = None,
 ) -> Tensor:
-    """Random token ids (rows, length), frequent ones more often; no marks such as padding.
+    """Return random token ids (rows, length), frequent ones more often, without special tokens.
 
-    Tokenizers number tokens by how frequent they are, roughly: id i has odds of 1 / (10 + i).
+    Tokenizers number tokens roughly by frequency: id i has odds of 1 / (10 + i).
 
     Args:
         anatomy: the model.
-        rows: texts.
-        length: tokens of each.
+        rows: number of texts.
+        length: tokens of each text.
         generator: CPU generator.
-        size: of the vocabulary; by default that of what the model reads.
+        size: of the vocabulary; by default that of the model's input.
     """
     config = getattr(anatomy.model, "config", None)
     size = size or getattr(config, "vocab_size", None) or anatomy.vocab_size
     weights = 1 / (10.0 + torch.arange(size))
-    for mark in ("pad", "bos", "eos", "decoder_start"):
-        number = getattr(config, f"{mark}_token_id", None)
-        if isinstance(number, int) and 0 <= number < len(weights):
-            weights[number] = 0.0
-    drawn = torch.multinomial(weights, rows * length, replacement=True, generator=generator)
-    return drawn.view(rows, length)
+    for name in ("pad", "bos", "eos", "decoder_start"):
+        token = getattr(config, f"{name}_token_id", None)
+        if isinstance(token, int) and 0 <= token < len(weights):
+            weights[token] = 0.0
+    ids = torch.multinomial(weights, rows * length, replacement=True, generator=generator)
+    return ids.view(rows, length)
 
 
 Given = PublicText | Sampled | Sequence[str] | Sequence[Sequence[int]]
-"""What attacks take for ``public_text``; texts with a tokenizer."""
+"""The ``public_text`` argument of attacks; strings need a tokenizer."""
 
 
 def _token_ids(
@@ -332,24 +348,25 @@ def _token_ids(
     if isinstance(texts, Tensor):
         if texts.dim() not in (1, 2) or texts.is_floating_point():
             raise ValueError(
-                f"{argument} given as a tensor must hold token ids, (L,) or (n, L); got "
+                f"{argument} as a tensor must hold token ids, (L,) or (n, L); got "
                 f"{texts.dtype} of shape {tuple(texts.shape)}"
             )
         return list(texts.detach().cpu().to(torch.int64).reshape(-1, texts.shape[-1]).unbind(0))
-    found: list[Tensor] = []
+    token_ids: list[Tensor] = []
     for text in texts:
         if isinstance(text, str):
             if tokenizer is None:
                 raise ValueError(
-                    f"{argument} holds strings, and no tokenizer was given: pass tokenizer=... "
-                    "(the model's own) or give token ids."
+                    f"{argument} holds strings, and there is no tokenizer: pass tokenizer=... "
+                    "(the model's own) or token ids."
                 )
             text = tokenizer(text)["input_ids"]
-        found.append(torch.as_tensor(text, dtype=torch.int64).reshape(-1).cpu())
-    return found
+        token_ids.append(torch.as_tensor(text, dtype=torch.int64).reshape(-1).cpu())
+    return token_ids
 
 
-def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _pad(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return rows padded on the right, and where they are not padded."""
     ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=0)
     lengths = torch.tensor([len(r) for r in rows])
     return ids, torch.arange(ids.shape[1])[None] < lengths[:, None]
@@ -361,7 +378,7 @@ def _masked_positions(real: Tensor, rate: float, generator: torch.Generator) -> 
     return (draw < rate).scatter(1, lowest, True)
 
 
-def _sampled(
+def _sample(
     anatomy: Anatomy, n: int, length: int, seed: int, start_token_id: int | None
 ) -> list[Tensor]:
     if anatomy.kind != "causal":
@@ -369,8 +386,8 @@ def _sampled(
             f"text can be sampled from a causal language model only, not from a {anatomy.kind!r} "
             "one: pass public_text=, texts like the clients'"
         )
-    if n < 1 or length < 2:
-        raise ValueError(f"sampling needs n >= 1 and length >= 2, got n={n}, length={length}")
+    check_integer("n", n)
+    check_integer("length", length, at_least=2, hint="tokens of a text")
     generator = torch.Generator().manual_seed(seed)
     config = getattr(anatomy.model, "config", None)
     length = min(length, getattr(config, "max_position_embeddings", None) or length)
@@ -394,15 +411,15 @@ def _sampled(
                 out = model(input_ids=ids.to(device))
             cache = getattr(out, "past_key_values", None) if cached else None
             probabilities = logits_in(out)[:, -1].float().softmax(-1).cpu()
-            ids = torch.cat([ids, _drawn(probabilities, generator)], 1)
+            ids = torch.cat([ids, _draw(probabilities, generator)], 1)
     ended = torch.isin(ids[:, 1:], end_ids)
     stop = torch.where(ended.any(1), ended.int().argmax(1) + 2, length)
     return [row[:k] for row, k in zip(ids, stop.tolist(), strict=True)]
 
 
-def _drawn(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """(n, 1) one of each row by inversion: a uniform number a row, where multinomial takes V."""
-    up_to = probabilities.cumsum(1)
-    places = torch.rand(len(up_to), 1, generator=generator) * up_to[:, -1:]
-    drawn: Tensor = torch.searchsorted(up_to, places, right=True)
-    return drawn.clamp_max(up_to.shape[1] - 1)
+def _draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """Return (n, 1) one index per row by inversion, from one random number; multinomial takes V."""
+    cumulative = probabilities.cumsum(1)
+    places = torch.rand(len(cumulative), 1, generator=generator) * cumulative[:, -1:]
+    indices: Tensor = torch.searchsorted(cumulative, places, right=True)
+    return indices.clamp_max(cumulative.shape[1] - 1)

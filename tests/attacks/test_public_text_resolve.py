@@ -60,13 +60,13 @@ def test_fewer_texts_than_were_written_are_not_written_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written: list[int] = []
-    sample = public_text._sampled
+    sample = public_text._sample
 
     def counted(anatomy: Anatomy, n: int, *rest: Any) -> list[Tensor]:
         written.append(n)
         return sample(anatomy, n, *rest)
 
-    monkeypatch.setattr(public_text, "_sampled", counted)
+    monkeypatch.setattr(public_text, "_sample", counted)
     anatomy = find_anatomy(tiny_gpt2())
     with public_text.share_samples():
         few = PublicText.resolve("sampled", anatomy, n=4)

@@ -1,8 +1,8 @@
-"""The model run on any text, nothing left behind: its logits, and hidden states at a layer.
+"""Running the model on any text without a trace: its logits, and hidden states at a layer.
 
-Every forward of ours goes through one door, :func:`undisturbed`. A run goes through the whole
-model's own ``forward``, so that masks, positions, PEFT and sharding are the model's own business;
-one for hidden states is cut off right behind the layer, so that no work is done above.
+Every forward of this package runs inside :func:`undisturbed`. It calls the model's ``forward``, so
+that masks, positions, PEFT and sharding are those of the model. A run for hidden states stops right
+after the layer.
 """
 
 from __future__ import annotations
@@ -29,44 +29,45 @@ from lightning_fedleak.model_state import (
     preserve_model,
     preserve_process,
 )
+from lightning_fedleak.validate import check_integer
 
-LOGITS_AT_ONCE = 1 << 26
-TOKENS_AT_ONCE = 1 << 13
+LOGITS_AT_ONCE = 1 << 26  # logits of one run: 256 MiB in float32
+TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds the memory
 
-_OF_WHOLE_MODELS = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
-_KEPT = ("torch.distributed", *_OF_WHOLE_MODELS)
+_WHOLE_MODEL_PACKAGES = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
+_HOOK_PACKAGES = ("torch.distributed", *_WHOLE_MODEL_PACKAGES)
 
 _open: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_open", default=())
 
 
 def is_observed() -> bool:
-    """Whether an :func:`undisturbed` is open: what runs is the server's copy, say.
+    """Return whether the code runs inside :func:`undisturbed`.
 
-    Hooks that stand for what a client does to its own data must do nothing then.
+    Hooks that change a client's data must do nothing then.
     """
     return bool(_open.get())
 
 
 @contextmanager
 def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
-    """Yields ``anatomy.model`` in eval mode and puts everything back after, also on an exception.
+    """Yield ``anatomy.model`` in eval mode, and restore everything after, also on an exception.
 
-    The door that every forward of ours goes through. Put back are what modules of ``anatomy.root``
-    hold (:func:`~lightning_fedleak.model_state.preserve_model` says what: parameters, buffers,
-    gradients, attributes that a forward or a hook writes) and the state of the process
+    Restored are the contents of the modules of ``anatomy.root``
+    (:func:`~lightning_fedleak.model_state.preserve_model`: parameters, buffers, gradients,
+    attributes that a forward or a hook writes), the state of the process
     (:func:`~lightning_fedleak.model_state.preserve_process`: random generators, autocast), and each
-    module's own ``training`` flag, set directly so that no ``train()`` of a user's module runs.
-    What FSDP2 had sharded is sharded again. Compiled modules run eagerly, and autocast keeps no
-    cast weights. Gradients stay enabled or disabled as they are; a backward belongs inside.
+    module's ``training`` flag, without a call of a user's ``train()``. What FSDP2 had sharded is
+    sharded again. Compiled modules run eagerly, and autocast stores no cast weights. Gradients stay
+    enabled or disabled; a backward belongs inside.
 
-    May be nested: the outermost one of a root puts its modules back, each one modes and random
-    generators. Meanwhile :func:`is_observed` says so.
+    It may be nested: the outermost one of a root restores its modules, each one modes and random
+    generators. :func:`is_observed` is True meanwhile.
 
-    Out of reach is what no module holds: files, global variables, closures, class attributes, and
+    It cannot restore what no module holds: files, global variables, closures, class attributes, and
     objects whose state cannot be read.
 
     Raises:
-        ModelWritten: a parameter was written to and could not be put back.
+        ModelWritten: a parameter was written to and could not be restored.
     """
     root, before = anatomy.root, _open.get()
     modules = modules_of(root)
@@ -75,9 +76,9 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
         stack.enter_context(preserve_process())
         if not any(root is other for other in before):
             stack.enter_context(preserve_model(root, anatomy.model))
-        stack.enter_context(_sharded_again(root))
-        stack.enter_context(_compiled_run_eagerly(root))
-        stack.enter_context(_casts_not_cached())
+        stack.enter_context(_reshard(root))
+        stack.enter_context(_run_eagerly(root))
+        stack.enter_context(_cache_no_casts())
         _open.set((*before, root))
         try:
             for module in modules:
@@ -98,52 +99,44 @@ def hidden_states(
     position_ids: Tensor | None = None,
     at_once: int = TOKENS_AT_ONCE,
 ) -> Tensor:
-    """Hidden states of texts at ``layer``, in eval mode and without gradient.
+    """Return the hidden states of texts at ``layer``, in eval mode and without gradient.
 
-    As in Hugging Face's ``hidden_states``: 0 is the input of the first block (the output of the
-    embeddings), k the output of block k, counted from 1. One difference: the last entry is here
-    the last block's own output, while GPT-2's, Llama's and T5's ``hidden_states[-1]`` has been
-    through the final norm.
+    Layers count as in Hugging Face's ``hidden_states``: 0 is the input of the first block (the
+    output of the embeddings), k the output of block k, counted from 1. The last entry is the last
+    block's output, before the final norm that GPT-2, Llama and T5 apply to ``hidden_states[-1]``.
 
-    Positions are the model's own affair: given ids and mask it does what it does in a training
-    step that gives it the same. RoBERTa counts from the padding; GPT-2, Llama and BERT count from
-    the first column whatever the mask, so that a text padded on the left is shifted (and its hidden
-    states differ under learned positions). ``generate`` counts from the first real token instead;
-    for that give ``position_ids=(mask.cumsum(1) - 1).clamp(min=0)``.
+    The model computes positions as in a training step with the same ids and mask. RoBERTa counts
+    from the padding; GPT-2, Llama and BERT count from the first column whatever the mask, so that a
+    text padded on the left is shifted. ``generate`` counts from the first real token: pass
+    ``position_ids=(mask.cumsum(1) - 1).clamp(min=0)`` for that. Hidden states at padded positions
+    have no meaning.
 
-    Hidden states at padded positions are whatever the model computes there; they mean nothing.
-
-    Everything is left as it was, also after an exception, see :func:`undisturbed`. No forward,
-    forward-pre or backward hook runs during the call, of one module or global, but those that the
-    model needs to compute at all: those whose functions come from ``torch.distributed`` (FSDP2,
-    tensor parallel), ``torch.nn.utils`` (``weight_norm``, pruning), ``torch.ao``, ``transformers``,
-    ``accelerate`` and ``peft``. A hook of the user's own that changes what the model computes is
-    therefore left out. Compiled models and blocks run eagerly. Under FSDP2 and tensor parallel
-    every rank must make the call, with texts of the same shape.
+    Nothing is changed, see :func:`undisturbed`. Of all hooks only those run that the model needs:
+    their functions come from ``torch.distributed`` (FSDP2, tensor parallel), ``torch.nn.utils``
+    (``weight_norm``, pruning), ``torch.ao``, ``transformers``, ``accelerate`` and ``peft``. A
+    user's hook that changes the computation does not run. Under FSDP2 and tensor parallel every
+    rank must make the call, with texts of the same shape.
 
     Args:
-        anatomy: of the model; of an encoder-decoder the *encoder's* blocks are meant, which read
-            ``input_ids``.
+        anatomy: the model; the layers of an encoder-decoder are those of its *encoder*.
         layer: 0 to the number of blocks.
         input_ids: (B, L) token ids, moved to the model's device.
-        attention_mask: (B, L), 0 where padded, or None where nothing is; not given to a model that
-            takes none.
+        attention_mask: (B, L), 0 where padded, or None; ignored by a model that takes none.
         position_ids: (B, L), for a model whose ``forward`` takes them.
         at_once: tokens in one run at most (at least one row), which bounds the memory.
 
     Returns:
-        (B, L, d) in the dtype and on the device of the layer, detached. Prompt tuning's virtual
-        tokens are left out.
+        (B, L, d) in the dtype and on the device of the layer, detached, without the virtual tokens
+        of prompt tuning.
 
     Raises:
         ValueError: the model has no such layer, there is no text or an empty one, shapes do not
             match, or a text is longer than the model's context.
-        TypeError: the model is wrapped by FSDP1, whose forward cannot be cut off.
+        TypeError: the model is wrapped by FSDP1, whose forward cannot be stopped.
     """
     place = place_of(anatomy, layer)
     check_text(anatomy, input_ids, attention_mask, position_ids)
-    if at_once < 1:
-        raise ValueError(f"at_once must be a positive number of tokens, got {at_once}")
+    check_integer("at_once", at_once, hint="tokens of one run")
     if any("_fsdp_wrapped_module" in m._modules for m in modules_of(anatomy.root)):
         raise TypeError(
             "the model is wrapped by FullyShardedDataParallel (FSDP1), whose forward cannot be "
@@ -168,9 +161,9 @@ def hidden_states(
 
 
 def sees_no_later(anatomy: Anatomy) -> bool:
-    """Whether no hidden state hangs on a later token, seen by running the blocks on two texts.
+    """Return whether no hidden state depends on a later token, from a run on two texts.
 
-    False for a model whose blocks are not known, or which takes no ``input_ids``.
+    It is False for a model without known blocks, or one that takes no ``input_ids``.
     """
     if not anatomy.blocks or why_not_run(anatomy) is not None:
         return False
@@ -186,17 +179,15 @@ def sees_no_later(anatomy: Anatomy) -> bool:
 
 @contextmanager
 def whole_model(root: nn.Module) -> Iterator[None]:
-    """Within it every process has the whole parameters of what FSDP2 shards, and runs alone.
+    """Replace the parameters that FSDP2 shards by whole ones, on every process.
 
-    The server's own copy of the model, as attacks that run it need it: how often they do may hang
-    on the data, and a collective in it would leave the other processes waiting. Gathered are all
-    sharded parameters, at the price of their memory on every process. The model's own tensors are
-    put back as they were. Of the hooks those of FSDP2 do not run either, see
-    :func:`only_needed_hooks`. What is computed within is in the parameters' own dtype, also where a
-    ``MixedPrecisionPolicy`` of FSDP2 has the client compute in another. Without sharded parameters
-    nothing happens.
+    It gives attacks the server's copy of the model. How often an attack runs it may depend on the
+    data, so that a collective would block the other processes. All sharded parameters are gathered,
+    which takes their memory on every process, and the model's tensors are restored after. FSDP2's
+    hooks do not run within, see :func:`only_needed_hooks`. The computation is in the parameters'
+    dtype, even if a ``MixedPrecisionPolicy`` has the client compute in another.
 
-    A collective: every process must enter it, outside of forward and backward.
+    Every process must enter it, outside of forward and backward, because it gathers.
     """
     sharded = [
         (module, name, parameter)
@@ -217,7 +208,7 @@ def whole_model(root: nn.Module) -> Iterator[None]:
     try:
         for module, name, parameter in sharded:
             module._parameters[name] = whole[id(parameter)]
-        with only_needed_hooks(root, _OF_WHOLE_MODELS):
+        with only_needed_hooks(root, _WHOLE_MODEL_PACKAGES):
             yield
     finally:
         for module, name, parameter in sharded:
@@ -225,15 +216,15 @@ def whole_model(root: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def only_needed_hooks(root: nn.Module, kept: Sequence[str] = _KEPT) -> Iterator[None]:
-    """Within it, of the hooks on modules only those run that the model needs to compute at all.
+def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES) -> Iterator[None]:
+    """Run only those hooks on modules within that the model needs, see :func:`hidden_states`.
 
-    Which these are says :func:`hidden_states`. They run to the end even where the forward is cut
-    off by an exception, so that FSDP2 gives back what it gathered. Hooks registered meanwhile stay.
+    They run to the end even if an exception stops the forward, so that FSDP2 frees what it
+    gathered. Hooks that are registered meanwhile stay.
 
     Args:
-        root: with all modules inside it.
-        kept: the packages whose hooks run.
+        root: module whose hooks, and whose submodules' hooks, are meant.
+        packages: packages whose hooks run.
     """
     holders: list[dict[str, Any]] = [m.__dict__ for m in modules_of(root)]
     holders.append({n.removeprefix("_global"): v for n, v in vars(torch_module).items()})
@@ -243,33 +234,33 @@ def only_needed_hooks(root: nn.Module, kept: Sequence[str] = _KEPT) -> Iterator[
         for h in holders
         if h["_forward_hooks"]
     ]
-    before = [(store, OrderedDict(store)) for store in stores]
-    called = [(flags, dict(flags)) for flags, _ in always]
+    old_stores = [(store, OrderedDict(store)) for store in stores]
+    old_flags = [dict(flags) for flags, _ in always]
     try:
         for store in stores:
-            for key in [k for k, hook in store.items() if not _is_of(hook, kept)]:
+            for key in [k for k, hook in store.items() if not _comes_from(hook, packages)]:
                 del store[key]
         for flags, store in always:
             flags.update(dict.fromkeys(store, True))
         yield
     finally:
-        for store, old in before:
+        for store, old in old_stores:
             new = {k: hook for k, hook in store.items() if k not in old}
             store.clear()
             store.update({**old, **new})
-        for (flags, store), (_, old_flags) in zip(always, called, strict=True):
-            for key in [k for k in store if k in flags and k not in old_flags]:
+        for (flags, store), before in zip(always, old_flags, strict=True):
+            for key in [k for k in store if k in flags and k not in before]:
                 del flags[key]
-            flags.update(old_flags)
+            flags.update(before)
 
 
-def _is_of(hook: Callable[..., Any], packages: Sequence[str]) -> bool:
+def _comes_from(hook: Callable[..., Any], packages: Sequence[str]) -> bool:
     home = hook_home(hook)
     return any(home == name or home.startswith(f"{name}.") for name in packages)
 
 
-class _Reached(Exception):
-    """Not an error: carries the hidden states out of the forward."""
+class _Stop(Exception):
+    """A signal, not an error, that carries hidden states out of a forward."""
 
     def __init__(self, states: Any) -> None:
         super().__init__()
@@ -277,25 +268,25 @@ class _Reached(Exception):
 
 
 def stop_at(model: Callable[..., Any], place: Place) -> Callable[..., Any]:
-    """``model`` as a function that stops at ``place`` and returns the hidden states there."""
+    """Return a function that runs ``model`` up to ``place`` and returns the hidden states there."""
     block = place.module
 
-    def leave_before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Reached(states_in(args, kwargs))
+    def stop_before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Stop(states_in(args, kwargs))
 
-    def leave_behind(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        raise _Reached(states_out(output))
+    def stop_after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        raise _Stop(states_out(output))
 
     def run(**inputs: Any) -> Any:
         handle = (
-            block.register_forward_pre_hook(leave_before, with_kwargs=True)
+            block.register_forward_pre_hook(stop_before, with_kwargs=True)
             if place.side == "input"
-            else block.register_forward_hook(leave_behind)
+            else block.register_forward_hook(stop_after)
         )
         try:
             model(**inputs)
-        except _Reached as reached:
-            return reached.states
+        except _Stop as stop:
+            return stop.states
         finally:
             handle.remove()
         raise ValueError(
@@ -307,35 +298,39 @@ def stop_at(model: Callable[..., Any], place: Place) -> Callable[..., Any]:
 
 
 def states_of_text(states: Any, length: int, anatomy: Anatomy, layer: int) -> Tensor:
-    """What a layer gave, less virtual tokens; refuses what is no (B, L, d)."""
+    """Return the states of a layer without virtual tokens.
+
+    Raises:
+        ValueError: they are no tensor (B, L, d).
+    """
     virtual = virtual_tokens(anatomy)
-    found: object = type(states).__name__
+    form: object = type(states).__name__
     if isinstance(states, Tensor):
-        found = list(states.shape)
+        form = list(states.shape)
         if states.dim() == 3 and states.shape[1] in (length, length + virtual):
             return states[:, -length:]
     raise ValueError(
         f"hidden states at layer {layer} should have {length} positions, as the text, and 3 "
-        f"dimensions; the model gives {found} there"
+        f"dimensions; the model gives {form} there"
     )
 
 
 def check_text(
     anatomy: Anatomy, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None
 ) -> None:
-    """Refuses texts (B, L) that the model cannot read, masks and positions of another shape.
+    """Raise an error for texts (B, L) that the model cannot read.
 
     Raises:
-        ValueError: an empty or too long text, a wrong shape, or positions the model does not take.
+        ValueError: a text is empty or too long, a shape is wrong, or the model takes no positions.
     """
     shape = tuple(input_ids.shape)
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must be (B, L), got {shape}")
     if 0 in shape:
         raise ValueError(f"input_ids holds no text: its shape is {shape}")
-    for name, given in (("attention_mask", mask), ("position_ids", positions)):
-        if given is not None and tuple(given.shape) != shape:
-            raise ValueError(f"{name} is {tuple(given.shape)}, but input_ids is {shape}")
+    for name, value in (("attention_mask", mask), ("position_ids", positions)):
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(f"{name} is {tuple(value.shape)}, but input_ids is {shape}")
     if mask is not None and not bool((mask != 0).any(1).all()):
         empty = int((mask == 0).all(1).nonzero()[0])
         raise ValueError(f"text {empty} is empty: its attention_mask is 0 everywhere")
@@ -352,9 +347,9 @@ def check_text(
 
 
 def context_length(anatomy: Anatomy) -> int | None:
-    """Tokens of text that the model takes at most; None where it does not say, as with T5.
+    """Return how many tokens of text the model takes at most; None if unknown, as for T5.
 
-    RoBERTa's first positions are spent on padding, and prompt tuning's on its virtual tokens.
+    RoBERTa uses the first positions for padding, and prompt tuning for its virtual tokens.
     """
     core = without_peft(anatomy.model)
     most = getattr(getattr(core, "config", None), "max_position_embeddings", None)
@@ -368,7 +363,7 @@ def context_length(anatomy: Anatomy) -> int | None:
 
 
 def virtual_tokens(anatomy: Anatomy) -> int:
-    """Tokens that prompt tuning and its like put before the text."""
+    """Return how many tokens prompt tuning and similar methods put before the text."""
     configs = getattr(anatomy.model, "peft_config", None)
     if not isinstance(configs, dict):
         return 0
@@ -377,12 +372,12 @@ def virtual_tokens(anatomy: Anatomy) -> int:
 
 
 def takes(model: nn.Module, argument: str) -> bool:
-    """Whether the model's ``forward`` has an argument of that name."""
+    """Return whether the model's ``forward`` has an argument of that name."""
     return argument in inspect.signature(without_peft(model).forward).parameters
 
 
 def accepts(model: nn.Module, argument: str) -> bool:
-    """Whether the model's ``forward`` can be called with an argument of that name."""
+    """Return whether the model's ``forward`` can be called with an argument of that name."""
     forward = without_peft(model).forward
     parameters = inspect.signature(forward).parameters
     if getattr(forward, "__qualname__", "") == "LightningModule.forward":  # which computes nothing
@@ -393,27 +388,27 @@ def accepts(model: nn.Module, argument: str) -> bool:
 
 
 def why_not_run(anatomy: Anatomy) -> str | None:
-    """Why no text can be run through the model, with the mend; None where it takes ``input_ids``.
+    """Return why no text can be run through the model, and what to change; None if it can.
 
-    Models of Hugging Face do, and a module of one's own whose ``forward`` names them so. One that
-    takes no mask is run without, as its own training step runs it.
+    Models of Hugging Face take ``input_ids``, and so must a module of your own. A model that takes
+    no mask runs without one, as in its training step.
     """
     model = anatomy.model
-    own, around = (type(without_peft(m)).__name__ for m in (model, anatomy.root))
+    model_name, root_name = (type(without_peft(m)).__name__ for m in (model, anatomy.root))
     if not accepts(model, "input_ids"):
         return (
-            f"{own}.forward takes no input_ids: give {around} a method forward(self, input_ids) "
-            "that returns the logits (B, L, vocabulary) of ids (B, L)"
+            f"{model_name}.forward takes no input_ids: give {root_name} a method "
+            "forward(self, input_ids) that returns the logits (B, L, vocabulary) of ids (B, L)"
         )
     arguments = inspect.signature(without_peft(model).forward).parameters
     masks = [name for name in arguments if "mask" in name]
     if masks and not accepts(model, "attention_mask"):
-        return f"{own}.forward calls a mask '{masks[0]}': padding is told by attention_mask"
+        return f"{model_name}.forward names a mask '{masks[0]}': rename it to attention_mask"
     return None
 
 
 def is_compiled(root: nn.Module) -> bool:
-    """Whether torch.compile runs it, a part of it, or its ``training_step`` (as Lightning does)."""
+    """Return whether torch.compile runs a module, a part of it, or its ``training_step``."""
     return _is_compiled_function(getattr(root, "training_step", None)) or any(
         "_orig_mod" in module._modules
         or module._compiled_call_impl is not None
@@ -429,14 +424,14 @@ def _is_compiled_function(function: object) -> bool:
 
 
 def reset_compiled(root: nn.Module) -> None:
-    """To be called after hooks came or went: what was compiled before would run on as it was."""
+    """Discard compiled code, which would ignore hooks that were added or removed since."""
     if is_compiled(root):
         torch.compiler.reset()
 
 
 @contextmanager
-def _compiled_run_eagerly(root: nn.Module) -> Iterator[None]:
-    """Within it compiled modules of ``root`` run as they were before."""
+def _run_eagerly(root: nn.Module) -> Iterator[None]:
+    """Run compiled modules of ``root`` eagerly within."""
     if not is_compiled(root):
         yield
         return
@@ -445,13 +440,15 @@ def _compiled_run_eagerly(root: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _sharded_again(root: nn.Module) -> Iterator[None]:
-    """After it what FSDP2 had sharded is sharded: its outermost module stays whole otherwise.
+def _reshard(root: nn.Module) -> Iterator[None]:
+    """Shard after it what FSDP2 had sharded, because FSDP2 leaves the outermost module whole.
 
-    A ``zero_grad`` or an optimizer would then act on the whole parameters in place of the shards.
+    A ``zero_grad`` or an optimizer would then change the whole parameters in place of the shards.
     """
     groups = [m for m in modules_of(root) if hasattr(m, "unshard") and hasattr(m, "reshard")]
-    sharded = [m for m in groups if all(hasattr(p, "full_tensor") for p in _own(m, groups))]
+    sharded = [
+        m for m in groups if all(hasattr(p, "full_tensor") for p in _group_parameters(m, groups))
+    ]
     try:
         yield
     finally:
@@ -459,26 +456,26 @@ def _sharded_again(root: nn.Module) -> Iterator[None]:
             module.reshard()  # type: ignore[operator]
 
 
-def _own(module: nn.Module, groups: list[nn.Module]) -> list[nn.Parameter]:
-    """Parameters of ``module`` that are in no other of ``groups`` inside it."""
-    inside = {id(m) for m in module.modules() if m is not module}
-    others = {id(p) for m in groups if id(m) in inside for p in m.parameters()}
+def _group_parameters(module: nn.Module, groups: list[nn.Module]) -> list[nn.Parameter]:
+    """Return parameters of ``module`` that are in no other of ``groups`` inside it."""
+    children = {id(m) for m in module.modules() if m is not module}
+    others = {id(p) for m in groups if id(m) in children for p in m.parameters()}
     return [p for p in module.parameters() if id(p) not in others]
 
 
 @contextmanager
-def _casts_not_cached() -> Iterator[None]:
-    """Older torch would keep weights cast without gradient for the training step's use."""
-    cached = torch.is_autocast_cache_enabled()
+def _cache_no_casts() -> Iterator[None]:
+    """Disable autocast's cache: older torch stores weights cast without gradient for training."""
+    enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(cached)
+        torch.set_autocast_cache_enabled(enabled)
 
 
 def micro_batches(anatomy: Anatomy, batch: TokenBatch) -> Iterator[TokenBatch]:
-    """``batch`` in runs of rows whose logits stay within a few hundred megabytes."""
+    """Yield ``batch`` in runs of rows whose logits take a few hundred megabytes at most."""
     device = anatomy.device
     labels = labels_of(batch)
     length = max(labels.shape[-1], batch.input_ids.shape[-1])
@@ -494,7 +491,7 @@ def micro_batches(anatomy: Anatomy, batch: TokenBatch) -> Iterator[TokenBatch]:
 
 
 def labels_of(batch: TokenBatch) -> Tensor:
-    """The batch's labels; of a causal batch without, its own ids (-100 where padded).
+    """Return the batch's labels; a causal batch without labels has its ids (-100 where padded).
 
     Raises:
         ValueError: a batch of another kind has no labels.
@@ -511,32 +508,32 @@ def labels_of(batch: TokenBatch) -> Tensor:
 def token_logits(
     model: nn.Module, batch: TokenBatch, parameters: Mapping[str, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits (N, V) at the predicting positions and the labels (N,) predicted there.
+    """Return logits (N, V) at the predicting positions and the labels (N,) predicted there.
 
     Args:
-        model: the language model, in the mode it is to run in.
+        model: the language model, in the mode that it runs in.
         batch: on the model's device.
-        parameters: used in place of the model's own, by name.
+        parameters: values that replace the model's parameters, by name.
     """
     return predicting(run_logits(model, batch, parameters), batch)
 
 
 def predicting(values: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Of values per position (B, L, k), those that predict a label, (N, k), and the labels (N,).
+    """Return the values (N, k) of (B, L, k) that predict a label, and the labels (N,).
 
-    A causal model predicts the label of the *next* position; the others that of their own.
+    A causal model predicts the label of the *next* position, the others that of the same one.
     """
     labels = labels_of(batch)
     if batch.kind == "causal":
         values, labels = values[:, -labels.shape[1] : -1], labels[:, 1:]
-    kept = labels != IGNORE_INDEX
-    return values[kept], labels[kept]
+    counted = labels != IGNORE_INDEX
+    return values[counted], labels[counted]
 
 
 def run_logits(
     model: nn.Module, batch: TokenBatch, parameters: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """The model's logits at every position, (B, L, V); without the mask where it takes none."""
+    """Return the model's logits (B, L, V) at every position."""
     kwargs: dict[str, Tensor] = {"input_ids": batch.input_ids}
     if batch.attention_mask is not None and accepts(model, "attention_mask"):
         kwargs["attention_mask"] = batch.attention_mask
@@ -547,30 +544,29 @@ def run_logits(
 
 
 def call_with(model: nn.Module, parameters: Mapping[str, Tensor], **kwargs: Any) -> Any:
-    """What a model returns with other tensors in place of its parameters.
+    """Return a model's output with other tensors in place of its parameters.
 
-    As ``torch.func.functional_call``, also where a module stands at two places: as the embedding of
-    an encoder and of its decoder. There that would leave the given tensors in the model, and no
-    longer tie them at the next call.
+    ``torch.func.functional_call`` would fail if a module is at two places, as the embedding of an
+    encoder and of its decoder: it leaves the tensors in the model, untied at the next call.
 
     Args:
-        model: called with ``kwargs``.
-        parameters: by name; what is tied to one of them is replaced too.
-        kwargs: of the forward.
+        model: the model that is called.
+        parameters: values by name; parameters tied to one of them are replaced too.
+        kwargs: arguments of the forward.
     """
-    named = model.named_parameters(remove_duplicate=False)
-    given = {id(own): parameters[name] for name, own in named if name in parameters}
-    once = {
-        f"{place}.{name}" if place else name: given[id(own)]
-        for place, module in model.named_modules()  # each module once
-        for name, own in module.named_parameters(recurse=False, remove_duplicate=False)
-        if id(own) in given
+    model_parameters = model.named_parameters(remove_duplicate=False)
+    values = {id(p): parameters[name] for name, p in model_parameters if name in parameters}
+    replacements = {
+        f"{path}.{name}" if path else name: values[id(p)]
+        for path, module in model.named_modules()  # each module once
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        if id(p) in values
     }
-    return torch.func.functional_call(model, once, kwargs=kwargs, tie_weights=False)
+    return torch.func.functional_call(model, replacements, kwargs=kwargs, tie_weights=False)
 
 
 def logits_in(out: Any) -> Tensor:
-    """Logits in whatever a model returns: a tensor, the first of a tuple, or ``.logits``."""
+    """Return the logits in a model's output: a tensor, the first of a tuple, or ``.logits``."""
     logits = getattr(out, "logits", out)
     if isinstance(logits, Mapping):
         logits = logits["logits"]
@@ -584,18 +580,12 @@ def logits_in(out: Any) -> Tensor:
     return logits
 
 
-class inputs_of:
-    """Context: collects the inputs a module is called with."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.seen: list[Tensor] = []
-
-    def __enter__(self) -> list[Tensor]:
-        self.handle = self.module.register_forward_pre_hook(
-            lambda _, args: self.seen.append(args[0])
-        )
-        return self.seen
-
-    def __exit__(self, *_: object) -> None:
-        self.handle.remove()
+@contextmanager
+def inputs_of(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect the inputs that a module is called with."""
+    inputs: list[Tensor] = []
+    handle = module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    try:
+        yield inputs
+    finally:
+        handle.remove()

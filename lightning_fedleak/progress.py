@@ -1,4 +1,4 @@
-"""Progress of what takes seconds, shown where somebody watches."""
+"""Progress bars of work that takes seconds, in a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 Item = TypeVar("Item")
 
-_shown: ContextVar[Progress | Console | None] = ContextVar("_shown", default=None)
+_display: ContextVar[Progress | Console | None] = ContextVar("_display", default=None)
 
 
 @contextmanager
-def bars(shown: bool) -> Iterator[None]:
-    """Shows a bar for each :func:`track` within; none where another live display is running.
+def bars(show: bool) -> Iterator[None]:
+    """Show a bar for each :func:`track` within, unless another live display is running.
 
-    A notebook without ipywidgets cannot draw bars: a line says what is done instead.
+    A notebook without ipywidgets cannot draw bars and gets lines of text.
 
     Args:
-        shown: whether to.
+        show: whether to show anything.
     """
     console = Console(stderr=True)
-    if shown and console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
-        token = _shown.set(console)
+    if show and console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
+        token = _display.set(console)
         try:
             yield
         finally:
-            _shown.reset(token)
+            _display.reset(token)
         return
     progress = Progress(
         TextColumn("{task.description}"),
@@ -46,60 +46,60 @@ def bars(shown: bool) -> Iterator[None]:
         transient=True,
     )
     try:
-        if shown:
+        if show:
             progress.start()
     except LiveError:
-        shown = False
-    token = _shown.set(progress if shown else None)
+        show = False
+    token = _display.set(progress if show else None)
     try:
         yield
     finally:
-        _shown.reset(token)
-        if shown:
+        _display.reset(token)
+        if show:
             progress.stop()
 
 
 def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that some work takes, without those in which other programs hold up the processor.
+    """Return the seconds that work takes, without the time that other programs take.
 
     Args:
-        work: is done once.
-        device: that is waited for.
+        work: function that is called once.
+        device: device that is synchronised after it.
     """
-    started, busy = time.perf_counter(), time.process_time()
+    wall, processor = time.perf_counter(), time.process_time()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return min(time.perf_counter() - started, time.process_time() - busy)
+    return min(time.perf_counter() - wall, time.process_time() - processor)
 
 
 def track(
-    items: Collection[Item], what: str, each: Callable[[Item], str] | None = None
+    items: Collection[Item], task_name: str, describe: Callable[[Item], str] | None = None
 ) -> Iterator[Item]:
-    """The items, with a bar of how many are done where bars are shown.
+    """Yield the items, with a progress bar if :func:`bars` shows them.
 
     Args:
-        items: of a known number.
-        what: is done, a few words.
-        each: words on the item at work.
+        items: items of a known number.
+        task_name: what is being done, in a few words.
+        describe: returns words on the current item.
     """
-    progress = _shown.get()
+    progress = _display.get()
     if progress is None:
         yield from items
         return
     if not isinstance(progress, Progress):
-        if each is None:
-            print(f"{what} ...", file=sys.stderr, flush=True)
+        if describe is None:
+            print(f"{task_name} ...", file=sys.stderr, flush=True)
         for item in items:
-            if each is not None:
-                print(f"{what} {each(item)} ...", file=sys.stderr, flush=True)
+            if describe is not None:
+                print(f"{task_name} {describe(item)} ...", file=sys.stderr, flush=True)
             yield item
         return
-    task = progress.add_task(what, total=len(items))
+    task = progress.add_task(task_name, total=len(items))
     try:
         for item in items:
-            if each is not None:
-                progress.update(task, description=f"{what} {each(item)}")
+            if describe is not None:
+                progress.update(task, description=f"{task_name} {describe(item)}")
             yield item
             progress.advance(task)
     finally:

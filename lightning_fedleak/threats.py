@@ -1,8 +1,8 @@
-"""What an adversary sees, knows and may do; checked before an attack runs.
+"""What an adversary sees, knows and may do, which is checked before an attack runs.
 
-An attack declares a :class:`ThreatModel`: the capabilities its adversary cannot do without.
-:func:`require` compares them at setup with those that hold in the user's run, so that no attack is
-run whose result would be meaningless.
+An attack declares a :class:`ThreatModel`: the capabilities that its adversary needs.
+:func:`require` compares them at setup with those of the user's run, so that no attack gives a
+meaningless result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Capability(Enum):
-    """One thing an adversary sees, knows or may do. The value is the sentence shown to users."""
+    """One thing an adversary sees, knows or may do. The value is the text in messages."""
 
     SEES_HEAD_GRADIENT = "sees the gradient of the output head's weight"
     SEES_HEAD_BIAS_GRADIENT = "sees the gradient of the output head's bias"
@@ -28,23 +28,23 @@ class Capability(Enum):
 
 
 HONEST_BUT_CURIOUS = frozenset({Capability.KNOWS_MODEL, Capability.KNOWS_PUBLIC_TEXT})
-"""A server that keeps to the protocol and looks at what it is sent (besides what it sees there)."""
+"""A server that follows the protocol and reads what it receives (which capabilities name)."""
 
 DISHONEST_SERVER = HONEST_BUT_CURIOUS | {
     Capability.CHOOSES_WEIGHTS,
     Capability.CHOOSES_ARCHITECTURE,
     Capability.KNOWS_TARGET_TEXT,
 }
-"""A server that puts layers of its own into the model to ask for texts that it holds."""
+"""A server that puts layers of its own into the model, to test for texts that it has."""
 
 
 @dataclass(frozen=True)
 class ThreatModel:
-    """What an attack's adversary needs.
+    """The adversary of an attack.
 
     Attributes:
         needs: capabilities without which the attack cannot run.
-        summary: one sentence for reports: who the adversary is.
+        summary: one sentence for reports that says who the adversary is.
     """
 
     needs: frozenset[Capability]
@@ -52,7 +52,7 @@ class ThreatModel:
 
     @classmethod
     def create(cls, summary: str, *needs: Capability) -> ThreatModel:
-        """Builds a threat model from its capabilities."""
+        """Return a threat model with these capabilities."""
         return cls(frozenset(needs), summary)
 
 
@@ -60,22 +60,23 @@ class ThreatModelError(ValueError):
     """The adversary of an attack lacks a capability in this setting."""
 
 
-def missing(threat_model: ThreatModel, held: Iterable[Capability]) -> tuple[Capability, ...]:
-    """The capabilities that ``threat_model`` needs and ``held`` lacks, in declaration order."""
-    lacking = threat_model.needs - frozenset(held)
+def missing(
+    threat_model: ThreatModel, capabilities: Iterable[Capability]
+) -> tuple[Capability, ...]:
+    """Return what ``threat_model`` needs beyond ``capabilities``, in declaration order."""
+    lacking = threat_model.needs - frozenset(capabilities)
     return tuple(c for c in Capability if c in lacking)
 
 
-def require(attack: str, threat_model: ThreatModel, held: Iterable[Capability]) -> None:
-    """Refuses an attack whose adversary lacks a capability.
+def require(attack: str, threat_model: ThreatModel, capabilities: Iterable[Capability]) -> None:
+    """Raise an error unless the adversary has all capabilities that it needs.
 
     Raises:
-        ThreatModelError: naming the attack and every capability that is missing.
+        ThreatModelError: names the attack and every capability that is missing.
     """
-    lacking = missing(threat_model, held)
+    lacking = missing(threat_model, capabilities)
     if lacking:
-        listed = "; ".join(c.value for c in lacking)
         raise ThreatModelError(
             f"attack '{attack}' cannot run in this setting. Its adversary "
-            f"({threat_model.summary}) must be one that: {listed}."
+            f"({threat_model.summary}) must be one that: {'; '.join(c.value for c in lacking)}."
         )

@@ -41,7 +41,7 @@ ALLOWED = {
     "optimizer_step": set(),
     "snapshots": {"anatomy", "threats", "batches"},
     "model_state": set(),
-    "model_runs": {"anatomy", "threats", "batches", "model_state"},
+    "model_runs": {"anatomy", "threats", "batches", "model_state", "validate"},
     "taps": GROUND,
     "attacks": GROUND,
     "metrics": GROUND | {"attacks"},

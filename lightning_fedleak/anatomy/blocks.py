@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_fedleak.anatomy.named_layers import Named, given_module, outermost, path_in
+from lightning_fedleak.anatomy.named_layers import Named, outermost, path_in, resolve_module
 from lightning_fedleak.anatomy.parts import AnatomyError
 from lightning_fedleak.anatomy.wrappers import unwrap, walk
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether the model's configuration calls it an encoder-decoder."""
+    """Return whether the model's configuration calls it an encoder-decoder."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def side_of(model: nn.Module, side: str) -> nn.Module | None:
-    """``"encoder"`` or ``"decoder"`` of an encoder-decoder model."""
-    ask = getattr(model, f"get_{side}", None)
+def find_side(model: nn.Module, side: str) -> nn.Module | None:
+    """Return the ``"encoder"`` or ``"decoder"`` of an encoder-decoder model."""
+    getter = getattr(model, f"get_{side}", None)
     try:
-        answer = ask() if callable(ask) else None
+        part = getter() if callable(getter) else None
     except (NotImplementedError, AttributeError):
-        answer = None
-    if isinstance(answer, nn.Module):
-        return answer
+        part = None
+    if isinstance(part, nn.Module):
+        return part
     return next((m for n, m in walk(model) if n.rsplit(".", 1)[-1] == side), None)
 
 
 def block_lists(model: nn.Module) -> list[Named]:
-    """Lists of modules that have children of their own, with names; no list inside another.
+    """Return the outermost lists of modules whose members have children, with their names.
 
-    Of an ``nn.Sequential``, which may be anything, all members must be of one type.
+    All members of an ``nn.Sequential``, which may be anything, must have one type.
     """
     lists: list[Named] = []
     for name, module in walk(model):
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0:
             blocks = [unwrap(b) for b in module]
-            alike = isinstance(module, nn.ModuleList) or len({type(b) for b in blocks}) == 1
-            if alike and all(any(True for _ in b.children()) for b in blocks):
+            uniform = isinstance(module, nn.ModuleList) or len({type(b) for b in blocks}) == 1
+            if uniform and all(any(True for _ in b.children()) for b in blocks):
                 lists.append((name, module))
     return outermost(lists)
 
@@ -48,64 +48,64 @@ def find_blocks(
     decoder_only: bool,
     ends: tuple[nn.Module, nn.Module | None],
 ) -> list[Named]:
-    """Transformer blocks with their names in ``root``: the list named, or the largest list.
+    """Return the transformer blocks with their names in ``root``: the named or the largest list.
 
-    Looked for is first near the embedding, so that the blocks of an image encoder beside a language
-    model are not taken for its own.
+    The search begins near the embedding, so that the blocks of an image encoder beside a language
+    model are not confused with the model's.
 
     Args:
         root: module that the names are relative to.
-        model: where to look.
-        name: path of the list if the user gave it.
-        decoder_only: look in the decoder of an encoder-decoder.
+        model: module that is searched.
+        name: path of the list if the user named it.
+        decoder_only: whether to search only the decoder of an encoder-decoder.
         ends: embedding and head; a list that holds one of them is the whole model, not its blocks.
 
     Returns:
-        Nothing where there is no such list, or several of one length side by side (XLM keeps
-        attention and feed-forward layers apart), none of which holds whole blocks.
+        An empty list if there is no such list, or several of one length side by side (XLM has
+        separate lists of attention and feed-forward layers), none of which holds whole blocks.
 
     Raises:
         AnatomyError: ``name`` is no list of modules.
     """
-    chosen = given_module(root, model, name, "blocks")
-    if chosen is None:
-        decoder = side_of(model, "decoder") if decoder_only else None
-        places = [decoder] if decoder is not None else _around(root, model, ends[0])
-        chosen = next((c for p in places if (c := _largest_list(p, ends)) is not None), None)
-    elif not isinstance(chosen, nn.ModuleList | nn.Sequential):
+    blocks = resolve_module(root, model, name, "blocks")
+    if blocks is None:
+        decoder = find_side(model, "decoder") if decoder_only else None
+        parts = [decoder] if decoder is not None else _holders(root, model, ends[0])
+        blocks = next((c for p in parts if (c := _largest_list(p, ends)) is not None), None)
+    elif not isinstance(blocks, nn.ModuleList | nn.Sequential):
         raise AnatomyError(
-            f"blocks='{name}' ({type(chosen).__name__}) is no list; name a ModuleList or "
+            f"blocks='{name}' ({type(blocks).__name__}) is no list; name a ModuleList or "
             "Sequential that holds the transformer blocks."
         )
-    return [] if chosen is None else _members(chosen, path_in(root, chosen, "blocks"))
+    return [] if blocks is None else _members(blocks, path_in(root, blocks, "blocks"))
 
 
-def _around(root: nn.Module, model: nn.Module, embedding: nn.Module) -> list[nn.Module]:
-    """Modules of ``model`` that hold the embedding, innermost first, and ``model``."""
+def _holders(root: nn.Module, model: nn.Module, embedding: nn.Module) -> list[nn.Module]:
+    """Return the modules of ``model`` that hold the embedding, innermost first, and ``model``."""
     names = path_in(root, embedding, "embedding").split(".")
     holders = [root.get_submodule(".".join(names[:n])) for n in range(len(names) - 1, -1, -1)]
-    inside = {id(m) for m in model.modules()}
-    return [*(m for m in holders if id(m) in inside and m is not model), model]
+    model_ids = {id(m) for m in model.modules()}
+    return [*(m for m in holders if id(m) in model_ids and m is not model), model]
 
 
-def _largest_list(place: nn.Module, ends: tuple[nn.Module, nn.Module | None]) -> nn.Module | None:
+def _largest_list(part: nn.Module, ends: tuple[nn.Module, nn.Module | None]) -> nn.Module | None:
     lists = [
         (name, module)
-        for name, module in block_lists(place)
+        for name, module in block_lists(part)
         if not any(m is end for end in ends for m in module.modules())
     ]
     if not lists:
         return None
-    name, chosen = max(lists, key=lambda named: sum(p.numel() for p in named[1].parameters()))
-    beside = [
-        m for n, m in lists if m is not chosen and n.rpartition(".")[0] == name.rpartition(".")[0]
+    name, blocks = max(lists, key=lambda named: sum(p.numel() for p in named[1].parameters()))
+    siblings = [
+        m for n, m in lists if m is not blocks and n.rpartition(".")[0] == name.rpartition(".")[0]
     ]
-    lengths = [len(list(m.children())) for m in beside]
-    return None if len(list(chosen.children())) in lengths else chosen
+    lengths = [len(list(m.children())) for m in siblings]
+    return None if len(list(blocks.children())) in lengths else blocks
 
 
 def _members(blocks: nn.Module, prefix: str) -> list[Named]:
-    """Members of a list by name, those of lists inside it in its place (Funnel)."""
+    """Return the members of a list by name, with the members of lists inside it (Funnel)."""
     members: list[Named] = []
     for name, module in blocks.named_children():
         path = f"{prefix}.{name}" if prefix else name

@@ -7,19 +7,19 @@ from collections.abc import Iterable
 from torch import nn
 
 from lightning_fedleak.anatomy.parts import AnatomyError
-from lightning_fedleak.anatomy.wrappers import leaf, matrix_shape, path_of, walk
+from lightning_fedleak.anatomy.wrappers import find_path, leaf, matrix_shape, walk
 
 Named = tuple[str, nn.Module]
 
 
-def given_module(
+def resolve_module(
     root: nn.Module, model: nn.Module | None, part: str | nn.Module | None, argument: str
 ) -> nn.Module | None:
-    """The module that the user named or gave; None where the argument is None."""
+    """Return the module that an argument names or is; None if the argument is None."""
     if part is None:
         return None
     if isinstance(part, nn.Module):
-        if path_of(root, part) is None:
+        if find_path(root, part) is None:
             raise AnatomyError(
                 f"{argument}= ({type(part).__name__}) is no part of {type(root).__name__}; give a "
                 "module inside it, or its name."
@@ -35,39 +35,39 @@ def given_module(
     raise AnatomyError(
         f"{argument}='{part}' is no module of {type(root).__name__}"
         + ("" if model is None or model is root else f" or of {type(model).__name__} inside it")
-        + f". Its modules are: {listed(names)}."
+        + f". Its modules are: {join_names(names)}."
     )
 
 
-def layers_of(root: nn.Module, types: tuple[type[nn.Module], ...]) -> list[Named]:
-    """Layers of these types in use, in order of registration, each once, PEFT layers whole."""
-    seen: set[int] = set()
+def find_layers(root: nn.Module, types: tuple[type[nn.Module], ...]) -> list[Named]:
+    """Return the layers of these types in use, in order of registration, with PEFT wrappers."""
+    visited: set[int] = set()
     layers: list[Named] = []
     for name, module in walk(root):
         layer = leaf(module)
-        if isinstance(layer, types) and id(layer) not in seen:
-            seen.add(id(layer))
+        if isinstance(layer, types) and id(layer) not in visited:
+            visited.add(id(layer))
             layers.append((name, module))
     return layers
 
 
 def listed_layers(
-    root: nn.Module, types: tuple[type[nn.Module], ...], outside: Iterable[int] = ()
+    root: nn.Module, types: tuple[type[nn.Module], ...], exclude: Iterable[int] = ()
 ) -> list[str]:
-    """For an error: layers of these types, but for those whose ids are ``outside``."""
-    skip = set(outside)
+    """Return layers of these types in words, for an error, without the ids in ``exclude``."""
+    skip = set(exclude)
     return [
-        f"'{n}' ({type(leaf(m)).__name__}, {rows_of(m)} rows)"
-        for n, m in layers_of(root, types)
+        f"'{n}' ({type(leaf(m)).__name__}, {count_rows(m)} rows)"
+        for n, m in find_layers(root, types)
         if id(m) not in skip
     ]
 
 
-def shape_of(module: nn.Module, argument: str) -> tuple[int, int]:
-    """Rows and columns of the layer's weight matrix.
+def weight_shape(module: nn.Module, argument: str) -> tuple[int, int]:
+    """Return rows and columns of the layer's weight matrix.
 
     Raises:
-        AnatomyError: it has none; the user's ``argument`` is named.
+        AnatomyError: it has none; the message names the user's ``argument``.
     """
     shape = matrix_shape(module)
     if shape is None:
@@ -78,37 +78,37 @@ def shape_of(module: nn.Module, argument: str) -> tuple[int, int]:
     return shape
 
 
-def rows_of(module: nn.Module, argument: str = "part") -> int:
-    """Rows of the layer's weight matrix: words of an embedding or a head."""
-    return shape_of(module, argument)[0]
+def count_rows(module: nn.Module, argument: str = "part") -> int:
+    """Return the rows of the layer's weight matrix: the words of an embedding or a head."""
+    return weight_shape(module, argument)[0]
 
 
 def path_in(root: nn.Module, module: nn.Module, part: str) -> str:
-    """Where ``module`` hangs in ``root``.
+    """Return the path of ``module`` in ``root``.
 
     Raises:
-        AnatomyError: nowhere; ``part`` says what was looked for.
+        AnatomyError: it is not inside; the message names the ``part``.
     """
-    path = path_of(root, module)
+    path = find_path(root, module)
     if path is None:
         raise AnatomyError(f"the {part} ({type(module).__name__}) is not inside the module given.")
     return path
 
 
-def missing_part(
-    root: nn.Module, part: str, looked_for: str, found: list[str], *arguments: str
+def missing_part_error(
+    root: nn.Module, part: str, criteria: str, candidates: list[str], *arguments: str
 ) -> AnatomyError:
-    """The error for a part that was not found: what was, and which arguments name one."""
-    named = ", ".join(f"{a}='path.to.module'" for a in arguments)
+    """Return the error for a missing part, with candidates and the arguments that name one."""
+    settings = ", ".join(f"{a}='path.to.module'" for a in arguments)
     return AnatomyError(
-        f"found no {part} in {type(root).__name__}. Looked for: {looked_for}. "
-        f"Found: {listed(found)}. Name it: find_anatomy(module, {named}), or give the module "
-        "itself."
+        f"found no {part} in {type(root).__name__}. Looked for: {criteria}. "
+        f"Found: {join_names(candidates)}. Name it: find_anatomy(module, {settings}), or pass the "
+        "module itself."
     )
 
 
-def listed(items: list[str], most: int = 12) -> str:
-    """The first items for an error's text, and how many more there are."""
+def join_names(items: list[str], most: int = 12) -> str:
+    """Return the first items, and how many more there are, for the text of an error."""
     if not items:
         return "nothing"
     more = f", and {len(items) - most} more" if len(items) > most else ""
@@ -116,6 +116,6 @@ def listed(items: list[str], most: int = 12) -> str:
 
 
 def outermost(modules: list[Named]) -> list[Named]:
-    """Those that are not inside another of them."""
-    inside = {id(m) for _, outer in modules for m in outer.modules() if m is not outer}
-    return [(n, m) for n, m in modules if id(m) not in inside]
+    """Return the modules that are not inside another one of them."""
+    nested = {id(m) for _, outer in modules for m in outer.modules() if m is not outer}
+    return [(n, m) for n, m in modules if id(m) not in nested]

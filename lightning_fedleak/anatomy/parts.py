@@ -1,4 +1,4 @@
-"""What an anatomy holds: the parts of one model, and their parameters."""
+"""The parts of one model, and their parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kind = Literal["causal", "masked", "seq2seq", "classifier"]
 
 
 class AnatomyError(ValueError):
-    """A part of the model could not be found; says what was looked for and how to name it."""
+    """A part of the model was not found; the message says how to name it."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,25 +30,25 @@ class Anatomy:
         root: the module that was searched, usually the LightningModule.
         model: the language model inside it, callable with ``input_ids``, unwrapped from
             torch.compile and DDP.
-        kind: what the labels mean: next tokens, masked tokens, a decoder's tokens, classes. The
-            rows of a ``"classifier"``'s head are classes, so that recovering words from the
-            gradient of its head does not apply.
-        embedding: input embeddings; ``embedding_name`` is its path in ``root``. As the model calls
-            it, so with its PEFT layer where it has one; of an encoder-decoder the encoder's.
-        head: the last linear layer, hidden states to logits; None for a model without one. As the
-            model calls it, so with its PEFT layer where it has one.
-        blocks: transformer blocks in order, decoder's for an encoder-decoder; empty where the
-            model keeps no list of whole blocks.
+        kind: meaning of the labels: next tokens, masked tokens, a decoder's tokens, or classes. The
+            rows of a ``"classifier"``'s head are classes, so that its head's gradient shows no
+            words.
+        embedding: input embeddings (of an encoder-decoder the encoder's), with their PEFT layer;
+            ``embedding_name`` is the path in ``root``.
+        head: the last linear layer, from hidden states to logits, with its PEFT layer; None for a
+            model without one.
+        blocks: transformer blocks in order, those of the decoder for an encoder-decoder; empty if
+            the model has no list of whole blocks.
         tied: whether the head's weight is also a matrix of input embeddings: its gradient is then
             the sum of both parts. With separate source and target embeddings that may be the
             decoder's, not ``embedding``.
-        vocab_size: rows of the head's weight, or of the embedding without a head; of a classifier
-            the number of classes.
+        vocab_size: rows of the head's weight, or of the embedding without a head; the number of
+            classes of a classifier.
         hidden_size: columns of the embedding.
-        peft: kind of PEFT wrapping (``"LORA"``, ``"PROMPT_TUNING"``, ...), None without.
-        target_rows: tokens that the decoder reads, where they are of another vocabulary than those
-            of ``embedding`` (Marian's with separate vocabularies): the same id is then another word
-            on each side. None where there is one vocabulary.
+        peft: kind of PEFT wrapping (``"LORA"``, ``"PROMPT_TUNING"``, ...), or None.
+        target_rows: number of tokens that the decoder reads, if its vocabulary differs from that of
+            ``embedding`` (Marian with separate vocabularies): the same id is then another word on
+            each side. None if there is one vocabulary.
     """
 
     root: nn.Module
@@ -67,7 +67,7 @@ class Anatomy:
     target_rows: int | None = None
 
     def _role(self, role: str) -> tuple[nn.Module | None, str | None, str] | None:
-        """(module, its path, the parameter's name in it) of a role; None for other names."""
+        """Return module, path and parameter name of a role; None for other names."""
         return {
             HEAD_WEIGHT: (self.head, self.head_name, "weight"),
             HEAD_BIAS: (self.head, self.head_name, "bias"),
@@ -75,28 +75,28 @@ class Anatomy:
         }.get(role)
 
     def parameter(self, role: str) -> nn.Parameter | None:
-        """The live parameter of a role, or by its name in ``root``.
+        """Return the live parameter of a role, or by its name in ``root``.
 
-        Of a layer under PEFT it is the active trainable copy (``modules_to_save``) or else the
+        For a layer under PEFT it is the active trainable copy (``modules_to_save``) or else the
         base weight, which LoRA and IA3 freeze.
 
         Args:
-            role: ``"head.weight"``, ``"head.bias"``, ``"embedding.weight"`` (these come first where
-                a parameter has the same name), or a name in ``root.named_parameters()``.
+            role: ``"head.weight"``, ``"head.bias"``, ``"embedding.weight"`` (a role precedes a
+                parameter of the same name), or a name in ``root.named_parameters()``.
 
         Returns:
-            None where the model has no such part (a head without bias).
+            None if the model has no such part (a head without bias).
 
         Raises:
             AnatomyError: ``role`` is neither a role nor a parameter's name.
         """
         place = self._role(role)
         if place is None:
-            return self._named_parameter(role)
+            return self._get_parameter(role)
         module, _, name = place
         return None if module is None else leaf(module)._parameters.get(name)
 
-    def _named_parameter(self, name: str) -> nn.Parameter:
+    def _get_parameter(self, name: str) -> nn.Parameter:
         try:
             return self.root.get_parameter(name)
         except AttributeError:
@@ -110,9 +110,9 @@ class Anatomy:
             ) from None
 
     def parameter_name(self, role: str) -> str | None:
-        """The parameter's name in ``root.named_parameters(remove_duplicate=False)``.
+        """Return the parameter's name in ``root.named_parameters(remove_duplicate=False)``.
 
-        Of a tied matrix each role gives the name under its own module.
+        For a tied matrix each role has the name under its module.
 
         Raises:
             AnatomyError: ``role`` is neither a role nor a parameter's name.
@@ -120,13 +120,13 @@ class Anatomy:
         parameter, place = self.parameter(role), self._role(role)
         if place is None or parameter is None:
             return role if place is None else None
-        named = self.root.named_parameters(remove_duplicate=False)
-        names = [n for n, p in named if p is parameter]
+        parameters = self.root.named_parameters(remove_duplicate=False)
+        names = [n for n, p in parameters if p is parameter]
         prefix = f"{place[1]}." if place[1] else ""
         return next((n for n in names if n.startswith(prefix)), names[0])
 
     def trainable(self, role: str) -> bool:
-        """Whether the role has a parameter and that parameter is trained.
+        """Return whether the role has a parameter and that parameter is trained.
 
         Raises:
             AnatomyError: ``role`` is neither a role nor a parameter's name.
@@ -135,12 +135,12 @@ class Anatomy:
         return parameter is not None and parameter.requires_grad
 
     def trainable_names(self) -> tuple[str, ...]:
-        """Names of the trained parameters of ``root``, each parameter once."""
+        """Return the names of the trained parameters of ``root``, each parameter once."""
         return tuple(n for n, p in self.root.named_parameters() if p.requires_grad)
 
     @property
     def device(self) -> torch.device:
-        """Where the input embeddings are, and so where ``input_ids`` must be."""
+        """Return the device of the input embeddings, where ``input_ids`` must be."""
         parameter = self.parameter(EMBEDDING_WEIGHT)
         if parameter is None:
             parameter = next(self.model.parameters())

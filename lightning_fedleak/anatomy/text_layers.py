@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy.blocks import find_blocks, is_encoder_decoder, side_of
+from lightning_fedleak.anatomy.blocks import find_blocks, find_side, is_encoder_decoder
 from lightning_fedleak.anatomy.named_layers import Named
 from lightning_fedleak.anatomy.parts import Anatomy
 from lightning_fedleak.anatomy.wrappers import unwrap, without_peft
@@ -15,12 +15,12 @@ from lightning_fedleak.anatomy.wrappers import unwrap, without_peft
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer's hidden states pass.
+    """The input or output of a block: the hidden states of a layer.
 
     Attributes:
-        name: path of the block in ``anatomy.root``, and for layer 0 ``.input`` behind it.
+        name: path of the block in ``anatomy.root``, with the suffix ``.input`` for layer 0.
         module: the block, without a torch.compile wrapper.
-        side: whether they are the block's input (layer 0) or its output.
+        side: ``"input"`` for layer 0, ``"output"`` for the others.
     """
 
     name: str
@@ -29,13 +29,12 @@ class Place:
 
 
 def text_blocks(anatomy: Anatomy) -> tuple[Named, ...]:
-    """Name in ``anatomy.root`` and module of the blocks that read ``input_ids``, in order.
+    """Return names in ``anatomy.root`` and modules of the blocks that read ``input_ids``, in order.
 
-    Those of ``anatomy``; of an encoder-decoder the encoder's, where ``anatomy`` holds the
-    decoder's.
+    They are ``anatomy.blocks``, but for an encoder-decoder the blocks of its encoder.
     """
     core = without_peft(anatomy.model)
-    encoder = side_of(core, "encoder") if is_encoder_decoder(core) else None
+    encoder = find_side(core, "encoder") if is_encoder_decoder(core) else None
     if encoder is None:
         return tuple(zip(anatomy.block_names, anatomy.blocks, strict=True))
     ends = (anatomy.embedding, anatomy.head)
@@ -43,7 +42,7 @@ def text_blocks(anatomy: Anatomy) -> tuple[Named, ...]:
 
 
 def place_of(anatomy: Anatomy, layer: int) -> Place:
-    """Where the hidden states of ``layer`` pass: 0 the input of block 1, k the output of block k.
+    """Return the place of a layer's hidden states: 0 the input of block 1, k the output of block k.
 
     Raises:
         ValueError: the model has no blocks, or no such layer.
@@ -51,7 +50,7 @@ def place_of(anatomy: Anatomy, layer: int) -> Place:
     blocks = text_blocks(anatomy)
     if not blocks:
         raise ValueError(
-            "the model has no transformer blocks that could be found, so that it has no layers to "
+            "no transformer blocks were found in the model, so that it has no layers to "
             "read; name them with anatomy={'blocks': 'path.to.blocks'}"
         )
     if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= len(blocks):
@@ -66,26 +65,26 @@ def place_of(anatomy: Anatomy, layer: int) -> Place:
 
 
 def states_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hidden states among a block's arguments: the first, or ``hidden_states``."""
+    """Return the hidden states among a block's arguments: the first, or ``hidden_states``."""
     return args[0] if args else kwargs.get("hidden_states")
 
 
 def states_out(output: Any) -> Any:
-    """Hidden states in what a block returns: itself, or the first of a tuple."""
+    """Return the hidden states in a block's output: itself, or the first of a tuple."""
     return output[0] if isinstance(output, tuple | list) else output
 
 
 def with_states_in(
     args: tuple[Any, ...], kwargs: dict[str, Any], states: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A block's arguments with other hidden states."""
+    """Return a block's arguments with other hidden states."""
     if args:
         return (states, *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": states}
 
 
 def with_states_out(output: Any, states: Tensor) -> Any:
-    """What a block returned, with other hidden states."""
+    """Return a block's output with other hidden states."""
     if isinstance(output, tuple | list):
         return type(output)([states, *output[1:]])
     return states

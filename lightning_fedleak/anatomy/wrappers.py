@@ -1,4 +1,4 @@
-"""Walking module trees: what wraps a module (torch.compile, DDP, PEFT), and what it holds.
+"""Walking module trees: wrappers of a module (torch.compile, DDP, PEFT), and its contents.
 
 Wrappers are recognised by the child modules they register, so neither PEFT nor any distributed
 backend is imported.
@@ -14,7 +14,7 @@ _TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module")
 
 
 def transparent_child(module: nn.Module) -> str | None:
-    """Name of the one child that a compile, DDP, DataParallel or FSDP wrapper stands for."""
+    """Return the name of the module inside a compile, DDP, DataParallel or FSDP wrapper."""
     for name in _TRANSPARENT:
         if name in module._modules:
             return name
@@ -24,17 +24,17 @@ def transparent_child(module: nn.Module) -> str | None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile, DDP, DataParallel and FSDP wrappers."""
+    """Return the module inside torch.compile, DDP, DataParallel and FSDP wrappers."""
     while (name := transparent_child(module)) is not None:
         module = getattr(module, name)
     return module
 
 
 def active_child(module: nn.Module) -> str | None:
-    """Path of the child whose parameters a PEFT layer really uses; None for any other module.
+    """Return the path of the child whose parameters a PEFT layer uses; None for other modules.
 
-    Of a ``ModulesToSaveWrapper`` that is the active adapter's copy (the original where adapters are
-    disabled), of a LoRA, IA3 or trainable-tokens layer the base layer.
+    It is the active adapter's copy in a ``ModulesToSaveWrapper`` (the original if adapters are
+    disabled), and the base layer in a LoRA, IA3 or trainable-tokens layer.
     """
     children = module._modules
     if "modules_to_save" in children and "original_module" in children:
@@ -50,7 +50,7 @@ def active_child(module: nn.Module) -> str | None:
 
 
 def leaf(module: nn.Module) -> nn.Module:
-    """The plain layer under every compile, distributed and PEFT wrapper of ``module``."""
+    """Return the plain layer under every compile, distributed and PEFT wrapper of ``module``."""
     while True:
         module = unwrap(module)
         path = active_child(module)
@@ -60,18 +60,18 @@ def leaf(module: nn.Module) -> nn.Module:
 
 
 def walk(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields ``(name, module)`` for the modules in use, outermost first, each once.
+    """Yield ``(name, module)`` for the modules in use, outermost first, each once.
 
-    Unlike ``named_modules`` it enters only the active branch of a PEFT layer, so that frozen
-    originals, inactive adapters and low-rank factors are not mistaken for the model's own layers.
+    Unlike ``named_modules`` it enters only the active branch of a PEFT layer, and so no frozen
+    originals, inactive adapters and low-rank factors.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     stack = [(prefix, root)]
     while stack:
         name, module = stack.pop()
-        if id(module) in seen:
+        if id(module) in visited:
             continue
-        seen.add(id(module))
+        visited.add(id(module))
         yield name, module
         active = active_child(module)
         children = (
@@ -82,15 +82,15 @@ def walk(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
         stack.extend((f"{name}.{n}" if name else n, m) for n, m in reversed(children))
 
 
-def path_of(root: nn.Module, module: nn.Module) -> str | None:
-    """The first name of ``module`` in ``root.named_modules()``; None where it is not inside."""
+def find_path(root: nn.Module, module: nn.Module) -> str | None:
+    """Return the first name of ``module`` in ``root.named_modules()``; None if it is not inside."""
     return next((n for n, m in root.named_modules() if m is module), None)
 
 
 def matrix_shape(module: nn.Module) -> tuple[int, int] | None:
-    """(rows, columns) of the layer's weight matrix, quantised and sharded layers included.
+    """Return rows and columns of the layer's weight matrix, quantised and sharded layers included.
 
-    None for a layer that holds no matrix.
+    The result is None for a layer without a matrix.
     """
     layer = leaf(module)
     for rows, columns in (("num_embeddings", "embedding_dim"), ("out_features", "in_features")):
@@ -104,7 +104,7 @@ def matrix_shape(module: nn.Module) -> tuple[int, int] | None:
 
 
 def peft_kind(model: nn.Module) -> str | None:
-    """Kinds of the active PEFT adapters (``"LORA"``), joined by ``+``; None without PEFT."""
+    """Return the kinds of the active PEFT adapters (``"LORA"``) with ``+`` between; or None."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or not configs:
         return None
@@ -115,7 +115,7 @@ def peft_kind(model: nn.Module) -> str | None:
 
 
 def without_peft(model: nn.Module) -> nn.Module:
-    """The model inside a ``PeftModel``; any other module as it is."""
+    """Return the model inside a ``PeftModel``, or any other module itself."""
     if "base_model" in model._modules and hasattr(model, "peft_config"):
         return unwrap(model.get_base_model())  # type: ignore[operator]
     return model

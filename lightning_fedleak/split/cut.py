@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, find_anatomy
 from lightning_fedleak.anatomy.text_layers import place_of, states_out
-from lightning_fedleak.anatomy.wrappers import leaf, path_of, without_peft
+from lightning_fedleak.anatomy.wrappers import find_path, leaf, without_peft
 from lightning_fedleak.model_runs import (
     context_length,
     only_needed_hooks,
@@ -144,7 +144,7 @@ class _Survey:
 
 
 def _path(anatomy: Anatomy, module: nn.Module | None) -> str:
-    path = None if module is None else path_of(anatomy.model, module)
+    path = None if module is None else find_path(anatomy.model, module)
     if path is None:
         raise SplitError(f"{type(module).__name__} is not inside {type(anatomy.model).__name__}")
     return path

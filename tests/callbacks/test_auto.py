@@ -366,7 +366,7 @@ def test_its_cadence_is_a_share_of_the_training_time() -> None:
     [
         ({"attacks": "all"}, "attacks must be 'auto' or a list"),
         ({"attacks": [SubspaceWords()], "public_text": ["a"]}, "give it to the attacks"),
-        ({"public_text": ["a text"]}, "no tokenizer was given"),
+        ({"public_text": ["a text"]}, "there is no tokenizer"),
         ({"look_seconds": 0}, "look_seconds must be positive"),
         ({"attacks": [SubspaceWords(name="worst")]}, "cannot be named 'worst'"),
     ],

@@ -27,7 +27,7 @@ from lightning_fedleak.anatomy.text_layers import (
     with_states_in,
     with_states_out,
 )
-from lightning_fedleak.anatomy.wrappers import matrix_shape, path_of, unwrap, without_peft
+from lightning_fedleak.anatomy.wrappers import find_path, matrix_shape, unwrap, without_peft
 from lightning_fedleak.attacks.logit_map import LogitMap
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import (
@@ -140,7 +140,7 @@ class BottomModel:
 
     def _refuse_sharded(self, module: nn.Module, name: str, parameter: Tensor) -> None:
         if hasattr(parameter, "full_tensor") or "_fsdp_wrapped_module" in module._modules:
-            path = path_of(self.anatomy.root, module)
+            path = find_path(self.anatomy.root, module)
             raise TypeError(
                 f"parameter '{name}' of '{path}' is sharded over processes (FSDP or tensor "
                 "parallel); an adversary's copy of the bottom model needs it whole: give the "

@@ -1,7 +1,7 @@
-"""What a run of a model may change, in the model and in its process, kept and put back.
+"""Restoring all that a run of a model may change, in the model and in its process.
 
-Copied beforehand are buffers and small tensors; of parameters, their gradients and large tensors
-only what a run really writes to, at the moment before it does.
+Buffers and small tensors are copied before the run. Parameters, their gradients and large tensors
+are copied only if the run writes to them, right before it does.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LARGE = 1 << 22
-"""Bytes of a tensor or array above which it is not copied before the run."""
+"""Bytes of a tensor or array above which it is not copied before the run; not tuned."""
 MOST = 1 << 14
-"""Entries of a container above which it is not looked into."""
+"""Entries of a container above which they are not visited; not tuned."""
 
 _TRUSTED = ("torch", "transformers", "peft", "accelerate", "lightning_fedleak")
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -58,14 +58,14 @@ class ModelWritten(RuntimeError):
 
 @contextmanager
 def preserve_process() -> Iterator[None]:
-    """After it the process computes and draws random numbers as before.
+    """Restore after it how the process computes and draws random numbers.
 
-    Put back are torch's generators (CPU and, where CUDA is in use, every device), numpy's and
-    ``random``'s global states, the grad mode, autocast and the default dtype.
+    Restored are torch's generators (of the CPU and, if CUDA is in use, of every device), the global
+    states of numpy and ``random``, the grad mode, autocast and the default dtype.
     """
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count()) if in_use else ()
-    drawn, chance = np.random.get_state(), random.getstate()
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count()) if cuda else ()
+    numpy_state, python_state = np.random.get_state(), random.getstate()
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     casts = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -75,49 +75,48 @@ def preserve_process() -> Iterator[None]:
         try:
             yield
         finally:
-            np.random.set_state(drawn)
-            random.setstate(chance)
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
             torch.set_grad_enabled(grad)
             torch.set_default_dtype(dtype)
-            for kind, enabled, to in casts:
+            for kind, enabled, cast_dtype in casts:
                 torch.set_autocast_enabled(kind, enabled)
-                torch.set_autocast_dtype(kind, to)
+                torch.set_autocast_dtype(kind, cast_dtype)
 
 
 @contextmanager
 def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[None]:
-    """After it every module of ``root`` is as it was, also after an exception.
+    """Restore after it every module of ``root``, also after an exception.
 
-    Put back are the values and the identity of parameters, buffers and tensors, NumPy arrays and
-    random generators that modules hold, which of them require a gradient, ``.grad``, and the
-    attributes of modules: whatever was bound, in place of whatever is, and the entries of dicts,
-    lists, sets, deques, tuples, dataclasses and namespaces, however deep. A container of more than
-    :data:`MOST` entries is kept as a whole, not its entries; other objects are kept as such and not
-    looked into. Version counters of tensors are put back too, so that a graph built before the run
+    Restored are the values and the identity of parameters, buffers, tensors, NumPy arrays and
+    random generators that modules hold, their ``requires_grad`` and ``.grad``, the attributes of
+    modules, and the entries of dicts, lists, sets, deques, tuples, dataclasses and namespaces at
+    any depth. The entries of a container of more than :data:`MOST` entries, and of other objects,
+    are not restored. Version counters of tensors are, so that a graph that was built before the run
     still has its backward.
 
     A tensor above :data:`LARGE` bytes, a parameter or a gradient is copied when it is written to.
-    That is watched (some microseconds for every operator) where the model holds code that is not of
-    torch, transformers, PEFT or accelerate: a module or a hook.
+    Operators are watched for that (some microseconds each) if the model has modules or hooks that
+    are not from torch, transformers, PEFT or accelerate.
 
     Args:
-        root: the module whose state is kept, with all modules inside it.
-        runs: the part of it that will be run; all of it by default.
+        root: the module whose state is restored, with all modules inside it.
+        runs: the part of it that will run; all of it by default.
 
     Raises:
-        ModelWritten: at the end, where a tensor was written to that was neither copied nor watched.
+        ModelWritten: at the end, if a tensor was written to that was neither copied nor watched.
     """
     state = _State(root, root if runs is None else runs)
-    watch = _Watch(state.watched) if state.own_code and state.watched else nullcontext()
+    watch = _Watch(state.watched) if state.has_user_code and state.watched else nullcontext()
     try:
         with watch:
             yield
     finally:
-        state.put_back()
+        state.restore()
 
 
 class _Tensor:
-    """One tensor as it was: its storage, its values where they were copied, its version."""
+    """The saved state of one tensor: its storage, its values if they were copied, its version."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         self.tensor, self.name = tensor, name
@@ -125,16 +124,16 @@ class _Tensor:
         self.inference = tensor.is_inference()
         self.version = 0 if self.inference else tensor._version
         self._counter = None if self.inference else _unsafe_preserve_version_counter(tensor)
-        self.alias = tensor.detach()  # of the same storage, whatever becomes of tensor.data
+        self.alias = tensor.detach()  # of the same storage, also if tensor.data is replaced
         self.copy: Tensor | None = None
 
-    def keep(self) -> None:
+    def copy_values(self) -> None:
         if self.copy is None:
             with torch.no_grad():
                 self.copy = self.alias.clone()
 
-    def put_back(self) -> bool:
-        """False where the tensor was written to and there is no copy."""
+    def restore(self) -> bool:
+        """Restore the tensor, and return False if it was written to and there is no copy."""
         tensor, alias = self.tensor, self.alias
         if not _same_place(tensor, alias):
             tensor.data = alias
@@ -143,14 +142,14 @@ class _Tensor:
         written = not self.inference and tensor._version != self.version
         if self.copy is not None:
             with torch.inference_mode(self.inference), torch.no_grad():
-                _narrowed(alias, alias).copy_(_narrowed(self.copy, alias))
+                _without_repeats(alias, alias).copy_(_without_repeats(self.copy, alias))
         if self._counter is not None and tensor._version != self.version:
             self._counter.__exit__(None, None, None)
         return self.copy is not None or not written
 
 
-def _narrowed(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` less the repetitions that an expanded ``like`` has."""
+def _without_repeats(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return ``tensor`` without the repetitions that an expanded ``like`` has."""
     if like.layout is not torch.strided:
         return tensor
     for dim, stride in enumerate(like.stride()):
@@ -171,55 +170,55 @@ def _same_place(tensor: Tensor, alias: Tensor) -> bool:
 
 
 class _State:
-    """Everything that the modules of ``root`` hold, as it was when this was made."""
+    """The saved contents of the modules of ``root``."""
 
     def __init__(self, root: nn.Module, runs: nn.Module) -> None:
         self.watched: list[_Tensor] = []
         self._copied: list[_Tensor] = []
         self._empty: list[Any] = []
-        self._holders: list[tuple[Any, Any]] = []
+        self._containers: list[tuple[Any, Any]] = []
         self._flags: list[tuple[Tensor, bool]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._others: list[Callable[[], object]] = []
-        self._seen: set[int] = set()
+        self._visited: set[int] = set()
         modules = modules_of(root)
-        inside = modules if runs is root else modules_of(runs)
+        running = modules if runs is root else modules_of(runs)
         hooks = [getattr(torch_module, f"_global{name}") for name in HOOKS]
-        for module in inside:
+        for module in running:
             hooks += [h for name in HOOKS if (h := module.__dict__.get(name))]
-        self.own_code = any(not _trusted(type(m).__module__) for m in inside) or any(
-            not _trusted(hook_home(hook)) for store in hooks for hook in store.values()
+        self.has_user_code = any(not _is_trusted(type(m).__module__) for m in running) or any(
+            not _is_trusted(hook_home(hook)) for store in hooks for hook in store.values()
         )
-        # FSDP1 and FSDP2 put parameters in and out by themselves, and keep account of it.
+        # FSDP1 and FSDP2 replace parameters themselves, and rely on their records of that.
         if any("_fsdp_wrapped_module" in m._modules for m in modules):
             for module in modules:
                 self._others.append(partial(setattr, module, "training", module.training))
-                self._look(module._buffers, type(module).__name__)
+                self._visit(module._buffers, type(module).__name__)
             return
         for module in modules:
-            held = module.__dict__
-            self._holders.append((held, held.copy()))
-            for name, value in held.items():
+            attributes = module.__dict__
+            self._containers.append((attributes, attributes.copy()))
+            for name, value in attributes.items():
                 kind = type(value)
                 if kind in _ATOMS:
                     continue
                 if kind in _CONTAINERS and not value:
                     self._empty.append(value)
                 elif name != "_modules":
-                    self._look(value, f"{type(module).__name__}.{name}")
+                    self._visit(value, f"{type(module).__name__}.{name}")
                 else:
-                    self._holders.append((value, value.copy()))
+                    self._containers.append((value, value.copy()))
 
-    def _look(self, value: Any, name: str) -> None:
+    def _visit(self, value: Any, name: str) -> None:
         kind = type(value)
-        if kind in _ATOMS or isinstance(value, nn.Module) or id(value) in self._seen:
+        if kind in _ATOMS or isinstance(value, nn.Module) or id(value) in self._visited:
             return
         if isinstance(value, dict | list | set | deque | tuple):
-            self._look_inside(value, name)
+            self._visit_entries(value, name)
             return
-        self._seen.add(id(value))
+        self._visited.add(id(value))
         if isinstance(value, Tensor):
-            self._look_at_tensor(value, name)
+            self._visit_tensor(value, name)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= LARGE and value.dtype != object and value.flags.writeable:
                 self._others.append(partial(np.copyto, value, value.copy()))
@@ -233,111 +232,111 @@ class _State:
         elif isinstance(value, random.Random):
             self._others.append(partial(value.setstate, value.getstate()))
         elif kind is SimpleNamespace or hasattr(kind, "__dataclass_fields__"):
-            self._look_inside(getattr(value, "__dict__", {}), name)
+            self._visit_entries(getattr(value, "__dict__", {}), name)
 
-    def _look_inside(self, held: Any, name: str) -> None:
-        """Entries of a dict, list, set, deque or tuple."""
-        if len(held) > MOST:
+    def _visit_entries(self, container: Any, name: str) -> None:
+        """Save the entries of a dict, list, set, deque or tuple."""
+        if len(container) > MOST:
             return
-        self._seen.add(id(held))
-        old = dict(held) if isinstance(held, dict) else list(held)
-        self._holders.append((held, old))
+        self._visited.add(id(container))
+        old = dict(container) if isinstance(container, dict) else list(container)
+        self._containers.append((container, old))
         for key, value in old.items() if isinstance(old, dict) else enumerate(old):
             if type(value) not in _ATOMS:
-                self._look(value, f"{name}.{key}")
+                self._visit(value, f"{name}.{key}")
 
-    def _look_at_tensor(self, tensor: Tensor, name: str) -> None:
+    def _visit_tensor(self, tensor: Tensor, name: str) -> None:
         if tensor.is_leaf:
             self._gradients.append((tensor, tensor.grad))
             if tensor.grad is not None:
-                self._look(tensor.grad, f"{name}.grad")
+                self._visit(tensor.grad, f"{name}.grad")
         if type(tensor) not in _PLAIN:
             self._flags.append((tensor, tensor.requires_grad))
             return
         for store in ("._parameters.", "._buffers."):
             name = name.replace(store, ".")
-        kept = _Tensor(tensor, name)
+        saved = _Tensor(tensor, name)
         if isinstance(tensor, nn.Parameter) or tensor.nbytes > LARGE or name.endswith(".grad"):
-            self.watched.append(kept)
+            self.watched.append(saved)
         else:
-            kept.keep()
-            self._copied.append(kept)
+            saved.copy_values()
+            self._copied.append(saved)
 
-    def put_back(self) -> None:
-        for held in self._empty:
-            if held:
-                held.clear()
-        for held, old in self._holders:
-            _refill(held, old)
-        lost = [t.name for t in (*self.watched, *self._copied) if not t.put_back()]
+    def restore(self) -> None:
+        for container in self._empty:
+            if container:
+                container.clear()
+        for container, old in self._containers:
+            _refill(container, old)
+        written = [t.name for t in (*self.watched, *self._copied) if not t.restore()]
         for tensor, flag in self._flags:
             if tensor.requires_grad != flag:
                 tensor.requires_grad_(flag)
         for tensor, gradient in self._gradients:
             if tensor.grad is not gradient:
                 tensor.grad = gradient
-        for put_back in self._others:
-            put_back()
-        if lost:
+        for restore in self._others:
+            restore()
+        if written:
             raise ModelWritten(
-                f"running the model wrote to {', '.join(lost)}, which only its own training may "
-                "change, and that cannot be undone: have its forward leave its parameters alone in "
-                "eval mode"
+                f"running the model wrote to {', '.join(written)}, which only its training may "
+                "change, and that cannot be undone: change its forward so that it does not write "
+                "to its parameters in eval mode"
             )
 
 
-def _refill(held: Any, old: Any) -> None:
-    """Gives a container its old entries back, in place, where it has others."""
-    if isinstance(held, tuple):
+def _refill(container: Any, old: Any) -> None:
+    """Restore the old entries of a container in place, if it has others."""
+    if isinstance(container, tuple):
         return
-    if isinstance(held, dict):
+    if isinstance(container, dict):
         if (
-            len(held) == len(old)
-            and all(map(is_, held, old))
-            and all(map(is_, held.values(), old.values()))
+            len(container) == len(old)
+            and all(map(is_, container, old))
+            and all(map(is_, container.values(), old.values()))
         ):
             return
-        base: Any = OrderedDict if isinstance(held, OrderedDict) else dict
-        base.clear(held)
+        base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+        base.clear(container)
         for key, value in old.items():
-            base.__setitem__(held, key, value)
-    elif len(held) != len(old) or not all(map(is_, held, old)):
-        if isinstance(held, list):
-            held[:] = old
+            base.__setitem__(container, key, value)
+    elif len(container) != len(old) or not all(map(is_, container, old)):
+        if isinstance(container, list):
+            container[:] = old
         else:
-            held.clear()
-            held.update(old) if isinstance(held, set) else held.extend(old)
+            container.clear()
+            container.update(old) if isinstance(container, set) else container.extend(old)
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Every module of ``root``, itself first; quicker than ``root.modules()``, in another order."""
-    seen: set[int] = set()
-    found: list[nn.Module] = []
-    waiting: list[nn.Module | None] = [root]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and id(module) not in seen:
-            seen.add(id(module))
-            found.append(module)
-            waiting += module._modules.values()
-    return found
+    """Return every module of ``root``, itself first; faster than ``root.modules()``, unordered."""
+    visited: set[int] = set()
+    modules: list[nn.Module] = []
+    stack: list[nn.Module | None] = [root]
+    while stack:
+        module = stack.pop()
+        if module is not None and id(module) not in visited:
+            visited.add(id(module))
+            modules.append(module)
+            stack += module._modules.values()
+    return modules
 
 
 def hook_home(hook: Any) -> str:
-    """The module of Python that a hook's function comes from."""
+    """Return the Python module that a hook's function comes from."""
     while hasattr(hook, "func"):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 @lru_cache(maxsize=4096)
-def _trusted(home: str) -> bool:
+def _is_trusted(home: str) -> bool:
     return home.split(".", 1)[0] in _TRUSTED
 
 
 @lru_cache(maxsize=4096)
-def _written(operator: Any) -> tuple[tuple[int, str], ...]:
-    """(place, name) of the arguments that an operator writes to."""
+def _output_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Return position and name of the arguments that an operator writes to."""
     return tuple(
         (i, a.name)
         for i, a in enumerate(operator._schema.arguments)
@@ -346,26 +345,26 @@ def _written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies a tensor's values before the first operator that writes to its storage."""
+    """A mode that copies a tensor's values before the first operator that writes to it."""
 
     def __init__(self, watched: Iterable[_Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._at: dict[int, list[_Tensor]] = {}
-        for kept in watched:
-            key = _storage(kept.alias)
+        self._by_storage: dict[int, list[_Tensor]] = {}
+        for saved in watched:
+            key = _storage(saved.alias)
             if key is not None:
-                self._at.setdefault(key, []).append(kept)
+                self._by_storage.setdefault(key, []).append(saved)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for place, name in _written(func):
-            value = args[place] if place < len(args) else kwargs.get(name)
+        for position, name in _output_arguments(func):
+            value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(tensor, Tensor):
-                    for kept in self._at.pop(_storage(tensor) or 0, ()):
-                        kept.keep()
+                    for saved in self._by_storage.pop(_storage(tensor) or 0, ()):
+                        saved.copy_values()
         return func(*args, **kwargs)
 
 

@@ -752,7 +752,7 @@ def test_base_model_with_the_users_own_head() -> None:
 
 def test_base_model_without_a_head() -> None:
     model = GPT2Model(GPT2Config(vocab_size=VOCAB, n_embd=DIM, n_layer=2, n_head=2))
-    with pytest.raises(AnatomyError, match="Say it: kind="):
+    with pytest.raises(AnatomyError, match="Set kind="):
         find_anatomy(CausalLMModule(model))
     found = find_anatomy(CausalLMModule(model), kind="causal")
     assert found.head is None

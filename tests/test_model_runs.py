@@ -412,7 +412,7 @@ def test_a_plain_module_with_a_list_of_blocks() -> None:
             "text 1 is empty: its attention_mask is 0 everywhere",
         ),
         ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\), but input_ids"),
-        ({"at_once": 0}, "at_once must be a positive number"),
+        ({"at_once": 0}, "at_once must be an integer of at least 1"),
     ],
 )
 def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ from lightning_fedleak.attacks.membership.base import (
     MembershipGuess,
     sentence_rows,
 )
-from lightning_fedleak.attacks.membership.fc_layers import CraftedFC, Frozen, inputs_of
+from lightning_fedleak.attacks.membership.fc_layers import CraftedFC, Frozen, batch_inputs
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.model_runs import hidden_states
 
@@ -90,7 +90,7 @@ class TokenCount(MembershipAttack):
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
-        rows, samples, weights = inputs_of(hidden, mask, upstream, self.tokens)
+        rows, samples, weights = batch_inputs(hidden, mask, upstream, self.tokens)
         out = torch.zeros(len(hidden), len(targets), self.rungs)
         for g, target in enumerate(targets):
             weight, bias, worth, thresholds = self._layers(target)

@@ -513,7 +513,7 @@ class Masked(Plain):
 def test_a_mask_of_another_name_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         run(tmp_path, auto(), Masked(Recurrent()))
-    assert "Masked.forward calls a mask 'mask': padding is told by" in " ".join(caplog.text.split())
+    assert "Masked.forward names a mask 'mask': rename it to" in " ".join(caplog.text.split())
 
 
 class Demanding(Plain):

@@ -125,9 +125,7 @@ def _run(
     options: argparse.Namespace,
     check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run a command's class and print the errors that a user can mend; ``check`` loads no
-    library.
-    """
+    """Run a command's class and print errors that a user can mend; ``check`` loads no library."""
     try:
         _check_sources(options)
         check()

@@ -54,9 +54,7 @@ class CanarySet:
 
     @property
     def included(self) -> Tensor:
-        """Return (G,) bool, whether each canary is in the data. The truth: for metrics, never
-        attacks.
-        """
+        """Return (G,) bool, whether each canary is in the data: for metrics, never attacks."""
         return torch.tensor(self.record.included)
 
     @property
@@ -123,9 +121,7 @@ class CanaryDataset(Dataset[Any]):
         return self.dataset[place] if canary is None else self._fresh(canary)
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Any]:
-        """Return several items at once, as torch's DataLoader asks, in the data's own way if it
-        has one.
-        """
+        """Return several items, as torch's DataLoader asks, in the data's own way if it has one."""
         finds = [self._find(index) for index in indices]
         places = [place for canary, place in finds if canary is None]
         at_once = getattr(self.dataset, "__getitems__", None)
@@ -235,9 +231,7 @@ def _record(
     game: Game,
     file: str | Path | None,
 ) -> InclusionRecord:
-    """Return the record of the file if it exists, else a new one, written to the file if one is
-    named.
-    """
+    """Return the record of the file if it exists, else a new one, written to a named file."""
     if file is None:
         if seed is None and _several_processes():
             raise ValueError(

@@ -1,5 +1,4 @@
-"""The record of which canaries are in the data: a secret that can be kept, re-derived and committed
-to.
+"""The secret of which canaries are in the data: it can be kept, re-derived and committed to.
 
 All of it follows from a key of 256 bits by HMAC-SHA256: each canary's coin, its place among the
 data, and the commitment. Who knows some of the coins learns nothing about the others (a random
@@ -219,9 +218,7 @@ class InclusionRecord:
         return stated + b"".join(self.digests) + coins
 
     def _slots(self, length: int) -> list[int]:
-        """Return a different place for each canary by Fisher-Yates, storing only the swapped
-        entries.
-        """
+        """Return a different place for each canary, by Fisher-Yates on swapped entries alone."""
         if len(self.digests) > length:
             raise ValueError(
                 f"game='replace' puts each of {len(self.digests)} canaries in the place of an item "

@@ -173,9 +173,7 @@ def _check_length(anatomy: Anatomy, length: int) -> None:
 
 
 def _special(config: Any) -> set[int]:
-    """Return the ids that stand for no word in a model's config: one, several or none of each
-    kind.
-    """
+    """Return the ids that stand for no word in a model's config."""
     ids_by_name = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
     return {
         int(i)

@@ -59,8 +59,8 @@ class CapacityCommand(CapacityOptions):
         mask = getattr(tokenizer, "mask_token_id", None)
         study = CapacityStudy(anatomy, length, mask, self.seed)
         console.print(
-            f"An update shares {study.rows} rows of {study.known_input.width} numbers that depend "
-            "on the tokens read by the first block alone, out of "
+            f"An update shares {study.rows} rows of {study.known_input.width} numbers that reveal "
+            "which tokens the first block reads, out of "
             f"{anatomy.vocab_size}: {', '.join(m.name for m in study.maps)}.",
             highlight=False,
         )

@@ -56,8 +56,7 @@ def check_files(arguments: Sequence[str]) -> None:
 
 
 def misspelt(arguments: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return every name on the command line and in its configs that does not exist, with the
-    nearest.
+    """Return every name in arguments and configs that does not exist, with the nearest.
 
     Args:
         arguments: behind ``fit``.
@@ -230,9 +229,7 @@ def _bare_names() -> dict[str, type]:
 
 
 def _settings_of(kind: type) -> set[str] | None:
-    """Return what a class takes, with the fields of dataclasses in it; None where that is
-    unknown.
-    """
+    """Return what a class takes, with fields of dataclasses in it; None if unknown."""
     from jsonargparse import ArgumentParser
 
     try:

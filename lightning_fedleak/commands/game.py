@@ -133,8 +133,8 @@ class GameCommand(GameOptions):
         return 0
 
     def _defense(self, anatomy: Anatomy, tokenizer: Any) -> TokenLDP | None:
-        """Return what randomises the client's tokens; drawn again in every game without
-        ``memoize``.
+        """Return what randomises the client's tokens, in every game again unless ``memoize`` is
+        set.
         """
         if self.defense is None:
             return None
@@ -368,7 +368,7 @@ def explanation(results: Sequence[GameResult], fitted: bool = False) -> str:
     if fitted:
         lines.append(
             "Accuracy and advantage use a threshold on the scores that was fitted on other games: "
-            "an adversary's own yes or no is built for text that was not randomised."
+            "an adversary's own decision is meant for text that was not randomised."
         )
     lines.append("A low number says that these attacks fail here, not that none succeeds.")
     return "\n".join(lines)

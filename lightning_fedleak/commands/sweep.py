@@ -157,9 +157,7 @@ class SweepCommand(SweepOptions):
 
 
 def table(results: Sequence[tuple[Cell, CellResult]], before: float | None) -> Table:
-    """Return a row for each defence: loss, epsilon, and each attack's headline with its
-    interval.
-    """
+    """Return a row for each defence: loss, epsilon, each attack's headline and interval."""
     title = "utility and leakage" + ("" if before is None else f" (loss before: {before:.3f})")
     rows = Table(title=title)
     rows.add_column("defence", overflow="fold")

@@ -89,9 +89,7 @@ class CanaryGradient:
         )
 
     def noised(self, noise: Tensor, std: float) -> CanaryGradient:
-        """Return the gradient with independent ``noise`` (G, K) of standard deviation ``std``
-        added.
-        """
+        """Return the gradient with independent ``noise`` (G, K) of deviation ``std`` added."""
         total = noise if self.noise is None else self.noise + noise
         return CanaryGradient(self.samples, total, math.hypot(self.noise_std, std))
 
@@ -149,9 +147,10 @@ class Defense(ABC):
         ...     name = "sign"
         ...     guarantee = "none"
         ...
-        ...     def on_gradients(self, named_parameters, context):
-        ...         for _, parameter in named_parameters:
-        ...             parameter.grad.sign_()
+        ...     def on_gradients(self, parameters, context):
+        ...         for parameter in parameters:
+        ...             if parameter.grad is not None:
+        ...                 parameter.grad.sign_()
         >>> strategy = DefendedStrategy("auto", defenses=[Sign()])
         >>> strategy.defenses[0].acts_on_gradients
         True
@@ -271,8 +270,7 @@ class Defense(ABC):
         return dataloader
 
     def on_batch(self, batch: Any, context: DefenseContext) -> Any:
-        """Return what ``training_step`` gets in place of ``batch``, on the device, for every
-        micro-batch.
+        """Return what ``training_step`` gets in place of ``batch``, for every micro-batch.
 
         ``batch`` itself must stay what it is: callbacks read the truth from it.
 
@@ -305,8 +303,7 @@ class Defense(ABC):
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
-        """Run the forward pass of a micro-batch, or of a piece of a logical batch, and return its
-        output.
+        """Run the forward pass of a micro-batch, or piece of a logical batch; return its output.
 
         Args:
             training_step: runs the module's ``training_step`` (and what the defences after this one
@@ -353,8 +350,7 @@ class Defense(ABC):
         parameters: Sequence[nn.Parameter],
         context: DefenseContext,
     ) -> CanaryGradient:
-        """Return what would leave the client of layers that a dishonest server had added to the
-        model.
+        """Return what would leave the client of layers that a dishonest server had added.
 
         The layers do not exist. In the run that is imagined their gradient is a part of the update
         like every other: it counts in a norm that is clipped, each game by itself, and gets noise

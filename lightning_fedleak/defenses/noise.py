@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.validate import check_integer, check_number, warn_of_old_spelling
 
-_BLOCK = 1 << 16  # numbers drawn at once; fits a cache of 1 MiB, larger blocks are slower
+_BLOCK = 1 << 16  # numbers drawn at once, few enough to stay in a CPU's cache
 XTOL, RTOL = 1e-14, 1e-14  # absolute and relative error of epsilon, which is added to it
 
 
@@ -112,9 +112,7 @@ def _philox(key: bytes) -> np.random.Philox:
 
 
 def _fill(block: Tensor, generator: np.random.Philox) -> None:
-    """Fill a block with standard normal numbers, from pairs of signed integers of as many bits
-    as the numbers have.
-    """
+    """Fill a block with standard normal numbers, from pairs of signed integers of their width."""
     double = block.dtype == torch.float64
     kind, bits = (np.int64, 63) if double else (np.int32, 31)
     half = (len(block) + 1) // 2
@@ -124,12 +122,12 @@ def _fill(block: Tensor, generator: np.random.Philox) -> None:
     radius = words[:half].abs_().add_(0.5).mul_(2.0**-bits).log_().mul_(-2.0).sqrt_()
     angle = words[half:].mul_(math.pi * 2.0**-bits)
     torch.mul(radius, angle.cos(), out=block[:half])
-    odd = len(block) - half
-    torch.mul(radius[:odd], angle[:odd].sin_(), out=block[half:])
+    count = len(block) - half
+    torch.mul(radius[:count], angle[:count].sin_(), out=block[half:])
 
 
 def gaussian_epsilon(*, sigma: float, delta: float) -> float:
-    """Return the smallest epsilon of ``x + N(0, s^2 I)`` at ``delta`` (Balle and Wang 2018, Theorem
+    """Return the smallest epsilon of ``x + N(0, s^2 I)`` at ``delta`` (Balle and Wang 2018, Thm.
     8).
 
     k such releases in a row, also where each depends on those before, are one of

@@ -30,9 +30,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def shard_number(tensor: Tensor) -> int:
-    """Return the number of this process's part of ``tensor``: equal on replicas, different
-    otherwise.
-    """
+    """Return the number of this process's part of ``tensor``, which replicas share."""
     if not isinstance(tensor, DTensor):
         return 0
     mesh, number = tensor.device_mesh, 0
@@ -79,9 +77,7 @@ def joint_norm(gradients: Sequence[Tensor]) -> float:
 
 
 def where_whole(tensor: Tensor) -> torch.device:
-    """Return the device on which layers compute with all of ``tensor`` (CPU offload keeps it
-    elsewhere).
-    """
+    """Return the device on which layers compute with all of ``tensor``, also under CPU offload."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh.device_type == tensor.device.type:
         return tensor.device
     kind = tensor.device_mesh.device_type
@@ -97,8 +93,7 @@ def own_part(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def own_parts_of_sums(addends: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return this process's parts of the sums of all processes' ``addends``; one collective for
-    several.
+    """Return this process's parts of the sums of all processes' ``addends``; a collective.
 
     Args:
         addends: of the whole shapes on every process; may be overwritten.
@@ -195,9 +190,7 @@ class Team:
         return values
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Return the largest of each number over processes; of booleans whether one of them is
-        True.
-        """
+        """Return the largest of each number over processes; a boolean counts as 0 or 1."""
         if self.size == 1:
             return [float(value) for value in values]
         numbers = torch.tensor([*map(float, values)], dtype=torch.float64, device=self._device)

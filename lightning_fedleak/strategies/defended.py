@@ -184,7 +184,7 @@ class DefendedStrategy(EitherStrategy):
         self._configure_launcher()
 
     def _resolve(self) -> Any:
-        """Return a strategy of the Trainer's package: the named one, for ``"auto"`` its own
+        """Return the named strategy of the Trainer's package; for ``"auto"`` the Trainer's
         choice.
         """
         accelerator = self.accelerator
@@ -287,9 +287,7 @@ def _by_name(name: str, accelerator: object) -> Any:
 
 
 def _supported(kind: type) -> bool:
-    """Return whether a class is supported; Lightning derives DeepSpeed's and XLA's from those
-    that are.
-    """
+    """Return whether a class is supported; DeepSpeed's and XLA's derive from those that are."""
     native = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
     foreign = ("DeepSpeedStrategy", "single_xla.SingleDeviceXLAStrategy", "xla.XLAStrategy")
     return issubclass(kind, both(*(f"strategies.{name}" for name in native))) and not issubclass(

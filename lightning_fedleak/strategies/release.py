@@ -239,8 +239,7 @@ class Release:
         self._tap(Stage.AGGREGATE, optimizer)
 
     def _check_unmoved(self, root: nn.Module) -> None:
-        """Raise an error where weights change between batches before anything was released in this
-        fit.
+        """Raise an error where weights change between batches before any release in this fit.
 
         Something writes the update into them without an optimizer. Weights of no optimizer may
         change while gradients wait for a step: an average of the others, for example.
@@ -266,8 +265,7 @@ class Release:
             )
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raise an error for an optimizer that Lightning does not know: its update was not
-        defended.
+        """Raise an error for an optimizer unknown to Lightning: its update was not defended.
 
         An optimizer inside one that is guarded steps after the release.
         """

@@ -307,9 +307,7 @@ class DDPSeam(Seam, DDPStrategy):
         super().on_validation_start()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step, after which buffers differ: they are sent once in a step, whatever it
-        accumulates.
-        """
+        """Step; then buffers differ, and are sent once before the next batch."""
         result = super().optimizer_step(*args, **kwargs)
         self._fedleak_buffers_differ = True
         return result
@@ -388,9 +386,7 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
             )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state; torch steps an optimizer without one at a learning rate of 0 to
-        create it.
-        """
+        """Return the state; torch creates a missing one by a step at a learning rate of 0."""
         with self._fedleak.paused():
             return super().optimizer_state(optimizer)
 

@@ -63,7 +63,7 @@ class Demo(DemoOptions):
     """The command ``fedleak demo``; its settings are its options."""
 
     def run(self, console: Console | None = None) -> int:
-        """Run both parts and prints what they mean.
+        """Run both parts and print what they mean.
 
         Args:
             console: where to print; stdout by default.

@@ -49,8 +49,7 @@ class Server:
 
     @property
     def noise(self) -> float | None:
-        """Return the norm of the noise over the largest norm that the mean of clipped updates can
-        have.
+        """Return the norm of the noise over the largest norm of the mean of clipped updates.
 
         It depends on no data. None without differential privacy.
         """

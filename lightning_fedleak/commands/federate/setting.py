@@ -148,9 +148,7 @@ class Setting(FederateOptions):
         return PadRight(0 if pad is None else int(pad))(rows)
 
     def batches(self, client: int, round_: int) -> list[dict[str, Tensor]]:
-        """Return a client's batches of a round: its rows in an order that is drawn again each
-        time.
-        """
+        """Return a client's batches of a round: its rows in an order drawn for each round."""
         rows = self.rows[client]
         generator = torch.Generator().manual_seed(_mixed(self.seed, client, round_))
         size = min(self.batch_size, len(rows))

@@ -66,9 +66,7 @@ class ActivationDefense(Defense):
         self._in_step = False
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
-        """Raise an error where a per-sample defence comes later, which leaves out steps of empty
-        batches.
-        """
+        """Raise an error where a per-sample defence comes later: it leaves out empty batches."""
         super().check_order(before, after)
         if late := [defense.name for defense in after if defense.per_sample]:
             raise DefenseError(
@@ -134,9 +132,7 @@ class ActivationDefense(Defense):
         return output
 
     def before_release(self) -> None:
-        """Check the same in manual optimization, where the update leaves within the training
-        step.
-        """
+        """Check the same in manual optimization, where the update leaves within the step."""
         if self._in_step:
             self._check_passed()
 

@@ -104,9 +104,7 @@ class ActivationCompression(ActivationDefense):
         self._mean: Tensor | None = None
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
-        """Raise an error where noise at the same layer comes later: it would fill what was left
-        out.
-        """
+        """Raise an error where noise at the same layer comes later and fills what was left out."""
         super().check_order(before, after)
         for defense in after:
             if isinstance(defense, ActivationNoise) and defense.layer == self.layer:

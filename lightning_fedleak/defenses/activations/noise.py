@@ -114,8 +114,8 @@ class ActivationNoise(ActivationDefense):
         self._remembered = _Remembered()
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
-        """Raise an error for relative noise, one scale for all samples, beside a per-sample
-        defence.
+        """Raise an error for relative noise, one scale for all samples, beside per-sample
+        defences.
         """
         super().check_order(before, after)
         if self.relative and (names := [d.name for d in (*before, *after) if d.per_sample]):
@@ -175,9 +175,7 @@ class ActivationNoise(ActivationDefense):
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
     ) -> Any:
-        """Run the step; forwards of earlier steps are forgotten, since backward runs none of
-        them again.
-        """
+        """Run the step; forwards of earlier steps are forgotten."""
         self._remembered.clear()
         return super().on_training_step(training_step, batch, context)
 
@@ -198,8 +196,8 @@ class ActivationNoise(ActivationDefense):
         self._remembered.clear()
 
     def _number(self, states: Tensor, recomputed: bool, training: bool) -> int:
-        """Return the number of this forward among those of its kind; a recomputation has that of
-        the first time.
+        """Return the number of this forward among its kind; a recomputation has that of the
+        first.
         """
         if recomputed:
             return self._remembered.find(states, self.layer)
@@ -267,8 +265,7 @@ class _Remembered:
         self._forwards.append(_Forward(number, states.shape, states.dtype, _marks(states)))
 
     def find(self, states: Tensor, layer: int) -> int:
-        """Return the number of the forward that had these states; of several equal ones, of the
-        latest.
+        """Return the number of the forward that had these states; of several, of the latest.
 
         That is the order in which backward comes to them.
         """

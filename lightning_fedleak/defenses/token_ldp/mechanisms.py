@@ -50,7 +50,7 @@ Mechanism = Literal["grr", "rappor", "the", "dbitflip"]
 Decode = Literal["uniform", "first", "argmax"]
 
 _PANEL = 0.25  # width of a quadrature panel in log s; the integrand varies by O(1) in it
-THRESHOLD_ERROR = 1e-10  # of THE's threshold; it changes the rates by less than rounding does
+THRESHOLD_ERROR = 1e-10  # of THE's threshold; its rates change by at most epsilon / 4 times it
 
 
 def grr_keep(k: int, epsilon: float) -> float:
@@ -59,9 +59,7 @@ def grr_keep(k: int, epsilon: float) -> float:
 
 
 def bit_rates(epsilon: float) -> tuple[float, float]:
-    """Return (p, q) of RAPPOR and dBitFlipPM: the rates at which the value's own bit and another
-    are set.
-    """
+    """Return RAPPOR's and dBitFlipPM's (p, q): rates of the value's own bit and of another one."""
     q = math.exp(-epsilon / 2) / (1.0 + math.exp(-epsilon / 2))
     return 1.0 - q, q
 
@@ -86,8 +84,7 @@ def the_rates(epsilon: float) -> tuple[float, float]:
 
 
 def uniform_keep(k: int, p: float, q: float, sampled: int | None = None) -> float:
-    """Return the probability that a uniform set bit of k is the value's own; none set: uniform of
-    all.
+    """Return the probability that a uniform set bit of k, or of all if none is set, is the own.
 
     With N ~ Bin(d - 1, q) other bits set, E[1 / (1 + N)] = (1 - (1 - q)^d) / (d q).
 
@@ -108,8 +105,7 @@ def uniform_keep(k: int, p: float, q: float, sampled: int | None = None) -> floa
 
 @functools.lru_cache(maxsize=4096)
 def argmax_keep(k: int, epsilon: float) -> float:
-    """Return the probability that 1 + Laplace(2/eps) is the largest beside k - 1 times
-    Laplace(2/eps).
+    """Return the probability that 1 + Laplace(2/eps) exceeds k - 1 times Laplace(2/eps).
 
     The integral of f(t - 1) F(t)^(k-1) over t, with E = e^(eps/2): where t < 0 and t > 1 the
     density is F'(t) / E and E F'(t), which integrates in closed form; between, with s = 1 - F(t),
@@ -132,17 +128,13 @@ def argmax_keep(k: int, epsilon: float) -> float:
 
 
 def symmetric_law(k: int, keep: float) -> Tensor:
-    """Return (k, k) float64, row x the law of the output for input x: ``keep`` at x, else
-    uniform.
-    """
+    """Return (k, k) float64, row x the law for input x: ``keep`` at x, else uniform."""
     law = torch.full((k, k), (1.0 - keep) / (k - 1), dtype=torch.float64)
     return law.fill_diagonal_(keep)
 
 
 def first_law(k: int, p: float, q: float) -> Tensor:
-    """Return (k, k) float64, row x the law of the first set bit for input x; 0 where none is
-    set.
-    """
+    """Return (k, k) float64, row x the law of the first set bit for input x; 0 for none set."""
     x, y = torch.arange(k)[:, None], torch.arange(k, dtype=torch.float64)[None, :]
     silent = 1.0 - q
     law = torch.where(y < x, q * silent**y, (1.0 - p) * q * silent ** (y - 1))
@@ -222,8 +214,8 @@ class Randomizer:
         buckets: int | None = None,
         bits: int | None = None,
     ) -> Randomizer:
-        """Return a randomizer with defaults: ``"argmax"`` for ``the``, else ``"uniform"``; all
-        buckets and bits.
+        """Return a randomizer; by default ``"argmax"`` for ``the``, else ``"uniform"``, with all
+        bits.
         """
         rule = decode or ("argmax" if mechanism == "the" else "uniform")
         b = k if buckets is None else buckets
@@ -269,15 +261,14 @@ class Randomizer:
         return law[bucket][:, bucket] / sizes[bucket]
 
     def decoded_epsilon(self, epsilon: float) -> float:
-        """Return the decoded index' own epsilon, at most ``epsilon``: log of the law's largest
+        """Return the decoded index' epsilon, at most ``epsilon``: log of the law's largest
         ratio.
         """
         b = self.buckets
         if self.decode != "first":
             keep = self.keep(epsilon)
-            if (
-                self.mechanism == "grr" or keep > 1 - 1e-9
-            ):  # float64 holds too few digits of 1 - keep
+            # Above, float64 holds too few digits of 1 - keep.
+            if self.mechanism == "grr" or keep > 1 - 1e-9:
                 return epsilon
             return math.log(keep) + math.log(b - 1) - math.log1p(-keep)
         p, q = self._rates(epsilon)

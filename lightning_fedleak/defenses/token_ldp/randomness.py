@@ -22,8 +22,7 @@ Implementation = Literal["torch", "multi-freq-ldpy"]
 
 
 def row_digests(rows: Sequence[Tensor], examples: Sequence[int] | None) -> list[bytes]:
-    """Return what distinguishes rows: 16 bytes of a row's words, and of its example's id where
-    there is one.
+    """Return 16 bytes that distinguish rows, by their words and their examples' ids.
 
     Args:
         rows: (n_i,) int64 words of each row, on the CPU.

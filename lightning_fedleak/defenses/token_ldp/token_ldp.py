@@ -98,24 +98,24 @@ class Promise:
     @property
     def warnings(self) -> list[str]:
         """Return warnings for settings that void the guarantee."""
-        warnings = []
+        messages = []
         if self.in_batch:
-            warnings.append(
+            messages.append(
                 "domain='batch' holds no guarantee: which words occur in the batch is visible, and "
                 f"with per='token' a row of 32 would cost 32 x {self.epsilon:g} in any case. For "
                 "comparison with published figures only; use domain='vocabulary'."
             )
         if self.labels == "original":
-            warnings.append(
+            messages.append(
                 "labels='original' voids the guarantee: a language model's labels are the text. "
                 "Leave `labels` out."
             )
         if self.implementation == "multi-freq-ldpy":
-            warnings.append(
+            messages.append(
                 "implementation='multi-freq-ldpy' draws from a generator with a seed of 32 bits, "
                 "which can be tried out. For comparison only; leave `implementation` out."
             )
-        return warnings
+        return messages
 
 
 class ReleaseCounter:
@@ -167,7 +167,7 @@ class ReleaseCounter:
         """Raise the counts to what holds for all processes.
 
         Args:
-            counts: attribute :attr:`counts` of every process, this one too.
+            counts: :attr:`counts` of every process, this one too.
             add: whether the same row, released by two of them, was released twice: then the sum of
                 what each released most often, which no row exceeds; else the largest.
         """

@@ -111,9 +111,7 @@ def _predictions(
     relative: bool,
     seed: int,
 ) -> Utility:
-    """Return accuracy and perplexity at the places ``targeted`` (B, L), in runs of bounded
-    memory.
-    """
+    """Return accuracy and perplexity at the places ``targeted`` (B, L), in parts of the batch."""
     noise = gaussian_noise(hidden_states(anatomy, layer, ids), sigma, relative=relative, seed=seed)
     vocabulary = anatomy.vocab_size or 1
     rows = max(1, LOGITS_AT_ONCE // (ids.shape[1] * vocabulary))

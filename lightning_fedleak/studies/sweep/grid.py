@@ -1,6 +1,4 @@
-"""The cells of a grid run one after another; each result is written at once, and a run continues
-later.
-"""
+"""The cells of a grid, run one after another; each result is kept, and a run continues later."""
 
 from __future__ import annotations
 

@@ -34,13 +34,8 @@ from benchmarks.defenses.dp_sgd_games import play_add_remove, refutations, sampl
 from benchmarks.defenses.planted import PlantedNeuron
 from lightning_fedleak.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.defenses import DPSGD, ClipSettings
-from lightning_fedleak.defenses.accounting.accounting import (
-    LARGEST_EPSILON,
-    ORDERS,
-    Accountant,
-    epsilon_of,
-    rdp_of,
-)
+from lightning_fedleak.defenses.accounting.accounting import LARGEST_EPSILON, Accountant, epsilon_of
+from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, PoissonBatchSampler
 from lightning_fedleak.metrics.clustered import auc
 

@@ -24,10 +24,10 @@ from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.accounting.accounting import (
     Accountant,
     AccountantKind,
-    SamplingScheme,
     effective_noise_multiplier,
 )
 from lightning_fedleak.defenses.accounting.budget import Budget
+from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.base import Privacy, State
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from scipy.stats import norm as normal
 
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
-from lightning_fedleak.defenses.accounting.accounting import ORDERS, epsilon_of, rdp_of
+from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 from lightning_fedleak.federation import ClientDP, UpdateError, clipped, joint_norm
 from lightning_fedleak.strategies import DefendedStrategy
 

@@ -14,10 +14,10 @@ from lightning_fedleak.defenses.accounting.accounting import (
     MOST_NOISE,
     Accountant,
     AccountantKind,
-    SamplingScheme,
     Trust,
     noise_multiplier_for,
 )
+from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.base import DefenseError, Privacy, State
 

@@ -19,16 +19,14 @@ from scipy.stats import binom
 from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
     LEAST_NOISE,
-    ORDERS,
-    Floats,
     check_delta_for,
-    epsilons_of_rdp,
 )
 from lightning_fedleak.defenses.accounting.ledger import (
     check_count,
     check_noise_multiplier,
     check_sample_rate,
 )
+from lightning_fedleak.defenses.accounting.renyi import ORDERS, Floats, epsilons_of_rdp
 
 MOST_TERMS = 1 << 26  # terms of a release's divergences; orders that need more are not computed
 STEPS = 4  # of the integral in a standard deviation; more take longer. Not tuned

@@ -10,20 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fedleak.defenses.accounting.accounting import (
-    LEAST_NOISE,
-    ORDERS,
-    Floats,
-    History,
-    SamplingScheme,
-    conversion,
-    rdp_of,
-)
+from lightning_fedleak.defenses.accounting.accounting import LEAST_NOISE, History
 from lightning_fedleak.defenses.accounting.ledger import (
     Ledger,
     check_count,
     check_noise_multiplier,
     check_sample_rate,
+)
+from lightning_fedleak.defenses.accounting.renyi import (
+    ORDERS,
+    Floats,
+    SamplingScheme,
+    conversion,
+    rdp_of,
 )
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.validate import check_number

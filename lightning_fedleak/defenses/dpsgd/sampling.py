@@ -160,19 +160,13 @@ def sampling_of(
         _check_repeats(dataloader, context)
         expected = float(batch_size * context.processes)
         return Sampling(checked_loader(dataloader), 1.0, expected, examples)
-    mechanism, bands = release.mechanism, release.bands or 1
+    mechanism = release.mechanism
     by_key = None if users is None else rows_by_user(dataloader.dataset, users.group_by)
     rows = None if by_key is None else [*by_key.values()]
     examples = examples if rows is None else len(rows)
     share = max(1, examples // replicas)
     steps = max(1, round(share / batch_size))
-    groups = {"independent": 1, "banded": bands, "banded_inverse": steps}[mechanism]
-    if mechanism == "banded" and groups * batch_size > share:
-        raise DefenseError(
-            f"DPSGD: {share} {'examples' if rows is None else 'users'} in {bands} groups are fewer "
-            f"than batch_size={batch_size} in each, and batches are drawn from one group at a "
-            f"time. Use at most bands={max(1, share // batch_size)}, or smaller batches."
-        )
+    groups = _count_groups(release, steps, share, batch_size)
     rate = 1.0 if mechanism == "banded_inverse" else min(1.0, groups * batch_size / share)
     loader = poisson_loader(
         dataloader,
@@ -195,6 +189,30 @@ def sampling_of(
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)
     return Sampling(loader, rate, expected, examples, rows, groups, places)
+
+
+def _count_groups(release: ReleaseSettings, steps: int, share: int, batch_size: int) -> int:
+    """Return the number of groups that batches are drawn from in turn.
+
+    Args:
+        release: mechanism and bands.
+        steps: batches in an epoch.
+        share: examples or users of this process.
+        batch_size: of them in a batch, on average.
+
+    Raises:
+        DefenseError: a group is smaller than a batch.
+    """
+    if release.mechanism != "banded":
+        return steps if release.mechanism == "banded_inverse" else 1
+    bands = release.bands or 1
+    if bands * batch_size > share:
+        raise DefenseError(
+            f"DPSGD: {share} examples or users in {bands} groups are fewer than batch_size="
+            f"{batch_size} in each, and batches are drawn from one group at a time. Use at most "
+            f"bands={max(1, share // batch_size)}, or smaller batches."
+        )
+    return bands
 
 
 def _check_shares(dataloader: Any, context: DefenseContext) -> None:

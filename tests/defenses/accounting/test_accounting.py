@@ -25,16 +25,15 @@ from lightning_fedleak.defenses.accounting import accounting as privacy_loss
 from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
     LEAST_NOISE,
-    ORDERS,
     PRV_POINTS,
     Accountant,
     check_delta_for,
     effective_noise_multiplier,
     epsilon_of,
     noise_multiplier_for,
-    rdp_of,
 )
 from lightning_fedleak.defenses.accounting.ledger import Ledger
+from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter, best_order
 
 pytest.importorskip("opacus")

@@ -10,8 +10,9 @@ import pytest
 from scipy.stats import binom, norm
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, group_epsilon
-from lightning_fedleak.defenses.accounting.accounting import ORDERS, epsilon_of, rdp_of
+from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.accounting.groups import group_rdp
+from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 from tests.defenses.dpsgd.test_correlated_noise import Steps
 from tests.defenses.dpsgd.test_dpsgd import Run, first
 from tests.helpers.dpsgd_settings import grouped

@@ -118,6 +118,13 @@ class TextBatches(LightningDataModule):
     Raises:
         ValueError: an argument is out of its range.
         TypeError: in a fit, the Trainer is of the other package.
+
+    Example:
+        >>> from lightning_fedleak.finetuning import TextDataModule
+        >>> data = TextDataModule(batch_size=4, length=32)
+        >>> data.setup()
+        >>> next(iter(data.train_dataloader()))["input_ids"].shape[0]
+        4
     """
 
     def __init__(

@@ -61,6 +61,12 @@ class NextTokenTraining(LightningModule):
         ValueError: an unknown ``loss``.
         SourceError: the model cannot be loaded, or has nothing that ``peft`` could train.
         ImportError: ``peft="lora"`` without the package peft.
+
+    Example:
+        >>> from lightning_fedleak.finetuning import CausalLMFineTuning
+        >>> module = CausalLMFineTuning(lr=1e-3)
+        >>> type(module.configure_optimizers()).__name__
+        'AdamW'
     """
 
     def __init__(

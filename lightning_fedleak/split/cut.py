@@ -82,6 +82,16 @@ def split_model(
     Raises:
         SplitError: the model cannot be cut at this layer, or its parts compute something else.
         ValueError: it has no such layer.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from lightning_fedleak.split import split_model
+        >>> config = LlamaConfig(
+        ...     vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
+        ... )
+        >>> split = split_model(LlamaForCausalLM(config), layer=1, head="client")
+        >>> split.width
+        16
     """
     check_choice("head", head, ("server", "client"), error=SplitError)
     anatomy = find_anatomy(model)

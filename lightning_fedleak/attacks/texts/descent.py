@@ -198,6 +198,11 @@ class DescentSettings:
 
     Raises:
         ValueError: a setting out of range.
+
+    Example:
+        >>> from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent
+        >>> paper = DescentSettings(stop="cosine", weighting="paper")
+        >>> attack = EmbeddingDescent(layer=3, likeness="cosine", initial="mean", descent=paper)
     """
 
     stop: Stop = "settled"

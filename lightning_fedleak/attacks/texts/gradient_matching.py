@@ -69,6 +69,10 @@ class MatchingSettings:
 
     Raises:
         ValueError: a number out of range.
+
+    Example:
+        >>> from lightning_fedleak.attacks import GradientMatching, MatchingSettings
+        >>> attack = GradientMatching(1, 16, matching=MatchingSettings(starts=5, swaps=0))
     """
 
     alpha: float = 0.01

@@ -111,6 +111,10 @@ class PrefixSettings:
 
     Raises:
         ValueError: a setting out of range.
+
+    Example:
+        >>> from lightning_fedleak.attacks import PrefixInversion, PrefixSettings
+        >>> attack = PrefixInversion(3, None, settings=PrefixSettings(refresh_every=10))
     """
 
     contexts: int = 1

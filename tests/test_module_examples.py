@@ -1,0 +1,24 @@
+"""The examples in docstrings behind the root: settings of attacks, split models, fine-tuning."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+
+MODULES = [
+    "attacks.texts.descent",
+    "attacks.texts.gradient_matching",
+    "attacks.texts.prefix.inversion",
+    "finetuning.data",
+    "finetuning.module",
+    "split.cut",
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_run(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"lightning_fedleak.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -122,9 +122,9 @@ def split_model(
             head_layer._parameters["weight"] = nn.Parameter(weight)
         else:
             drifts = (
-                "the embeddings (client) and the head (server) are one matrix, which would "
-                "differ after training: split with head='client', freeze the matrix, or split with "
-                "untie=True to train two"
+                "the embeddings (client) and the head (server) are one matrix, whose two copies "
+                "would differ after training: split with head='client', freeze the matrix, or split "
+                "with untie=True to train two"
             )
     split = SplitModel(
         layer, place.name, anatomy.block_names[-1], survey.width, bottom, top, tail, drifts

@@ -123,8 +123,8 @@ def split_model(
         else:
             drifts = (
                 "the embeddings (client) and the head (server) are one matrix, whose two copies "
-                "would differ after training: split with head='client', freeze the matrix, or split "
-                "with untie=True to train two"
+                "would differ after training: split with head='client', freeze the matrix, or "
+                "split with untie=True to train two"
             )
     split = SplitModel(
         layer, place.name, anatomy.block_names[-1], survey.width, bottom, top, tail, drifts

@@ -95,7 +95,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "fc, full": lambda: FCMembership(1, "full", tokens=LENGTH),
     "attention": lambda: AttentionMembership(1, PUBLIC, batch=2),
     "trained": lambda: TrainedMembership(
-        1, PUBLIC, training=TrainingSettings(hidden_units=8, steps=3), public_rows=8
+        1, PUBLIC, training=TrainingSettings(hidden_units=8, steps=3, public_rows=8)
     ),
     "gradient": lambda: GradientMembership(PUBLIC, public_rows=8, controls=3),
     "subspace": lambda: SubspaceMembership(PUBLIC, public_rows=8),

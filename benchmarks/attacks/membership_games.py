@@ -88,7 +88,7 @@ class Table:
         args = self.args
         private, public = halves(name, args.public, args.pool, args.public_texts)
         least = 3 if self.anatomy_kind == "causal" else 2
-        pool = SentencePool.of(
+        pool = SentencePool.from_texts(
             private, self.tokenizer, args.tokens, at_least=least, start_token_id=args.bos
         )
         return pool, PublicText(self.ids(public))

@@ -121,7 +121,7 @@ class Bench:
     def _text(self, name: str) -> tuple[SentencePool, PublicText]:
         args = self.args
         private, public = halves(name, args.public, args.pool, args.public_texts)
-        pool = SentencePool.of(private, self.tokenizer, args.tokens)
+        pool = SentencePool.from_texts(private, self.tokenizer, args.tokens)
         return pool, PublicText(self.ids(public))
 
     def attacks(self, job: Job) -> list[MembershipAttack]:

@@ -165,7 +165,9 @@ def played(folder: str, text: str, pool: int, public_texts: int, tokens: int) ->
 
     def sentences(texts: list[str]) -> SentencePool:
         least = 3 if anatomy.kind == "causal" else 2
-        return SentencePool.of(texts, tokenizer, tokens, at_least=least, start_token_id=start)
+        return SentencePool.from_texts(
+            texts, tokenizer, tokens, at_least=least, start_token_id=start
+        )
 
     planted = torch.tensor(ids([PLANTED])[0])
     return Played(anatomy, sentences(private), PublicText(ids(public)), sentences(public), planted)
@@ -330,7 +332,7 @@ def measure_one_hot(
     """
     tokenizer = AutoTokenizer.from_pretrained(models[model])
     private, _ = halves(text, None, max(pool, 2 * batch), 1)
-    sentences = SentencePool.of(private, tokenizer, tokens, at_least=2).rows
+    sentences = SentencePool.from_texts(private, tokenizer, tokens, at_least=2).rows
     rng = np.random.default_rng(seed + batch)
     u = rng.standard_normal(len(tokenizer))
     u /= np.linalg.norm(u)

@@ -176,7 +176,7 @@ def one_run_epsilon(
         def is_mu_refuted(mu: float) -> bool:
             return exceeds(*counts, functools.partial(least_of_gaussian, times * mu), error)
 
-        mu = _largest(is_mu_refuted)
+        mu = _refuted_up_to(is_mu_refuted)
         return gaussian_epsilon(sigma=1 / mu, delta=delta) if mu > 0 else 0.0
 
     def is_refuted(epsilon: float) -> bool:
@@ -187,10 +187,10 @@ def one_run_epsilon(
             return True
         return delta > 0 and exceeds(*counts, functools.partial(least_of_dp, *claimed), error)
 
-    return _largest(is_refuted)
+    return _refuted_up_to(is_refuted)
 
 
-def _largest(is_refuted: Callable[[float], bool]) -> float:
+def _refuted_up_to(is_refuted: Callable[[float], bool]) -> float:
     """Return where a claim ceases to be refuted; 0 where even the strongest is not."""
     if not is_refuted(0.0):
         return 0.0

@@ -220,7 +220,7 @@ class GameCommand(GameOptions):
                 f"--position {self.position} needs sentences of at least {at_least} tokens, and "
                 f"--tokens {self.tokens} cuts them: give more tokens or an earlier position"
             )
-        return SentencePool.of(
+        return SentencePool.from_texts(
             texts, tokenizer, self.tokens, at_least=at_least, start_token_id=self.bos
         )
 

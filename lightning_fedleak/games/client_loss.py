@@ -37,8 +37,8 @@ def default_loss(anatomy: Anatomy) -> Loss:
 
     def loss(model: nn.Module, ids: Tensor, mask: Tensor | None) -> Tensor:
         inputs = {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask}
-        out = model(**inputs)
-        logits, last = _part(out, "logits"), _part(out, "last_hidden_state")
+        output = model(**inputs)
+        logits, last = _output_tensor(output, "logits"), _output_tensor(output, "last_hidden_state")
         if logits is not None and logits.dim() == 3 and anatomy.kind in ("causal", "masked"):
             labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORE_INDEX)
             values, targets = predicting(logits, TokenBatch(ids, labels, mask, anatomy.kind))
@@ -56,8 +56,8 @@ def default_loss(anatomy: Anatomy) -> Loss:
     return loss
 
 
-def _part(out: Any, name: str) -> Tensor | None:
-    value = getattr(out, name, None)
+def _output_tensor(output: Any, name: str) -> Tensor | None:
+    value = getattr(output, name, None)
     return value if isinstance(value, Tensor) else None
 
 

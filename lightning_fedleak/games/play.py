@@ -128,6 +128,25 @@ def _authors_place(config: GameConfig) -> int:
     return config.position if isinstance(config.position, int) else AUTHORS_POSITION
 
 
+def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
+    """Run A_init.
+
+    Raises:
+        ValueError: the attack refuses the model or its public text.
+    """
+    passive = isinstance(attack, PassiveMembership)
+    if passive and anatomy.kind != "causal":
+        raise ValueError(
+            "reads the gradient of the client's loss, whose labels this game does not "
+            f"have for a {anatomy.kind} model; crafted layers need none: play "
+            "FCMembership (fedleak game --attack fc)"
+        )
+    attack.check_device(anatomy)
+    attack.prepare(anatomy)
+    if passive:
+        attack.refresh(anatomy, 0)
+
+
 @dataclass(frozen=True)
 class _Client:
     """One batch of the client: ids and mask (B, L), hidden states (B, L, d) by layer."""
@@ -164,16 +183,7 @@ class _GameRun:
         for attack in attacks:
             attack.meet(facts)
             try:
-                if isinstance(attack, PassiveMembership) and anatomy.kind != "causal":
-                    raise ValueError(
-                        "reads the gradient of the client's loss, whose labels this game does not "
-                        f"have for a {anatomy.kind} model; crafted layers need none: play "
-                        "FCMembership (fedleak game --attack fc)"
-                    )
-                attack.check_device(anatomy)
-                attack.prepare(anatomy)
-                if isinstance(attack, PassiveMembership):
-                    attack.refresh(anatomy, 0)
+                _prepare(attack, anatomy)
             except ValueError as error:
                 raise GameError(f"attack '{attack.name}': {error}") from error
         self.anatomy, self.attacks, self.pool = anatomy, attacks, pool
@@ -314,7 +324,7 @@ class _GameRun:
         if self.config.gradients == "autograd" or not self.layers:
             return _Client(ids, mask, {})
         if self.pooled is not None:
-            return _Client(ids, mask, self.pooled.of(challenge.data))
+            return _Client(ids, mask, self.pooled.batch_states(challenge.data))
         drop = self.config.seed + number if self.config.dropout else None
         hidden = client_states(self.anatomy, self.layers, ids, mask, dropout_seed=drop)
         return _Client(ids, mask, hidden)

@@ -75,7 +75,7 @@ class SentencePool:
         self.pad_id = pad_id
 
     @classmethod
-    def of(
+    def from_texts(
         cls,
         texts: Sequence[str],
         tokenizer: Any,

@@ -119,7 +119,7 @@ class PooledStates:
         self.group_of = {_key(row): g for g, group in enumerate(self.groups) for row in group}
         self.states: dict[tuple[int, ...], dict[int, Tensor]] = {}
 
-    def of(self, data: Sequence[Tensor]) -> dict[int, Tensor]:
+    def batch_states(self, data: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return (B, L, d) by layer for the batch ``data``, zero behind the end of a row."""
         rows = [self._row(row) for row in data]
         return {

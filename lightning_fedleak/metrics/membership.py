@@ -25,7 +25,7 @@ from lightning_fedleak.metrics.clustered import (
 from lightning_fedleak.metrics.rates import UNKNOWN, Rate, flat
 from lightning_fedleak.validate import check_integer, check_number
 
-FPRS = (0.01, 0.001)
+FPRS = (0.01, 0.001)  # of the reported TPRs, the usual ones (Carlini et al. 2022)
 RATES = ("accuracy", "f1", "auc", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr in FPRS))
 """Names of the rates, in the order in which they are reported."""
 
@@ -291,9 +291,9 @@ def _fitted_decisions(score: Floats, member: Bools, folds: Ints) -> Bools | None
 def _best_threshold(score: Floats, member: Bools) -> float:
     """Return the cut, half-way between scores, with the largest TPR + TNR of ``score > cut``."""
     values, group = np.unique(score, return_inverse=True)
-    caught = np.bincount(group, member / member.sum(), values.size)
+    hits = np.bincount(group, member / member.sum(), values.size)
     alarms = np.bincount(group, ~member / (~member).sum(), values.size)
-    gain = np.cumsum(alarms - caught)
+    gain = np.cumsum(alarms - hits)
     best = int(np.argmax(gain))
     if best == values.size - 1:
         return float(values[best])
@@ -307,14 +307,14 @@ def _tpr(score: Floats, member: Bools, code: Ints, folds: Ints, fpr: float, alph
     negatives = score[~member]
     if negatives.size * fpr < NEGATIVES_PER_FPR - 1e-9:
         return UNKNOWN
-    caught = np.zeros_like(member)
+    hits = np.zeros_like(member)
     for fold in np.unique(folds):
         inside = folds == fold
         other = np.sort(score[~inside & ~member])[::-1]
         if other.size == 0:
             return UNKNOWN
-        caught[inside] = score[inside] > other[int(other.size * fpr + 1e-9)]
-    value = float(caught[member].mean())
+        hits[inside] = score[inside] > other[int(other.size * fpr + 1e-9)]
+    value = float(hits[member].mean())
 
     ordered = np.sort(negatives)[::-1]
     alarms = score[~member] > ordered[int(negatives.size * fpr + 1e-9)]
@@ -330,7 +330,7 @@ def _tpr(score: Floats, member: Bools, code: Ints, folds: Ints, fpr: float, alph
     highest = (
         float((inside >= ordered[loose_rank - 1]).mean()) if loose_rank <= ordered.size else 1.0
     )
-    interval = share_rate(caught, member, code, alpha)
+    interval = share_rate(hits, member, code, alpha)
     return rate_with_value(
         value,
         max(0.0, value - float(np.hypot(value - interval.low, max(0.0, value - lowest)))),

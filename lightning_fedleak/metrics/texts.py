@@ -39,7 +39,7 @@ RECONSTRUCTION_RATES = (
 )
 """Names of the rates, in the order in which they are reported."""
 
-POSITIONS = 2048
+POSITIONS = 2048  # places that have a rate of their own; not tuned; more: larger states
 
 
 @dataclass(frozen=True)

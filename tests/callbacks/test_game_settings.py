@@ -136,8 +136,7 @@ def test_what_was_measured_is_resumed_and_not_measured_twice(tmp_path, monkeypat
         return TrainedMembership(
             1,
             public(seed),
-            public_rows=32,
-            training=TrainingSettings(hidden_units=64, steps=5, batch=64),
+            training=TrainingSettings(hidden_units=64, steps=5, batch=64, public_rows=32),
         )
 
     settings = {"n": 8, "precision": "bf16-mixed"}

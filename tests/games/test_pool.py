@@ -39,10 +39,10 @@ def test_padding_is_masked() -> None:
 
 
 def test_the_tokenizer_cuts_so_that_special_tokens_stay() -> None:
-    pool = SentencePool.of(["1 2 3 4 5", "3"], Words(), tokens=4)
+    pool = SentencePool.from_texts(["1 2 3 4 5", "3"], Words(), tokens=4)
     assert [r.tolist() for r in pool.rows] == [[7, 1, 2, 8], [7, 3, 8]]
     assert pool.pad_id == 9
-    started = SentencePool.of(["1 2 3 4 5", "3"], Words(), tokens=4, start_token_id=6)
+    started = SentencePool.from_texts(["1 2 3 4 5", "3"], Words(), tokens=4, start_token_id=6)
     assert [r.tolist() for r in started.rows] == [[6, 7, 1, 8], [6, 7, 3, 8]]
 
 

@@ -180,7 +180,7 @@ def test_a_batch_put_together_differs_from_its_own_forward_by_rounding(
     for indices in ([3, 0, 7], [10, 3, 2, 1]):
         data = [pool.rows[i] for i in indices]
         ids, mask = padded(data, 0, length)
-        together = pooled.of(data)
+        together = pooled.batch_states(data)
         wanted = client_states(anatomy, [0, 1, 2], ids, mask if length is None else None)
         real = mask.bool() if length is None else torch.ones_like(ids, dtype=torch.bool)
         for layer in (0, 1, 2):
@@ -194,7 +194,7 @@ def test_pooled_groups_are_computed_when_needed() -> None:
     anatomy = anatomy_of("gpt2")
     pool = SentencePool([[i, i + 1] for i in range(1, 13)])
     pooled = PooledStates(anatomy, [1], pool.rows, 4, 0, torch.Generator().manual_seed(0))
-    pooled.of([pool.rows[0]])
+    pooled.batch_states([pool.rows[0]])
     assert len(pooled.states) == 4
-    pooled.of(pool.rows)
+    pooled.batch_states(pool.rows)
     assert len(pooled.states) == 12

@@ -1,4 +1,4 @@
-"""Is this text there: adversaries that put layers of their own into the model."""
+"""Attacks that ask whether a text is in the batch: with crafted layers, or passively."""
 
 from lightning_fedleak.attacks.membership.base import (
     CRAFTED,

@@ -473,13 +473,13 @@ class AttentionMembership(MembershipAttack):
         parts = self.design.heads(d, x).attentions(x, mask, v)
         if rows is None:
             return coordinate_gradients(parts, gammas, weights, len(v), d)
-        out = x.new_zeros((len(x), len(v), gammas.shape[-1]))
+        gradient = x.new_zeros((len(x), len(v), gammas.shape[-1]))
         for attention in parts:
             thresholds = gammas if gammas.dim() == 1 else gammas[attention.targets]
             weight = weights[attention.sentence, attention.places]
             gradients = bias_gradients(attention.project(rows), thresholds, weight)
-            out[attention.sentence, attention.targets] = gradients
-        return out
+            gradient[attention.sentence, attention.targets] = gradients
+        return gradient
 
     # ---- A_guess ----------------------------------------------------------------------------
 

@@ -229,7 +229,7 @@ def coordinate_gradients(
     Returns:
         (B, G, 2 d R).
     """
-    out = weights.new_zeros((len(weights), targets, 2, d, len(gammas)))
+    gradient = weights.new_zeros((len(weights), targets, 2, d, len(gammas)))
     lowest = float(gammas.min())
     for visible in attentions:
         target, token, z = visible.coordinates(lowest)
@@ -240,8 +240,8 @@ def coordinate_gradients(
             for sign in (0, 1):
                 above = -z > gamma if sign else z > gamma
                 part = torch.where(z.isnan(), torch.nan, torch.where(above, weight, 0.0))
-                out[visible.sentence, :, sign, :, level].index_add_(0, target, part)
-    return out.flatten(2)
+                gradient[visible.sentence, :, sign, :, level].index_add_(0, target, part)
+    return gradient.flatten(2)
 
 
 @dataclass(frozen=True, repr=False)
@@ -330,7 +330,7 @@ def projector_heads(
     return Heads(queries, keys, -(queries @ mean), -(keys @ mean), ((1.0, -1.0), (-1.0, 1.0)))
 
 
-def random_direction(d: int, generator: torch.Generator) -> Tensor:
+def omitted_direction(d: int, generator: torch.Generator) -> Tensor:
     """Return the direction u, (d,) float64, that head 2 of :func:`algorithm_one` omits.
 
     It is the null direction of the first matrix that ``generator`` draws.
@@ -499,7 +499,7 @@ class AttentionDesign:
 
 @cache
 def _cached_direction(d: int, seed: int) -> Tensor:
-    return random_direction(d, torch.Generator().manual_seed(seed))
+    return omitted_direction(d, torch.Generator().manual_seed(seed))
 
 
 def check_positive_or(argument: str, value: Any, words: tuple[str, ...]) -> None:

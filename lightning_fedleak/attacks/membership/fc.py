@@ -358,7 +358,7 @@ class FCMembership(MembershipAttack):
         dtype = _promote(torch.promote_types(targets.dtype, hidden.dtype))
         rows, samples, weights = batch_inputs(hidden, mask, upstream, self.read_together)
         check_targets(targets, rows.shape[1])
-        out = torch.zeros((b * len(targets), self.rungs), dtype=dtype, device=hidden.device)
+        gradient = torch.zeros((b * len(targets), self.rungs), dtype=dtype, device=hidden.device)
         if len(targets) and len(rows):
             taus, zones = (x.to(dtype) for x in self.settings(targets))
             row, target_index, distance = neighbours(
@@ -371,8 +371,8 @@ class FCMembership(MembershipAttack):
             fires = distance[:, None] < taus[target_index]
             parts = torch.where(fires, weights[row].to(dtype)[:, None], 0.0)
             parts.masked_fill_(distance.isnan()[:, None], torch.nan)
-            out.index_add_(0, samples[row] * len(targets) + target_index, parts)
-        return out.view(b, len(targets), self.rungs)
+            gradient.index_add_(0, samples[row] * len(targets) + target_index, parts)
+        return gradient.view(b, len(targets), self.rungs)
 
     def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
         """Run A_guess, Algorithm 3: a member where the gradient of the rung ``tau`` is not zero.

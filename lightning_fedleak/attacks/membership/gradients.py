@@ -281,7 +281,7 @@ class GradientMembership(PassiveMembership):
             else:
                 names = self._other_parameters(self._anatomy)
                 gradients = {name: self._shared_gradient(view, name) for name in names}
-                size = _largest(gradients.values())
+                size = _gradient_size(gradients.values())
                 shared = torch.cat(
                     [self._rescale(g / size, view, name).flatten() for name, g in gradients.items()]
                 )
@@ -347,7 +347,7 @@ class GradientMembership(PassiveMembership):
         """
         anatomy, maps = self._anatomy, self._select_maps(self._anatomy)
         gradients = {m.name: self._shared_gradient(view, m.name) for m in maps}
-        size = _largest(gradients.values())
+        size = _gradient_size(gradients.values())
         nonzero = {name for name, g in gradients.items() if bool(g.any())}
         if nonzero - self._whitenings.keys():  # LoRA's A has no slopes as long as B is zero
             self.prepare(anatomy)
@@ -381,7 +381,7 @@ class GradientMembership(PassiveMembership):
         return super().config() | {"controls": self.controls}
 
 
-def _largest(gradients: Iterable[Tensor]) -> float:
+def _gradient_size(gradients: Iterable[Tensor]) -> float:
     """Return the largest number of shared gradients, by which squares in float32 stay in range.
 
     Raises:

@@ -65,16 +65,16 @@ def neighbours(
     else:
         counts = [len(rows)] * len(targets)
         places = torch.arange(len(rows), device=rows.device).repeat(len(targets))
-    broken = ~norms.isfinite()
-    any_broken = bool(broken.any())
+    not_finite = ~norms.isfinite()
+    any_not_finite = bool(not_finite.any())
     pairs: list[tuple[Tensor, Tensor, Tensor]] = []
     zones = dead_zones.tolist()
     for k, index in enumerate(torch.split(places, counts)):
         if len(index) == 0:
             continue
         distance = _l1_norms(rows, targets[k], zones[k], index)
-        if any_broken:
-            distance[broken[index]] = torch.nan
+        if any_not_finite:
+            distance[not_finite[index]] = torch.nan
         near_pairs = ~(distance >= limits[k])
         index = index[near_pairs]
         pairs.append((index, torch.full_like(index, k), distance[near_pairs]))
@@ -197,7 +197,9 @@ def model_rounding(
             for row, n in zip(ids, lengths.tolist(), strict=True)
         ]
     rounding = max(
-        _largest(_rows(one, together), _rows(batch[i : i + 1, : one.shape[1]], together), dead_zone)
+        _farthest(
+            _rows(one, together), _rows(batch[i : i + 1, : one.shape[1]], together), dead_zone
+        )
         for i, one in enumerate(separate)
     )
     return rounding if rounding < float("inf") else None
@@ -207,10 +209,8 @@ def _rows(hidden: Tensor, together: int | None) -> Tensor:
     return (hidden[0] if together is None else sentence_rows(hidden, None, together)).double()
 
 
-def _largest(targets: Tensor, rows: Tensor, dead_zone: float) -> float:
-    """Return the largest relative distance of a row from its target beyond the zone; inf if not
-    finite.
-    """
+def _farthest(targets: Tensor, rows: Tensor, dead_zone: float) -> float:
+    """Return the largest relative distance of a row from its target; inf if not finite."""
     sizes = targets.abs().sum(1)
     zones = dead_zone * sizes / (targets != 0).sum(1).clamp(min=1)
     distance = ((rows - targets).abs() - zones[:, None]).clamp(min=0).sum(1)

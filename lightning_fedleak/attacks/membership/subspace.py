@@ -174,11 +174,8 @@ class SubspaceMembership(PassiveMembership):
 
     def _copy_weights(self, anatomy: Anatomy) -> None:
         """Store a copy of the factors A, with which a term of the loss may share directions."""
-        readers = [
-            m
-            for shared_input in self._select_inputs(anatomy)
-            for m in _trained_readers(shared_input, anatomy)
-        ]
+        inputs = self._select_inputs(anatomy)
+        readers = [m for i in inputs for m in _trained_readers(i, anatomy)]
         self._factors = factor_rows(anatomy, readers)
         self._round_starts(anatomy, self._facts)
         self._anatomy = anatomy
@@ -338,9 +335,7 @@ def _evidence(
     ids: Tensor,
     words: WordGuess | None,
 ) -> Tensor:
-    """Return (G, 4) for texts: explained in the first block, deeper, nearness to spans, absent
-    tokens.
-    """
+    """Return (G, 4): gain in the first block, gain deeper, nearness to spans, absent tokens."""
     device = states[0].device
     counted = counted.to(device)
     first, deep, nearness = (torch.zeros(len(ids), device=device) for _ in range(3))

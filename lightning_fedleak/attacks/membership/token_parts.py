@@ -97,9 +97,9 @@ def _record_calls(maps: Sequence[LinearMap]) -> Iterator[dict[int, list[tuple[Te
     """Yield a mapping that collects each map's inputs and outputs, by the id of its reader."""
     calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def record(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
-            calls.setdefault(id(module), []).append((args[0].detach(), out))
+    def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            calls.setdefault(id(module), []).append((args[0].detach(), output))
 
     with ExitStack() as stack:
         for reader in {id(m.reader): m.reader for m in maps}.values():
@@ -194,20 +194,20 @@ def fit_parts(
     parts: Mapping[str, tuple[Tensor, Tensor]],
 ) -> dict[str, PartFit]:
     """Return the fit of each map's parts to the shared gradient, by the map's name."""
-    pairs = {}
+    fits = {}
     for name, (x, slope) in parts.items():
         whitening = whitenings[name]
         x, slope = _multiply(x, whitening.inputs), _multiply(slope, whitening.slopes)
         products = ((slope @ shared[name]) * x).sum(-1)
-        pairs[name] = PartFit(products, (slope @ slope.mT) * (x @ x.mT))
-    return pairs
+        fits[name] = PartFit(products, (slope @ slope.mT) * (x @ x.mT))
+    return fits
 
 
 def join_fits(fits: Iterable[Mapping[str, PartFit]]) -> dict[str, PartFit]:
     """Return one fit for all texts of several, by the map's name."""
     rows: dict[str, list[PartFit]] = {}
-    for pairs in fits:
-        for name, fit in pairs.items():
+    for fits_by_map in fits:
+        for name, fit in fits_by_map.items():
             rows.setdefault(name, []).append(fit)
     return {
         name: PartFit(torch.cat([f.products for f in row]), torch.cat([f.gram for f in row]))

@@ -47,9 +47,7 @@ from lightning_fedleak.validate import (
     group_old_arguments,
 )
 
-TWIN_DISTANCE = (
-    1e-2  # L1, over the target's norm, below which a public sample is skipped; not tuned
-)
+TWIN_DISTANCE = 1e-2  # L1, over the target's norm, of a sample that is skipped; not tuned
 CHECK_EVERY = 5  # steps of training between tests of the margin; not tuned
 CACHE_BYTES = 1 << 28  # of trained networks that are stored; more: fewer trainings, more memory
 FEWEST_SAMPLES = 8  # public samples to train against; not tuned
@@ -123,6 +121,7 @@ class TrainingSettings:
         margin: training stops where the target's output is above it, and all public outputs are
             below minus it; 0 stops as soon as they are separated.
         batch: public samples in a step; all of them where there are no more.
+        public_rows: public samples at most.
 
     Raises:
         ValueError: a number out of range.
@@ -133,6 +132,7 @@ class TrainingSettings:
     learning_rate: float = 1e-3
     margin: float = 3.0
     batch: int = 256
+    public_rows: int = 1024
 
     def __post_init__(self) -> None:
         check_integer("hidden_units", self.hidden_units)
@@ -140,6 +140,7 @@ class TrainingSettings:
         check_number("learning_rate", self.learning_rate, above=0)
         check_number("margin", self.margin, at_least=0)
         check_integer("batch", self.batch)
+        check_integer("public_rows", self.public_rows, at_least=FEWEST_SAMPLES)
 
 
 @torch.no_grad()
@@ -176,9 +177,9 @@ def train_neuron(
         step += 1
     weight, bias, second, offset = parameters
     folded = [weight / scale.spread, bias - weight @ (scale.mean / scale.spread), second, offset]
-    outside = public[~twins]
+    others = public[~twins]
     on_target = network_outputs(folded, target[None])[0]
-    on_public = network_outputs(folded, outside).max() if len(outside) else on_target - 1
+    on_public = network_outputs(folded, others).max() if len(others) else on_target - 1
     return Neuron(
         weight=folded[0],
         bias=folded[1],
@@ -191,9 +192,7 @@ def train_neuron(
 
 
 def network_outputs(parameters: list[Tensor], x: Tensor) -> Tensor:
-    """Return (n,) outputs for inputs (n, D) of [W1 (h, D), b1 (h,), W2 (1, h)] and perhaps b2
-    (1,).
-    """
+    """Return (n,) outputs for inputs (n, D) of W1 (h, D), b1 (h,), W2 (1, h), perhaps b2 (1,)."""
     weight, bias, second, *offset = parameters
     outputs = (F.relu(F.linear(x, weight, bias)) @ second.T)[:, 0]
     return outputs + offset[0] if offset else outputs
@@ -297,8 +296,7 @@ class TrainedMembership(MembershipAttack):
             ``"sampled"`` for text that a causal model writes.
         granularity: ``"token"`` or ``"full"``.
         tokenizer: for strings.
-        training: how the layers are trained.
-        public_rows: public samples at most.
+        training: how the layers are trained, and on how many public samples.
         threshold: ``"midpoint"`` or ``"trained"``, see above.
         refresh_every: steps after which :meth:`refresh` embeds the public text again.
         seed: of the choice of samples and of every training.
@@ -334,7 +332,6 @@ class TrainedMembership(MembershipAttack):
         *,
         tokenizer: Any = None,
         training: TrainingSettings | None = None,
-        public_rows: int = 1024,
         threshold: Literal["midpoint", "trained"] = "midpoint",
         refresh_every: int = 500,
         seed: int = 0,
@@ -349,14 +346,12 @@ class TrainedMembership(MembershipAttack):
             type(self).__name__, "training", training or TrainingSettings(), old
         )
         check_integer("refresh_every", refresh_every)
-        check_integer("public_rows", public_rows, at_least=FEWEST_SAMPLES)
         check_choice("threshold", threshold, ("midpoint", "trained"))
         text = PublicText.parse(public_text, tokenizer)
         if text is None:
             raise ValueError("TrainedMembership needs public_text: texts like the clients'")
         self.public_text = text
         self._text_digest = text if isinstance(text, str) else text.digest
-        self.public_rows = public_rows
         self.threshold = threshold
         self.refresh_every = refresh_every
         self.seed = seed
@@ -387,8 +382,8 @@ class TrainedMembership(MembershipAttack):
         text = PublicText.resolve(self.public_text, anatomy, self.seed)
         length = min(2 * self.tokens, context_length(anatomy) or 2 * self.tokens)
         samples: list[Tensor] = []
-        uniform_numbers = text.draw(min(len(text), self.public_rows), generator)
-        for indices in torch.split(uniform_numbers, 64):
+        order = text.draw(min(len(text), self.training.public_rows), generator)
+        for indices in torch.split(order, 64):
             batch = text.rows(indices.tolist(), length, generator)
             mask = batch.attention_mask
             assert mask is not None
@@ -398,7 +393,7 @@ class TrainedMembership(MembershipAttack):
                 samples.append(sentence_rows(states, mask, self.tokens))
             else:
                 samples.append(states[mask.to(states.device) != 0])
-            if sum(map(len, samples)) >= 4 * self.public_rows:
+            if sum(map(len, samples)) >= 4 * self.training.public_rows:
                 break
         rows = torch.cat(samples)
         rows = rows[rows.isfinite().all(1)]
@@ -408,7 +403,7 @@ class TrainedMembership(MembershipAttack):
                 f"attack '{self.name}': {len(rows)} {unit} of public text are too few to train "
                 f"against; give at least {FEWEST_SAMPLES}, better a thousand"
             )
-        order = torch.randperm(len(rows), generator=generator)[: self.public_rows]
+        order = torch.randperm(len(rows), generator=generator)[: self.training.public_rows]
         self._public = rows[order.to(rows.device)]
         self._scale = Scale.fit(self._public)
         self._neurons.clear()
@@ -525,7 +520,7 @@ class TrainedMembership(MembershipAttack):
         dtype = torch.promote_types(torch.promote_types(targets.dtype, hidden.dtype), torch.float32)
         rows, samples, weights = batch_inputs(hidden, mask, upstream, self.read_together)
         check_targets(targets, rows.shape[1])
-        out = torch.zeros((b, g, self.rungs), dtype=dtype, device=hidden.device)
+        gradient = torch.zeros((b, g, self.rungs), dtype=dtype, device=hidden.device)
         upstream_of = weights.to(dtype)[:, None]
         for k, target in enumerate(targets):
             neuron = self.neuron(target)
@@ -533,8 +528,8 @@ class TrainedMembership(MembershipAttack):
                 output = neuron(rows.to(neuron.weight.dtype))[:, None] + self._biases(neuron)
             parts = torch.where(output > 0, upstream_of, 0.0)
             parts = parts.masked_fill(output.isnan(), torch.nan)
-            out[:, k].index_add_(0, samples, parts)
-        return out
+            gradient[:, k].index_add_(0, samples, parts)
+        return gradient
 
     def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
         """Run A_guess, as in :class:`~lightning_fedleak.attacks.membership.base.RungReader`.
@@ -551,7 +546,6 @@ class TrainedMembership(MembershipAttack):
             "layer": self.layer,
             "granularity": self.granularity,
             **asdict(self.training),
-            "public_rows": self.public_rows,
             "threshold": self.threshold,
             "public_text": self._text_digest,
             "refresh_every": self.refresh_every,

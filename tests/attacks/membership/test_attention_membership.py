@@ -33,8 +33,8 @@ from lightning_fedleak.attacks.membership.attention_calibration import (
 from lightning_fedleak.attacks.membership.attention_layers import (
     HeadPair,
     algorithm_one,
+    omitted_direction,
     projector_heads,
-    random_direction,
 )
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.membership.whitening import fit_whitening
@@ -228,7 +228,7 @@ def test_the_literal_weights_are_those_of_algorithm_1():
     assert float((layers.w_q[0] @ v).abs().max()) < 1e-12
     product = layers.w_k[0].T @ layers.w_q[0] / scale
     torch.testing.assert_close(product, torch.eye(d).double() - torch.outer(v, v) / (v @ v))
-    u = random_direction(d, generator(3))
+    u = omitted_direction(d, generator(3))
     product = layers.w_k[1].T @ layers.w_q[1] / scale
     torch.testing.assert_close(product, torch.eye(d).double() - torch.outer(u, u))
     eye, zero = torch.eye(d), torch.zeros(d, d)
@@ -288,7 +288,7 @@ def test_heads_agree_with_algorithm_1_in_float64():
     d = 40
     x, v = normal(1, 12, d), normal(d, seed=1)
     literal = algorithm_one(v, 0.5, generator(5))
-    ours = projector_heads(v, 0.5, random_direction(d, generator(5)))
+    ours = projector_heads(v, 0.5, omitted_direction(d, generator(5)))
 
     def products(heads):
         q, k = x @ heads.queries.mT, x @ heads.keys.mT

@@ -83,13 +83,10 @@ class GradientMembership(PassiveMembership):
 
     Args:
         public_text: text like the clients', or ``"sampled"`` for text that the model writes.
-        tokenizer: for strings.
-        public_rows: number of public texts.
         controls: public texts that are scored beside the candidates at every look, at least 2.
-        tokens: of a text that are read at most, from the first that the loss counts.
-        refresh_every: steps after which :meth:`refresh` runs the model on public text again.
-        seed: of sampled text.
-        name: as in the logs.
+        shared: ``tokenizer``, ``public_rows``, ``tokens`` (from the first that the loss counts),
+            ``refresh_every``, ``seed`` and ``name``, as in
+            :class:`~lightning_fedleak.attacks.PassiveMembership`.
 
     Raises:
         ValueError: a number out of range, or no public text.
@@ -107,27 +104,8 @@ class GradientMembership(PassiveMembership):
     removes_loss_terms = True
     reads_clipped = True
 
-    def __init__(
-        self,
-        public_text: Given = "sampled",
-        *,
-        tokenizer: Any = None,
-        public_rows: int = 24,
-        controls: int = 8,
-        tokens: int = 64,
-        refresh_every: int = 50,
-        seed: int = 0,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(
-            public_text,
-            tokenizer=tokenizer,
-            public_rows=public_rows,
-            tokens=tokens,
-            refresh_every=refresh_every,
-            seed=seed,
-            name=name,
-        )
+    def __init__(self, public_text: Given = "sampled", *, controls: int = 8, **shared: Any) -> None:
+        super().__init__(public_text, **shared)
         check_integer("controls", controls, at_least=2)
         self.controls = controls
         self._map_cache: tuple[Anatomy, tuple[LinearMap, ...]] | None = None

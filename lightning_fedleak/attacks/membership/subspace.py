@@ -64,13 +64,10 @@ class SubspaceMembership(PassiveMembership):
     Args:
         public_text: text like the clients', or ``"sampled"`` for text that the model writes; it
             shows how much any text explains.
-        tokenizer: for strings.
         blocks: that are read at most: the first two, and others from the middle on.
-        public_rows: number of public texts.
-        tokens: of a text that are read at most.
         refresh_every: steps after which :meth:`refresh` runs the model on public text again.
-        seed: of sampled text.
-        name: as in the logs.
+        shared: ``tokenizer``, ``public_rows``, ``tokens``, ``seed`` and ``name``, as in
+            :class:`~lightning_fedleak.attacks.PassiveMembership`.
 
     Raises:
         ValueError: a number out of range, or no public text.
@@ -90,23 +87,11 @@ class SubspaceMembership(PassiveMembership):
         self,
         public_text: Given = "sampled",
         *,
-        tokenizer: Any = None,
         blocks: int = 12,
-        public_rows: int = 24,
-        tokens: int = 64,
         refresh_every: int = 500,
-        seed: int = 0,
-        name: str | None = None,
+        **shared: Any,
     ) -> None:
-        super().__init__(
-            public_text,
-            tokenizer=tokenizer,
-            public_rows=public_rows,
-            tokens=tokens,
-            refresh_every=refresh_every,
-            seed=seed,
-            name=name,
-        )
+        super().__init__(public_text, refresh_every=refresh_every, **shared)
         check_integer("blocks", blocks)
         self.blocks = blocks
         self._words = SubspaceWords(capacity_seconds=0)

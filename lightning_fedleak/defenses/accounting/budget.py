@@ -228,7 +228,7 @@ class Budget:
                 f"not those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
                 f"{rows[-1][1]:g} (noise of a seed counts as 0). accountant={self.kind!r} holds "
                 "for noise and rate that are fixed before the run: go on with the noise, "
-                "batch_size and data of then, use accountant='filter' from the start, or begin a "
+                "batch_size and data of those, use accountant='filter' from the start, or begin a "
                 "new run."
             )
 

@@ -94,7 +94,7 @@ class Clip:
         if parameter not in self.groups:
             raise DefenseError(
                 f"DPSGD: a parameter of shape {tuple(parameter.shape)} is trained that was frozen "
-                "or not there when the fit began, so it has no clip norm of its own. Thaw it "
+                "or not there when the fit began, so it has no clip norm of its own. Unfreeze it "
                 "before the fit, or clip all layers together (a plain max_grad_norm)."
             )
         return self.groups[parameter]
@@ -420,7 +420,7 @@ class ClippedSum:
             )
         if len(self.clip.norms) > 1:
             raise DefenseError(
-                "DPSGD: with clip norms for each layer it is not settled what those of crafted "
+                "DPSGD: with clip norms for each layer it is not defined what those of crafted "
                 "layers would be; clip all layers together (a plain max_grad_norm) to play canaries"
             )
         norms, weights = self.norms, self.weights
@@ -691,7 +691,7 @@ def _rounds_products(context: DefenseContext) -> bool:
     """Return whether products of float32 may be rounded (TF32, which is cuDNN's default)."""
     try:
         rounded = torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # torch cannot tell where a backend's own contradicts it
+    except RuntimeError:  # a backend's setting contradicts the common one
         rounded = True
     on_card = context.device.type == "cuda"
     return rounded or (on_card and any(isinstance(m, _ConvNd) for m in context.root.modules()))

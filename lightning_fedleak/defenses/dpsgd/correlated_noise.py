@@ -208,7 +208,7 @@ class NoisePlan:
                 raise DefenseError(
                     f"DPSGD: the {label} was {planned} when the noise was planned, and is "
                     f"{current} now. Correlated noise holds for its plan alone: go on with the "
-                    "Trainer's max_epochs or max_steps, loader, data and settings of then, or "
+                    "Trainer's max_epochs or max_steps, loader, data and settings of that plan, or "
                     "begin a new run."
                 )
 

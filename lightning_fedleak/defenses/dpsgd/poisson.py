@@ -471,7 +471,7 @@ def _check_once(dataset: Dataset[Any]) -> None:
             f"{int(repeated.sum())} of the {len(places)} places in the dataset hold an example "
             "that is at another place too (a Subset with an index twice, or a ConcatDataset of a "
             "dataset with itself), and privacy is accounted for each place: such an example pays "
-            "several times. Let each stand once, and train for more epochs."
+            "several times. Let each occur once, and train for more epochs."
         )
 
 

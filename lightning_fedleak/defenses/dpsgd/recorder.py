@@ -290,7 +290,7 @@ class Recorder:
             raise DefenseError(
                 f"DPSGD: the first dimension of what goes through '{name}' "
                 f"({type(module).__name__}) is {rows}, while the batch has {self.samples} samples: "
-                "whose gradient a row belongs to cannot be told. Let the first dimension be the "
+                "it is not known whose gradient a row belongs to. Let the first dimension be the "
                 "samples in every trainable layer, or freeze this one."
             )
         return ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)

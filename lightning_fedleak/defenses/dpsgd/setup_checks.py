@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.batch import trainer_of
 from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm
-from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
 from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSettings, Unit, Users
@@ -147,9 +146,7 @@ def _check_statistics(name: str, module: nn.Module) -> None:
         )
 
 
-def planned_steps(
-    context: DefenseContext, per_epoch: int, mechanism: Mechanism = "independent"
-) -> int:
+def planned_steps(context: DefenseContext, per_epoch: int, mechanism: str = "independent") -> int:
     """Return how many optimizer steps the Trainer is going to take.
 
     Args:

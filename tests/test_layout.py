@@ -67,7 +67,7 @@ ALLOWED = {
     | {"attacks", "metrics", "defenses", "canaries", "strategies", "looks", "report", "records"}
     | {"lightning_packages"},
     "federation": GROUND
-    | {"attacks", "metrics", "games", "defenses", "looks", "lightning_packages"},
+    | {"attacks", "metrics", "games", "defenses", "looks", "records", "lightning_packages"},
 }
 WITHOUT_LIGHTNING = (
     *GROUND,

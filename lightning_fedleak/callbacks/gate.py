@@ -16,7 +16,6 @@ from lightning_fedleak.defenses import DPSGD, Defense
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.looks.evidence import Evidence, Verdict
 from lightning_fedleak.looks.gates import (
-    GateDecision,
     LeakageLimitExceeded,
     announce,
     check_threshold,
@@ -24,6 +23,7 @@ from lightning_fedleak.looks.gates import (
     names_there_are,
     rate_of,
 )
+from lightning_fedleak.records import GateDecision
 from lightning_fedleak.strategies import DefendedStrategy
 
 if TYPE_CHECKING:
@@ -549,15 +549,15 @@ class RiskGate(EitherCallback):
         did = "hardened" if hardened else "stopped" if stops else f"{self._about()['action']}"
         monitor.record_decision(
             GateDecision(
-                self.name,
-                did,
-                event.step,
-                event.metric,
-                event.value,
-                event.at_most,
-                event.of,
-                event.hardened,
-                event.why,
+                gate=self.name,
+                did=did,
+                step=event.step,
+                metric=event.metric,
+                source=event.of,
+                measured=event.value,
+                at_most=event.at_most,
+                reason=event.why,
+                hardened=event.hardened,
             )
         )
         if checkpoint is not None:

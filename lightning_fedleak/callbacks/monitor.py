@@ -39,7 +39,6 @@ from lightning_fedleak.looks.channels import Games
 from lightning_fedleak.looks.channels.base import Channel, Settings, channels_of
 from lightning_fedleak.looks.facts import facts_of
 from lightning_fedleak.looks.fit import Fit
-from lightning_fedleak.looks.gates import GateDecision
 from lightning_fedleak.looks.log import (
     COLUMNS,
     JsonLines,
@@ -61,6 +60,7 @@ from lightning_fedleak.looks.plan import (
 )
 from lightning_fedleak.looks.results import WORST, Results
 from lightning_fedleak.looks.tensorboard import add_pages
+from lightning_fedleak.records import GateDecision
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.threats import Capability
 

@@ -20,7 +20,6 @@ from lightning_fedleak.federation.updates import (
     moved,
 )
 from lightning_fedleak.looks.gates import (
-    GateDecision,
     LeakageLimitExceeded,
     announce,
     check_threshold,
@@ -28,6 +27,7 @@ from lightning_fedleak.looks.gates import (
     names_there_are,
 )
 from lightning_fedleak.looks.look import reason
+from lightning_fedleak.records import GateDecision
 
 Action = Literal["withhold", "harden", "raise", "warn"]
 
@@ -487,7 +487,16 @@ class OutgoingUpdates:
         """An update that cannot be read does not leave, gate or none."""
         round_, client = self.observer.round_, self.client
         self.observer.record_decision(
-            GateDecision("", "withheld", round_, "", math.nan, None, why=why, client=client)
+            GateDecision(
+                gate="",
+                did="withheld",
+                step=round_,
+                client=client,
+                metric="",
+                source="",
+                reason=why,
+                hardened=(),
+            )
         )
         self._tell(f"the update of round {self.observer.round_} did not leave: {why}")
         return Leaving(self._zero(sent, like), True, (), None)
@@ -499,15 +508,15 @@ class OutgoingUpdates:
     def _record(self, event: RoundEvent, did: str, hardened: Sequence[str] = ()) -> None:
         self.observer.record_decision(
             GateDecision(
-                event.gate,
-                did,
-                event.round_,
-                event.metric,
-                event.value,
-                event.at_most,
-                event.of,
-                tuple(hardened),
-                event.why,
-                event.client,
+                gate=event.gate,
+                did=did,
+                step=event.round_,
+                client=event.client,
+                metric=event.metric,
+                source=event.of,
+                measured=event.value,
+                at_most=event.at_most,
+                reason=event.why,
+                hardened=tuple(hardened),
             )
         )

@@ -43,8 +43,7 @@ from lightning_fedleak.looks.cadence import MaxOverhead
 from lightning_fedleak.looks.channels.base import Channel, Settings, channels_of, no_sum
 from lightning_fedleak.looks.channels.targets import Games
 from lightning_fedleak.looks.exchange import Exchange
-from lightning_fedleak.looks.facts import about_defense, facts_of, optimizers_of
-from lightning_fedleak.looks.gates import GateDecision
+from lightning_fedleak.looks.facts import defense_facts, facts_of, optimizers_of
 from lightning_fedleak.looks.lineup import Lineup
 from lightning_fedleak.looks.log import JsonLines, Report, RunRecord, privacy_values
 from lightning_fedleak.looks.look import (
@@ -62,6 +61,7 @@ from lightning_fedleak.looks.plan import check_attacks, check_optimizers, check_
 from lightning_fedleak.looks.results import MAX_WAITS, WORST, Results
 from lightning_fedleak.looks.run import AUTOCAST, Run
 from lightning_fedleak.looks.tensorboard import BoardLogger, add_pages
+from lightning_fedleak.records import GateDecision
 from lightning_fedleak.snapshots import GradientSnapshot, Inapplicable, Stage, UpdateSnapshot
 from lightning_fedleak.threats import Capability
 
@@ -588,7 +588,7 @@ class RoundObserver:
         for defense in spending:
             if all(defense is not known for known in self._described):
                 self._described.append(defense)
-                self._record.defended(about_defense(defense))
+                self._record.defended(defense_facts(defense))
         seat = made.seat
         for channel in seat.channels:
             mine = {s: o for s, o in made.outcomes.items() if seat.series[s] is channel}

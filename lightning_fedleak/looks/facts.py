@@ -16,6 +16,17 @@ from lightning_fedleak.looks.choice import reads_of
 from lightning_fedleak.looks.lineup import Lineup
 from lightning_fedleak.looks.look import Series
 from lightning_fedleak.looks.run import Run
+from lightning_fedleak.records import (
+    AttackFacts,
+    BeginLine,
+    DefenseFacts,
+    EndedFit,
+    GateFacts,
+    JsonObject,
+    ModelFacts,
+    MonitorFacts,
+    NotPlayed,
+)
 
 PACKAGES = (
     *("lightning-fedleak", "torch", "lightning", "pytorch-lightning", "transformers", "peft"),
@@ -29,12 +40,12 @@ def facts_of(
     series: Mapping[Series, Channel],
     *,
     fit: str,
-    training: Mapping[str, Any],
-    gates: Sequence[Mapping[str, Any]],
-    monitor: Mapping[str, Any],
-    resumed: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Everything that a fit knows of itself before its first step.
+    training: JsonObject,
+    gates: Sequence[JsonObject],
+    monitor: JsonObject,
+    resumed: JsonObject,
+) -> BeginLine:
+    """Return everything that a fit knows of itself before its first step.
 
     Args:
         run: the fit.
@@ -44,57 +55,59 @@ def facts_of(
         training: how the model is trained.
         gates: what each gate says of itself.
         monitor: the monitor's own settings.
-        resumed: of the fit whose checkpoint it goes on from: its run id, and what its defences had
-            spent; empty where it begins anew.
+        resumed: the fit whose checkpoint it goes on from: its run id, and what its defences had
+            released; empty where it begins with no checkpoint.
     """
-    family = {one.attack: channel.family for one, channel in series.items()}
+    leaks = {one.attack: channel.leak for one, channel in series.items()}
     played = {plan.attack.name: plan for plan in lineup.plans}
-    left_out = [row for row in lineup.rows if row.why_not is not None]
-    return {
-        "fit": fit,
-        "resumed": dict(resumed),
-        "versions": versions(),
-        "machine": {"processor": platform.machine(), "device": run.device.type},
-        "model": _model(run, lineup.trained),
-        "training": dict(training),
-        "monitor": {
-            "client": run.client,
-            "clients": run.processes if run.client == "rank" else 1,
-            "adversary": sorted(capability.value for capability in run.assumed),
-            **monitor,
-        },
-        "attacks": [
-            {
-                "name": name,
-                "class": type(plan.attack).__name__,
-                "family": family[name],
-                "adversary": plan.attack.threat_model.summary,
-                "needs": sorted(c.value for c in plan.attack.threat_model.needs),
-                "reads": list(reads_of(plan, run.anatomy)),
-                "exposed": plan.exposed,
-                "config": dict(plan.attack.config()),
-            }
+    settings = {
+        "client": run.client,
+        "clients": run.processes if run.client == "rank" else 1,
+        "adversary": sorted(capability.value for capability in run.assumed),
+        **monitor,
+    }
+    return BeginLine(
+        run="",
+        fit=fit,
+        resumed=EndedFit.from_json(resumed) if resumed else None,
+        versions=versions(),
+        machine={"processor": platform.machine(), "device": run.device.type},
+        model=_model(run, lineup.trained),
+        training=training,
+        monitor=MonitorFacts.from_json(settings),
+        families=tuple({leak.name: leak for leak in leaks.values()}.values()),
+        attacks=tuple(
+            AttackFacts(
+                name=name,
+                class_name=type(plan.attack).__name__,
+                family=leaks[name].name,
+                adversary=plan.attack.threat_model.summary,
+                needs=tuple(sorted(c.value for c in plan.attack.threat_model.needs)),
+                reads=tuple(reads_of(plan, run.anatomy)),
+                exposed=plan.exposed,
+                config=plan.attack.config(),
+            )
             for name, plan in played.items()
-        ],
-        "not_played": [
-            {"name": row.attack, "family": family[row.attack], "why": row.why_not}
-            for row in left_out
-            if row.attack not in played
-        ],
-        "unread": list(lineup.unread),
-        "defenses": [about_defense(defense) for defense in run.defenses],
-        "gates": [dict(gate) for gate in gates],
-    }
+        ),
+        not_played=tuple(
+            NotPlayed(name=row.attack, family=leaks[row.attack].name, reason=row.why_not)
+            for row in lineup.rows
+            if row.why_not is not None and row.attack not in played
+        ),
+        unread=lineup.unread,
+        defenses=tuple(defense_facts(defense) for defense in run.defenses),
+        gates=tuple(GateFacts(**gate) for gate in gates),
+    )
 
 
-def about_defense(defense: Defense) -> dict[str, Any]:
-    """What the record says of a defence."""
-    return {
-        "name": defense.name,
-        "class": type(defense).__name__,
-        "guarantee": defense.guarantee,
-        "settings": defense.settings(),
-    }
+def defense_facts(defense: Defense) -> DefenseFacts:
+    """Return what the record says of a defence."""
+    return DefenseFacts(
+        name=defense.name,
+        class_name=type(defense).__name__,
+        guarantee=defense.guarantee,
+        settings=defense.settings(),
+    )
 
 
 def versions() -> dict[str, str]:
@@ -106,24 +119,22 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _model(run: Run, trained: Sequence[str]) -> dict[str, Any]:
+def _model(run: Run, trained: Sequence[str]) -> ModelFacts:
     anatomy = run.anatomy
     model = anatomy.model
     parameters = dict(anatomy.root.named_parameters())
-    peft = getattr(model, "peft_config", None) or {}
-    return {
-        "class": type(model).__name__,
-        "kind": anatomy.kind,
-        "vocabulary": anatomy.vocab_size,
-        "parameters": sum(p.numel() for p in parameters.values()),
-        "trained_parameters": sum(p.numel() for p in parameters.values() if p.requires_grad),
-        "trained": list(trained),
-        "peft": sorted(
-            str(getattr(getattr(c, "peft_type", None), "value", type(c).__name__))
-            for c in peft.values()
-        ),
-        "dtype": str(next(iter(parameters.values())).dtype).removeprefix("torch."),
-    }
+    configs = (getattr(model, "peft_config", None) or {}).values()
+    kinds = (getattr(config, "peft_type", None) or type(config).__name__ for config in configs)
+    return ModelFacts(
+        class_name=type(model).__name__,
+        kind=anatomy.kind,
+        vocabulary=anatomy.vocab_size,
+        parameters=sum(p.numel() for p in parameters.values()),
+        trained_parameters=sum(p.numel() for p in parameters.values() if p.requires_grad),
+        trained=tuple(trained),
+        peft=tuple(sorted(str(getattr(kind, "value", kind)) for kind in kinds)),
+        dtype=str(next(iter(parameters.values())).dtype).removeprefix("torch."),
+    )
 
 
 def optimizers_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:

@@ -7,8 +7,6 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -68,51 +66,6 @@ class LeakageLimitExceeded(RuntimeError):
         ...     print("The update gives away too much:", str(error).splitlines()[0])
         The update gives away too much: RiskGate 'bag_of_words/f1' raised at step 0
     """
-
-
-@dataclass(frozen=True)
-class GateDecision:
-    """What a gate did at a look, as a line of ``run.jsonl`` has it.
-
-    Attributes:
-        gate: its name; empty where an update could not be read and no gate was asked.
-        did: ``"stopped"``, ``"hardened"``, ``"raise"``, ``"warn"``, ``"withheld"``, ...
-        step: optimizer step, or round.
-        metric: name of the value that it judged.
-        value: what was measured; NaN where it is unknown.
-        at_most: the limit; None where no gate was asked.
-        of: of the worst of a family, the attack's value that it is; else empty.
-        hardened: what was turned up.
-        why: why the value is unknown.
-        client: whose update it was; None in a Trainer's run.
-    """
-
-    gate: str
-    did: str
-    step: int
-    metric: str
-    value: float
-    at_most: float | None
-    of: str = ""
-    hardened: tuple[str, ...] = ()
-    why: str = ""
-    client: str | int | None = None
-
-    def facts(self) -> dict[str, Any]:
-        """Return the fields as JSON takes them."""
-        client = {} if self.client is None else {"client": self.client}
-        return {
-            "gate": self.gate,
-            "did": self.did,
-            "step": self.step,
-            **client,
-            "measured": None if math.isnan(self.value) else self.value,
-            "metric": self.metric,
-            "of": self.of,
-            "at_most": self.at_most,
-            "hardened": list(self.hardened),
-            "why": self.why,
-        }
 
 
 def check_threshold(gate: str, metric: str, at_most: float, *, reachable: bool = True) -> None:

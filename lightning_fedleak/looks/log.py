@@ -12,7 +12,7 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -21,19 +21,33 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.defenses import Defense, DefenseError
+from lightning_fedleak.defenses import Defense, DefenseError, Privacy
 from lightning_fedleak.looks.choice import Row
-from lightning_fedleak.looks.gates import GateDecision
 from lightning_fedleak.looks.look import Look, Outcome, Series
 from lightning_fedleak.looks.tensorboard import Logger, add_frame
-from lightning_fedleak.metrics import Rate
+from lightning_fedleak.records import (
+    BeginLine,
+    DefenseFacts,
+    DefenseLine,
+    EndLine,
+    GateDecision,
+    GateLine,
+    LookLine,
+    MetricValue,
+    Releases,
+    ResultLine,
+    RunLine,
+    Spending,
+    append_line,
+    as_json,
+    read_results,
+)
+from lightning_fedleak.records.results import NOT_PLAYED
 from lightning_fedleak.snapshots import Stage
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-SCHEMA_VERSION = 1
-RECORD_SCHEMA = 1
 COLUMNS = (
     *("step", "stage", "client", "attack", "n", "exposed"),
     "metric",
@@ -44,7 +58,10 @@ COLUMNS = (
 HISTOGRAM_EVERY_LOOKS = 10
 GAP = "[?]"
 """Stands for tokens that were not guessed."""
-_OF_THIS_FIT = ("fit", "resumed", "machine", "versions")
+_OF_THIS_FIT = (
+    *("schema", "run", "kind", "time", "fit", "resumed", "machine", "versions", "settings_hash"),
+)
+"""Fields of the first line that differ between fits of the same settings."""
 LOGGED = ("epsilon", "delta", "noise_multiplier")
 
 
@@ -63,86 +80,36 @@ class JsonLines:
         self.run = uuid.uuid4().hex[:12]
         self._written = False
 
-    def append(
-        self,
-        *,
-        step: int,
-        stage: str,
-        client: str | int,
-        round_: int | None,
-        attack: str,
-        config: Mapping[str, object],
-        n: int,
-        exposed: bool,
-        rates: Mapping[str, Rate],
-        extra: Mapping[str, float],
-        unknown: str | None,
-    ) -> None:
-        """Writes one result, or why it is unknown."""
-        line = {
-            "schema": SCHEMA_VERSION,
-            "run": self.run,
-            "step": step,
-            "stage": stage,
-            "client": client,
-            "round": round_,
-            "attack": attack,
-            "config": _strict(config),
-            "n": n,
-            "exposed": exposed,
-            "metrics": {
-                name: {"value": _finite(r.value), "low": _finite(r.low), "high": _finite(r.high)}
-                for name, r in rates.items()
-            }
-            | {name: {"value": _finite(value)} for name, value in extra.items()},
-            "unknown": unknown,
-        }
-        _append(self.path, json.dumps(line))
+    def append(self, line: ResultLine) -> None:
+        """Write one result, or why it is unknown.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        append_line(self.path, replace(line, run=self.run))
         self._written = True
 
     def rows(self) -> list[dict[str, Any]]:
-        """What this fit has written: one row for each metric of each line, floats or NaN.
+        """Return what this fit has written: one row for each metric of each line.
 
-        A line without metrics, of an attack that is not played say, is one row that has none.
+        Unknown numbers are NaN. A line without metrics, such as that of an attack that is not
+        played, is one row that has none.
 
         Raises:
             OSError: the file cannot be read any more.
         """
         if not self._written:
             return []
-        with self.path.open(encoding="utf-8", errors="replace") as file:
-            lines = [line for line in map(_whole, file) if line.get("run") == self.run]
-        return [
-            {column: line[column] for column in COLUMNS[:6]}
-            | {"metric": metric}
-            | {end: _number(found.get(end)) for end in COLUMNS[7:10]}
-            | {"unknown": line["unknown"]}
-            for line in lines
-            for metric, found in (line["metrics"] or {None: {}}).items()
-        ]
-
-
-def _whole(text: str) -> dict[str, Any]:
-    """A line; nothing where a fit that was killed, or a full disk, has left a part of it."""
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return {}
-    return line if isinstance(line, dict) else {}
-
-
-def _append(path: Path, line: str) -> None:
-    """Adds a line; what a fit that was killed has left of its last one stays a line of its own.
-
-    A file that this makes only its owner may read: its numbers are of one client's data.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "ab+") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            if file.read() != b"\n":
-                file.write(b"\n")
-        file.write(f"{line}\n".encode())
+        self.path.stat()
+        rows = []
+        for line in (one for one in read_results(self.path) if one.run == self.run):
+            facts = {column: getattr(line, column) for column in COLUMNS[:6]}
+            metrics = list(line.metrics.items()) or [(None, None)]
+            for name, metric in metrics:
+                rate = metric or MetricValue()
+                ends = {end: _number(getattr(rate, end)) for end in COLUMNS[7:10]}
+                rows.append({**facts, "metric": name, **ends, "unknown": line.unknown})
+        return rows
 
 
 def _number(value: float | None) -> float:
@@ -176,11 +143,11 @@ class RunRecord:
         self._warn = warn
         self.ended = False
 
-    def begins(self, facts: Mapping[str, Any]) -> None:
-        """A fit begins; ``settings_hash`` is that of ``facts`` without where and when it is."""
-        settings = {name: told for name, told in facts.items() if name not in _OF_THIS_FIT}
-        text = json.dumps(_strict(settings), sort_keys=True)
-        self._append("begin", **facts, settings_hash=hashlib.sha256(text.encode()).hexdigest())
+    def begins(self, line: BeginLine) -> None:
+        """Write that a fit begins, with a hash of its settings without where and when it is."""
+        settings = {name: v for name, v in as_json(line).items() if name not in _OF_THIS_FIT}
+        text = json.dumps(settings, sort_keys=True)
+        self._append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
 
     def looked(
         self,
@@ -191,98 +158,84 @@ class RunRecord:
         defenses: Sequence[Defense],
         client: str | int | None = None,
     ) -> None:
-        """A look is over: what it cost, and what was spent until it; ``client``: at whose round."""
+        """Write what a look cost and what was spent until then; ``client``: whose round it was."""
         self._append(
-            "look",
-            step=step,
-            **({} if client is None else {"client": client}),
-            utility={n: _plain(v) for n, v in utility.items()},
-            privacy=spent_by(defenses),
-            seconds=_plain(seconds),
-            failures=failures,
+            LookLine(
+                run=self.run,
+                step=step,
+                client=client,
+                utility=utility,
+                privacy=spendings(defenses),
+                seconds=seconds,
+                failures=failures,
+            )
         )
 
-    def defended(self, about: Mapping[str, Any]) -> None:
-        """A defence acts of which the first line does not know, a client's own account, say."""
-        self._append("defense", **about)
+    def defended(self, defense: DefenseFacts) -> None:
+        """Write of a defence that the first line does not have, such as a client's own account."""
+        facts = {one.name: getattr(defense, one.name) for one in fields(DefenseFacts)}
+        self._append(DefenseLine(run=self.run, **facts))
 
     def decided(self, decision: GateDecision) -> None:
-        """A gate has acted."""
-        self._append("gate", **decision.facts())
+        """Write what a gate did."""
+        facts = {one.name: getattr(decision, one.name) for one in fields(GateDecision)}
+        self._append(GateLine(run=self.run, **facts))
 
-    def ends(self, step: int, how: str, defenses: Sequence[Defense]) -> None:
-        """The fit is over; said once.
+    def ends(self, step: int, outcome: str, defenses: Sequence[Defense]) -> None:
+        """Write once that the fit is over.
 
         Args:
             step: optimizer steps that were taken in all.
-            how: ``"finished"``, or the class of what was raised.
+            outcome: ``"finished"``, or the class of what was raised.
             defenses: of the run.
         """
         if not self.ended:
             self.ended = True
-            self._append("end", step=step, how=how, privacy=spent_by(defenses))
+            self._append(
+                EndLine(run=self.run, step=step, outcome=outcome, privacy=spendings(defenses))
+            )
 
-    def _append(self, kind: str, **facts: Any) -> None:
-        line = {
-            "schema": RECORD_SCHEMA,
-            "run": self.run,
-            "kind": kind,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            **facts,
-        }
+    def _append(self, line: RunLine) -> None:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
         try:
-            _append(self.path, json.dumps(_strict(line), allow_nan=False))
+            append_line(self.path, replace(line, run=self.run, time=now))
         except OSError as error:
             self._warn(f"{self.path} cannot be written: {error.strerror}")
 
 
-def _strict(value: object) -> object:
-    """As strict JSON takes it: what has no form there is said in words."""
-    if isinstance(value, Mapping):
-        return {str(name): _strict(of) for name, of in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(of) for of in value]
-    if isinstance(value, float):
-        return _plain(value)
-    return value if value is None or isinstance(value, str | int) else str(value)
+def spendings(defenses: Sequence[Defense]) -> tuple[Spending, ...]:
+    """Return what each defence that accounts has spent, and on which releases."""
+    costs = [(defense, _cost(defense)) for defense in defenses]
+    return tuple(
+        Spending(defense=defense.name, history=_history(defense), **asdict(cost))
+        for defense, cost in costs
+        if cost is not None
+    )
 
 
-def spent_by(defenses: Sequence[Defense]) -> list[dict[str, Any]]:
-    """What each defence has spent: epsilon, delta, and its releases; those that account alone."""
-    return [spent for d in defenses if (spent := _spent(d)) is not None]
-
-
-def _spent(defense: Defense) -> dict[str, Any] | None:
-    """What a defence that accounts has spent, and on how many releases of which kind."""
+def _cost(defense: Defense) -> Privacy | None:
     try:
-        cost = defense.privacy
+        return defense.privacy
     except DefenseError:  # nothing was released yet
         return None
-    if cost is None:
-        return None
-    return {
-        "defense": defense.name,
-        **{name: _plain(value) for name, value in asdict(cost).items()},
-        "history": _history(defense),
-    }
 
 
 def releases_by(defenses: Sequence[Defense]) -> list[dict[str, Any]]:
-    """The releases of each defence that accounts; composes nothing, as that may take a second."""
-    return [{"defense": d.name, "history": held} for d in defenses if (held := _history(d))]
+    """Return the releases of each defence that accounts, for a checkpoint.
+
+    Nothing is composed, as that may take a second.
+    """
+    histories = [(defense.name, _history(defense)) for defense in defenses]
+    return [
+        {"defense": name, "history": [list(row) for row in history]}
+        for name, history in histories
+        if history
+    ]
 
 
-def _history(defense: Defense) -> list[list[float]]:
-    """Of a defence that accounts: noise multiplier, sample rate and number of its releases."""
+def _history(defense: Defense) -> tuple[Releases, ...]:
     history = getattr(getattr(defense, "accountant", None), "history", ())
-    return [list(row) for row in history]
-
-
-def _plain(value: float | None) -> float | str | None:
-    """As strict JSON takes it: infinity is said in a word, unknown is null."""
-    if value is None or math.isnan(value):
-        return None
-    return value if math.isfinite(value) else "infinite"
+    return tuple(Releases(*row) for row in history)
 
 
 class RevealFiles:
@@ -438,18 +391,23 @@ class Report:
                 f"token_accuracy_at_{places}": right / n
                 for places, (right, n) in outcome.by_position.items()
             }
+            metrics = {
+                name: MetricValue(_finite(rate.value), _finite(rate.low), _finite(rate.high))
+                for name, rate in outcome.rates.items()
+            }
             jsonl.append(
-                step=look.step,
-                stage=str(series.stage),
-                client=self._client,
-                round_=None if self._round_of is None else self._round_of(look.step),
-                attack=series.name,
-                config=configs[series.attack],
-                n=outcome.n,
-                exposed=outcome.exposed,
-                rates=outcome.rates,
-                extra=extra,
-                unknown=outcome.unknown,
+                ResultLine(
+                    step=look.step,
+                    stage=str(series.stage),
+                    client=self._client,
+                    round=None if self._round_of is None else self._round_of(look.step),
+                    attack=series.name,
+                    config=configs[series.attack],
+                    n=outcome.n,
+                    exposed=outcome.exposed,
+                    metrics=metrics | {k: MetricValue(_finite(v)) for k, v in extra.items()},
+                    unknown=outcome.unknown,
+                )
             )
 
     def write_not_played(self, rows: Sequence[Row], step: int) -> None:
@@ -460,17 +418,18 @@ class Report:
                 continue
             try:
                 self._jsonl.append(
-                    step=step,
-                    stage=str(Stage.SHARED),
-                    client=self._client,
-                    round_=None if self._round_of is None else 0,
-                    attack=row.attack,
-                    config=configs[row.attack],
-                    n=0,
-                    exposed=row.exposed,
-                    rates={},
-                    extra={},
-                    unknown=f"not played: {row.why_not}",
+                    ResultLine(
+                        step=step,
+                        stage=str(Stage.SHARED),
+                        client=self._client,
+                        round=None if self._round_of is None else 0,
+                        attack=row.attack,
+                        config=configs[row.attack],
+                        n=0,
+                        exposed=row.exposed,
+                        metrics={},
+                        unknown=f"{NOT_PLAYED}{row.why_not}",
+                    )
                 )
             except OSError as error:
                 self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")

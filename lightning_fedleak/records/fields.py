@@ -13,6 +13,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
+SCHEMA = 3
+"""Version of the lines that are written; older ones are read as the same records."""
 LARGEST = 2**53
 """Integers and amounts above are no run's: floats are no longer exact there."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_fedleak.records.fields import JsonObject, Record
+from lightning_fedleak.records.fields import SCHEMA, JsonObject, Record
 
 NOT_PLAYED = "not played: "
 """Begins the reason in the lines of attacks that a run left out."""
@@ -39,7 +39,7 @@ class ResultLine(Record):
         unknown: why there is no result; None where there is one.
     """
 
-    schema: int = 1
+    schema: int = SCHEMA
     run: str = ""
     step: int
     stage: str

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from lightning_fedleak.records.families import Family, standard_family
 from lightning_fedleak.records.fields import (
     OTHER_KEYS,
+    SCHEMA,
     Amount,
     FieldReader,
     History,
@@ -20,9 +21,6 @@ from lightning_fedleak.records.fields import (
     named,
     reader_of,
 )
-
-SCHEMA = 3
-"""The newest version of a line. Version 1 has no families; version 2 was that of the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +181,12 @@ class NotPlayed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GateFacts(Record):
-    """A gate: the metric that it watches, the limit, what it does above it, and how it judges."""
+    """A gate: the metric that it watches, its limit, what it does above it, and how it judges.
+
+    Attributes:
+        strict: whether an unknown result counts as above the limit.
+        patience: how many such results in a row it lets pass.
+    """
 
     name: str
     metric: str
@@ -191,6 +194,8 @@ class GateFacts(Record):
     action: str | None = None
     bound: str | None = None
     alpha: float | None = None
+    strict: bool | None = None
+    patience: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +296,7 @@ class LookLine(RunLine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision(Record):
+class GateDecision(Record):
     """What a gate did.
 
     Attributes:
@@ -320,15 +325,15 @@ class Decision(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateLine(Decision, RunLine):
+class GateLine(GateDecision, RunLine):
     """A gate has acted."""
 
     kind: str = field(default="gate", init=False)
 
     @property
-    def decision(self) -> Decision:
+    def decision(self) -> GateDecision:
         """What the gate did."""
-        return Decision(**{one.name: getattr(self, one.name) for one in fields(Decision)})
+        return GateDecision(**{one.name: getattr(self, one.name) for one in fields(GateDecision)})
 
 
 @dataclass(frozen=True, kw_only=True)

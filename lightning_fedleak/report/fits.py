@@ -10,8 +10,8 @@ from typing import Literal
 from lightning_fedleak.records import (
     STANDARD_FAMILIES,
     BeginLine,
-    Decision,
     DefenseFacts,
+    GateDecision,
     GateFacts,
     JsonObject,
     ModelFacts,
@@ -127,7 +127,7 @@ class FitSummary:
     implied: Sequence[Allowance]
     defenses: Sequence[DefenseSummary] | None
     gates: Sequence[GateRule] | None
-    decisions: Sequence[Decision]
+    decisions: Sequence[GateDecision]
     not_played: Mapping[str, str]
     not_tested: Sequence[str]
 

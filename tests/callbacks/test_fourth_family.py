@@ -18,6 +18,8 @@ from lightning_fedleak.attacks import Attack, FCMembership, PrefixInversion, Tex
 from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.looks.channels.base import Channel, family_of
+from lightning_fedleak.records import Family
+from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.threats import Capability, ThreatModel
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.text_counts import CountsChannel, TextCount
@@ -59,6 +61,17 @@ def test_it_is_logged_beside_the_others(tmp_path: Path) -> None:
     assert [e.value for e in events.Scalars(RIGHT)] == [0.0] * len(looked)
     layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     assert b"leakage/text_count: WRONG, 95% interval (0 to 1)" in layout
+
+
+def test_the_report_speaks_of_it_in_its_own_words(tmp_path: Path) -> None:
+    fit([LeakageMonitor([Probe(), TextCount(1e9)], every_n_steps=2)], tmp_path)
+    report = findings(read([tmp_path]))
+    [attack] = [one for one in report.runs[0].attacks if one.name == "text_count"]
+    assert (attack.family.name, attack.headline, attack.mean) == ("counts", "right", 0.0)
+    assert report.verdict.worst["counts"] == 0.0
+    sentence = "could count the texts of a batch, right 0% of the time (text_count). Mean of"
+    assert sentence in report.verdict.sentence
+    assert "The share of looks at which the count was right." in page(report)
 
 
 def test_it_is_gated_and_resumed(tmp_path: Path) -> None:
@@ -117,7 +130,7 @@ class Crashing(CountsChannel):
     """Fails where a channel must not."""
 
     reads = type("CrashingCount", (TextCount,), {"default_name": "crashing"})
-    family = "crashing"
+    leak = Family(name="crashing", headline="right")
 
     def at_moment(self, moment):
         raise RuntimeError("a secret word")

@@ -12,6 +12,7 @@ import pytest
 
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.looks.log import COLUMNS
+from lightning_fedleak.records import ResultLine
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.notices import announced
 
@@ -98,19 +99,8 @@ def test_an_attack_that_is_not_played_is_one_row(tmp_path):
     from lightning_fedleak.looks.log import JsonLines
 
     log = JsonLines(tmp_path / "leakage.jsonl")
-    log.append(
-        step=0,
-        stage="shared",
-        client=0,
-        round_=None,
-        attack="a",
-        config={},
-        n=0,
-        exposed=True,
-        rates={},
-        extra={},
-        unknown="not played: it is not shared",
-    )
+    unknown = "not played: it is not shared"
+    log.append(ResultLine(step=0, stage="shared", attack="a", metrics={}, unknown=unknown))
     [row] = log.rows()
     assert row["metric"] is None
     assert row["unknown"] == "not played: it is not shared"

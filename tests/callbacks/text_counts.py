@@ -24,6 +24,7 @@ from lightning_fedleak.looks.channels.base import worst_of
 from lightning_fedleak.looks.log import Report
 from lightning_fedleak.looks.look import Look, Outcome, Series
 from lightning_fedleak.metrics import Counts, Rate, proportion
+from lightning_fedleak.records import Family
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.threats import Capability, ThreatModel
 
@@ -57,9 +58,16 @@ class CountsChannel(Channel):
     """Right and wrong counts; of all looks together."""
 
     reads = TextCount
-    family = "counts"
+    leak = Family(
+        name="counts",
+        headline="right",
+        metrics=("right", "wrong"),
+        question="how many texts are in a batch",
+        title="counts of texts",
+        sentences=("count the texts of a batch, right {right%} of the time",),
+        terms={"Right": "The share of looks at which the count was right. 1 is always."},
+    )
     metrics = ("right", "wrong")
-    headline = "right"
     charts = ("wrong",)
     width = 2
     extras = ("off",)

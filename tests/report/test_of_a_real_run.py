@@ -82,7 +82,7 @@ def test_equal_settings_have_equal_hashes_and_a_resumed_fit_names_its_first(tmp_
     fit([LeakageMonitor(Probe())], tmp_path / "c", strategy=strategy())
     one, other, third = (record_of(tmp_path / name) for name in "abc")
     assert one[0]["settings_hash"] == third[0]["settings_hash"] != other[0]["settings_hash"]
-    assert one[0]["resumed"] == {}
+    assert one[0]["resumed"] is None
     resumed = other[0]["resumed"]
     assert resumed["run"] == one[0]["run"]
     assert sum(count for *_, count in resumed["privacy"][0]["history"]) == steps

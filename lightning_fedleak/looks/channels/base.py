@@ -39,6 +39,7 @@ from lightning_fedleak.looks.look import (
 )
 from lightning_fedleak.looks.plan import gradient_plan, require_capabilities
 from lightning_fedleak.looks.run import Plan, Processes, Run
+from lightning_fedleak.records import Family
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     Inapplicable,
@@ -89,9 +90,10 @@ class Channel(ABC):
         guesses: the class of what ``run`` of its attacks returns.
         reads: the class of the attacks that it takes (of several channels the one whose class is
             nearest to the attack's own).
-        family: its name in the logs.
+        leak: what it measures, and the words in which a report speaks of it.
+        family: the leak's name, as in the logs.
         metrics: names of its rates, each logged with ``_low`` and ``_high``.
-        headline: the one that stands for the others on a page or in a table.
+        headline: the leak's metric that stands for the others on a page or in a table.
         charts: the further rates that have a chart.
         width: numbers in a packed result.
         extras: names of its values that have no interval.
@@ -109,6 +111,7 @@ class Channel(ABC):
 
     guesses: ClassVar[type[Guess]] = Guess
     reads: ClassVar[type[Attack]]
+    leak: ClassVar[Family]
     family: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]]
     headline: ClassVar[str]
@@ -126,6 +129,8 @@ class Channel(ABC):
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
+        if "leak" in vars(cls):
+            cls.family, cls.headline = cls.leak.name, cls.leak.headline
         if "reads" in vars(cls):
             Channel.known[cls.reads] = cls
 

@@ -54,6 +54,7 @@ from lightning_fedleak.looks.run import Plan, Processes, Run
 from lightning_fedleak.metrics import MembershipInference, Rate
 from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR, RATES
 from lightning_fedleak.model_runs import hidden_states
+from lightning_fedleak.records import MEMBERSHIP
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.taps.activations import ActivationTap, join_pieces
 from lightning_fedleak.taps.split import ModelIds
@@ -213,9 +214,8 @@ class MembershipChannel(Channel):
     guesses = MembershipGuess
     reads: ClassVar[Any] = MembershipAttack
     plays_games = True
-    family = "membership"
+    leak = MEMBERSHIP
     metrics = RATES
-    headline = "auc"
     charts = ("accuracy", "advantage", "tpr_at_fpr_0.01")
     own_threshold = ("accuracy", "f1", "advantage")
     adversary = DISHONEST_SERVER

@@ -30,6 +30,7 @@ from lightning_fedleak.metrics.texts import (
     token_hits,
 )
 from lightning_fedleak.model_runs import whole_model
+from lightning_fedleak.records import TEXTS
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 from lightning_fedleak.taps.split import Crossed, SplitTap
 from lightning_fedleak.threats import Capability
@@ -130,7 +131,7 @@ class TextsChannel(Channel):
 
     guesses = TextGuess
     reads = TextAttack
-    family = "texts"
+    leak = TEXTS
     metrics = (
         "token_accuracy",
         "exact_sentences",
@@ -139,7 +140,6 @@ class TextsChannel(Channel):
         "rouge_2",
         "rouge_l",
     )
-    headline = "token_accuracy"
     charts = ("exact_sentences", "texts_found", "rouge_1", "rouge_2", "rouge_l")
     extras = ("age", "finished", "certified")
     parted = True

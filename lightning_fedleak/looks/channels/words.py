@@ -20,6 +20,7 @@ from lightning_fedleak.looks.run import Plan, Processes, Run
 from lightning_fedleak.looks.tensorboard import add_score_histograms
 from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.model_runs import sees_no_later
+from lightning_fedleak.records import WORDS
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.taps.gradients import HeadOwnPart
 
@@ -86,9 +87,8 @@ class WordsChannel(Channel):
 
     guesses = WordGuess
     reads = Attack
-    family = "words"
+    leak = WORDS
     metrics = ("precision", "recall", "f1")
-    headline = "f1"
     charts = ("precision", "recall")
     width = WordRecovery.WIDTH
     extras = ("type_count_error", "certified", "capacity")

@@ -104,8 +104,8 @@ class JsonLines:
         rows = []
         for line in (one for one in read_results(self.path) if one.run == self.run):
             facts = {column: getattr(line, column) for column in COLUMNS[:6]}
-            metrics = list(line.metrics.items()) or [(None, None)]
-            for name, metric in metrics:
+            metrics: list[tuple[str | None, MetricValue | None]] = [*line.metrics.items()]
+            for name, metric in metrics or [(None, None)]:
                 rate = metric or MetricValue()
                 ends = {end: _number(getattr(rate, end)) for end in COLUMNS[7:10]}
                 rows.append({**facts, "metric": name, **ends, "unknown": line.unknown})

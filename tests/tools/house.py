@@ -427,7 +427,7 @@ class House:
         places = []
         paths = {source.path for source in self.selection}
         for name in self.public_names():
-            for source in self._homes(name):
+            for source in self.sources.values():
                 for node, docstring in source.docstrings:
                     if (
                         isinstance(node, ast.ClassDef | Function)
@@ -445,18 +445,6 @@ class House:
                 names = ast.literal_eval(node.value)
                 return [name for name in names if not name.startswith("__")]
         return []
-
-    def _homes(self, name: str) -> Iterator[Source]:
-        """Yield the files whose top level defines a name of the root."""
-        root = self.sources[PACKAGE].tree
-        folders = {
-            f"{node.module}."
-            for node in ast.walk(root)
-            if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]
-        }
-        for source in self.sources.values():
-            if source.module.startswith(tuple(folders)):
-                yield source
 
     def _constants(self) -> Measure:
         places = []

@@ -66,7 +66,7 @@ def speed(args: argparse.Namespace) -> None:
     print("\n| mechanism | draws alone, ms a batch |\n|---|---|")
     uniforms = torch.rand((ids.numel(), 2), generator=generator, dtype=torch.float64)
     for mechanism in MECHANISMS:
-        randomizer = Randomizer.of(mechanism, args.vocabulary)
+        randomizer = Randomizer.with_defaults(mechanism, args.vocabulary)
         alone = []
         for _ in range(args.repeats):
             began = time.process_time()
@@ -76,7 +76,7 @@ def speed(args: argparse.Namespace) -> None:
     print("\n| mechanism | multi-freq-ldpy, ms a token | for the batch, s | ratio |")
     print("|---|---|---|---|")
     for mechanism in MECHANISMS:
-        randomizer = Randomizer.of(mechanism, args.vocabulary)
+        randomizer = Randomizer.with_defaults(mechanism, args.vocabulary)
         reference_sample(randomizer, ids[0, :1], 10.0, 0)
         seen, n = [], 1 if mechanism == "dbitflip" else 20
         for r in range(5):
@@ -100,7 +100,7 @@ def kept(args: argparse.Namespace) -> None:
         ("the", "argmax", None),
         ("the", "uniform", None),
     ):
-        randomizer = Randomizer.of(mechanism, args.vocabulary, rule, None, bits)
+        randomizer = Randomizer.with_defaults(mechanism, args.vocabulary, rule, None, bits)
         found = [
             f"{randomizer.keep(e):.2g} ({randomizer.decoded_epsilon(e):.2f})" for e in args.epsilon
         ]

@@ -72,7 +72,7 @@ class _Study(Generic[C]):
         introduction: who sends what to whom.
         cells: yields them, and calls its argument with the name of what comes next.
         total: of the cells.
-        about: the run, for JSON.
+        settings: of the study, for JSON.
         table: of cells.
         explanation: of that table.
     """
@@ -80,7 +80,7 @@ class _Study(Generic[C]):
     introduction: str
     cells: Callable[[Callable[[str], None]], Iterator[C]]
     total: int
-    about: Mapping[str, Any]
+    settings: Mapping[str, Any]
     table: Callable[[Sequence[C]], Table]
     explanation: Callable[[Sequence[C]], str]
 
@@ -358,7 +358,7 @@ class InvertCommand(InvertOptions):
             "text": self.text or "embedded",
             "column": self.column,
             "precision": self.precision,
-            **study.about,
+            **study.settings,
             "budget_seconds": self._budget,
             "seed": self.seed,
             "cells": [c.to_dict() for c in cells],
@@ -384,9 +384,9 @@ class InvertCommand(InvertOptions):
             )
             return
         model = "embedded model" if self.model is None else Path(self.model).name
-        for against, name in PLOTS.items():
-            if worth_drawing(cells, against):
-                draw(cells, against, self.out / name, model=model)
+        for axis, name in PLOTS.items():
+            if worth_drawing(cells, axis):
+                draw(cells, axis, self.out / name, model=model)
                 console.print(f"Plot: {self.out / name}", highlight=False, soft_wrap=True)
 
 

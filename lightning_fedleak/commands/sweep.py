@@ -125,15 +125,17 @@ class SweepCommand(SweepOptions):
 
     def _loss_before(self, setting: Setting) -> float:
         path = self.out / "before.json"
-        about = {k: getattr(setting, k) for k in ("model", "text", "batch_size", "length", "seed")}
+        settings = {
+            k: getattr(setting, k) for k in ("model", "text", "batch_size", "length", "seed")
+        }
         if setting.column is not None:
-            about["column"] = setting.column
+            settings["column"] = setting.column
         if path.exists():
             saved = json.loads(path.read_text(encoding="utf-8"))
-            if saved["setting"] == about:
+            if saved["setting"] == settings:
                 return float(saved["val_loss"])
         loss = loss_before(setting)
-        content = json.dumps({"setting": about, "val_loss": loss}, indent=1)
+        content = json.dumps({"setting": settings, "val_loss": loss}, indent=1)
         path.write_text(content + "\n", encoding="utf-8")
         return loss
 

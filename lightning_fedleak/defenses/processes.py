@@ -198,7 +198,7 @@ class Team:
         maxima: list[float] = numbers.tolist()
         return maxima
 
-    def told_by_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return the value of process 0; those of the others are ignored."""
         if self.size == 1:
             return value

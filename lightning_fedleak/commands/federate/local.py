@@ -50,7 +50,7 @@ def run(setting: Setting, folder: Path, closed: Closed) -> Server:
         for round_ in range(1, setting.rounds + 1):
             sent = server.state
             returned: dict[int, dict[str, Tensor] | None] = {}
-            for client in server.drawn():
+            for client in server.draw_clients():
                 with recording() as batches:
                     state, loss = setting.train(model, sent, client, round_)
                 if outs is None:

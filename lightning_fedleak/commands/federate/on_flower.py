@@ -96,7 +96,7 @@ def _serve(setting: Setting, folder: Path, closed: Closed, grid: Grid) -> Server
     try:
         nodes = _nodes(grid, setting.clients)
         for round_ in range(1, setting.rounds + 1):
-            clients = server.drawn()
+            clients = server.draw_clients()
             config = ConfigRecord({ROUND: round_, "threads": torch.get_num_threads()})
             content = RecordDict({"arrays": ArrayRecord(server.state), "config": config})
             messages = [

@@ -58,7 +58,7 @@ class Server:
         numbers = sum(tensor.numel() for tensor in self.state.values())
         return self._terms.mean_noise_std * math.sqrt(numbers) / self._terms.clip
 
-    def drawn(self) -> list[int]:
+    def draw_clients(self) -> list[int]:
         """Return the clients of a round."""
         everyone = list(range(self._setting.clients))
         if self._noise is not None:

@@ -304,7 +304,7 @@ class DPSGD(Defense):
                 path = client_path(self._ledger, context.client, context.clients, self.unit)
                 self._budget.open_ledger(path)
         self._ledger = None
-        self._budget.adopt(team.told_by_first(self._budget.account_state()))
+        self._budget.adopt(team.broadcast(self._budget.account_state()))
         if self.accountant.steps > self._checkpointed:
             self._noise.forget()  # the ledger knows of releases after the checkpoint
         self._step = WatchedStep(
@@ -355,7 +355,7 @@ class DPSGD(Defense):
         check_same_data(sampling.loader, team, poisson=self.poisson_sampling)
         self._forget_if_moved()
         # Computed on another machine, it may differ in its last bits.
-        self.noise_multiplier = team.told_by_first(self.noise_multiplier)
+        self.noise_multiplier = team.broadcast(self.noise_multiplier)
         return sampling.loader
 
     def on_train_start(self, context: DefenseContext) -> None:

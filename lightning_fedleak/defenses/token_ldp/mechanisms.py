@@ -206,7 +206,7 @@ class Randomizer:
     bits: int
 
     @classmethod
-    def of(
+    def with_defaults(
         cls,
         mechanism: Mechanism,
         k: int,

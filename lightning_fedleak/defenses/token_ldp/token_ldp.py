@@ -509,7 +509,7 @@ class TokenLDP(Defense):
     def _randomizer(self, k: int) -> Randomizer:
         decode, buckets, bits = self._settings
         try:
-            return Randomizer.of(self.mechanism, k, decode, buckets, bits)
+            return Randomizer.with_defaults(self.mechanism, k, decode, buckets, bits)
         except ValueError as error:
             raise _refused(str(error)) from error
 

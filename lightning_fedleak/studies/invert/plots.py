@@ -20,12 +20,12 @@ DPI = 100  # of the picture
 Axis = Literal["sigma", "length"]
 
 
-def worth_drawing(cells: Sequence[Cell], against: Axis) -> bool:
+def worth_drawing(cells: Sequence[Cell], x_axis: Axis) -> bool:
     """Return whether there are results at two points or more of the axis."""
-    return len({getattr(c, against) for c in cells if c.rates}) > 1
+    return len({getattr(c, x_axis) for c in cells if c.rates}) > 1
 
 
-def draw(cells: Sequence[Cell], against: Axis, path: Path, *, model: str = "") -> None:
+def draw(cells: Sequence[Cell], x_axis: Axis, path: Path, *, model: str = "") -> None:
     """Write a picture: a column for each split, a row for each length (or noise level).
 
     Solid lines are token accuracy (Eq. 5) with its 95% interval, dotted ROUGE-L, dashed the share
@@ -34,7 +34,7 @@ def draw(cells: Sequence[Cell], against: Axis, path: Path, *, model: str = "") -
 
     Args:
         cells: of one model, from :func:`~lightning_fedleak.studies.invert.cells.run_cells`.
-        against: ``"sigma"`` for Fig. 1, ``"length"`` for Fig. 2.
+        x_axis: ``"sigma"`` for Fig. 1, ``"length"`` for Fig. 2.
         path: file that is written, its suffix the format.
         model: its name, for the title.
 
@@ -44,9 +44,9 @@ def draw(cells: Sequence[Cell], against: Axis, path: Path, *, model: str = "") -
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    across: Axis = "length" if against == "sigma" else "sigma"
+    row_axis: Axis = "length" if x_axis == "sigma" else "sigma"
     layers = sorted({c.layer for c in cells})
-    row_values = sorted({getattr(c, across) for c in cells})
+    row_values = sorted({getattr(c, row_axis) for c in cells})
     figure = Figure(
         figsize=(PANEL[0] * len(layers) + 0.6, PANEL[1] * len(row_values) + 0.9),
         layout="constrained",
@@ -55,15 +55,17 @@ def draw(cells: Sequence[Cell], against: Axis, path: Path, *, model: str = "") -
     axes = figure.subplots(len(row_values), len(layers), squeeze=False, sharey=True)
     for row, row_value in enumerate(row_values):
         for column, layer in enumerate(layers):
-            panel_cells = [c for c in cells if c.layer == layer and getattr(c, across) == row_value]
+            panel_cells = [
+                c for c in cells if c.layer == layer and getattr(c, row_axis) == row_value
+            ]
             last = column == len(layers) - 1
-            _panel(axes[row, column], panel_cells, against, perplexity_label=last)
+            _panel(axes[row, column], panel_cells, x_axis, perplexity_label=last)
             place = f"split {layer} of {cells[0].blocks}"
-            condition = f"{row_value} tokens" if across == "length" else f"noise {row_value:g}"
+            condition = f"{row_value} tokens" if row_axis == "length" else f"noise {row_value:g}"
             axes[row, column].set_title(f"{place}, {condition}", fontsize=9)
         axes[row, 0].set_ylabel("share")
     for axis in axes[-1]:
-        axis.set_xlabel(_label(against, cells[0].relative))
+        axis.set_xlabel(_label(x_axis, cells[0].relative))
     handles: dict[str, Any] = {}
     for axis in axes.flat:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
@@ -74,19 +76,19 @@ def draw(cells: Sequence[Cell], against: Axis, path: Path, *, model: str = "") -
     figure.savefig(path, dpi=DPI)
 
 
-def _label(against: Axis, relative: bool) -> str:
-    if against == "length":
+def _label(x_axis: Axis, relative: bool) -> str:
+    if x_axis == "length":
         return "tokens"
     return "noise, in standard deviations per dimension" if relative else "standard deviation"
 
 
-def _panel(axis: Any, cells: Sequence[Cell], against: Axis, *, perplexity_label: bool) -> None:
-    points = sorted({getattr(c, against) for c in cells})
-    _attack_lines(axis, cells, against)
-    _task_lines(axis, cells, against, perplexity_label=perplexity_label)
+def _panel(axis: Any, cells: Sequence[Cell], x_axis: Axis, *, perplexity_label: bool) -> None:
+    points = sorted({getattr(c, x_axis) for c in cells})
+    _attack_lines(axis, cells, x_axis)
+    _task_lines(axis, cells, x_axis, perplexity_label=perplexity_label)
     axis.set_ylim(-0.03, 1.03)
     positive = [p for p in points if p > 0]
-    if against == "length":
+    if x_axis == "length":
         axis.set_xscale("log", base=2)
         axis.set_xticks(points, [str(p) for p in points])
     elif positive and max(positive) > 4 * min(positive):
@@ -96,12 +98,12 @@ def _panel(axis: Any, cells: Sequence[Cell], against: Axis, *, perplexity_label:
     axis.grid(alpha=0.3)
 
 
-def _attack_lines(axis: Any, cells: Sequence[Cell], against: Axis) -> None:
+def _attack_lines(axis: Any, cells: Sequence[Cell], x_axis: Axis) -> None:
     for attack in (a for a in ADVERSARIES if any(c.attack == a for c in cells)):
         attack_cells = sorted(
-            (c for c in cells if c.attack == attack and c.rates), key=lambda c: getattr(c, against)
+            (c for c in cells if c.attack == attack and c.rates), key=lambda c: getattr(c, x_axis)
         )
-        x = [getattr(c, against) for c in attack_cells]
+        x = [getattr(c, x_axis) for c in attack_cells]
         for rate, style in STYLES.items():
             values = [c.rates[rate] for c in attack_cells]
             axis.plot(
@@ -119,8 +121,8 @@ def _attack_lines(axis: Any, cells: Sequence[Cell], against: Axis) -> None:
                 axis.fill_between(x, low, high, color=COLORS[attack], alpha=0.1, linewidth=0)
 
 
-def _task_lines(axis: Any, cells: Sequence[Cell], against: Axis, *, perplexity_label: bool) -> None:
-    useful = {getattr(c, against): c.utility for c in cells if c.utility is not None}
+def _task_lines(axis: Any, cells: Sequence[Cell], x_axis: Axis, *, perplexity_label: bool) -> None:
+    useful = {getattr(c, x_axis): c.utility for c in cells if c.utility is not None}
     x = sorted(useful)
     if x:
         accuracy = [useful[p].accuracy for p in x]

@@ -269,24 +269,24 @@ def leakage_of(path: Path, attacks: Sequence[Attack]) -> dict[str, Leakage]:
 
 
 def _leakage(metric: str, lines: Sequence[ResultLine]) -> Leakage:
-    known = [rate for line in lines if (rate := line.metric(metric)) is not None]
+    measured = [rate for line in lines if (rate := line.metric(metric)) is not None]
     reasons = [line.unknown for line in lines if line.unknown]
     nothing = Leakage(
         metric,
         value=None,
         low=None,
         high=None,
-        looks=len(known),
-        unknown=len(lines) - len(known),
+        looks=len(measured),
+        unknown=len(lines) - len(measured),
         exposed=all(line.was_shared for line in lines),
         why=reasons[-1] if reasons else None,
     )
-    if not known:
+    if not measured:
         return nothing
     if any(line.is_pooled(metric) for line in lines):
-        last = known[-1]  # pooled over the looks of the run
+        last = measured[-1]  # pooled over the looks of the run
         return replace(nothing, value=last.value, low=last.low, high=last.high)
-    values = [rate.value for rate in known if rate.value is not None]
+    values = [rate.value for rate in measured if rate.value is not None]
     mean, low, high = _student(values)
     return replace(nothing, value=mean, low=low, high=high)
 

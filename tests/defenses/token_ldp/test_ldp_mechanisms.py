@@ -87,7 +87,7 @@ def chi_square(drawn: Tensor, law: Tensor) -> float:
 )
 @settings(max_examples=60, deadline=None)
 def test_the_law_is_that_of_the_decoded_vector(rule: tuple, k: int, epsilon: float) -> None:
-    randomizer = Randomizer.of(rule[0], k, rule[1])
+    randomizer = Randomizer.with_defaults(rule[0], k, rule[1])
     rates = the_rates(epsilon) if rule[0] == "the" else bit_rates(epsilon)
     expected = by_enumeration(randomizer, *rates)
     torch.testing.assert_close(randomizer.law(epsilon), expected, rtol=1e-10, atol=1e-13)
@@ -97,7 +97,7 @@ def test_the_law_is_that_of_the_decoded_vector(rule: tuple, k: int, epsilon: flo
 @settings(max_examples=60, deadline=None)
 def test_buckets_and_sampled_bits(data: st.DataObject, k: int, epsilon: float) -> None:
     b = data.draw(st.integers(2, min(k, 6)))
-    randomizer = Randomizer.of("dbitflip", k, None, b, data.draw(st.integers(1, b)))
+    randomizer = Randomizer.with_defaults("dbitflip", k, None, b, data.draw(st.integers(1, b)))
     by_bucket = by_enumeration(randomizer, *bit_rates(epsilon))
     bucket = [int(x / (k / b) + 1e-9) for x in range(k)]
     expected = [
@@ -111,7 +111,7 @@ def test_buckets_and_sampled_bits(data: st.DataObject, k: int, epsilon: float) -
 @given(rule=st.sampled_from(RULES), k=st.integers(2, 40), epsilon=st.floats(0.01, 20))
 @settings(max_examples=200, deadline=None)
 def test_epsilon_holds_exactly(rule: tuple, k: int, epsilon: float) -> None:
-    randomizer = Randomizer.of(rule[0], k, rule[1])
+    randomizer = Randomizer.with_defaults(rule[0], k, rule[1])
     law = randomizer.law(epsilon)
     torch.testing.assert_close(law.sum(1), torch.ones(k, dtype=torch.float64), rtol=1e-12, atol=0)
     assert float(law.min()) > 0
@@ -126,7 +126,7 @@ def test_epsilon_holds_exactly(rule: tuple, k: int, epsilon: float) -> None:
 @settings(max_examples=60, deadline=None)
 def test_epsilon_holds_with_buckets(data: st.DataObject, k: int, epsilon: float) -> None:
     b = data.draw(st.integers(2, k))
-    randomizer = Randomizer.of("dbitflip", k, None, b, data.draw(st.integers(1, b)))
+    randomizer = Randomizer.with_defaults("dbitflip", k, None, b, data.draw(st.integers(1, b)))
     law = randomizer.law(epsilon)
     worst = float((law.amax(0) / law.amin(0)).max().log())
     assert worst <= epsilon * (1 + 1e-6) + 1e-9
@@ -182,7 +182,7 @@ def test_the_threshold_is_that_of_the_aggregator(epsilon: float) -> None:
 @pytest.mark.parametrize(("mechanism", "decode"), RULES)
 @pytest.mark.parametrize(("k", "x"), [(2, 1), (7, 0), (7, 4), (300, 120)])
 def test_draws_follow_the_law(mechanism: str, decode: str, k: int, x: int) -> None:
-    randomizer = Randomizer.of(mechanism, k, decode)
+    randomizer = Randomizer.with_defaults(mechanism, k, decode)
     for epsilon in (0.7, 5.0):
         drawn = draws(randomizer, x, epsilon, 60_000, seed=k + x)
         assert chi_square(drawn, randomizer.law(epsilon)[x]) > ALIKE
@@ -190,7 +190,7 @@ def test_draws_follow_the_law(mechanism: str, decode: str, k: int, x: int) -> No
 
 @pytest.mark.parametrize(("k", "b", "d"), [(11, 4, 4), (11, 4, 2), (12, 6, 1)])
 def test_draws_with_buckets_follow_the_law(k: int, b: int, d: int) -> None:
-    randomizer = Randomizer.of("dbitflip", k, None, b, d)
+    randomizer = Randomizer.with_defaults("dbitflip", k, None, b, d)
     for x in range(0, k, 5):
         drawn = draws(randomizer, x, 3.0, 40_000, seed=x)
         assert chi_square(drawn, randomizer.law(3.0)[x]) > ALIKE
@@ -198,7 +198,7 @@ def test_draws_with_buckets_follow_the_law(k: int, b: int, d: int) -> None:
 
 @pytest.mark.parametrize(("mechanism", "decode"), RULES)
 def test_each_draw_has_its_own_epsilon(mechanism: str, decode: str) -> None:
-    randomizer = Randomizer.of(mechanism, 9, decode)
+    randomizer = Randomizer.with_defaults(mechanism, 9, decode)
     epsilon = torch.tensor([0.5, 8.0], dtype=torch.float64).repeat(40_000)
     index = torch.tensor([3, 6]).repeat(40_000)
     generator = torch.Generator().manual_seed(4)
@@ -213,7 +213,7 @@ def test_each_draw_has_its_own_epsilon(mechanism: str, decode: str) -> None:
 @pytest.mark.parametrize("k", [5, 40])
 def test_the_reference_path_has_the_same_law(mechanism: str, decode: str, k: int) -> None:
     pytest.importorskip("multi_freq_ldpy")
-    randomizer = Randomizer.of(mechanism, k, decode)
+    randomizer = Randomizer.with_defaults(mechanism, k, decode)
     for x, epsilon in ((1, 1.0), (k - 1, 5.0)):
         drawn = reference_sample(randomizer, torch.full((6_000,), x), epsilon, seed=11 * k + x)
         assert chi_square(drawn, randomizer.law(epsilon)[x]) > ALIKE
@@ -226,7 +226,7 @@ def test_the_reference_path_has_the_same_law(mechanism: str, decode: str, k: int
 @pytest.mark.parametrize(("k", "b", "d"), [(12, 4, 4), (10, 5, 2)])
 def test_the_reference_path_with_buckets(k: int, b: int, d: int) -> None:
     pytest.importorskip("multi_freq_ldpy")
-    randomizer = Randomizer.of("dbitflip", k, None, b, d)
+    randomizer = Randomizer.with_defaults("dbitflip", k, None, b, d)
     drawn = reference_sample(randomizer, torch.full((8_000,), 7), 3.0, seed=5)
     assert chi_square(drawn, randomizer.law(3.0)[7]) > ALIKE
 
@@ -234,7 +234,7 @@ def test_the_reference_path_with_buckets(k: int, b: int, d: int) -> None:
 def test_longitudinal_rappor_reports_once_with_the_same_law() -> None:
     """``L_SUE_Client(2 eps, eps)``, what the published code of Vu et al. calls."""
     longitudinal = pytest.importorskip("multi_freq_ldpy.long_freq_est.L_SUE").L_SUE_Client
-    randomizer = Randomizer.of("rappor", 8, "first")
+    randomizer = Randomizer.with_defaults("rappor", 8, "first")
     epsilon = 2.0
     drawn = [int(longitudinal(5, 8, 2 * epsilon, epsilon).argmax()) for _ in range(10_000)]
     assert chi_square(torch.tensor(drawn), randomizer.law(epsilon)[5]) > 1e-9  # not seeded
@@ -242,7 +242,7 @@ def test_longitudinal_rappor_reports_once_with_the_same_law() -> None:
 
 def test_dbitflip_with_all_bits_is_rappor() -> None:
     for decode in ("uniform", "first"):
-        one, other = (Randomizer.of(m, 20, decode) for m in ("rappor", "dbitflip"))
+        one, other = (Randomizer.with_defaults(m, 20, decode) for m in ("rappor", "dbitflip"))
         assert torch.equal(one.law(4.0), other.law(4.0))
 
 
@@ -270,4 +270,4 @@ def test_dbitflip_with_all_bits_is_rappor() -> None:
 )
 def test_settings_out_of_range(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Randomizer.of(**settings)
+        Randomizer.with_defaults(**settings)

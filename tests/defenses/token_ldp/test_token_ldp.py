@@ -90,7 +90,7 @@ def test_every_token_follows_the_law(
     defense = TokenLDP(mechanism, epsilon, per, memoize=memoize)
     drawn = defended(defense, gpt2, ids)
     words = [i for i in range(VOCAB) if i not in SPECIAL]
-    law = Randomizer.of(mechanism, len(words)).law(6.0)
+    law = Randomizer.with_defaults(mechanism, len(words)).law(6.0)
     expected = torch.zeros(VOCAB, dtype=torch.float64)
     expected[torch.tensor(words)] = law[words.index(50)]
     assert p_value(drawn[:, 2], expected) > 1e-4
@@ -109,7 +109,7 @@ def test_short_rows_spend_more_on_each_token(gpt2: nn.Module) -> None:
     kept = (drawn == ids).double()
     k = VOCAB - len(SPECIAL)
     for start, n in ((0, 2), (1, 6)):
-        expected = Randomizer.of("grr", k).keep(12.0 / n)
+        expected = Randomizer.with_defaults("grr", k).keep(12.0 / n)
         sigma = math.sqrt(expected * (1 - expected) / (2000 * n))
         assert float(kept[start::2, :n].mean()) == pytest.approx(expected, abs=5 * sigma)
     assert torch.equal(drawn[::2, 2:], ids[::2, 2:])
@@ -119,7 +119,7 @@ def test_short_rows_spend_more_on_each_token(gpt2: nn.Module) -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_row_has_the_epsilon_it_is_said_to_have(epsilon: float, k: int, n: int) -> None:
     """Over all rows and outputs, tokens outside of the public set included."""
-    law = Randomizer.of("rappor", k).law(epsilon / n)
+    law = Randomizer.with_defaults("rappor", k).law(epsilon / n)
     law = torch.cat([law, law.mean(0, keepdim=True)])  # outside: a uniform one goes in
     per_token = (law.amax(0) / law.amin(0)).max().log()
     assert n * float(per_token) <= epsilon * (1 + 1e-9)
@@ -136,7 +136,7 @@ def test_tokens_outside_of_a_public_set(gpt2: nn.Module) -> None:
     expected = torch.zeros(VOCAB, dtype=torch.float64)
     expected[torch.tensor(public)] = 0.25
     assert p_value(drawn[:, 0], expected) > 1e-4
-    expected[torch.tensor(public)] = Randomizer.of("grr", 4).law(2.0)[2]
+    expected[torch.tensor(public)] = Randomizer.with_defaults("grr", 4).law(2.0)[2]
     assert p_value(drawn[:, 1], expected) > 1e-4
 
 
@@ -150,7 +150,7 @@ def test_the_reference_path_has_the_same_law(gpt2: nn.Module) -> None:
                 "grr", 20.0, implementation="multi-freq-ldpy", memoize=memoize, seed=3
             )
         drawn = defended(defense, gpt2, ids)
-        law = Randomizer.of("grr", VOCAB - 3).law(4.0)
+        law = Randomizer.with_defaults("grr", VOCAB - 3).law(4.0)
         expected = torch.cat([torch.zeros(3, dtype=torch.float64), law[30 - 3]])
         assert p_value(drawn[:, 0], expected) > 1e-4
         if memoize:
@@ -280,7 +280,7 @@ def test_masked_words_have_one_replacement() -> None:
     both = chosen & ~masked
     assert torch.equal(new["input_ids"][both], new["labels"][both])
     # A position that masking has filled with a random word keeps the word as the others do.
-    expected = Randomizer.of("grr", VOCAB - 2).keep(4.0)
+    expected = Randomizer.with_defaults("grr", VOCAB - 2).keep(4.0)
     for place in (chosen & masked, chosen & (how > 0.9), chosen & (how > 0.8) & (how < 0.9)):
         kept = float((new["labels"] == ids)[place].double().mean())
         assert kept == pytest.approx(expected, abs=5 * math.sqrt(0.25 / int(place.sum())))
@@ -299,7 +299,7 @@ def test_both_texts_of_an_encoder_decoder() -> None:
     defense = TokenLDP("grr", 8 * 3.0)
     new = defended(defense, tiny_t5(), batch)
     assert defense.longest == 8
-    expected = Randomizer.of("grr", VOCAB - len(defense._ready.special)).keep(3.0)
+    expected = Randomizer.with_defaults("grr", VOCAB - len(defense._ready.special)).keep(3.0)
     for key, text in (("input_ids", source), ("labels", target[:, :3])):
         kept = float((new[key][:, : text.shape[1]] == text).double().mean())
         assert kept == pytest.approx(expected, abs=5 * math.sqrt(0.25 / text.numel()))
@@ -517,7 +517,7 @@ def test_a_few_bits_of_a_few_buckets(gpt2: nn.Module) -> None:
     for settings_of in ({"bits": 16}, {"buckets": 10}, {"buckets": 10, "bits": 3}):
         defense = TokenLDP("dbitflip", 6.0, "token", memoize=False, **settings_of)
         kept = float((defended(defense, gpt2, ids) == ids).double().mean())
-        law = Randomizer.of("dbitflip", VOCAB - 3, None, **settings_of).law(6.0)
+        law = Randomizer.with_defaults("dbitflip", VOCAB - 3, None, **settings_of).law(6.0)
         expected = float(law.diagonal().mean())
         assert kept == pytest.approx(expected, abs=5 * math.sqrt(expected / ids.numel()))
 

@@ -60,7 +60,7 @@ def audit_gaussian_scores(
         scores: (n,) higher is more likely a member. Linear in what was released: for instance its
             inner product with the canary's gradient, summed over steps.
         members: (n,) bool, how the coins fell.
-        delta: at which epsilon is asked for.
+        delta: of the bound.
         confidence: of the bound.
         relation: what a coin decides: whether the canary is there, or which of two is.
         accountant: of the epsilon; default that of the game.

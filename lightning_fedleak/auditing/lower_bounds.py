@@ -50,7 +50,7 @@ class EpsilonBound:
         confidence: of the bound, over everything that was tried.
         relation: of the epsilon.
         games: games or canaries.
-        limit: the bound that a perfect attack would have given in so many games.
+        limit: the bound of a perfect attack in so many games.
         method: how thresholds or guesses were chosen, and what else was assumed.
     """
 
@@ -151,7 +151,7 @@ def epsilon_from_counts(
         positives: games with b = 1.
         fp: games with b = 0 in which b' = 1.
         negatives: games with b = 0.
-        delta: at which epsilon is asked for.
+        delta: of the bound.
         confidence: of the bound.
         relation: of the game.
         accountant: of the epsilon; default that of the game.
@@ -207,7 +207,7 @@ def audit_scores(
     Args:
         scores: (n,) higher is more likely a member.
         members: (n,) bool.
-        delta: at which epsilon is asked for.
+        delta: of the bound.
         confidence: of the bound.
         threshold: ``"union"``, ``"split"`` or a number.
         relation: of the game.
@@ -267,7 +267,7 @@ class _Test:
     """Turns upper bounds of FNR and FPR into what they refute.
 
     Attributes:
-        delta: at which epsilon is asked for.
+        delta: of the bound.
         halves: whether a replace-one game is to bound an add/remove epsilon.
         gaussian: the claim is that of a Gaussian mechanism.
     """
@@ -394,7 +394,7 @@ def audit_games(
 
     Args:
         result: of :func:`~lightning_fedleak.games.play`, every batch with one target.
-        delta: at which epsilon is asked for.
+        delta: of the bound.
         confidence: of the bound.
         threshold: as in :func:`~lightning_fedleak.auditing.audit_scores`.
         accountant: the relation of the epsilon; default that of the games.

@@ -62,7 +62,7 @@ def randomised_response_delta(epsilon: float, epsilon_0: float) -> float:
     ``max(0, p - e^epsilon (1 - p))``, 0 from ``epsilon_0`` on.
 
     Args:
-        epsilon: at which delta is asked for.
+        epsilon: of the pair (epsilon, delta).
         epsilon_0: of the mechanism.
     """
     return float(max(0.0, expit(epsilon_0) - math.exp(epsilon) * expit(-epsilon_0)))

@@ -155,7 +155,7 @@ def one_run_epsilon(
         canaries: m, each included by a fair coin of its own.
         guesses: on how many of them the auditor did not abstain.
         right: guesses that were right.
-        delta: at which epsilon is asked for.
+        delta: of the bound.
         confidence: of the bound.
         relation: what a coin decides: whether the canary is there, or which of two is.
         accountant: of the epsilon; default that of the game.
@@ -226,7 +226,7 @@ def audit_one_run(
     Args:
         scores: (m,) higher is more likely included.
         members: (m,) bool, how the coins fell.
-        delta: at which epsilon is asked for.
+        delta: of the bound.
         confidence: of the bound.
         guesses: how many, half of them at either end; or pairs (in, out) of how many at each.
             Several pairs share the error (Bonferroni). Default: all canaries, a fourth of them, a
@@ -327,7 +327,7 @@ def audit_canaries(
     Args:
         canaries: of :func:`~lightning_fedleak.canaries.with_canaries`, or their record.
         scores: (m,) for the m canaries in their order, higher is more likely included.
-        delta: at which epsilon is asked for.
+        delta: of the bound.
         confidence: of the bound.
         guesses: as in :func:`~lightning_fedleak.auditing.audit_one_run`.
         accountant: the relation of the epsilon, default that of the record's game.

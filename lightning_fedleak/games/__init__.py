@@ -1,4 +1,4 @@
-"""The security game Exp^AMI: how well does an adversary tell whether a text is in the batch?"""
+"""The security game Exp^AMI: how well an adversary decides whether a text is in the batch."""
 
 from lightning_fedleak.games.config import GameConfig
 from lightning_fedleak.games.play import play

@@ -60,7 +60,7 @@ def game_challenges(
         batch: n, sentences in D.
         games: targets in all.
         position: ``"random"`` for a uniformly drawn token of the target, ``"last"``, neither of
-            them a special one; or an index, whatever token is at it.
+            them a special one; or an index, also of a special token.
         generator: on the CPU; the challenges depend on nothing else.
         targets_per_batch: games that share one D.
         spare: tokens at the end of a sentence that are no targets: 1 for a next-token loss, which

@@ -1,4 +1,4 @@
-"""The client's loss in a game, where no loss of the user's is given."""
+"""The client's loss in a game, where the user passes none."""
 
 from __future__ import annotations
 

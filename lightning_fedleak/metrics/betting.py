@@ -3,7 +3,7 @@
 A gambler who doubts that the values of a process in [0, 1] have a mean of at most m bets on each
 value before it comes: the capital is multiplied by ``1 + lambda (x - m)``. If the doubt is wrong no
 bet is favourable, and the capital ever reaches ``1 / alpha`` with probability at most ``alpha``
-(Ville's inequality), however many values follow, and whatever depends on those before. The capital
+(Ville's inequality), however many values follow, and whatever is decided from them. The capital
 is the evidence, an *e-process* (Waudby-Smith & Ramdas 2023, "Estimating means of bounded random
 variables by betting").
 

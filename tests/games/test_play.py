@@ -9,7 +9,7 @@ from transformers import BertConfig, BertModel
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import Query
-from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
@@ -65,7 +65,8 @@ def test_closed_form_is_what_autograd_gives_through_inserted_layers(
     ids, mask = pool.pad(rows)
     loss = default_loss(anatomy)
     fired = 0
-    reads_alone = AttentionMembership(1, whiten=False, gamma=0.5, tokens=7, name="attention")
+    plain = AttentionSettings(whiten=False)
+    reads_alone = AttentionMembership(1, gamma=0.5, attention=plain, tokens=7, name="attention")
     for attack in [*attacks_of(layer=1), reads_alone]:
         attack.prepare(anatomy)
         hidden = client_states(anatomy, [1], ids, mask)[1]
@@ -148,12 +149,13 @@ def test_an_attack_on_whole_sentences_collides_with_no_other_sentence() -> None:
         [[5, 6, 7, *torch.randint(10, 90, (4,), generator=generator).tolist()] for _ in range(30)],
         tokens=7,
     )
-    given = {"whiten": False, "gamma": 1 - 1e-6, "beta": 1.0, "tokens": 7}
+    given = {"gamma": 1 - 1e-6, "tokens": 7}
+    plain = AttentionSettings(whiten=False, beta=1.0)
     attacks = [
         FCMembership(2, name="fc"),
-        AttentionMembership(2, **given, name="matched"),
-        AttentionMembership(2, **given, causal=True, name="causal"),
-        AttentionMembership(2, **given, variant="paper", name="paper"),
+        AttentionMembership(2, **given, attention=plain, name="matched"),
+        AttentionMembership(2, **given, attention=replace(plain, causal=True), name="causal"),
+        AttentionMembership(2, **given, attention=replace(plain, variant="paper"), name="paper"),
     ]
     fc, matched, causal, paper = play(
         anatomy, attacks, pool, GameConfig(games=40, batch=8, position=2)

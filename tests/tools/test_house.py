@@ -6,23 +6,23 @@ from tests.tools import house
 
 # What the package holds at most. A ceiling may fall, and never rise.
 CEILINGS = {
-    "code": 44_750,
+    "code": 44_700,
     "longest": 968,
     "long": 11,
-    "imports": 46,
+    "imports": 45,
     "most_imports": 27,
     "callbacks": 0,
     "circles": 0,
-    "parameters": 34,
+    "parameters": 33,
     "most_parameters": 22,
-    "complexity": 24,
-    "public": 18,
-    "private": 12,
-    "names": 0.0155,
-    "fragments": 0.0185,
+    "complexity": 23,
+    "public": 17,
+    "private": 11,
+    "names": 0.015,
+    "fragments": 0.018,
     "examples": 0,
-    "constants": 16,
-    "any": 157,
+    "constants": 11,
+    "any": 144,
 }
 
 

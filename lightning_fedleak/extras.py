@@ -1,4 +1,4 @@
-"""How to install an extra of this package, as it was installed itself. Imports nothing heavy."""
+"""The command that installs an extra of this package. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ NAME = "lightning-fedleak"
 
 
 def install(extra: str) -> str:
-    """The command that adds an extra.
+    """Return the command that adds an extra.
 
-    A package that came from a folder, an archive or a repository, and not from an index, has noted
-    where from (PEP 610); the command names that place.
+    A package from a folder, an archive or a repository, and not from an index, records its origin
+    (PEP 610), which the command names.
 
     Args:
-        extra: of ``pyproject.toml``.
+        extra: name in ``pyproject.toml``.
     """
     try:
-        own = distribution(NAME)
+        package = distribution(NAME)
     except PackageNotFoundError:  # run from its folder
         return f"pip install '.[{extra}]' in the folder that holds lightning_fedleak"
-    noted = own.read_text("direct_url.json")
-    if noted is None:
+    record = package.read_text("direct_url.json")
+    if record is None:
         return f"pip install '{NAME}[{extra}]'"
-    origin = json.loads(noted)
+    origin = json.loads(record)
     url = origin["url"]
     if "dir_info" in origin:
         editable = "-e " if origin["dir_info"].get("editable") else ""

@@ -539,8 +539,8 @@ def run_logits(
         kwargs["attention_mask"] = batch.attention_mask
     if batch.kind == "seq2seq":
         kwargs["labels"] = labels_of(batch)
-    out = model(**kwargs) if parameters is None else call_with(model, parameters, **kwargs)
-    return logits_in(out)
+    output = model(**kwargs) if parameters is None else call_with(model, parameters, **kwargs)
+    return logits_in(output)
 
 
 def call_with(model: nn.Module, parameters: Mapping[str, Tensor], **kwargs: Any) -> Any:
@@ -565,16 +565,16 @@ def call_with(model: nn.Module, parameters: Mapping[str, Tensor], **kwargs: Any)
     return torch.func.functional_call(model, replacements, kwargs=kwargs, tie_weights=False)
 
 
-def logits_in(out: Any) -> Tensor:
+def logits_in(output: Any) -> Tensor:
     """Return the logits in a model's output: a tensor, the first of a tuple, or ``.logits``."""
-    logits = getattr(out, "logits", out)
+    logits = getattr(output, "logits", output)
     if isinstance(logits, Mapping):
         logits = logits["logits"]
     if isinstance(logits, (tuple, list)):
         logits = logits[0]
     if not isinstance(logits, Tensor):
         raise ValueError(
-            f"the model returned {type(out).__name__}; expected logits as a tensor, as the first "
+            f"the model returned {type(output).__name__}; expected logits as a tensor, as the first "
             "of a tuple, or as `.logits`"
         )
     return logits

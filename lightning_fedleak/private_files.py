@@ -1,4 +1,4 @@
-"""Tensors in files that one user alone can have written: who may write them, and what they hold."""
+"""Files of tensors that only their user may write: checks of the mode, and hashes of contents."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor
 
 
 def check_private(path: Path) -> None:
-    """Refuses a file that somebody else may have written or may read; modes on POSIX alone.
+    """Raise an error for a file that somebody else may read or write; modes only on POSIX.
 
     Raises:
         ValueError: it is a link or no file, belongs to another user, or has another mode than 0600.
-        OSError: it cannot be looked at.
+        OSError: its mode cannot be read.
     """
-    found = os.lstat(path)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is a link, or no file")
     if os.name != "posix":
         return
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         raise ValueError("it belongs to another user")
-    if found.st_mode & 0o077:
-        raise ValueError(f"others may use it (mode {stat.S_IMODE(found.st_mode):04o}, not 0600)")
+    if status.st_mode & 0o077:
+        raise ValueError(f"others may use it (mode {stat.S_IMODE(status.st_mode):04o}, not 0600)")
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:

@@ -1,9 +1,9 @@
-"""What an adversary would see of a training step: values only; what takes them is in ``taps``.
+"""Snapshots of what an adversary would see of a training step; ``taps`` takes them.
 
-Three stages, everywhere by these names: *local* (the gradient a client computed, before any
-defence), *shared* (what leaves the client) and *aggregate* (what the server applies). A snapshot
-holds read-only views wherever the memory is stable while the attacks run, and one preallocated
-buffer where it is not; nothing is cloned and nothing is moved to the host.
+There are three stages: *local* (the gradient a client computed, before any defence), *shared* (what
+leaves the client) and *aggregate* (what the server applies). A snapshot holds read-only views if
+the memory is stable while the attacks run, and a preallocated buffer if not. Nothing is cloned, and
+nothing is moved to the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Stage(StrEnum):
-    """Where on its way from the client to the server a tensor is looked at."""
+    """A place on the way of a tensor from the client to the server."""
 
     LOCAL = "local"
     SHARED = "shared"
@@ -29,17 +29,16 @@ class GradientSnapshot:
 
     Attributes:
         step: optimizer step, counted from 0, that these gradients lead to.
-        stage: where they were seen.
+        stage: where they were recorded.
         tensors: gradient by role (``"head.weight"`` (V, d), ``"head.bias"`` (V,),
-            ``"embedding.weight"`` (V, d), or a parameter's own name), detached. For a tied matrix
-            both weight roles give the same tensor, the sum of its head and embedding parts. Valid
-            only until the step goes on: an attack that keeps one must copy it.
+            ``"embedding.weight"`` (V, d), or a parameter's name), detached. For a tied matrix both
+            weight roles have the same tensor, the sum of its head and embedding parts. It is valid
+            only until the step continues: an attack that stores one must copy it.
         tied: whether head and embedding are one matrix.
         client: rank of the client, 0 in a single process.
-        noise_std: standard deviation of the noise that a defence is known to have added to each
-            number; 0 where none was.
-        loss_terms: roles of the parameters that the loss has a term of beside the batch's (an L2
-            penalty in ``training_step``): the gradient then holds that term's, too.
+        noise_std: standard deviation of the noise that a defence declares on each number, or 0.
+        loss_terms: roles of the parameters that have a term of their own in the loss (an L2 penalty
+            in ``training_step``), whose gradient is included.
     """
 
     step: int
@@ -61,7 +60,7 @@ class UpdateSnapshot(GradientSnapshot):
     Attributes:
         local_steps: optimizer steps between before and after.
         learning_rate: the divisor.
-        fresh: whether the optimizer began the round without what earlier steps leave in it.
+        fresh: whether the optimizer began the round without state of earlier steps.
     """
 
     local_steps: int = 1
@@ -75,11 +74,11 @@ class ActivationSnapshot:
 
     Attributes:
         step: optimizer step, counted from 0, in which they were sent.
-        stage: where they were seen.
+        stage: where they were recorded.
         tensors: by layer name, each (B, L, d), detached.
         client: rank of the client.
-        attention_mask: (B, L), 0 where padded, or None; sent along, since the top model needs it.
-        position_ids: (B, L), or None for the model's own.
+        attention_mask: (B, L), 0 where padded, or None; sent too, because the top model needs it.
+        position_ids: (B, L), or None for the model's default.
     """
 
     step: int
@@ -92,7 +91,7 @@ class ActivationSnapshot:
 
 @dataclass(frozen=True)
 class Observation:
-    """All that one run of an attack may look at. Never holds the truth.
+    """All that one run of an attack may read. It never holds the truth.
 
     Attributes:
         gradients: snapshots, oldest first; most attacks read the last only.
@@ -103,20 +102,20 @@ class Observation:
     activations: tuple[ActivationSnapshot, ...] = field(default=())
 
     def gradient(self, role: str) -> Tensor:
-        """The newest gradient of ``role``.
+        """Return the newest gradient of ``role``.
 
         Raises:
-            KeyError: no snapshot holds that role; lists those that are held.
+            KeyError: no snapshot has that role; the message lists those there are.
         """
         for snapshot in reversed(self.gradients):
             if role in snapshot.tensors:
                 return snapshot.tensors[role]
-        held = sorted({r for s in self.gradients for r in s.tensors})
-        raise KeyError(f"no gradient of '{role}' in this observation; it holds {held}")
+        roles = sorted({r for s in self.gradients for r in s.tensors})
+        raise KeyError(f"no gradient of '{role}' in this observation; it holds {roles}")
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Detached; of a DTensor all of it, by a collective that every process must enter."""
+    """Return a detached tensor; a DTensor is gathered, by a collective that all processes enter."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     return tensor.detach()
@@ -132,18 +131,18 @@ def explain_weight_term(role: str) -> str:
 
 
 class UnusableObservation(RuntimeError):
-    """The snapshot cannot be attacked (non-finite, all zero): the result is unknown, not safe."""
+    """The snapshot cannot be read (non-finite, all zero): the result is unknown, not safe."""
 
 
 class Inapplicable(UnusableObservation):
-    """A method that is not made for what was shared, whatever it holds: unknown, not safe.
+    """The method is not made for what was shared: the result is unknown, not safe.
 
-    ``leakage/worst/<family>`` is then that of the other attacks, where there are any.
+    ``leakage/worst/<family>`` is then that of the other attacks, if there are any.
     """
 
 
 class NotYet(UnusableObservation):
-    """Nothing can be read so far, though it will be: there is no result yet.
+    """Nothing can be read yet, but later steps can: there is no result so far.
 
-    The next step is looked at then; a fit that ends so is unknown, not safe.
+    The next step is read too; a fit that ends without a result is unknown, not safe.
     """

@@ -1,4 +1,4 @@
-"""Where a model keeps its embeddings, blocks, output head and trainable parameters."""
+"""The embeddings, blocks, output head and trainable parameters of a model."""
 
 from lightning_fedleak.anatomy.finding import find_anatomy
 from lightning_fedleak.anatomy.parts import (

@@ -10,7 +10,7 @@ from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
-from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.direct import BagOfWords, BiasSign
@@ -23,7 +23,7 @@ ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 
 def candidates(
     assumed: Collection[Capability],
-    public_text: Given | None,
+    public_text: TextSource | None,
     tokenizer: Any,
     *,
     rounds: bool,
@@ -40,7 +40,7 @@ def candidates(
         ValueError: ``public_text`` is one string, or strings without a tokenizer.
     """
     parsed = PublicText.parse(public_text, tokenizer)
-    text: Given = "sampled" if parsed is None else parsed
+    text: TextSource = "sampled" if parsed is None else parsed
     attacks: list[Attack] = [
         AlignedFlatChat(text, tokenizer=tokenizer),
         SubspaceWords(parsed),

@@ -244,7 +244,9 @@ class PublicText:
         return samples[key] if len(samples[key]) == n else cls(samples[key].sentences[:n])
 
     @classmethod
-    def parse(cls, public_text: Given | None, tokenizer: Any = None) -> PublicText | Sampled | None:
+    def parse(
+        cls, public_text: TextSource | None, tokenizer: Any = None
+    ) -> PublicText | Sampled | None:
         """Return the ``public_text`` argument of an attack in its parsed form; None stays None.
 
         Args:
@@ -334,7 +336,7 @@ def frequent_tokens(
     return ids.view(rows, length)
 
 
-Given = PublicText | Sampled | Sequence[str] | Sequence[Sequence[int]]
+TextSource = PublicText | Sampled | Sequence[str] | Sequence[Sequence[int]]
 """The ``public_text`` argument of attacks; strings need a tokenizer."""
 
 
@@ -392,8 +394,8 @@ def _sample(
     config = getattr(anatomy.model, "config", None)
     length = min(length, getattr(config, "max_position_embeddings", None) or length)
     start = start_token_id if start_token_id is not None else getattr(config, "bos_token_id", None)
-    ends = getattr(config, "eos_token_id", None)
-    end_ids = torch.tensor([] if ends is None else ends, dtype=torch.int64).reshape(-1)
+    end_token = getattr(config, "eos_token_id", None)
+    end_ids = torch.tensor([] if end_token is None else end_token, dtype=torch.int64).reshape(-1)
     if start is None:
         first = torch.randint(anatomy.vocab_size, (n, 1), generator=generator)
     else:
@@ -404,16 +406,18 @@ def _sample(
         cached = bool(getattr(config, "use_cache", False))
         for _ in track(range(length - 1), "the model writes public text"):
             if cache is not None:
-                out = model(input_ids=ids[:, -1:].to(device), past_key_values=cache, use_cache=True)
+                output = model(
+                    input_ids=ids[:, -1:].to(device), past_key_values=cache, use_cache=True
+                )
             elif cached:
-                out = model(input_ids=ids.to(device), use_cache=True)
+                output = model(input_ids=ids.to(device), use_cache=True)
             else:
-                out = model(input_ids=ids.to(device))
-            cache = getattr(out, "past_key_values", None) if cached else None
-            probabilities = logits_in(out)[:, -1].float().softmax(-1).cpu()
+                output = model(input_ids=ids.to(device))
+            cache = getattr(output, "past_key_values", None) if cached else None
+            probabilities = logits_in(output)[:, -1].float().softmax(-1).cpu()
             ids = torch.cat([ids, _draw(probabilities, generator)], 1)
-    ended = torch.isin(ids[:, 1:], end_ids)
-    stop = torch.where(ended.any(1), ended.int().argmax(1) + 2, length)
+    ends_text = torch.isin(ids[:, 1:], end_ids)
+    stop = torch.where(ends_text.any(1), ends_text.int().argmax(1) + 2, length)
     return [row[:k] for row, k in zip(ids, stop.tolist(), strict=True)]
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.auto import ASSUMED, candidates
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.batches import BatchAdapter
 from lightning_fedleak.callbacks.trainer_run import (
     TrainerRun,
@@ -219,7 +219,7 @@ class LeakageMonitor(EitherCallback):
         anatomy: Mapping[str, Any] | None = None,
         games: Games | None = None,
         texts: int = 4,
-        public_text: Given | None = None,
+        public_text: TextSource | None = None,
         look_seconds: float = 30.0,
         cache: bool = True,
         report: bool = False,

@@ -26,7 +26,7 @@ from lightning_fedleak.anatomy.wrappers import matrix_shape
 from lightning_fedleak.attacks.auto import ASSUMED, candidates
 from lightning_fedleak.attacks.base import Attack, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps
-from lightning_fedleak.attacks.public_text import Given
+from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.federation.trained_on import Recorded
@@ -254,7 +254,7 @@ class RoundObserver:
         anatomy: Mapping[str, Any] | None = None,
         games: Games | None = None,
         texts: int = 4,
-        public_text: Given | None = None,
+        public_text: TextSource | None = None,
         look_seconds: float = 30.0,
         cache: bool = True,
         tensorboard: bool = True,

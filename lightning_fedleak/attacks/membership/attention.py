@@ -47,7 +47,7 @@ from lightning_fedleak.attacks.membership.base import (
     last_real,
 )
 from lightning_fedleak.attacks.membership.whitening import RIDGE
-from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import (
     check_choice,
@@ -267,7 +267,7 @@ class AttentionMembership(MembershipAttack):
     def __init__(
         self,
         layer: int,
-        public_text: Given | None = None,
+        public_text: TextSource | None = None,
         *,
         tokenizer: Any = None,
         gamma: float | Literal["calibrated", "lemma"] = "calibrated",

@@ -30,7 +30,7 @@ from lightning_fedleak.attacks.base import (
     Surfaces,
     UnusableObservation,
 )
-from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.threats import Capability, ThreatModel
@@ -87,7 +87,7 @@ class PassiveMembership(Attack):
 
     def __init__(
         self,
-        public_text: Given = "sampled",
+        public_text: TextSource = "sampled",
         *,
         tokenizer: Any = None,
         public_rows: int = 24,

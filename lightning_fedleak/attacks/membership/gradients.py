@@ -35,7 +35,7 @@ from lightning_fedleak.attacks.membership.token_parts import (
     sum_fits,
 )
 from lightning_fedleak.attacks.membership.whitening import RIDGE
-from lightning_fedleak.attacks.public_text import Given
+from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.row_space.linear_maps import (
     LinearMap,
     block_name,
@@ -104,7 +104,9 @@ class GradientMembership(PassiveMembership):
     removes_loss_terms = True
     reads_clipped = True
 
-    def __init__(self, public_text: Given = "sampled", *, controls: int = 8, **shared: Any) -> None:
+    def __init__(
+        self, public_text: TextSource = "sampled", *, controls: int = 8, **shared: Any
+    ) -> None:
         super().__init__(public_text, **shared)
         check_integer("controls", controls, at_least=2)
         self.controls = controls

@@ -27,7 +27,7 @@ from lightning_fedleak.attacks.base import (
 from lightning_fedleak.attacks.local_steps import check_fresh
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.membership.whitening import whitening_matrix
-from lightning_fedleak.attacks.public_text import Given
+from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.row_space.dictionary import factor_rows, orthonormal
 from lightning_fedleak.attacks.row_space.linear_maps import (
     SharedInput,
@@ -85,7 +85,7 @@ class SubspaceMembership(PassiveMembership):
 
     def __init__(
         self,
-        public_text: Given = "sampled",
+        public_text: TextSource = "sampled",
         *,
         blocks: int = 12,
         refresh_every: int = 500,

@@ -37,7 +37,7 @@ from lightning_fedleak.attacks.membership.fc_layers import (
     batch_inputs,
     check_targets,
 )
-from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.model_runs import context_length, hidden_states
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import (
@@ -327,7 +327,7 @@ class TrainedMembership(MembershipAttack):
     def __init__(
         self,
         layer: int,
-        public_text: Given,
+        public_text: TextSource,
         granularity: Granularity = "token",
         *,
         tokenizer: Any = None,

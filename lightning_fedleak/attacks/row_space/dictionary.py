@@ -61,14 +61,14 @@ class Dictionary:
         """
         if self.positions is None:
             return 0
-        known = orthonormal(torch.cat([self.constants, *beside]))
+        known_input = orthonormal(torch.cat([self.constants, *beside]))
         g = torch.cat([r.double() / r.double().norm() for r in rows])
-        g = g - (g @ known.T) @ known
-        most = min(len(self.positions), (self.rows.shape[1] - len(known)) // 2)
-        places = self.positions[:most] - (self.positions[:most] @ known.T) @ known
+        g = g - (g @ known_input.T) @ known_input
+        most = min(len(self.positions), (self.rows.shape[1] - len(known_input)) // 2)
+        places = self.positions[:most] - (self.positions[:most] @ known_input.T) @ known_input
         gain = (g @ torch.linalg.qr(places.T).Q).square().sum(0)
         rest = g.square().sum() - gain.cumsum(0) + gain
-        dims = g.shape[1] - len(known) - torch.arange(most, device=g.device)
+        dims = g.shape[1] - len(known_input) - torch.arange(most, device=g.device)
         ratio = (gain * dims / rest.clamp_min(1e-300)).clamp_min(1e-12)
         return int((ratio / 2).log().cumsum(0).argmax()) + 1
 
@@ -82,9 +82,9 @@ class Dictionary:
         """
         if self.positions is None:
             return self.rows, orthonormal(torch.cat([self.constants, *beside]))
-        known = torch.cat([self.constants, *beside, self.positions[:positions]])
+        known_input = torch.cat([self.constants, *beside, self.positions[:positions]])
         further = self.positions[positions : 2 * positions + 16]
-        return torch.cat([self.rows, further.to(self.rows.dtype)]), orthonormal(known)
+        return torch.cat([self.rows, further.to(self.rows.dtype)]), orthonormal(known_input)
 
 
 def orthonormal(rows: Tensor, tolerance: float = 1e-9) -> Tensor:
@@ -96,13 +96,13 @@ def orthonormal(rows: Tensor, tolerance: float = 1e-9) -> Tensor:
 
 
 def build_dictionary(
-    anatomy: Anatomy, known: KnownInput, *, autocast: torch.dtype | None = None
+    anatomy: Anatomy, known_input: KnownInput, *, autocast: torch.dtype | None = None
 ) -> Dictionary:
     """Return the atoms of an input, from a run of the model on every token.
 
     Args:
         anatomy: the model.
-        known: the input.
+        known_input: the input.
         autocast: dtype that the client's forward is cast to.
 
     Raises:
@@ -111,13 +111,13 @@ def build_dictionary(
     device = anatomy.device
     rows = input_rows(
         anatomy,
-        known,
+        known_input,
         torch.arange(vocabulary_size(anatomy), device=device)[:, None],
         autocast=autocast,
     )[:, 0]
-    if not known.positional:
-        return Dictionary(rows, rows.new_zeros(0, known.width, dtype=torch.float64), None)
-    positions, constants = _positions(anatomy, known)
+    if not known_input.positional:
+        return Dictionary(rows, rows.new_zeros(0, known_input.width, dtype=torch.float64), None)
+    positions, constants = _positions(anatomy, known_input)
     return Dictionary(rows, constants, positions)
 
 
@@ -131,30 +131,34 @@ def factor_rows(anatomy: Anatomy, maps: Sequence[LinearMap]) -> dict[str, Tensor
     return {n: whole_tensor(w).double().clone() for n, w in weights.items() if w is not None}
 
 
-def _positions(anatomy: Anatomy, known: KnownInput) -> tuple[Tensor, Tensor]:
+def _positions(anatomy: Anatomy, known_input: KnownInput) -> tuple[Tensor, Tensor]:
     """Return directions (P, d) of positions, each with the mean word, and constants (k, d)."""
     rows = vocabulary_size(anatomy)
     length = context_length(anatomy) or 512
     device = anatomy.device
     words = torch.arange(4, device=device) * max(1, rows // 7) + min(5, rows - 1)
     probe = torch.stack([words % rows, words.flip(0) % rows])
-    norm = _norm_before(anatomy, known, probe)
+    norm = _norm_before(anatomy, known_input, probe)
     every = torch.arange(rows, device=device)[:, None]
     repeated = words[:1].expand(1, length)
     if norm is None:
-        sums, first, along = (
-            input_rows(anatomy, known, ids).double() for ids in (probe, every, repeated)
+        sums, first, position_inputs = (
+            input_rows(anatomy, known_input, ids).double() for ids in (probe, every, repeated)
         )
-        linear, more = _Linear(), first.new_zeros(0, known.width)
+        linear, more = _Linear(), first.new_zeros(0, known_input.width)
         tolerance = _ADDITIVE
     else:
         place = Place("", norm, "input")
-        sums, first, along = (_states(anatomy, place, ids) for ids in (probe, every, repeated))
-        outputs = input_rows(anatomy, known, probe)
+        sums, first, position_inputs = (
+            _states(anatomy, place, ids) for ids in (probe, every, repeated)
+        )
+        outputs = input_rows(anatomy, known_input, probe)
         tolerance = max(_ADDITIVE, 4 * torch.finfo(outputs.dtype).eps)
         linear = _Linear.fit(norm, sums, outputs.double(), tolerance)
         bias = norm._parameters.get("bias")
-        more = first.new_zeros(0, known.width) if bias is None else bias.detach().double()[None]
+        more = (
+            first.new_zeros(0, known_input.width) if bias is None else bias.detach().double()[None]
+        )
     other = (sums[0] - sums[1]).flip(0)
     if float((sums[0] - sums[1] + other).abs().max()) > tolerance * float(sums.abs().max()):
         raise NotAdditive("the input is no sum of a part of the word and a part of the position")
@@ -164,9 +168,11 @@ def _positions(anatomy: Anatomy, known: KnownInput) -> tuple[Tensor, Tensor]:
         for n, m in walk(anatomy.model)
         if isinstance(m, nn.Embedding)
         and n.endswith("token_type_embeddings")
-        and m.embedding_dim == known.width
+        and m.embedding_dim == known_input.width
     ]
-    return linear(mean + along[0] - along[0, :1]), torch.cat([more, *(linear(t) for t in types)])
+    return linear(mean + position_inputs[0] - position_inputs[0, :1]), torch.cat(
+        [more, *(linear(t) for t in types)]
+    )
 
 
 @dataclass(frozen=True)
@@ -209,9 +215,9 @@ def _states(anatomy: Anatomy, place: Place, ids: Tensor) -> Tensor:
     return x.reshape(*ids.shape, -1).double()
 
 
-def _norm_before(anatomy: Anatomy, known: KnownInput, ids: Tensor) -> nn.Module | None:
+def _norm_before(anatomy: Anatomy, known_input: KnownInput, ids: Tensor) -> nn.Module | None:
     """Return the norm whose output the input is; None if it is read without one."""
-    x = input_rows(anatomy, known, ids)
+    x = input_rows(anatomy, known_input, ids)
     outputs: dict[nn.Module, list[Tensor]] = {}
     handles = [
         m.register_forward_hook(lambda m, _, output: outputs.setdefault(m, []).append(output))

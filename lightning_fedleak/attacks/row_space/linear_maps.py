@@ -228,7 +228,7 @@ def find_known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[Known
         dropouts = _dropouts_before(anatomy, members[0].reader, ids)
         names = lone & {m.name for m in members}
         known_inputs.append(KnownInput(tuple(members), x.shape[-1], positional, names, dropouts))
-    return sorted(known_inputs, key=lambda known: -known.width)
+    return sorted(known_inputs, key=lambda known_input: -known_input.width)
 
 
 def lone_token_maps(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[str]:
@@ -377,20 +377,20 @@ def _is_unit(x: Tensor) -> bool:
 
 
 def input_rows(
-    anatomy: Anatomy, known: KnownInput, ids: Tensor, *, autocast: torch.dtype | None = None
+    anatomy: Anatomy, known_input: KnownInput, ids: Tensor, *, autocast: torch.dtype | None = None
 ) -> Tensor:
     """Return the value of an input for texts of token ids.
 
     Args:
         anatomy: the model, run only as far as these maps.
-        known: the input.
+        known_input: the input.
         ids: (B, L) texts.
         autocast: dtype that the client's forward is cast to.
 
     Returns:
         (B, L, d) in the dtype that the client multiplies.
     """
-    run = stop_at(anatomy.model, Place("", known.reader, "input"))
+    run = stop_at(anatomy.model, Place("", known_input.reader, "input"))
     step = max(1, TOKENS_AT_ONCE // ids.shape[1])
     parts = []
     with undisturbed(anatomy), torch.no_grad(), only_needed_hooks(anatomy.root):
@@ -400,7 +400,7 @@ def input_rows(
                 x = run(**text_for(anatomy, part))
             if autocast is not None:
                 x = x.to(autocast)
-            parts.append(x.reshape(len(part), -1, known.width)[:, -part.shape[1] :])
+            parts.append(x.reshape(len(part), -1, known_input.width)[:, -part.shape[1] :])
     return torch.cat(parts)
 
 
@@ -434,12 +434,12 @@ def input_states(
         only_needed_hooks(anatomy.root),
         ExitStack() as stack,
     ):
-        for known in earlier:
-            handle = known.reader.register_forward_pre_hook(keep, with_kwargs=True)
+        for known_input in earlier:
+            handle = known_input.reader.register_forward_pre_hook(keep, with_kwargs=True)
             stack.callback(handle.remove)
         states[id(last.reader)] = run(**text)
     length = ids.shape[1]
     return [
-        states[id(known.reader)].reshape(len(ids), -1, known.width)[:, -length:].float()
-        for known in inputs
+        states[id(known_input.reader)].reshape(len(ids), -1, known_input.width)[:, -length:].float()
+        for known_input in inputs
     ]

@@ -1,4 +1,4 @@
-"""Which atoms the rows of a shared gradient are made of: rank-aware matching pursuit.
+"""Rank-aware matching pursuit: the atoms that the rows of a shared gradient are made of.
 
 A gradient ``G = M^T X`` has few rows (a LoRA of rank r shares r of them for each map) that are
 combinations of as many atoms as the batch holds types: multiple measurement vectors with a common

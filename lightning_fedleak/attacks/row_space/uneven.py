@@ -98,10 +98,10 @@ def unexplained_share(rows: Sequence[Tensor], errors: Sequence[Tensor], atoms: T
     """
     residual, whole = 0.0, 0.0
     for y, e in (_most_accurate(y.double(), e.double()) for y, e in zip(rows, errors, strict=True)):
-        for row, known in zip(y, e.isfinite(), strict=True):
-            if int(known.sum()) > _SPARE * len(atoms):  # else atoms fit whatever it is
-                part = atoms[:, known].T
-                fit = part @ torch.linalg.lstsq(part, row[known][:, None]).solution
-                residual += float((row[known] - fit[:, 0]).square().sum())
-                whole += float(row[known].square().sum())
+        for row, finite in zip(y, e.isfinite(), strict=True):
+            if int(finite.sum()) > _SPARE * len(atoms):  # else atoms fit whatever it is
+                part = atoms[:, finite].T
+                fit = part @ torch.linalg.lstsq(part, row[finite][:, None]).solution
+                residual += float((row[finite] - fit[:, 0]).square().sum())
+                whole += float(row[finite].square().sum())
     return (residual / whole) ** 0.5 if whole else 1.0

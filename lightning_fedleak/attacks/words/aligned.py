@@ -22,7 +22,7 @@ from lightning_fedleak.attacks.base import (
 )
 from lightning_fedleak.attacks.clipping import ROUNDED, cut_size
 from lightning_fedleak.attacks.local_steps import LocalSteps
-from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words.aligned_direction import turn, turn_on_long_rows
 from lightning_fedleak.attacks.words.aligned_readout import Calibration, best_count, rehearse
 from lightning_fedleak.attacks.words.aligned_rows import (
@@ -150,7 +150,7 @@ class AlignedFlatChat(Attack):
 
     def __init__(
         self,
-        public_text: Given,
+        public_text: TextSource,
         *,
         tokenizer: Any = None,
         readout: Literal["sign", "learned"] = "learned",
@@ -409,8 +409,8 @@ class AlignedFlatChat(Attack):
         self._u = self._u.to(gradient.device)
         summary, u = turn_on_long_rows(gradient, self._u)
         self._check_clip(gradient, summary.norms)
-        types = significant(summary.along, summary.doubt(u, rounding))
-        return WordGuess(types=types, scores=-summary.along, n_types=float(len(types)))
+        types = significant(summary.projection, summary.doubt(u, rounding))
+        return WordGuess(types=types, scores=-summary.projection, n_types=float(len(types)))
 
     def _read_gradient(self, gradient: Tensor) -> WordGuess:
         if self._calibration is None and self._why_not_fitted is not None:
@@ -423,7 +423,7 @@ class AlignedFlatChat(Attack):
         self._check_clip(gradient, summary.norms)
         summary, _ = turn(gradient, summary, directions.u, expected.reference)
         units = Units.estimate(summary, expected, expected.reference)
-        scores = torch.full_like(summary.along, _RULED_OUT)
+        scores = torch.full_like(summary.projection, _RULED_OUT)
         if units is None:
             return WordGuess(types=scores.argsort()[:0], scores=scores, n_types=0.0)
         rows = plausible(summary, units).nonzero()[:, 0]

@@ -66,9 +66,9 @@ def turn_on_long_rows(gradient: Tensor, u: Tensor) -> tuple[RowSummary, Tensor]:
     """
     norms = checked_norms(gradient)
     least, places, n_sampled = _long_and_sampled_rows(norms)
-    along = projections(gradient.detach().index_select(0, places), u)
-    if int((along[-n_sampled:] < 0).sum()) <= _NEGATIVE * n_sampled:
-        summary = RowSummary(norms.index_copy(0, places, along), norms, torch.zeros_like(u))
+    projection = projections(gradient.detach().index_select(0, places), u)
+    if int((projection[-n_sampled:] < 0).sum()) <= _NEGATIVE * n_sampled:
+        summary = RowSummary(norms.index_copy(0, places, projection), norms, torch.zeros_like(u))
         result, direction, token = _turn(gradient, summary, u, long_rows_only=True)
         if direction is not u and token is not None and bool(least < _LARGE * token):
             return result, direction
@@ -110,13 +110,13 @@ def _turn(
     longest = summary.norms.index_select(0, places).topk(min(_ROWS, len(places))).indices
     unused = gradient.detach().index_select(0, places[longest]).float() - summary.common
     direction = separating_direction(unused, steps=_STEPS, rate=_RATE)
-    along = _project_long_rows(gradient, direction, summary, token) if long_rows_only else None
-    if along is None:
-        along = projections(gradient, direction) - summary.common @ direction
+    projection = _project_long_rows(gradient, direction, summary, token) if long_rows_only else None
+    if projection is None:
+        projection = projections(gradient, direction) - summary.common @ direction
     large = (summary.norms > _LARGE * token).nonzero()[:, 0]
-    if not bool((along[large].sign() * summary.norms[large]).sum() < 0):
+    if not bool((projection[large].sign() * summary.norms[large]).sum() < 0):
         return summary, u, token
-    return replace(summary, along=along), direction, token
+    return replace(summary, projection=projection), direction, token
 
 
 def _project_long_rows(
@@ -126,5 +126,5 @@ def _project_long_rows(
     long = (summary.norms > _SHORT * token).nonzero()[:, 0]
     if len(long) > len(summary.norms) // 5:
         return None
-    along = projections(gradient.detach().index_select(0, long), u) - summary.common @ u
-    return summary.norms.index_copy(0, long, along)
+    projection = projections(gradient.detach().index_select(0, long), u) - summary.common @ u
+    return summary.norms.index_copy(0, long, projection)

@@ -123,7 +123,7 @@ def _leading(vectors: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """For each of V types, means over the tokens of public text.
+    """Means over the tokens of public text, for each of V types.
 
     If the model caps its logits, ``p(t)`` is the probability times the cap's derivative, as it
     enters the gradient.
@@ -173,9 +173,9 @@ class ExpectedRows:
         states = parts.states
         nearest = (F.normalize(states, dim=1) @ clusters.T).argmax(1)
         member = F.one_hot(nearest, len(clusters)).float()
-        along = states @ directions.u / directions.scale
+        projection = states @ directions.u / directions.scale
         white = states @ directions.whitening / directions.norm
-        target = torch.cat([member * along[:, None], white], 1)
+        target = torch.cat([member * projection[:, None], white], 1)
         projected = weight.new_zeros(vocab, target.shape[1])
         probability, energy = weight.new_zeros(vocab), weight.new_zeros(vocab)
         for a in range(0, n, _TOKENS_AT_ONCE):
@@ -301,12 +301,12 @@ class RowSummary:
     """The length and the projection of every row of a gradient.
 
     Attributes:
-        along: (V,) projection on ``u`` of each row minus the common row.
+        projection: (V,) projection on ``u`` of each row minus the common row.
         norms: (V,) norm of each row minus the common row.
         common: (d,) what label smoothing adds to every row; zero without smoothing.
     """
 
-    along: Tensor
+    projection: Tensor
     norms: Tensor
     common: Tensor
 
@@ -335,7 +335,7 @@ class RowSummary:
     def select(self, rows: Tensor) -> RowSummary:
         """Return the summary of some rows."""
         return RowSummary(
-            self.along.index_select(0, rows), self.norms.index_select(0, rows), self.common
+            self.projection.index_select(0, rows), self.norms.index_select(0, rows), self.common
         )
 
     def noise(self) -> Tensor:
@@ -357,10 +357,10 @@ class RowSummary:
         or nearly so), label smoothing, and rounding.
 
         Args:
-            u: the direction of ``along``.
+            u: the direction of ``projection``.
             rounding: standard deviation of the rounding error of each coordinate.
         """
-        unused = self.along >= 0
+        unused = self.projection >= 0
         level = self.noise().clamp(min=rounding)
         if n := int(unused.sum()):
             norms = torch.where(unused, self.norms, torch.inf)
@@ -428,13 +428,13 @@ def _map_rows(gradient: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 def _subtract(gradient: Tensor, u: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
     """Return projections and norms of the rows minus ``common``."""
-    along, norms = [], []
+    projection, norms = [], []
     buffer = torch.empty(_ROWS_AT_ONCE, len(common), device=common.device)
     for rows in torch.split(gradient.detach(), _ROWS_AT_ONCE):
         rows = torch.sub(rows, common, out=buffer[: len(rows)])
-        along.append(rows @ u)
+        projection.append(rows @ u)
         norms.append(torch.linalg.vector_norm(rows, dim=1))
-    return torch.cat(along), torch.cat(norms)
+    return torch.cat(projection), torch.cat(norms)
 
 
 def _common_row(gradient: Tensor, summary: RowSummary) -> Tensor | None:
@@ -444,32 +444,34 @@ def _common_row(gradient: Tensor, summary: RowSummary) -> Tensor | None:
     most rows are negative and the rows of rare types are equal. Such rows are at the lower edge of
     the projections, above the few used types. Rows that noise puts there do not agree.
     """
-    if bool((summary.along < 0).float().mean() < 0.18):
+    if bool((summary.projection < 0).float().mean() < 0.18):
         return None
-    n = len(summary.along)
-    order = summary.along.argsort()[n * 8 // 100 : max(1, n * 18 // 100)]
+    n = len(summary.projection)
+    order = summary.projection.argsort()[n * 8 // 100 : max(1, n * 18 // 100)]
     edge = gradient.detach()[order].float()
     common = edge.mean(0)
     agreement = common.norm() / (edge.norm(dim=1).mean() + 1e-30)
     return common if bool(agreement > 0.9) else None
 
 
-def significant(along: Tensor, noise: Tensor, rate: float = 0.05) -> Tensor:
+def significant(projection: Tensor, noise: Tensor, rate: float = 0.05) -> Tensor:
     """Return the (k,) rows that are negative beyond what noise explains, best first.
 
     The false discovery rate is at most ``rate`` (Benjamini and Hochberg 1995). Without noise these
     are the rows with a negative projection.
 
     Args:
-        along: (V,) projections on a unit vector.
+        projection: (V,) projections on a unit vector.
         noise: () standard deviation of noise on each coordinate.
         rate: share of the rows named that noise alone may account for.
     """
-    negative = (along < 0).nonzero()[:, 0]  # positive rows are no evidence at rates below a half
-    ordered = along[negative].double().sort()
+    negative = (projection < 0).nonzero()[
+        :, 0
+    ]  # positive rows are no evidence at rates below a half
+    ordered = projection[negative].double().sort()
     chance = torch.special.ndtr(ordered.values / noise.double().clamp(min=1e-300))
-    k = torch.arange(1, len(negative) + 1, device=along.device)
-    passing = (chance * len(along) <= rate * k).nonzero()[:, 0]
+    k = torch.arange(1, len(negative) + 1, device=projection.device)
+    passing = (chance * len(projection) <= rate * k).nonzero()[:, 0]
     count = 0 if len(passing) == 0 else int(passing[-1]) + 1
     return negative[ordered.indices[:count]]
 
@@ -510,15 +512,15 @@ class Units:
         if token is None:
             return None
         norms = summary.denoised_norms(noise)
-        large = (summary.along < -4 * noise) & (norms > 0.3 * token)
-        cosine = (-summary.along[large] / norms[large]).median()
+        large = (summary.projection < -4 * noise) & (norms > 0.3 * token)
+        cosine = (-summary.projection[large] / norms[large]).median()
         scale = token * cosine
-        clusters = expected.weights(summary.along[reference] / scale, noise / scale)
+        clusters = expected.weights(summary.projection[reference] / scale, noise / scale)
         return cls(
             noise=noise,
             token=token,
             cosine=cosine,
-            tokens=-summary.along[large].sum() / scale,
+            tokens=-summary.projection[large].sum() / scale,
             clusters=clusters,
             n_tokens=(clusters * expected.share).sum(),
         )
@@ -526,7 +528,7 @@ class Units:
 
 def token_norm(summary: RowSummary, noise: Tensor) -> Tensor | None:
     """Return the norm () of the row of a type used once; None if no row is negative."""
-    negative = (summary.along < -4 * noise).nonzero()[:, 0]
+    negative = (summary.projection < -4 * noise).nonzero()[:, 0]
     if len(negative) == 0:
         return None
     norms = np.sort(summary.select(negative).denoised_norms(noise).cpu().numpy())
@@ -548,7 +550,7 @@ def plausible(summary: RowSummary, units: Units) -> Tensor:
     noise, width = units.noise, summary.width
     above = summary.norms.square() - width * noise * noise
     floor = torch.maximum((0.1 * units.token) ** 2, 3 * (2 * width) ** 0.5 * noise * noise)
-    return (summary.along < -1.5 * noise) | (above > floor)
+    return (summary.projection < -1.5 * noise) | (above > floor)
 
 
 def row_features(
@@ -570,8 +572,8 @@ def row_features(
     rows = (rows.float() - summary.common) / units.token
     noise = units.noise / units.token
     r = summary.denoised_norms(units.noise) / units.token
-    s = summary.along / (units.token * units.cosine)
-    cosine = summary.along / (units.token * r + 1e-30)
+    s = summary.projection / (units.token * units.cosine)
+    cosine = summary.projection / (units.token * r + 1e-30)
     n = units.n_tokens.clamp(min=1.0)
     predicted = (expected.mass @ units.clusters).clamp(min=1e-12)
 
@@ -609,7 +611,7 @@ def row_features(
         rest / whole,
         (expected.frequency * n + 1e-2).log(),
         (expected.opening * n + 1e-3).log(),
-        signed_log(summary.along / (units.noise + 1e-30), 1.0),
+        signed_log(summary.projection / (units.noise + 1e-30), 1.0),
         (noise + 1e-5).log().expand(len(rows)),
         units.tokens.clamp(min=1.0).log().expand(len(rows)),
         n.log().expand(len(rows)),

@@ -19,7 +19,7 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_surface
 from lightning_fedleak.progress import track
@@ -331,7 +331,7 @@ class FlatChat(Attack):
 
     def __init__(
         self,
-        public_text: Given | None = None,
+        public_text: TextSource | None = None,
         *,
         tokenizer: Any = None,
         n_types: Literal["predicted"] | float | Callable[[Mixture], float] = "predicted",

@@ -527,9 +527,9 @@ def _lookups(
         if tied and isinstance(m, nn.Embedding) and m.weight is shared
     ]
 
-    def swap(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+    def swap(module: nn.Module, args: tuple[Any, ...], rows: Tensor) -> Tensor:
         assert isinstance(module, nn.Embedding)
-        leaf = out.detach().requires_grad_()
+        leaf = rows.detach().requires_grad_()
         plain = F.embedding(args[0], module.weight.detach())
         factor = (plain * leaf.detach()).sum() / (plain * plain).sum()
         if not torch.allclose(plain * factor, leaf.detach(), rtol=1e-2, atol=1e-4):

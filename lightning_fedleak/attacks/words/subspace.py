@@ -23,7 +23,7 @@ from lightning_fedleak.attacks.base import (
 )
 from lightning_fedleak.attacks.clipping import WHY_CUT, check_uncut, entry_errors
 from lightning_fedleak.attacks.local_steps import LocalSteps
-from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.row_space.capacity import measure_capacity, planted_set_seconds
 from lightning_fedleak.attacks.row_space.dictionary import (
     Dictionary,
@@ -132,7 +132,7 @@ class SubspaceWords(Attack):
 
     def __init__(
         self,
-        public_text: Given | None = None,
+        public_text: TextSource | None = None,
         *,
         tokenizer: Any = None,
         capacity_seconds: float = 10.0,
@@ -164,7 +164,7 @@ class SubspaceWords(Attack):
             ThreatModelError: no map reads one.
         """
         inputs = self.inputs(anatomy)
-        names = [m.name for known in inputs for m in known.trainable_maps(anatomy)]
+        names = [m.name for known_input in inputs for m in known_input.trainable_maps(anatomy)]
         if names:
             return Surfaces(gradients=tuple(names))
         return Surfaces(gradients=tuple(m.name for m in inputs[0].maps))
@@ -201,16 +201,16 @@ class SubspaceWords(Attack):
         self._roles = self.needs(anatomy).gradients
         self._readable = []
         refused: list[str] = []
-        for known in self.inputs(anatomy):
-            maps = known.trainable_maps(anatomy)
+        for known_input in self.inputs(anatomy):
+            maps = known_input.trainable_maps(anatomy)
             if not maps:
                 continue
             try:
-                dictionary = build_dictionary(anatomy, known, autocast=self._facts.autocast)
+                dictionary = build_dictionary(anatomy, known_input, autocast=self._facts.autocast)
             except NotAdditive as error:
                 refused.append(f"{maps[0].name}: {error}")
                 continue
-            readable = _Readable(known, maps, dictionary, odds)
+            readable = _Readable(known_input, maps, dictionary, odds)
             readable.follow(anatomy)
             self._readable.append(readable)
         if self._readable and self._capacity is None and self.capacity_seconds:
@@ -390,7 +390,9 @@ class SubspaceWords(Attack):
             n: _zero_if_rounding(gradient, error) for n, (gradient, error) in inverted.items()
         }
         errors = {n: error for n, (_, error) in inverted.items()}
-        factors = {m.name for known in self._readable for m in known.maps if m.factor == "A"}
+        factors = {
+            m.name for known_input in self._readable for m in known_input.maps if m.factor == "A"
+        }
         # An entry with an infinite error has a gradient too, of which the sign alone is known.
         trained = [gradients[n].any() | errors[n].isinf().any() for n in factors & shared.keys()]
         if trained and not any(trained):
@@ -431,9 +433,9 @@ def _zero_if_rounding(gradient: Tensor, error: Tensor) -> Tensor:
     """
     if not bool(error.isfinite().any()):
         return torch.zeros_like(gradient)
-    known = error.isfinite() & (error > 0)
-    ratio = (gradient / error.to(gradient)).where(known.to(gradient.device), 0.0)
-    size = float(ratio.square().sum()) / max(1, int(known.expand_as(gradient).sum()))
+    known_input = error.isfinite() & (error > 0)
+    ratio = (gradient / error.to(gradient)).where(known_input.to(gradient.device), 0.0)
+    size = float(ratio.square().sum()) / max(1, int(known_input.expand_as(gradient).sum()))
     return torch.zeros_like(gradient) if size <= _ROUNDED else gradient
 
 
@@ -469,9 +471,14 @@ def _reading_order(anatomy: Anatomy) -> Callable[[KnownInput], tuple[bool, bool,
     model, then narrow ones.
     """
 
-    def key(known: KnownInput) -> tuple[bool, bool, bool, int]:
-        factor_b = all(m.factor == "B" for m in known.maps)
-        return factor_b, not known.lone_token_maps, known.width != anatomy.hidden_size, known.width
+    def key(known_input: KnownInput) -> tuple[bool, bool, bool, int]:
+        factor_b = all(m.factor == "B" for m in known_input.maps)
+        return (
+            factor_b,
+            not known_input.lone_token_maps,
+            known_input.width != anatomy.hidden_size,
+            known_input.width,
+        )
 
     return key
 
@@ -481,12 +488,12 @@ class _Readable:
 
     def __init__(
         self,
-        known: KnownInput,
+        known_input: KnownInput,
         maps: Sequence[LinearMap],
         dictionary: Dictionary,
         log_odds: Tensor,
     ) -> None:
-        self.known = known
+        self.known = known_input
         self.maps = tuple(maps)
         self.dictionary = dictionary
         self.decoder = _in_decoder(maps[0].name)

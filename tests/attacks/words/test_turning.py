@@ -43,10 +43,10 @@ def test_unused_rows_are_positive_afterwards(away):
     gradient, hidden, labels, u = away
     summary, own = turn(gradient, RowSummary.read(gradient, u), u)
     assert (hidden @ own > 0).all()
-    torch.testing.assert_close(summary.along, gradient @ own)
+    torch.testing.assert_close(summary.projection, gradient @ own)
     unused = torch.ones(VOCAB, dtype=torch.bool)
     unused[labels] = False
-    assert (summary.along[unused] > 0).all()
+    assert (summary.projection[unused] > 0).all()
     assert own.norm() == pytest.approx(1.0)
 
 
@@ -119,12 +119,12 @@ def test_long_rows_alone_give_what_all_rows_give(one_sided):
     assert expected is not u
     torch.testing.assert_close(own, expected)
     norms = gradient.norm(dim=1)
-    projected = after.along != norms
+    projected = after.projection != norms
     assert 0 < projected.float().mean() < 0.2
-    torch.testing.assert_close(after.along[projected], all_rows.along[projected])
+    torch.testing.assert_close(after.projection[projected], all_rows.projection[projected])
     torch.testing.assert_close(after.norms, norms)
     assert projected[labels].all()
-    assert set((after.along < 0).nonzero()[:, 0].tolist()) <= set(labels.tolist())
+    assert set((after.projection < 0).nonzero()[:, 0].tolist()) <= set(labels.tolist())
 
 
 @pytest.mark.parametrize("change", ["noised", "smoothed"])
@@ -142,9 +142,9 @@ def test_rows_that_are_not_long_are_read_where_they_may_be_negative(one_sided, c
     assert (change == "smoothed") == bool(after.common.any())
     torch.testing.assert_close(after.norms, summary.norms)
     long = after.norms > 0.1 * after.norms[labels].median()
-    torch.testing.assert_close(after.along[long], summary.along[long])
+    torch.testing.assert_close(after.projection[long], summary.projection[long])
     if change == "noised":
-        torch.testing.assert_close(after.along, summary.along)
+        torch.testing.assert_close(after.projection, summary.projection)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -153,8 +153,8 @@ def test_other_dtypes_are_read_in_float32(one_sided, dtype):
     gradient = gradient.to(dtype)
     summary = RowSummary.read(gradient, u)
     torch.testing.assert_close(summary.norms, gradient.float().norm(dim=1))
-    torch.testing.assert_close(summary.along, gradient.float() @ u)
-    assert turn_on_long_rows(gradient, u)[0].along.dtype == torch.float32
+    torch.testing.assert_close(summary.projection, gradient.float() @ u)
+    assert turn_on_long_rows(gradient, u)[0].projection.dtype == torch.float32
 
 
 def test_kth_smallest_is_that_of_the_sorted_values():

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.public_text import Given, PublicText
+from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, InversionAttack, TextGuess
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens, predicts_next
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
@@ -177,7 +177,7 @@ class PrefixInversion(InversionAttack):
     def __init__(
         self,
         layer: int,
-        public_text: Given | None = "sampled",
+        public_text: TextSource | None = "sampled",
         budget_seconds: float | None = None,
         *,
         tokenizer: Any = None,

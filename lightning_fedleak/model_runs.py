@@ -574,8 +574,8 @@ def logits_in(output: Any) -> Tensor:
         logits = logits[0]
     if not isinstance(logits, Tensor):
         raise ValueError(
-            f"the model returned {type(output).__name__}; expected logits as a tensor, as the first "
-            "of a tuple, or as `.logits`"
+            f"the model returned {type(output).__name__}; expected logits as a tensor, as the "
+            "first of a tuple, or as `.logits`"
         )
     return logits
 

@@ -93,13 +93,13 @@ def entry_errors(
         roles: the gradients that words are read from.
         facts: of the run.
         noise: standard deviation of what was added to each entry, by parameter.
-        errors: of uneven entries, by parameter, as known so far; None where they are alike.
+        errors: standard deviations of uneven entries, by parameter; None if they are even.
 
     Returns:
-        ``errors`` itself where no entry was cut.
+        ``errors`` itself if no entry was cut.
 
     Raises:
-        Inapplicable: it is open which entries were cut.
+        Inapplicable: it is unknown which entries were cut.
     """
     if errors is not None and facts.clip_value is None:
         return errors  # the largest entries of an optimizer's step have one size, cut or not

@@ -23,7 +23,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PursuitSettings:
-    """Thresholds of the pursuit; chosen on planted sets and small models, none was tuned.
+    """Thresholds of the pursuit; none was tuned.
 
     Attributes:
         ridge: share of the mean eigenvalue that is added to the atoms' covariance; more where

@@ -58,11 +58,11 @@ from lightning_fedleak.snapshots import (
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_choice, check_integer
 
-LENGTHS = (8, 12, 16, 25, 50, 100)  # tokens in a calibrating text: the range of common data sets
+LENGTHS = (8, 12, 16, 25, 50, 100)  # tokens in a calibrating text; not tuned
 _SIGN_TOKENS = 2048  # public tokens whose hidden states give the sign's direction; not tuned
 _ONE_SIDED = 0.95  # share of positive hidden states below which prepare warns; not tuned
 _LONGEST = 512  # rows that are searched for clipped entries: the longest are of used types
-_RULED_OUT = -30.0  # log odds of types without any evidence: below all others
+_RULED_OUT = -30.0  # log odds of types without any evidence, the least of all
 _NOT_OF_LORA = (
     "updates of {} of a LoRA on the head are not rehearsed: measure the gradients of single steps "
     "(leave local_steps out)"

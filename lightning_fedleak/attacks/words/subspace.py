@@ -57,7 +57,9 @@ from lightning_fedleak.validate import check_number
 _PRIOR_TYPES = 256.0  # types that a batch is expected to have, for the prior odds; not tuned
 _PROBED = 32  # tokens whose inputs are compared to see whether the model has changed; not tuned
 _LENGTH = 32  # positions that count as known when the capacity is measured; not tuned
-_UNCHANGED = 5e-7  # relative change of inputs up to which a dictionary is kept: float32's rounding
+_UNCHANGED = (
+    5e-7  # relative change of inputs up to which a dictionary is kept: float32 rounds to 1e-7
+)
 _ROUNDED = 4.0  # mean square in units of the error, up to which a gradient is rounding; not tuned
 _HALF_KNOWN = 0.3  # relative error up to which an entry's size counts as known; not tuned
 _UNEXPLAINED = 1e-3  # share of the norm of uncut entries: rounding leaves less, a missed type more
@@ -77,7 +79,8 @@ class SubspaceWords(Attack):
     inputs, and finds which of them the rows are made of: at full rank by the span test of DAGER
     (Petrov et al. 2024, section 4.1), for the few rows of a LoRA by a pursuit
     (:mod:`~lightning_fedleak.attacks.row_space.pursuit`). It learns nothing from data. Where it
-    certifies a result, no type is missing.
+    certifies a result, no type is missing, except types with equal inputs. If source and target
+    have separate vocabularies, it names the source's words.
 
     It reads single gradients, rounds of SGD, and rounds of one step of Adam or AdamW that begin
     with a fresh optimizer. The first step of a LoRA has no result, because A has no gradient while

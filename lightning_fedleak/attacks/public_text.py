@@ -44,12 +44,6 @@ class PublicText:
     Attacks that calibrate take it as ``public_text``. A hundred sentences like the clients' are
     enough.
 
-    Examples:
-        >>> from lightning_fedleak import PublicText
-        >>> text = PublicText([[5, 8, 2], [7, 1], [4]])  # or strings, and a tokenizer
-        >>> len(text), text.n_tokens
-        (2, 5)
-
     Args:
         texts: strings (with ``tokenizer``), sequences of token ids, or a tensor of ids with one
             text per row, (n, L), or a single text, (L,).

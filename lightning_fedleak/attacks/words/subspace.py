@@ -57,9 +57,7 @@ from lightning_fedleak.validate import check_number
 _PRIOR_TYPES = 256.0  # types that a batch is expected to have, for the prior odds; not tuned
 _PROBED = 32  # tokens whose inputs are compared to see whether the model has changed; not tuned
 _LENGTH = 32  # positions that count as known when the capacity is measured; not tuned
-_UNCHANGED = (
-    5e-7  # relative change of inputs up to which a dictionary is kept: float32 rounds to 1e-7
-)
+_UNCHANGED = 5e-7  # relative change of inputs that float32 explains (it rounds to 1e-7)
 _ROUNDED = 4.0  # mean square in units of the error, up to which a gradient is rounding; not tuned
 _HALF_KNOWN = 0.3  # relative error up to which an entry's size counts as known; not tuned
 _UNEXPLAINED = 1e-3  # share of the norm of uncut entries: rounding leaves less, a missed type more

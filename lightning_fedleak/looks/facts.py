@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -26,6 +27,8 @@ from lightning_fedleak.records import (
     ModelFacts,
     MonitorFacts,
     NotPlayed,
+    Releases,
+    ReleasesBefore,
 )
 
 PACKAGES = (
@@ -60,21 +63,22 @@ def facts_of(
     """
     leaks = {one.attack: channel.leak for one, channel in series.items()}
     played = {plan.attack.name: plan for plan in lineup.plans}
-    settings = {
-        "client": run.client,
-        "clients": run.processes if run.client == "rank" else 1,
-        "adversary": sorted(capability.value for capability in run.assumed),
-        **monitor,
-    }
     return BeginLine(
         run="",
         fit=fit,
-        resumed=EndedFit.from_json(resumed) if resumed else None,
+        resumed=_ended_fit(resumed) if resumed else None,
         versions=versions(),
         machine={"processor": platform.machine(), "device": run.device.type},
         model=_model(run, lineup.trained),
         training=training,
-        monitor=MonitorFacts.from_json(settings),
+        monitor=MonitorFacts(
+            client=run.client,
+            clients=run.processes if run.client == "rank" else 1,
+            adversary=tuple(sorted(capability.value for capability in run.assumed)),
+            local_steps=monitor["local_steps"],
+            stages=tuple(monitor["stages"]),
+            more={n: v for n, v in monitor.items() if n not in ("local_steps", "stages")},
+        ),
         families=tuple({leak.name: leak for leak in leaks.values()}.values()),
         attacks=tuple(
             AttackFacts(
@@ -96,8 +100,27 @@ def facts_of(
         ),
         unread=lineup.unread,
         defenses=tuple(defense_facts(defense) for defense in run.defenses),
-        gates=tuple(GateFacts(**gate) for gate in gates),
+        gates=tuple(_gate(gate) for gate in gates),
     )
+
+
+def _ended_fit(state: JsonObject) -> EndedFit:
+    """Return what a checkpoint says of the fit that wrote it."""
+    return EndedFit(
+        run=state["run"],
+        privacy=tuple(
+            ReleasesBefore(
+                defense=one["defense"], history=tuple(Releases(*row) for row in one["history"])
+            )
+            for one in state["privacy"]
+        ),
+    )
+
+
+def _gate(settings: JsonObject) -> GateFacts:
+    """Return what the record says of a gate; other settings of one's own gate are left out."""
+    names = {one.name for one in fields(GateFacts)}
+    return GateFacts(**{name: value for name, value in settings.items() if name in names})
 
 
 def defense_facts(defense: Defense) -> DefenseFacts:

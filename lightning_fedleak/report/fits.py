@@ -173,9 +173,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         recorded=log.begin is not None,
         start=begin.time or NOT_RECORDED,
         end=_end_in_words(log),
-        steps=max(
-            (*(r.step for r in log.results), *(look.step for look in log.looks)), default=None
-        ),
+        steps=log.last_step,
         model=begin.model,
         training=begin.training,
         versions=begin.versions,

@@ -70,6 +70,12 @@ class FitLog:
         return self.begin is not None and self.begin.is_federation
 
     @property
+    def last_step(self) -> int | None:
+        """The last step or round that was measured."""
+        steps = [line.step for line in self.results] + [line.step for line in self.looks]
+        return max(steps, default=None)
+
+    @property
     def fit_name(self) -> str:
         """The same name for all monitors of one fit."""
         recorded = self.begin.fit if self.begin is not None else None
@@ -292,7 +298,6 @@ def _merge_begins(begins: Sequence[BeginLine]) -> BeginLine:
     first = begins[0]
     attacks = _by_name([begin.attacks for begin in begins])
     not_played = _by_name([begin.not_played or () for begin in begins])
-    others_unread = [begin.unread or () for begin in begins[1:]]
     monitors = [begin.monitor for begin in begins if begin.monitor is not None]
     return replace(
         first,
@@ -301,10 +306,16 @@ def _merge_begins(begins: Sequence[BeginLine]) -> BeginLine:
         not_played=tuple(one for one in not_played.values() if one.name not in attacks),
         gates=tuple(_by_name([begin.gates or () for begin in begins]).values()),
         defenses=tuple(defense for begin in begins for defense in begin.defenses),
-        unread=tuple(n for n in first.unread or () if all(n in names for names in others_unread)),
+        unread=_unread_by_all(begins),
         monitor=_merge_settings(monitors) if monitors else None,
         settings_hash=", ".join(begin.settings_hash or NOT_RECORDED for begin in begins),
     )
+
+
+def _unread_by_all(begins: Sequence[BeginLine]) -> tuple[str, ...]:
+    """Return the parameters that no attack of any monitor reads."""
+    first, *others = [begin.unread or () for begin in begins]
+    return tuple(name for name in first if all(name in unread for unread in others))
 
 
 def _merge_settings(monitors: Sequence[MonitorFacts]) -> MonitorFacts:

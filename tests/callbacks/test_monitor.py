@@ -535,7 +535,7 @@ def test_every_look_appends_a_line_for_each_attack_and_stage(tmp_path):
         for stage in ("local", "shared")
         for attack in ("probe", "b")
     ]
-    assert got[0]["schema"] == 1
+    assert got[0]["schema"] == 3
     assert got[0]["config"] == {"k": 10}
     f1 = got[0]["metrics"]["f1"]
     assert f1["low"] < f1["value"] < f1["high"]

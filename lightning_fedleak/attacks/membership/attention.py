@@ -103,11 +103,7 @@ def guess_by(
     if score == "ladder":
         return reader.guess(gradient, noise_std, levels, guess_level)
     if score == "band":
-        bands = (
-            _band_gradients(gradient, levels)
-            if noise_std == 0
-            else _edge_differences(gradient, levels)
-        )
+        bands = _band_gradients(gradient, levels, exact=noise_std == 0)
         return reader.guess(bands, noise_std * 2**0.5, levels, guess_level)
     if gradient.dim() != 2 or gradient.shape[1] % levels:
         raise ValueError(
@@ -124,21 +120,18 @@ def guess_by(
     return MembershipGuess(scores, scores > float(threshold))
 
 
-def _edge_differences(gradient: Tensor, levels: int) -> Tensor:
-    """Return lower minus upper edges, (G, levels)."""
+def _band_gradients(gradient: Tensor, levels: int, *, exact: bool) -> Tensor:
+    """Return lower minus upper edges, (G, levels); exact ones are 0 within one sum's rounding."""
     if gradient.dim() != 2 or gradient.shape[1] != 2 * levels:
         raise ValueError(
             f"the gradient must be (G, {2 * levels}), one number per rung, got "
             f"{tuple(gradient.shape)}"
         )
-    return gradient[:, :levels] - gradient[:, levels:]
-
-
-def _band_gradients(gradient: Tensor, levels: int) -> Tensor:
-    """Return lower minus upper edges, and 0 where they differ by rounding of one sum."""
-    bands = _edge_differences(gradient, levels)
-    size = gradient[:, :levels].abs() + gradient[:, levels:].abs()
-    rounding = 4 * torch.finfo(gradient.dtype).eps * size
+    lower, upper = gradient[:, :levels], gradient[:, levels:]
+    bands = lower - upper
+    if not exact:
+        return bands
+    rounding = 4 * torch.finfo(gradient.dtype).eps * (lower.abs() + upper.abs())
     return bands.masked_fill(bands.abs() <= rounding, 0.0)
 
 
@@ -310,7 +303,7 @@ class AttentionMembership(MembershipAttack):
         )
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self.public_text = PublicText.parse(public_text, tokenizer)
-        self._digest = _text_digest(self.public_text)
+        self._digest = PublicText.label(self.public_text)
         self.select = settings.select
         self.calibration_tokens = settings.calibration_tokens
         self.refresh_every = refresh_every
@@ -342,8 +335,6 @@ class AttentionMembership(MembershipAttack):
             beta="authors", whiten=False, score="coordinates", variant=variant
         )
         return cls(layer, public_text, attention=paper, **arguments)
-
-    # ---- A_init -----------------------------------------------------------------------------
 
     def meet(self, facts: RunFacts) -> None:
         """Set the defaults of beta and widths by the run's defences.
@@ -386,8 +377,6 @@ class AttentionMembership(MembershipAttack):
         if not 0 <= step - self._prepared_at < self.refresh_every:
             self._prepared_at = step
             self.prepare(anatomy)
-
-    # ---- A_attack ---------------------------------------------------------------------------
 
     @property
     def rungs(self) -> int:
@@ -481,8 +470,6 @@ class AttentionMembership(MembershipAttack):
             gradient[attention.sentence, attention.targets] = gradients
         return gradient
 
-    # ---- A_guess ----------------------------------------------------------------------------
-
     def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
         """Run A_guess: a member where the gradient at the calibrated gamma is not zero.
 
@@ -551,8 +538,6 @@ class AttentionMembership(MembershipAttack):
             "upstream_sign": self.reader.upstream_sign,
         }
 
-    # ---- parts ------------------------------------------------------------------------------
-
     def _fingerprint(self) -> Tensor:
         """Return (32,) bytes that differ for other settings or another public text."""
         digest = hashlib.sha256(self.fingerprint().encode()).digest()
@@ -597,11 +582,6 @@ class AttentionMembership(MembershipAttack):
 
     def _unprepared(self) -> str:
         return f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
-
-
-def _text_digest(text: PublicText | str | None) -> str | None:
-    """Return the beginning of the SHA-256 of all token ids; a word or None unchanged."""
-    return text.digest if isinstance(text, PublicText) else text
 
 
 def _check_batch(hidden: Tensor, mask: Tensor | None, upstream: Tensor) -> None:

@@ -351,7 +351,7 @@ class TrainedMembership(MembershipAttack):
         if text is None:
             raise ValueError("TrainedMembership needs public_text: texts like the clients'")
         self.public_text = text
-        self._text_digest = text if isinstance(text, str) else text.digest
+        self._digest = PublicText.label(text)
         self.threshold = threshold
         self.refresh_every = refresh_every
         self.seed = seed
@@ -547,7 +547,7 @@ class TrainedMembership(MembershipAttack):
             "granularity": self.granularity,
             **asdict(self.training),
             "threshold": self.threshold,
-            "public_text": self._text_digest,
+            "public_text": self._digest,
             "refresh_every": self.refresh_every,
             "seed": self.seed,
             "rungs": self.rungs,

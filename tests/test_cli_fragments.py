@@ -97,7 +97,7 @@ def test_leakage_and_its_gate(fitted) -> None:
     trainer = fitted("leakage", "gate_leakage")
     still_has_the_users_own(trainer)
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
-    assert monitor.auto
+    assert monitor.engine.selection.auto
     assert (gate.metric, gate.at_most) == ("leakage/worst/words", 0.5)
     assert 0 <= monitor.latest["leakage/worst/words"] <= 1
 
@@ -144,7 +144,7 @@ def test_inversion_and_its_gate(fitted) -> None:
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
     [attack] = monitor.attacks
     assert isinstance(attack, PrefixInversion)
-    assert (attack.layer, attack.budget_seconds, monitor.texts) == (2, 2.0, 2)
+    assert (attack.layer, attack.budget_seconds, monitor.engine.options.texts) == (2, 2.0, 2)
     assert monitor.failures == 0
     assert 0 <= float(trainer.callback_metrics["leakage/prefix_inversion/token_accuracy"]) <= 1
     assert (gate.metric, gate.at_most) == ("leakage/prefix_inversion/token_accuracy", 0.5)
@@ -157,7 +157,7 @@ def test_whole_texts_and_its_gate(fitted) -> None:
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
     [attack] = monitor.attacks
     assert isinstance(attack, SubspaceTexts)
-    assert (attack.budget_seconds, monitor.texts) == (30.0, 8)
+    assert (attack.budget_seconds, monitor.engine.options.texts) == (30.0, 8)
     assert monitor.failures == 0
     assert 0 <= float(trainer.callback_metrics["leakage/subspace_texts/token_accuracy"]) <= 1
     assert float(trainer.callback_metrics["leakage/subspace_texts/exposed"]) == 1
@@ -217,5 +217,5 @@ def test_how_games_are_played_can_be_said_in_a_config(fitted, tmp_path: Path) ->
     )
     trainer = fitted(more=("--config", str(games)))
     [monitor] = [c for c in trainer.callbacks if isinstance(c, LeakageMonitor)]
-    assert (monitor.games.targets, monitor.games.window) == (3, 5)
+    assert (monitor.engine.options.games.targets, monitor.engine.options.games.window) == (3, 5)
     assert monitor.latest["leakage/fc_membership/auc"] >= 0

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
 from lightning_fedleak.defenses import DPSGD, Defense
 from lightning_fedleak.lightning_packages import EitherCallback
+from lightning_fedleak.looks.engine import Engine
 from lightning_fedleak.looks.evidence import Evidence, Verdict
 from lightning_fedleak.looks.gates import (
     LeakageLimitExceeded,
@@ -258,7 +260,7 @@ class RiskGate(EitherCallback):
         self._watched: tuple[str, ...] = (metric,)
         self._breaches = 0
         self._evidence: dict[str, Evidence] | None = None
-        self._monitor: LeakageMonitor | None = None
+        self._engine: Engine | None = None
         self._begun = 0
         self._stopped = False
         self._known = False
@@ -324,29 +326,29 @@ class RiskGate(EitherCallback):
             )
         self._defenses = defenses_to_harden(trainer) if self.action == "harden" else ()
         self.notches = 0
-        self._monitor = logged_by[0]
-        self._watched = self._monitor.headlines_of(self.metric) or (self.metric,)
-        self._check_looks(self._monitor, trainer.world_size)
+        self._engine = logged_by[0].engine
+        self._watched = self._engine.headlines_of(self.metric) or (self.metric,)
+        self._check_looks(self._engine, trainer.world_size)
         self._evidence, self.verdict = self._new_evidence(), None
         self._breaches = 0
         notches = [f"gate/{self.name}_notches"] if self.action == "harden" else []
         logs = [f"gate/{self.name}", *notches]
         self._known = self._stopped = False
-        self._monitor.subscribe(
-            self._decide,
+        self._engine.subscribe(
+            partial(self._decide, trainer),
             logs,
-            about=self._about(),
-            at_start=self._check_read,
-            at_end=self._conclude,
+            facts=self._about(),
+            before_first=self._check_read,
+            after_training=partial(self._conclude, trainer),
         )
 
     def _check_read(self) -> None:
         """Refuses to watch what says nothing of this run; one that hardens may come to that."""
-        assert self._monitor is not None
-        why = self._monitor.unread(self.metric)
+        assert self._engine is not None
+        why = self._engine.unread(self.metric)
         if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
             return
-        others = self._monitor.others_on(self.metric)
+        others = self._engine.others_on(self.metric)
         mend = f"list an attack that reads it: {others}" if others else "no other attack reads it"
         raise ValueError(
             f"RiskGate watches '{self.metric}': {why}. That is 'unknown', not 'safe': {mend}; or "
@@ -370,22 +372,22 @@ class RiskGate(EitherCallback):
         """Remembers where this fit starts."""
         self._begun = trainer.global_step
 
-    def _check_looks(self, monitor: LeakageMonitor, clients: int) -> None:
+    def _check_looks(self, engine: Engine, clients: int) -> None:
         """Refuses a rate that is never known, or not before the gate would act on that."""
         name = self.metric.removesuffix("_worst_client")
         worst = name != self.metric and clients > 1
-        if monitor.is_of_own_threshold(name):
+        if engine.is_of_own_threshold(name):
             root = name.rpartition("/")[0]
             warnings.warn(
                 f"RiskGate watches '{self.metric}', which is of the attack's own threshold, and "
                 f"may be low though the attack orders all texts rightly: watch '{root}/auc'",
                 stacklevel=2,
             )
-        found = monitor.looks_until_known(name, 1 if worst else clients)
+        found = engine.looks_until_known(name, 1 if worst else clients)
         if found is None:
             return
         looks, why = found
-        pooled = 1 if worst or self.bound != "value" else monitor.games.window
+        pooled = 1 if worst or self.bound != "value" else engine.options.games.window
         why = f"RiskGate watches '{self.metric}': {why}"
         if looks > pooled:
             raise ValueError(
@@ -422,22 +424,22 @@ class RiskGate(EitherCallback):
         return self.alpha / 2 ** (self.notches + 1) if self.action == "harden" else self.alpha
 
     def _decide(self, trainer: L.Trainer) -> None:
-        monitor = self._monitor
-        assert monitor is not None
+        engine = self._engine
+        assert engine is not None
         if self._stopped:
             return
         # The first process has what no other has, its clock's seconds and the worst client's value:
         # it decides, and the others get what it acts on.
-        seen = self._seen(monitor) if trainer.is_global_zero else None
+        seen = self._seen(engine) if trainer.is_global_zero else None
         acts = (seen, self.verdict) if seen is not None and self._judge(seen) else None
         found = trainer.strategy.broadcast(acts)
-        step = monitor.last_step
+        step = engine.results.last_step
         for logger in trainer.loggers:
             logged = {f"gate/{self.name}": float(found is not None)} | self._progress()
             logger.log_metrics(logged, step=step)
         if found is not None:
             seen, self.verdict = found
-            self._fire(trainer, monitor, seen)
+            self._fire(trainer, engine, seen)
         if self.action == "harden":
             notches = {f"gate/{self.name}_notches": float(self.notches)}
             for logger in trainer.loggers:
@@ -448,19 +450,19 @@ class RiskGate(EitherCallback):
         if not self.strict or self.fired is not None or trainer.global_step == self._begun:
             return
         if not trainer.strategy.broadcast(self._known):
-            assert self._monitor is not None
-            self._fire(trainer, self._monitor, _Seen(self.metric, math.nan, {}))
+            assert self._engine is not None
+            self._fire(trainer, self._engine, _Seen(self.metric, math.nan, {}))
 
-    def _seen(self, monitor: LeakageMonitor) -> _Seen | None:
+    def _seen(self, engine: Engine) -> _Seen | None:
         """What the newest look says; None where it says nothing yet."""
-        values = monitor.latest if self._evidence is None else monitor.look_values
-        why = monitor.unread(self.metric) if self.strict else None
+        values = engine.results.latest if self._evidence is None else engine.results.look_values
+        why = engine.unread(self.metric) if self.strict else None
         if why is not None:
             return _Seen(self.metric, math.nan, dict.fromkeys(self._watched, math.nan), why=why)
         # One client alone is its own worst.
         names = (self.metric, self.metric.removesuffix("_worst_client"))
-        known = [name for name in names if name in monitor.look_values]
-        least = monitor.look_values.get(f"{self.metric}_at_least", math.nan)
+        known = [name for name in names if name in engine.results.look_values]
+        least = engine.results.look_values.get(f"{self.metric}_at_least", math.nan)
         # While one of a family waits; evidence is kept of whole looks alone.
         if not known and (self._evidence is not None or not least > self.at_most):
             return None
@@ -473,12 +475,12 @@ class RiskGate(EitherCallback):
             at_least = values.get(f"{self.metric}_at_least", math.nan)
             if at_least > self.at_most:
                 name, value = f"{self.metric}_at_least", at_least
-            elif self.bound == "upper" and monitor.untested(self.metric):
+            elif self.bound == "upper" and engine.untested(self.metric):
                 watched = dict.fromkeys(watched, math.nan)  # what is not played may read more
         else:  # what is unknown then is of methods that do not apply
             watched = {n: v for n, v in watched.items() if not math.isnan(v)}
         of = next((n for n, v in watched.items() if v == value), "")
-        why = monitor.untested(self.metric) if math.isnan(value) else ""
+        why = engine.untested(self.metric) if math.isnan(value) else ""
         return _Seen(name, value, watched, of, why)
 
     def _judge(self, seen: _Seen) -> bool:
@@ -517,23 +519,24 @@ class RiskGate(EitherCallback):
         nearest = max if self.bound == "lower" else min
         return {f"gate/{self.name}_evidence": nearest(e.progress for e in asked)}
 
-    def _fire(self, trainer: L.Trainer, monitor: LeakageMonitor, seen: _Seen) -> None:
+    def _fire(self, trainer: L.Trainer, engine: Engine, seen: _Seen) -> None:
         checkpoint = None
         hardened = harden(self._defenses)
         stops = self.action == "stop" or (self.action == "harden" and not hardened)
         if (stops or self.action == "raise") and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
             checkpoint = (
-                folder / f"gate-{self.name.replace('/', '-')}-step={monitor.last_step}.ckpt"
+                folder / f"gate-{self.name.replace('/', '-')}-step={engine.results.last_step}.ckpt"
             )
         low, high = math.nan, math.nan
         if self._evidence is None:
             low, high = (
-                monitor.latest.get(f"{self.metric}_{end}", math.nan) for end in ("low", "high")
+                engine.results.latest.get(f"{self.metric}_{end}", math.nan)
+                for end in ("low", "high")
             )
         event = GateEvent(
             seen.name,
-            monitor.last_step,
+            engine.results.last_step,
             seen.value,
             low,
             high,
@@ -547,7 +550,7 @@ class RiskGate(EitherCallback):
         )
         first, self.fired = self.fired is None, self.fired or event
         did = "hardened" if hardened else "stopped" if stops else f"{self._about()['action']}"
-        monitor.record_decision(
+        engine.record_decision(
             GateDecision(
                 gate=self.name,
                 did=did,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import signature
@@ -11,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.attacks.auto import ASSUMED, candidates
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.public_text import PublicText, TextSource
+from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.batches import BatchAdapter
 from lightning_fedleak.callbacks.trainer_run import (
     TrainerRun,
@@ -32,37 +29,14 @@ from lightning_fedleak.callbacks.trainer_run import (
 )
 from lightning_fedleak.extras import install
 from lightning_fedleak.lightning_packages import EitherCallback
-from lightning_fedleak.looks import choice
-from lightning_fedleak.looks.cache import CalibrationCache
+from lightning_fedleak.looks import Games, choice
 from lightning_fedleak.looks.cadence import cadence_of
-from lightning_fedleak.looks.channels import Games
-from lightning_fedleak.looks.channels.base import Channel, Settings, channels_of
-from lightning_fedleak.looks.facts import facts_of
-from lightning_fedleak.looks.fit import Fit
-from lightning_fedleak.looks.log import (
-    COLUMNS,
-    JsonLines,
-    Report,
-    RevealFiles,
-    RunRecord,
-    accounting,
-    privacy_tags,
-    privacy_values,
-    releases_by,
-)
-from lightning_fedleak.looks.look import Look, Outcome, Series, reason
-from lightning_fedleak.looks.plan import (
-    check_attacks,
-    check_rounds,
-    check_texts,
-    known_stages,
-    warn_of_other_tokenizers,
-)
-from lightning_fedleak.looks.results import WORST, Results
-from lightning_fedleak.looks.tensorboard import add_pages
-from lightning_fedleak.records import GateDecision
+from lightning_fedleak.looks.engine import Destination, Engine, Options, selected
+from lightning_fedleak.looks.log import COLUMNS
+from lightning_fedleak.looks.plan import known_stages
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.threats import Capability
+from lightning_fedleak.validate import check_choice, check_number
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -227,117 +201,97 @@ class LeakageMonitor(EitherCallback):
     ) -> None:
         if moved:
             raise TypeError(_moved(moved))
-        self.auto = attacks == "auto"
-        self._text_given = public_text not in (None, "sampled")
-        if self.auto:
-            assume = ASSUMED if assume is None else frozenset(assume)
-            attacks = candidates(assume, public_text, tokenizer, rounds=local_steps is not None)
-            if every_n_steps is None and max_overhead is None:
-                max_overhead = choice.MAX_OVERHEAD
-        elif public_text is not None:
-            raise ValueError(
-                "public_text= is what attacks='auto' calibrates on; give it to the attacks that "
-                "you list, AlignedFlatChat(public_text) say"
-            )
-        if not look_seconds > 0:
-            raise ValueError(f"look_seconds must be positive, got {look_seconds!r}")
-        self.look_seconds = look_seconds
-        self.cache = cache
+        check_number("look_seconds", look_seconds, above=0)
+        check_choice("client", client, ("rank", "world"), optional=True)
+        selection = selected(
+            attacks, assume, public_text, tokenizer, rounds=local_steps is not None
+        )
+        if selection.auto and every_n_steps is None and max_overhead is None:
+            max_overhead = choice.MAX_OVERHEAD
+        options = Options(
+            cadence_of(every_n_steps, max_overhead),
+            known_stages(stages),
+            batch_adapter,
+            (utility,) if isinstance(utility, str) else tuple(utility),
+            local_steps,
+            head_own_part,
+            tokenizer,
+            games or Games(),
+            texts,
+            look_seconds,
+            cache,
+            reveal,
+        )
+        self.engine = Engine(selection, options)
         self.report = report
-        self.attacks = _listed(attacks)
-        check_attacks(self.attacks)
-        self.cadence = cadence_of(every_n_steps, max_overhead)
-        self.stages = known_stages(stages)
-        self.batch_adapter = batch_adapter
-        self.reveal = reveal
-        self.utility = (utility,) if isinstance(utility, str) else tuple(utility)
-        if client not in (None, "rank", "world"):
-            raise ValueError(f"client must be 'rank' or 'world', got {client!r}")
-        self._client_given = client
-        check_rounds(local_steps, self.stages, head_own_part=head_own_part)
-        self.local_steps = local_steps
-        self.head_own_part = head_own_part
-        self.games = games or Games()
-        self.texts = texts
-        settings = Settings(self.stages, local_steps, head_own_part, self.games, texts)
-        self._channels = channels_of(self.attacks, settings)
-        self._series = _series_of(self.attacks, self._channels, self.stages)
-        assumed = frozenset().union(*(c.adversary for c in self._channels if c.attacks))
-        self.assume = assumed if assume is None else frozenset(assume)
-        self.tokenizer = tokenizer
         self.log_dir = None if log_dir is None else Path(log_dir)
+        self._client_argument = client
         self._anatomy_overrides = dict(anatomy or {})
-        self._results = Results(self._series)
-        self._restored: dict[str, Any] = {}
-        self._resumed: dict[str, Any] = {}
-        self._last: dict[str, Any] = {}
-        self._prepared: set[str] = set()
-        self._listeners: list[Callable[[L.Trainer], None]] = []
-        self._at_end: list[Callable[[L.Trainer], None]] = []
-        self._heard: list[str] = []
-        self._gates: list[Mapping[str, Any]] = []
-        self._ready: list[Callable[[], None]] = []
-        self._not_set_up: dict[str, str] = {}
-        self._jsonl: JsonLines | None = None
-        self._reset()
 
     def __repr__(self) -> str:
-        attacks = "'auto'" if self.auto else f"[{', '.join(a.name for a in self.attacks)}]"
-        stages = "" if self.stages == (Stage.SHARED,) else f", stages={[*map(str, self.stages)]}"
+        names = ", ".join(a.name for a in self.attacks)
+        attacks = "'auto'" if self.engine.selection.auto else f"[{names}]"
+        stages = self.engine.options.stages
+        shown = "" if stages == (Stage.SHARED,) else f", stages={[*map(str, stages)]}"
         looks = f", looks={self.looks}" if self.looks else ""
-        return f"LeakageMonitor({attacks}, {self.cadence.argument}{stages}{looks})"
-
-    def _reset(self) -> None:
-        self._fit: Fit | None = None
-        self._report: Report | None = None
-        self._record: RunRecord | None = None
+        return f"LeakageMonitor({attacks}, {self.engine.options.cadence.argument}{shown}{looks})"
 
     # ---- names ------------------------------------------------------------------------------
 
     @property
     def state_key(self) -> str:
         """Distinguishes several monitors of one run in a checkpoint."""
-        stages, attacks = ",".join(self.stages), ",".join(a.name for a in self.attacks)
-        return f"LeakageMonitor[{stages}: {attacks}]"
+        stages = ",".join(self.engine.options.stages)
+        return f"LeakageMonitor[{stages}: {','.join(a.name for a in self.attacks)}]"
+
+    @property
+    def attacks(self) -> tuple[Attack, ...]:
+        """The attacks; with ``"auto"`` all that an adversary may have."""
+        return self.engine.selection.attacks
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """What decodes tokens that are revealed."""
+        return self.engine.options.tokenizer
 
     def metric_names(self) -> list[str]:
-        """Names of the values that this monitor logs at each look."""
-        return ["monitor/failures", "monitor/seconds", *self._results.names()]
+        """Return the names of the values that this monitor logs at each look."""
+        return self.engine.metric_names()
 
     @property
     def latest(self) -> dict[str, float]:
         """The newest value by log name; NaN is unknown. Empty before the first look."""
-        return self._results.latest
+        return self.engine.results.latest
 
     @property
     def look_values(self) -> dict[str, float]:
         """The values of the newest look alone, by log name."""
-        return self._results.look_values
+        return self.engine.results.look_values
 
     @property
     def pending(self) -> frozenset[str]:
         """Log names that have no value at the newest look, and will have one later."""
-        return self._results.pending
+        return self.engine.results.pending
 
     @property
     def looks(self) -> int:
         """Looks finished."""
-        return self._results.looks
+        return self.engine.results.looks
 
     @property
     def processor_seconds(self) -> float:
         """Processor time of all looks of this fit so far, all threads; 0 outside of a fit."""
-        return 0.0 if self._fit is None else self._fit.processor_seconds
+        return 0.0 if self.engine.fit is None else self.engine.fit.processor_seconds
 
     @property
     def failures(self) -> int:
         """Results that are unknown."""
-        return self._results.failures
+        return self.engine.results.failures
 
     @property
     def last_step(self) -> int:
         """Optimizer step of the newest values."""
-        return self._results.last_step
+        return self.engine.results.last_step
 
     def to_dataframe(self) -> pd.DataFrame:
         """What the newest fit has measured so far, one row for each look, attack and metric.
@@ -362,9 +316,9 @@ class LeakageMonitor(EitherCallback):
                 f"to_dataframe() needs pandas: {install('datasets')} brings it, as does "
                 "pip install pandas"
             ) from error
-        if self._jsonl is None:
-            raise RuntimeError("to_dataframe() tells of a fit: call trainer.fit(...) first")
-        return pd.DataFrame(self._jsonl.rows(), columns=list(COLUMNS))
+        if self.engine.jsonl is None:
+            raise RuntimeError("to_dataframe() is about a fit: call trainer.fit(...) first")
+        return pd.DataFrame(self.engine.jsonl.rows(), columns=list(COLUMNS))
 
     def canary_scores(self, attack: str | None = None) -> Tensor:
         """(m,) one score for each of ``canaries=``, for a one-run audit.
@@ -391,109 +345,17 @@ class LeakageMonitor(EitherCallback):
         Raises:
             ValueError: no ``score_canaries``, no such attack, or no look has scored them.
         """
-        for channel in self._channels:
-            if (scores := channel.canary_scores(attack)) is not None:
-                return scores
-        raise ValueError("canaries are scored with games=Games(canaries=..., score_canaries='max')")
+        return self.engine.canary_scores(attack)
 
-    def is_of_own_threshold(self, name: str) -> bool:
-        """Whether a logged value judges an attack's own yes or no, and not its scores."""
-        root, _, metric = name.rpartition("/")
-        channels = (c for series, c in self._series.items() if series.log_name == root)
-        return any(metric in channel.own_threshold for channel in channels)
+    def subscribe(self, listener: Callable[[L.Trainer], None]) -> None:
+        """Call ``listener(trainer)`` on every process after each look, until the fit ends."""
 
-    def looks_until_known(self, name: str, clients: int) -> tuple[int, str] | None:
-        """After how many looks a logged value is first known.
+        def call() -> None:
+            assert self.engine.fit is not None
+            assert isinstance(self.engine.fit.run, TrainerRun)
+            listener(self.engine.fit.run.trainer)
 
-        Args:
-            name: of the value in the logs.
-            clients: that it is of, together.
-
-        Returns:
-            The number of looks and why so many; None where it is known at every look.
-        """
-        root, _, metric = name.rpartition("/")
-        of = {series.log_name: channel for series, channel in self._series.items()}
-        return of[root].looks_until_known(metric, clients) if root in of else None
-
-    def subscribe(
-        self,
-        listener: Callable[[L.Trainer], None],
-        logs: Sequence[str] = (),
-        *,
-        about: Mapping[str, Any] | None = None,
-        at_start: Callable[[], None] | None = None,
-        at_end: Callable[[L.Trainer], None] | None = None,
-    ) -> None:
-        """Calls ``listener(trainer)`` on every process after each look, until the fit ends.
-
-        Args:
-            listener: is called.
-            logs: names of what it logs then, for TensorBoard's page.
-            about: what the run's record says of it.
-            at_start: is called once it is known what is read, before the first step.
-            at_end: is called when training ends, after what the monitor had left to say.
-        """
-        self._listeners.append(listener)
-        self._heard += logs
-        if about is not None:
-            self._gates.append(about)
-        if at_start is not None:
-            self._ready.append(at_start)
-        if at_end is not None:
-            self._at_end.append(at_end)
-
-    def headlines_of(self, name: str) -> tuple[str, ...]:
-        """The log names of which ``leakage/worst/<family>`` is the highest; none of other names."""
-        root, _, family = name.rpartition("/")
-        if root != WORST or name not in self._results.names():
-            return ()
-        return self._results.headlines(family)
-
-    def untested(self, name: str) -> str:
-        """Which attack on the family of ``leakage/worst/<family>`` lacks text; empty: none does."""
-        return self._results.untested.get(name.removeprefix(f"{WORST}/"), "")
-
-    def unread(self, name: str) -> str | None:
-        """Why a logged value says nothing of what is shared now; None where it says something.
-
-        Of an attack that is not played nothing is tested. One whose surface is not shared reads 0,
-        and where no attack of its family reads anything, that says nothing of what is shared
-        instead.
-
-        Args:
-            name: of the value in the logs.
-        """
-        assert self._fit is not None
-        root, _, metric = name.rpartition("/")
-        of = {series.log_name: series for series in self._series}
-        rows = {row.attack: row for row in self._fit.lineup.rows}
-        family = metric if root == WORST else None
-        if root in of:
-            attack, family = of[root].attack, self._series[of[root]].family
-            if attack not in self._fit.lineup.playing:
-                return f"'{attack}' is not played in this run: {rows[attack].why_not}"
-        if family is None:
-            return None
-        trained = self._fit.lineup.trained
-        mine = {a.name for c in self._channels if c.family == family for a in c.attacks}
-        if mine & {plan.attack.name for plan in self._fit.lineup.exposed} or not trained:
-            return None
-        return (
-            f"no attack on {family} of this monitor reads anything that is shared in this run, and "
-            f"{len(trained)} trained parameters are"
-        )
-
-    def others_on(self, name: str) -> str:
-        """Attacks that are not in use, read this run, and are of a logged value's family.
-
-        Args:
-            name: of the value in the logs.
-        """
-        assert self._fit is not None
-        root, _, metric = name.rpartition("/")
-        families = {one.log_name: channel.family for one, channel in self._series.items()}
-        return self._fit.lineup.others_on(families.get(root, metric))
+        self.engine.subscribe(call)
 
     # ---- set-up -----------------------------------------------------------------------------
 
@@ -501,37 +363,22 @@ class LeakageMonitor(EitherCallback):
         """Checks what can be checked before the model is on its device."""
         if stage != "fit":
             return
-        self._results.clear()
-        for channel in self._channels:
-            channel.attacks = channel.given
-            channel.clear()
+        self.engine.reset()
         self._check_names(trainer)
-        self.client = resolve_client(self._client_given, trainer.strategy)
-        if self.local_steps is not None and trainer.world_size > 1 and self.client == "rank":
-            raise ValueError(
-                "local_steps describes one client that trains on its own; DDP averages at every "
-                "step. Use client='world', or run one process."
-            )
-        self._not_set_up = {}
+        self.client = resolve_client(self._client_argument, trainer.strategy)
         processes = processes_of(trainer, self.client)
-        for channel in self._channels:
-            try:
-                channel.setup(processes, lambda: self._find_anatomy(pl_module))
-            except ValueError as error:
-                if not self.auto:
-                    raise
-                self._not_set_up |= {attack.name: str(error) for attack in channel.attacks}
+        self.engine.check(processes, lambda: self._find_anatomy(pl_module))
 
     def _check_names(self, trainer: L.Trainer) -> None:
         """Refuses two monitors of one run that log under the same names."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._results.reset_families()
         for other in callbacks:
             if isinstance(other, LeakageMonitor) and other is not self:
                 # The worst of what several monitors read would be none of theirs.
-                for channel in other._series.values():
-                    self._results.families.pop(channel.family, None)
-                both = {s.log_name for s in self._series} & {s.log_name for s in other._series}
+                for channel in other.engine.series.values():
+                    self.engine.results.families.pop(channel.family, None)
+                both = {s.log_name for s in self.engine.series}
+                both &= {s.log_name for s in other.engine.series}
                 if both:
                     raise ValueError(
                         f"another LeakageMonitor of this run logs {', '.join(sorted(both))} too; "
@@ -543,99 +390,24 @@ class LeakageMonitor(EitherCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
-        run = TrainerRun(self._find_anatomy(pl_module), self.client, self.assume, trainer)
-        self._check_texts(run.anatomy)
-        if self.batch_adapter is None:
+        run = TrainerRun(self._find_anatomy(pl_module), self.client, self.engine.assume, trainer)
+        if self.engine.options.batch_adapter is None:
             check_batch_type(pl_module, run.anatomy.kind)
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        folder = folder if self.log_dir is None else self.log_dir
-        self._jsonl = JsonLines(folder / "leakage.jsonl")
-        rounds = self.local_steps
         boards = boards_of(trainer) if trainer.is_global_zero else []
-        self._report = Report(
+        destination = Destination(
+            self.log_dir or Path(trainer.log_dir or trainer.default_root_dir),
             trainer.loggers,
             [board.experiment for board in boards],
-            self.attacks,
-            self._jsonl if trainer.is_global_zero else None,
-            RevealFiles(folder, trainer.global_rank, self.tokenizer) if self.reveal else None,
-            client="pooled" if trainer.world_size > 1 and self.client == "rank" else 0,
-            round_of=None if rounds is None else lambda step: step // rounds,
+            settings_of(trainer, self.attacks),
+            ["hp_metric"] if any(board._default_hp_metric for board in boards) else [],
+            training_of(trainer),
+            _FITS.setdefault(trainer, uuid.uuid4().hex),
         )
-        self._fit = Fit(
-            run,
-            self.attacks,
-            self._series,
-            [channel for channel in self._channels if channel.attacks],
-            stages=self.stages,
-            cadence=self.cadence,
-            local_steps=self.local_steps,
-            batch_adapter=self.batch_adapter,
-            choosing=self.auto,
-            most_seconds=self.look_seconds,
-            refused=self._not_set_up,
-            cache=CalibrationCache() if self.cache else None,
-        )
-        lineup = self._fit.lineup
-        self._prepared = lineup.prepared
-        restored, self._restored = self._restored, {}
-        resumed, self._resumed = self._resumed, {}
-        self._fit.calibrate(restored)
-        playing = lineup.playing
-        self._results.playing = {s for s in self._series if s.attack in playing}
-        self._results.untested = lineup.untested
-        if self.auto:
-            writes = run.anatomy.kind == "causal" and not self._text_given
-            choice.show(lineup.rows, lineup.unread, self.assume, writes=writes)
-            self._report.write_not_played(lineup.rows, trainer.global_step)
-        if trainer.is_global_zero:
-            shown = {s: c for s, c in self._series.items() if s.attack in playing}
-            families = {channel.family for channel in shown.values()}
-            worst = [f"{WORST}/{f}" for f in self._results.families if f in families]
-            add_pages(
-                self._report.boards,
-                self.utility,
-                shown,
-                privacy=privacy_tags(accounting(run.defenses)),
-                decisions=self._heard,
-                worst=worst,
-                settings=settings_of(trainer, self.attacks),
-                further=["hp_metric"] if any(b._default_hp_metric for b in boards) else [],
-            )
-        for begins in self._ready:
-            begins()
-        if trainer.is_global_zero:
-            self._record = RunRecord(folder / "run.jsonl", self._jsonl.run, self._report.warn_once)
-            self._accounting = accounting(run.defenses)
-            self._record.begins(
-                facts_of(
-                    run,
-                    lineup,
-                    self._series,
-                    fit=_FITS.setdefault(trainer, uuid.uuid4().hex),
-                    training=training_of(trainer),
-                    gates=self._gates,
-                    monitor=self._settings(),
-                    resumed=resumed,
-                )
-            )
-
-    def _check_texts(self, anatomy: Anatomy) -> None:
-        """Refuses public text of another vocabulary, and warns of another model's tokenizer."""
-        held_out = self.games.held_out
-        check_texts(self.attacks, {"games=Games(held_out=)": held_out}, anatomy)
-        texts = [held_out, *(getattr(attack, "public_text", None) for attack in self.attacks)]
-        tokenizers = [t.tokenizer for t in texts if isinstance(t, PublicText)]
-        warn_of_other_tokenizers([self.tokenizer, *tokenizers], anatomy)
+        self.engine.begin(run, destination)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers how many looks came before this fit, and where it starts."""
-        assert self._fit is not None
-        self._results.begin()
-        if not trainer.is_global_zero:  # the first process alone goes on with all clients' games
-            for channel in self._channels:
-                channel.clear()
-        self.cadence.next_step = trainer.global_step
-        self._fit.lineup.begin(trainer.global_step)
+        self.engine.training_begins()
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -643,22 +415,19 @@ class LeakageMonitor(EitherCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Starts a look where one is due, and takes the truth before any defence does."""
-        assert self._fit is not None
-        self._fit.batch_starts(trainer.global_step, batch)
+        self.engine.batch_begins(batch)
 
     def on_before_backward(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
     ) -> None:
         """Notes which parameters the loss has a term of, beside the batch's."""
-        assert self._fit is not None
-        self._fit.before_backward(loss)
+        self.engine.loss_computed(loss)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Tells a step from a batch that only adds to it."""
-        assert self._fit is not None
-        self._fit.before_step(optimizer)
+        """Distinguishes a step from a batch that only adds to it."""
+        self.engine.optimizer_steps(optimizer)
 
     def on_train_batch_end(
         self,
@@ -669,184 +438,52 @@ class LeakageMonitor(EitherCallback):
         batch_idx: int,
     ) -> None:
         """Logs a look once its optimizer step is over."""
-        assert self._fit is not None
         manual = not pl_module.automatic_optimization
-        ended = self._fit.step_ends(batch is not None and (manual or bool(outputs)))
-        if ended is None:
-            return
-        look, outcomes = ended
-        if trainer.global_step == look.step:
-            raise RuntimeError(
-                "an optimizer stepped without Lightning, which counts no step then, so that "
-                "LeakageMonitor cannot tell when to look again. In training_step use "
-                "self.optimizers() without use_pl_optimizer=False."
-            )
-        settled = self._results.settled(look, outcomes)
-        if settled is not None:
-            self._publish(trainer, look, settled)
-            self._fit.waiting = self._results.waiting
-        elif look.asked is None:
-            self.cadence.next_step = trainer.global_step
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A fit in which looks were due and none could end is unknown, not safe."""
-        missing = self._results.missing(due=self.cadence.due(trainer.global_step - 1))
-        if missing:
-            self._publish(trainer, Look(trainer.global_step), missing)
-        for listener in self._at_end:
-            listener(trainer)
-
-    # ---- results ----------------------------------------------------------------------------
-
-    def _publish(
-        self,
-        trainer: L.Trainer,
-        look: Look,
-        outcomes: Mapping[Series, Outcome],
-    ) -> None:
-        known = trainer.callback_metrics
-        beside = {f"utility/{n}": float(known[n]) for n in self.utility if n in known}
-        assert self._fit is not None
-        self._results.playing |= outcomes.keys()
-        beside |= privacy_values(accounting(self._fit.run.defenses))
-        outcomes = self._results.add(look, outcomes, beside, shared=bool(self._fit.lineup.trained))
-        values = self.latest
-        # As LearningRateMonitor does: self.log would take a quarter of a millisecond for each name.
-        numbers = torch.tensor(list(values.values()), device=trainer.strategy.root_device)
-        known.update(zip(values, numbers.unbind(), strict=True))
-        assert self._report is not None
-        for channel in dict.fromkeys(self._series.values()):
-            mine = {s: o for s, o in outcomes.items() if self._series[s] is channel}
-            try:
-                channel.published(look, mine, self._report)
-            except Exception as error:
-                self._report.warn_once(f"not all of a look was written: {reason(error)}")
-        new = {name: value for name, value in values.items() if name in self.look_values}
-        self._report.write(look, outcomes, new)
-        if self._record is not None:
-            utility = {n: beside[f"utility/{n}"] for n in self.utility if n in known}
-            seconds = values.get("monitor/seconds", math.nan)
-            defenses = accounting(self._fit.run.defenses)
-            self._record.looked(look.step, utility, seconds, self.failures, defenses)
-        for listener in self._listeners:
-            listener(trainer)
-
-    def record_decision(self, decision: GateDecision) -> None:
-        """Leaves a line in ``run.jsonl``: what a gate has done, on the first process."""
-        if self._record is not None:
-            self._record.decided(decision)
-
-    def _settings(self) -> dict[str, Any]:
-        """For the run's record."""
-        return {
-            "looks": self.cadence.argument,
-            "stages": [str(stage) for stage in self.stages],
-            "local_steps": self.local_steps,
-            "attacks": "auto" if self.auto else "listed",
-            "reveal": self.reveal,
-        }
+        self.engine.batch_ends(trained=batch is not None and (manual or bool(outputs)))
 
     # ---- ends and checkpoints ---------------------------------------------------------------
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A fit in which looks were due and none could end is unknown, not safe."""
+        self.engine.training_ends()
+
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Ends the run's record, and writes the report where it is asked for."""
-        self._end(trainer, "finished")
+        self._end("finished")
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """As when a fit ends, and removes every tap: Lightning calls no teardown after this."""
         try:
-            self._end(trainer, type(exception).__name__)
+            self._end(type(exception).__name__)
         finally:  # also where a second Ctrl-C ends the report
             _FITS.pop(trainer, None)
-            self._close()
+            self.engine.close()
 
-    def _end(self, trainer: L.Trainer, how: str) -> None:
-        if self._record is None or self._record.ended:
-            return
-        self._last = self._told()
-        self._record.ends(int(trainer.global_step), how, self._accounting)
-        if self.report:
+    def _end(self, how: str) -> None:
+        record = self.engine.end(how)
+        if record is not None and self.report:
             from lightning_fedleak.report import write
 
             try:
-                page, *_ = write([self._record.path], run=self._record.run)
+                page, *_ = write([record.path], run=record.run)
                 rank_zero_info(f"LeakageMonitor: {page}")
             except Exception as error:  # a report is no reason to lose a run
                 rank_zero_warn(f"LeakageMonitor: no report: {error}")
 
-    def _told(self) -> dict[str, Any]:
-        """For a checkpoint: the run's id, and the releases of its defences."""
-        if self._record is None:
-            return self._last
-        return {"run": self._record.run, "privacy": releases_by(self._accounting)}
-
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Removes every tap."""
         _FITS.pop(trainer, None)
-        self._close()
-
-    def _close(self) -> None:
-        if self._fit is not None:
-            self._fit.close()
-        for channel in self._channels:
-            channel.close()
-        self._listeners.clear()
-        self._ready.clear()
-        self._at_end.clear()
-        self._heard.clear()
-        self._gates.clear()
-        self._reset()
+        self.engine.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on with: plain numbers, strings and tensors."""
-        kept = [channel.state_dict() for channel in self._channels]
-        return {
-            **self._results.state_dict(),
-            "fit": self._told(),
-            **{name: value for state in kept for name, value in state.items()},
-            "attacks": {
-                a.name: {
-                    "config": a.fingerprint(),
-                    "tensors": {k: v.detach().cpu() for k, v in a.state_dict().items()},
-                }
-                for a in self.attacks
-                if a.name in self._prepared
-            },
-        }
+        return self.engine.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what :meth:`state_dict` gave."""
-        self._results.load_state_dict(state_dict)
-        for channel in self._channels:
-            channel.load_state_dict(state_dict)
-        self._resumed = state_dict.get("fit") or {}
-        self._restored = {
-            name: saved for name, saved in state_dict["attacks"].items() if saved["tensors"]
-        }
-
-
-def _listed(attacks: Sequence[Attack] | Attack | str) -> list[Attack]:
-    if isinstance(attacks, str):
-        raise ValueError(f"attacks must be 'auto' or a list of attacks, got {attacks!r}")
-    if isinstance(attacks, Attack | type):  # a class is refused by name later
-        return [attacks]
-    return list(attacks)
-
-
-def _series_of(
-    attacks: Sequence[Attack], channels: Sequence[Channel], stages: Sequence[Stage]
-) -> dict[Series, Channel]:
-    """The channel of each series, in the order of the logs."""
-    owner = {attack.name: channel for channel in channels for attack in channel.attacks}
-    found: dict[Series, Channel] = {}
-    for stage in stages:
-        for attack in attacks:
-            channel = owner[attack.name]
-            if (series := channel.series(attack, stage)) is not None:
-                found[series] = channel
-    return found | {s: channel for channel in channels for s in channel.further_series()}
+        self.engine.load_state_dict(state_dict)
 
 
 def _moved(given: Mapping[str, Any]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,23 @@ class TrainerRun(Run):
         trainer: of this fit.
     """
 
+    uncounted_step: ClassVar[str] = (
+        "an optimizer stepped without Lightning, which counts no step then, so that "
+        "LeakageMonitor cannot tell when to look again. In training_step use "
+        "self.optimizers() without use_pl_optimizer=False."
+    )
+
     trainer: L.Trainer
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the Trainer's ``callback_metrics``."""
+        return {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+
+    def publish(self, values: Mapping[str, float]) -> None:
+        """Put values among the Trainer's ``callback_metrics``."""
+        # As LearningRateMonitor does: self.log would take a quarter of a millisecond for each name.
+        numbers = torch.tensor(list(values.values()), device=self.device)
+        self.trainer.callback_metrics.update(zip(values, numbers.unbind(), strict=True))
 
     @property
     def rank(self) -> int:

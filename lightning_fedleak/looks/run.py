@@ -49,9 +49,11 @@ class Run(ABC):
         client: ``"rank"`` (each process is a client) or ``"world"`` (all are one).
         assumed: what the adversary has besides what it sees.
         watcher: the class that watches the run, for messages.
+        uncounted_step: the message where an optimizer stepped and :attr:`step` did not change.
     """
 
     watcher: ClassVar[str] = "LeakageMonitor"
+    uncounted_step: ClassVar[str] = "an optimizer stepped, and the run's step is what it was"
 
     anatomy: Anatomy
     client: str
@@ -136,6 +138,13 @@ class Run(ABC):
     def on_all_processes(self, value: bool) -> bool:
         """Return whether the value is true on every process."""
         return value
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the user's own metrics, by name."""
+        return {}
+
+    def publish(self, values: Mapping[str, float]) -> None:  # noqa: B027
+        """Put values of leakage beside the user's own metrics."""
 
     @property
     def separates_stages(self) -> bool:

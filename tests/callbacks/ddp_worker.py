@@ -244,7 +244,7 @@ def main(root: Path) -> None:
         )
         values = [monitor.latest[f"leakage{s}/probe/recall"] for s in ("", "_local")]
         out[f"values/{case}"] = values
-        line = json.loads((Path(monitor._jsonl.path)).read_text().splitlines()[0])
+        line = json.loads((Path(monitor.engine.jsonl.path)).read_text().splitlines()[0])
         out[f"line/{case}"] = (line["client"], line["n"])
 
     for case, strategy in {
@@ -295,7 +295,7 @@ def main(root: Path) -> None:
         attacks = [ReadsOne(0, steps=40), ReadsFailOnOne(0, steps=1), Probe()]
         monitor = LeakageMonitor(attacks, every_n_steps=1, client=client, texts=3)
         after = footprint(run(root / f"inversion-{client}", [monitor]))
-        last = monitor._jsonl.path.read_text().splitlines()[0] if rank == 0 else "{}"
+        last = monitor.engine.jsonl.path.read_text().splitlines()[0] if rank == 0 else "{}"
         out[f"inversion/{client}"] = {
             "same": same(before, after),
             "looks": monitor.looks,
@@ -344,7 +344,7 @@ def main(root: Path) -> None:
 
     monitor = LeakageMonitor([FailsOnOne(), Probe()], client="world")
     run(root / "failing-world", [monitor])
-    lines = monitor._jsonl.path.read_text().splitlines() if rank == 0 else []
+    lines = monitor.engine.jsonl.path.read_text().splitlines() if rank == 0 else []
     out["failing world"] = [json.loads(line)["n"] for line in lines]
 
     monitor = LeakageMonitor(Probe(), max_overhead=0.2)

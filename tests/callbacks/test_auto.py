@@ -262,7 +262,7 @@ def test_masked_models_need_text_for_what_calibrates(
     with caplog.at_level(logging.INFO):
         run(tmp_path, monitor, module(bert))
     assert "not played: a masked language model needs mask_token_id: pass its tok" in caplog.text
-    assert "pass its tokenizer=" in monitor.untested(WORST)
+    assert "pass its tokenizer=" in monitor.engine.untested(WORST)
     assert "Calibrated on text that the model writes itself" not in caplog.text
     assert monitor.latest[WORST] == 1
     assert {"subspace_words", "bias_sign"} <= attacks_in(monitor.latest)
@@ -271,7 +271,7 @@ def test_masked_models_need_text_for_what_calibrates(
 def test_an_encoder_decoder_is_calibrated_on_frequent_tokens(tmp_path: Path) -> None:
     monitor = auto(public_text=None)
     run(tmp_path, monitor, module(t5, optimizer="sgd"))
-    assert not monitor.untested(WORST)
+    assert not monitor.engine.untested(WORST)
     assert monitor.latest["leakage/aligned_flatchat/f1"] >= 0.95
     assert monitor.latest[WORST] >= 0.95
 
@@ -357,8 +357,8 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_its_cadence_is_a_share_of_the_training_time() -> None:
-    assert LeakageMonitor().cadence.share == 0.005  # type: ignore[attr-defined]
-    assert LeakageMonitor(every_n_steps=3).cadence.n == 3  # type: ignore[attr-defined]
+    assert LeakageMonitor().engine.options.cadence.share == 0.005  # type: ignore[attr-defined]
+    assert LeakageMonitor(every_n_steps=3).engine.options.cadence.n == 3  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_its_cadence_is_a_share_of_the_training_time() -> None:
         ({"attacks": "all"}, "attacks must be 'auto' or a list"),
         ({"attacks": [SubspaceWords()], "public_text": ["a"]}, "give it to the attacks"),
         ({"public_text": ["a text"]}, "there is no tokenizer"),
-        ({"look_seconds": 0}, "look_seconds must be positive"),
+        ({"look_seconds": 0}, "look_seconds must be a number above 0"),
         ({"attacks": [SubspaceWords(name="worst")]}, "cannot be named 'worst'"),
     ],
 )

@@ -236,7 +236,7 @@ def test_a_head_that_is_unfrozen_later_is_attacked_from_then_on(tmp_path, unfree
         fit(callbacks, tmp_path, module=module, max_epochs=2)
     assert [step for step, *_ in probe.seen] == [8, 12]
     assert probe.prepared == 1
-    lines = [json.loads(x) for x in monitor._jsonl.path.read_text().splitlines()]
+    lines = [json.loads(x) for x in monitor.engine.jsonl.path.read_text().splitlines()]
     assert [x["exposed"] for x in lines] == [False, False, True, True]
     assert monitor.latest[F1] > 0
 

@@ -86,7 +86,7 @@ def test_it_is_gated_and_resumed(tmp_path: Path) -> None:
             enable_checkpointing=True,
             **more,
         )
-        [(series, channel)] = monitor._series.items()
+        [(series, channel)] = monitor.engine.series.items()
         return monitor, gate, channel.series_state(series)["right and wrong"].tolist()
 
     monitor, gate, seen = run("first")

@@ -255,7 +255,7 @@ def test_a_callable_that_raises_ends_the_run_and_leaves_nothing(tmp_path):
     for _ in range(2):
         with pytest.raises(KeyError, match="0"):
             fit([gate, monitor], tmp_path)
-    assert not monitor._listeners
+    assert not monitor.engine._after_look
 
 
 # ---- its own metric only ------------------------------------------------------------------------

@@ -368,8 +368,9 @@ AUC = "leakage/fc_membership/auc"
 
 def look(gate, evidence_metric="auc", **monitor):
     """One look of a monitor that pools over looks, as the gate sees it."""
-    gate._monitor = SimpleNamespace(
-        **({"latest": {}, "look_values": {}, "pending": frozenset(), "last_step": 0} | monitor),
+    results = {"latest": {}, "look_values": {}, "pending": frozenset(), "last_step": 0} | monitor
+    gate._engine = SimpleNamespace(
+        results=SimpleNamespace(**results),
         unread=lambda name: None,
         untested=lambda name: "",
         record_decision=lambda facts: None,

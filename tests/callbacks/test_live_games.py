@@ -62,7 +62,7 @@ class Recording(FCMembership):
 
 
 def lines(monitor):
-    return [json.loads(line) for line in monitor._jsonl.path.read_text().splitlines()]
+    return [json.loads(line) for line in monitor.engine.jsonl.path.read_text().splitlines()]
 
 
 def still(optimizer="sgd", lr=0.0, **settings):
@@ -253,7 +253,7 @@ def test_without_defences_local_and_shared_are_the_same(tmp_path):
     attack = Recording()
     monitor = LeakageMonitor(attack, every_n_steps=3, stages=("local", "shared", "aggregate"))
     fit([monitor], tmp_path, strategy=DefendedStrategy("auto"))
-    seen = [attack.at(s) for s in monitor.stages]
+    seen = [attack.at(s) for s in monitor.engine.options.stages]
     assert len(seen[0]) == 3
     for local, shared, aggregate in zip(*seen, strict=True):
         assert torch.equal(local, shared)
@@ -489,13 +489,13 @@ def test_before_a_text_is_known_to_be_outside_the_result_is_pending(tmp_path):
     seen = []
     gate = RiskGate(AUC, at_most=1.0, action="raise")
 
-    monitor_publish = monitor._publish
+    monitor_publish = monitor.engine._publish
 
-    def publishing(trainer, look, outcomes):
-        monitor_publish(trainer, look, outcomes)
+    def publishing(look, outcomes):
+        monitor_publish(look, outcomes)
         seen.append((look.step, AUC in monitor.latest, AUC in monitor.pending))
 
-    monitor._publish = publishing
+    monitor.engine._publish = publishing
     fit([gate, monitor], tmp_path, module=still())
     assert seen == [(0, False, True), *((step, True, False) for step in (1, 2, 4, 6))]
     assert monitor.failures == 0
@@ -732,14 +732,14 @@ def test_games_are_pooled_over_the_window_and_a_look_has_its_own_values(tmp_path
     values = []
     accuracies = []
     accuracy = "leakage/recording/accuracy"
-    publish = monitor._publish
+    publish = monitor.engine._publish
 
-    def publishing(trainer, look, outcomes):
-        publish(trainer, look, outcomes)
+    def publishing(look, outcomes):
+        publish(look, outcomes)
         values.append((monitor.look_values.get(AUC), monitor.latest.get(AUC)))
         accuracies.append((monitor.look_values.get(accuracy), monitor.latest.get(accuracy)))
 
-    monitor._publish = publishing
+    monitor.engine._publish = publishing
     fit([monitor], tmp_path, module=still())
     assert [own for own, _ in values] == [None, 1, 1, 1, 0, 0, 1, 1]
     assert [own for own, _ in accuracies] == [None, 1, 1, 1, 1, 1, 0, 1]

@@ -102,7 +102,7 @@ def still(model=None, **settings):
 
 
 def lines(monitor):
-    return [json.loads(line) for line in monitor._jsonl.path.read_text().splitlines()]
+    return [json.loads(line) for line in monitor.engine.jsonl.path.read_text().splitlines()]
 
 
 # ---- what an attack is shown --------------------------------------------------------------------
@@ -443,7 +443,7 @@ def test_no_answer_is_unknown_and_not_zero(tmp_path, says, why):
     assert math.isnan(monitor.latest[ACCURACY])
     assert monitor.failures == 2
     assert why in lines(monitor)[0]["unknown"]
-    assert "secret" not in monitor._jsonl.path.read_text()
+    assert "secret" not in monitor.engine.jsonl.path.read_text()
     assert not math.isnan(monitor.latest["leakage/probe/f1"])
 
 
@@ -765,7 +765,7 @@ def test_the_adversary_must_know_the_bottom(tmp_path):
 def test_clients_are_pooled_by_text(clients, n, length, seed):
     generator = torch.Generator().manual_seed(seed)
     monitor = LeakageMonitor(Recording(), texts=5)
-    [(series, channel)] = monitor._series.items()
+    [(series, channel)] = monitor.engine.series.items()
     rows, guessed, truths, masks, ages = {}, [], [], [], []
     for client in range(clients):
         truth = torch.randint(3, (n, length), generator=generator)

@@ -45,7 +45,7 @@ class Rejecting(Probe):
 
 
 def lines(monitor):
-    return [json.loads(line) for line in monitor._jsonl.path.read_text().splitlines()]
+    return [json.loads(line) for line in monitor.engine.jsonl.path.read_text().splitlines()]
 
 
 # ---- what is seen where -------------------------------------------------------------------------
@@ -689,7 +689,7 @@ def test_a_batch_that_contradicts_itself_reads_unknown(tmp_path, what):
     assert trainer.global_step == 2
     assert (monitor.looks, monitor.failures) == (2, 2)
     assert math.isnan(monitor.latest["leakage/probe/f1"])
-    assert all("4321" not in line for line in monitor._jsonl.path.read_text().splitlines())
+    assert all("4321" not in line for line in monitor.engine.jsonl.path.read_text().splitlines())
 
 
 def test_a_contradictory_batch_that_is_not_trained_on_harms_nothing(tmp_path):

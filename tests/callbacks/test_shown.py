@@ -117,7 +117,7 @@ def test_half_of_a_killed_fits_line_takes_no_line_of_the_next(tmp_path):
         assert half.endswith('"step')
         assert all(first in json.loads(line) for line in lines)
         assert len(lines) >= 2
-    assert monitor._jsonl.rows()
+    assert monitor.engine.jsonl.rows()
 
 
 def test_without_pandas_it_is_said_what_to_install(monkeypatch):

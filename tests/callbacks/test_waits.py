@@ -101,8 +101,8 @@ def run(root: Path, callbacks: list[L.Callback], made: L.LightningModule, **more
 
 
 def lines(monitor: LeakageMonitor) -> list[dict[str, Any]]:
-    assert monitor._jsonl is not None
-    return [json.loads(line) for line in monitor._jsonl.path.read_text().splitlines()]
+    assert monitor.engine.jsonl is not None
+    return [json.loads(line) for line in monitor.engine.jsonl.path.read_text().splitlines()]
 
 
 SETUPS: dict[str, tuple[Callable[[], WarmUp], dict[str, Any], dict[str, Any], int]] = {
@@ -163,7 +163,7 @@ def test_tries_are_paid_for_by_later_looks() -> None:
     cadence = MaxOverhead(0.01)
     cadence.next_step = 40
     assert cadence.after_try(0.5, 1.0) == 90
-    every = words().cadence
+    every = words().engine.options.cadence
     every.next_step = 50
     assert every.after_try(0.5, 1.0) == 50
 
@@ -181,14 +181,14 @@ def test_membership_is_looked_at_while_words_wait(tmp_path: Path) -> None:
     )
     auc = "leakage/gradient_membership/auc"
     seen: list[tuple[int, set[str]]] = []
-    publish = monitor._publish
+    publish = monitor.engine._publish
 
-    def published(trainer: L.Trainer, look: Look, outcomes: Any) -> None:
-        publish(trainer, look, outcomes)
+    def published(look: Look, outcomes: Any) -> None:
+        publish(look, outcomes)
         known = (s for s, o in outcomes.items() if o.pending is None)
         seen.append((look.step, {series.attack for series in known}))
 
-    monitor._publish = published  # type: ignore[method-assign]
+    monitor.engine._publish = published  # type: ignore[method-assign]
     gate = RiskGate(auc, at_most=0.9, action=lambda event: None)
     run(tmp_path, [monitor, gate], module(zero_steps=3), max_steps=7)
     assert seen == [
@@ -232,7 +232,7 @@ def test_a_run_that_ends_before_is_unknown(strict: bool, tmp_path: Path) -> None
 @pytest.mark.parametrize("strict", [True, False])
 def test_beyond_the_largest_wait_it_is_unknown(strict: bool, tmp_path: Path) -> None:
     monitor, gate = words(), RiskGate(WORST, at_most=0.5, strict=strict)
-    monitor._results._most_waited = 4
+    monitor.engine.results._most_waited = 4
     trainer = run(tmp_path, [monitor, gate], module(zero_steps=99), max_steps=9)
     assert trainer.global_step == (6 if strict else 9)
     assert (gate.fired is not None) == strict

@@ -26,7 +26,7 @@ def n_types(*chosen):
 
 
 def sizes(monitor):
-    lines = [json.loads(x) for x in monitor._jsonl.path.read_text().splitlines()]
+    lines = [json.loads(x) for x in monitor.engine.jsonl.path.read_text().splitlines()]
     return [(x["step"], x["n"]) for x in lines]
 
 
@@ -278,13 +278,13 @@ def test_local_steps_with_the_heads_own_part_is_refused():
 def test_max_overhead_counts_whole_optimizer_steps(tmp_path, settings, accumulate, monkeypatch):
     given = []
     monitor = LeakageMonitor(Probe(), max_overhead=0.5, **settings)
-    after_look = monitor.cadence.after_look
+    after_look = monitor.engine.options.cadence.after_look
 
     def recording(step, look_seconds, step_seconds):
         given.append(step_seconds)
         return after_look(step, 1e-9, step_seconds)
 
-    monkeypatch.setattr(monitor.cadence, "after_look", recording)
+    monkeypatch.setattr(monitor.engine.options.cadence, "after_look", recording)
     clock = [time.perf_counter()]
 
     class Ticking(CausalLMModule):

@@ -115,13 +115,11 @@ def test_it_stays_where_only_another_family_has_news() -> None:
     assert math.isnan(results.latest["leakage/worst/membership"])
 
 
-def monitor_of(
+def engine_of(
     values: dict[str, float], names: tuple[str, ...] = ("a", "b"), why: str = ""
 ) -> SimpleNamespace:
     return SimpleNamespace(
-        latest=values,
-        look_values=values,
-        last_step=0,
+        results=SimpleNamespace(latest=values, look_values=values, last_step=0),
         unread=lambda name: None,
         untested=lambda name: why,
         record_decision=lambda facts: None,
@@ -137,8 +135,8 @@ def gate_on(values: dict[str, float], **settings: Any) -> tuple[RiskGate, list[A
 
 
 def look(gate: RiskGate, values: dict[str, float], why: str = "") -> None:
-    gate._monitor = monitor_of(values, why=why)  # type: ignore[assignment]
-    gate._watched = gate._monitor.headlines  # type: ignore[union-attr]
+    gate._engine = engine_of(values, why=why)  # type: ignore[assignment]
+    gate._watched = gate._engine.headlines  # type: ignore[union-attr]
     if gate._evidence is None:
         gate._evidence = gate._new_evidence()
     trainer = SimpleNamespace(
@@ -225,9 +223,9 @@ def test_a_share_below_chance_is_refused() -> None:
 def test_names_are_known_before_the_run() -> None:
     monitor = LeakageMonitor([Probe(), SubspaceWords(), FCMembership(layer=1)])
     assert {WORDS, "leakage/worst/membership"} <= set(monitor.metric_names())
-    assert monitor.headlines_of(WORDS) == ("leakage/probe/f1", "leakage/subspace_words/f1")
-    assert monitor.headlines_of("leakage/probe/f1") == ()
-    assert monitor.headlines_of("leakage/worst/texts") == ()
+    assert monitor.engine.headlines_of(WORDS) == ("leakage/probe/f1", "leakage/subspace_words/f1")
+    assert monitor.engine.headlines_of("leakage/probe/f1") == ()
+    assert monitor.engine.headlines_of("leakage/worst/texts") == ()
 
 
 def test_evidence_of_the_worst_survives_a_checkpoint() -> None:

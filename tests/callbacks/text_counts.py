@@ -122,7 +122,8 @@ def main(folder: Path, rank: int) -> None:
     monitor = LeakageMonitor(TextCount(1.0 if rank else 1e9), every_n_steps=2)
     gate = RiskGate("leakage/text_count/wrong", at_most=0.5, action="warn")
     trainer = fit([monitor, gate], folder, n=32, devices=2, strategy="ddp")
-    [(series, channel)] = ((s, c) for s, c in monitor._series.items() if s.name == "text_count")
+    found = {s: c for s, c in monitor.engine.series.items() if s.name == "text_count"}
+    [(series, channel)] = found.items()
     assert isinstance(channel, CountsChannel)
     found = {
         "latest": {k: v for k, v in monitor.latest.items() if "text_count" in k},

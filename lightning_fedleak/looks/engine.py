@@ -40,7 +40,6 @@ from lightning_fedleak.looks.channels.base import Channel, Settings, channels_of
 from lightning_fedleak.looks.channels.targets import Games
 from lightning_fedleak.looks.facts import facts_of
 from lightning_fedleak.looks.fit import Fit
-from lightning_fedleak.records import GateDecision
 from lightning_fedleak.looks.log import (
     JsonLines,
     Report,
@@ -61,6 +60,7 @@ from lightning_fedleak.looks.plan import (
 from lightning_fedleak.looks.results import WORST, Results
 from lightning_fedleak.looks.run import Processes, Run
 from lightning_fedleak.looks.tensorboard import Logger, add_pages
+from lightning_fedleak.records import GateDecision
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.threats import Capability
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,6 +25,9 @@ from lightning_fedleak.threats import Capability
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 T = TypeVar("T")
+
+if getattr(rank_zero_only, "rank", None) is None:  # no Lightning has said which process speaks
+    rank_zero_only.rank = int(os.environ.get("RANK", "0"))  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -739,7 +739,7 @@ def test_the_processor_time_of_looks_is_told(tmp_path, monkeypatch):
             clock[0] += 7.0
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("lightning_fedleak.looks.channels.base.time.process_time", lambda: clock[0])
+    monkeypatch.setattr("lightning_fedleak.looks.look.time.process_time", lambda: clock[0])
     monitor = LeakageMonitor(Working(), every_n_steps=2)
     monitor.subscribe(lambda _: told.append(monitor.processor_seconds))
     assert monitor.processor_seconds == 0

@@ -245,9 +245,14 @@ class LeakageMonitor(EitherCallback):
         return f"LeakageMonitor[{stages}: {','.join(a.name for a in self.attacks)}]"
 
     @property
-    def attacks(self) -> tuple[Attack, ...]:
+    def attacks(self) -> list[Attack]:
         """The attacks; with ``"auto"`` all that an adversary may have."""
-        return self.engine.selection.attacks
+        return list(self.engine.selection.attacks)
+
+    @property
+    def games(self) -> Games:
+        """How membership games are played."""
+        return self.engine.options.games
 
     @property
     def tokenizer(self) -> Any | None:

@@ -292,8 +292,8 @@ def test_max_overhead_counts_whole_optimizer_steps(tmp_path, settings, accumulat
             clock[0] += 1000.0
             return super().training_step(batch, batch_idx)
 
-    for name in ("cadence", "channels.base"):
-        module = f"lightning_fedleak.callbacks.{name}.time.perf_counter"
+    for name in ("cadence", "look"):
+        module = f"lightning_fedleak.looks.{name}.time.perf_counter"
         monkeypatch.setattr(module, lambda: clock[0])
     fit([monitor], tmp_path, module=Ticking(model()), accumulate_grad_batches=accumulate)
     assert given

@@ -471,7 +471,7 @@ def test_what_the_model_wrote_is_kept_and_not_written_again(
     def written(*_: Any, **__: Any) -> None:
         raise AssertionError("the text is kept")
 
-    monkeypatch.setattr("lightning_fedleak.attacks.public_text._sampled", written)
+    monkeypatch.setattr("lightning_fedleak.attacks.public_text._sample", written)
     second.prepare(anatomy)
     inside = texts(ROWS, LENGTH)
     backward(model, inside)

@@ -143,7 +143,9 @@ def test_inversion_attacks_do_not_disturb_either(case, plain_run, tmp_path):
     assert_same(plain, watched)
     assert monitor.looks == (1 if case == "accumulation" else 2)
     assert monitor.failures == 0
-    assert all(a.config()["autocast"] is None for a in monitor.attacks[:4])
+    prefix, *descents = monitor.attacks[:4]
+    settings = [prefix.settings, *(attack.descent for attack in descents)]
+    assert all(one.autocast is None for one in settings)
     for name in ("prefix_inversion", "descent_0"):
         assert monitor.latest[f"leakage/{name}/token_accuracy"] > 0.4
 

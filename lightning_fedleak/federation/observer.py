@@ -661,7 +661,7 @@ class RoundObserver:
             look.truth_error = reason(error)
         for series in seat.series:
             if series.attack in self._failed:
-                look.said[series] = Unknown(self._failed[series.attack])
+                look.answers[series] = Unknown(self._failed[series.attack])
 
         def take() -> GradientSnapshot:
             if batches and seat.stage is not Stage.AGGREGATE:
@@ -687,7 +687,7 @@ class RoundObserver:
             except Exception as error:
                 for series, owner in seat.series.items():
                     if owner is channel:
-                        look.said[series] = Unknown(reason(error))
+                        look.answers[series] = Unknown(reason(error))
         look.stepped.add(0)
 
     def _keys(self) -> dict[str, str]:
@@ -713,7 +713,7 @@ class RoundObserver:
         plans = {plan.attack.name: plan for plan in self._lineup.plans}
         if not known:
             return {
-                series: _unscored(channel, look.said.get(series), plans[series.attack].exposed)
+                series: _unscored(channel, look.answers.get(series), plans[series.attack].exposed)
                 for series, channel in seat.series.items()
             }
         results: dict[Series, Result] = {}
@@ -840,12 +840,12 @@ class RoundObserver:
             for series, channel in self._series.items()
             if one.rpartition("/")[0] == series.log_name and rate != "exposed"
         ]
-        known = any(why is None and said is None for why, said in found)
-        unread = [said for _, said in found if isinstance(said, Unknown)]
+        known = any(why is None and answer is None for why, answer in found)
+        unread = [answer for _, answer in found if isinstance(answer, Unknown)]
         # As in Results: an attack that is made for these updates, and fails, leaves the worst open.
-        if not found or (known and not any(said.applies for said in unread)):
+        if not found or (known and not any(answer.applies for answer in unread)):
             return None
-        reasons = [why for why, _ in found if why] or [said.why for said in unread]
+        reasons = [why for why, _ in found if why] or [answer.why for answer in unread]
         return "; ".join(dict.fromkeys(reasons or ["what it reads is not trained, so not shared"]))
 
     def _never_read(self, series: Series, channel: Channel) -> Unknown | NothingShared | None:
@@ -940,13 +940,13 @@ def _series(channels: Sequence[Channel], stage: Stage) -> dict[Series, Channel]:
     return found | {s: channel for channel in channels for s in channel.further_series()}
 
 
-def _unscored(channel: Channel, said: object, exposed: bool) -> Outcome:
+def _unscored(channel: Channel, answer: object, exposed: bool) -> Outcome:
     """What is known of a guess without the truth: why there is no rate, and certificates."""
     if not exposed:
         return replace(unknown(channel.metrics, "what it reads is not shared"), exposed=False)
-    if isinstance(said, Unknown):
-        return unknown(channel.metrics, said.why, applies=said.applies)
-    told = channel.without_truth(said)
+    if isinstance(answer, Unknown):
+        return unknown(channel.metrics, answer.why, applies=answer.applies)
+    told = channel.without_truth(answer)
     return replace(unknown(channel.metrics, UNKNOWN_HERE), extra=told)
 
 

@@ -543,7 +543,7 @@ class Engine:
         if settled is not None:
             self._publish(look, settled)
             self._fit.waiting = self.results.waiting
-        elif look.asked is None:
+        elif look.scope is None:
             self.options.cadence.next_step = run.step
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:

@@ -67,7 +67,7 @@ class Exchange:
         widths = [1 + self._channels[series].width for series in results]
         rows = [_row(r, width) for r, width in zip(results.values(), widths, strict=True)]
         gathered = self._at_first(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
-        found: dict[Series, Outcome] | None = None
+        pooled: dict[Series, Outcome] | None = None
         if gathered is not None:
             ends = list(accumulate(widths))
             tables = {
@@ -76,46 +76,49 @@ class Exchange:
             }
             silent = (bool((t[:, 0] == NOTHING).all()) for s, t in tables.items() if exposed[s])
             if not any(silent):
-                found = {
+                pooled = {
                     series: self._outcome(series, exposed[series], table, results[series])
                     for series, table in tables.items()
                 }
         if self._many:
-            told = self._told(results, found, next_step).to(_exchange_device(self._device))
-            dist.broadcast(told, src=0)
+            message = self._message(results, pooled, next_step).to(_exchange_device(self._device))
+            dist.broadcast(message, src=0)
             if gathered is None:
-                found, next_step = self._heard(told.tolist(), results)
-        return found, next_step
+                pooled, next_step = self._outcomes_in(message.tolist(), results)
+        return pooled, next_step
 
-    def _at_first(self, mine: Tensor) -> Tensor | None:
+    def _at_first(self, local: Tensor) -> Tensor | None:
         """(clients, numbers) of all processes on the first of them, None on the others."""
         if not self._many:
-            return mine[None]
-        mine = mine.to(_exchange_device(self._device))
+            return local[None]
+        local = local.to(_exchange_device(self._device))
         if dist.get_rank() != 0:
-            dist.gather(mine, None, dst=0)
+            dist.gather(local, None, dst=0)
             return None
-        all_rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.gather(mine, all_rows, dst=0)
+        all_rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.gather(local, all_rows, dst=0)
         return torch.stack(all_rows).cpu()
 
-    def _outcome(self, series: Series, shared: bool, table: Tensor, mine: Result) -> Outcome:
+    def _outcome(self, series: Series, shared: bool, table: Tensor, local: Result) -> Outcome:
         channel = self._channels[series]
         if self._one_client and not channel.parted and not _failed(table):
             table = table[:1]
         outcome = not_shared(channel.metrics)
         if shared:
-            outcome = _combined(channel, series, table, mine)
+            outcome = _combined(channel, series, table, local)
         return replace(outcome, worst={}) if self._one_client else outcome
 
-    def _told(
-        self, of: Iterable[Series], found: Mapping[Series, Outcome] | None, next_step: int
+    def _message(
+        self,
+        series_in_order: Iterable[Series],
+        pooled: Mapping[Series, Outcome] | None,
+        next_step: int,
     ) -> Tensor:
         """What process 0 tells the others: pooled values, and no client's own."""
-        numbers = [float(found is not None), float(next_step)]
-        for series in of:
+        numbers = [float(pooled is not None), float(next_step)]
+        for series in series_in_order:
             channel = self._channels[series]
-            outcome = not_shared(()) if found is None else found[series]
+            outcome = not_shared(()) if pooled is None else pooled[series]
             state = FOUND if outcome.exposed else NOTHING
             if outcome.unknown is not None:
                 state = FAILED if outcome.applies else INAPPLICABLE
@@ -129,14 +132,14 @@ class Exchange:
             numbers += [outcome.extra.get(name, math.nan) for name in channel.extras]
         return torch.tensor(numbers, dtype=torch.float64)
 
-    def _heard(
-        self, told: Sequence[float], results: Mapping[Series, Result]
+    def _outcomes_in(
+        self, message: Sequence[float], results: Mapping[Series, Result]
     ) -> tuple[dict[Series, Outcome] | None, int]:
-        """What :meth:`_told` says, on another process; reasons are its own results'."""
-        shared, next_step, *rest = told
+        """What :meth:`_message` says, on another process; reasons are its own results'."""
+        shared, next_step, *rest = message
         numbers = iter(rest)
-        found: dict[Series, Outcome] = {}
-        for series, mine in results.items():
+        pooled: dict[Series, Outcome] = {}
+        for series, local in results.items():
             channel = self._channels[series]
             state, n, has_now = (next(numbers) for _ in range(3))
             each = {name: [next(numbers) for _ in range(4)] for name in channel.metrics}
@@ -144,16 +147,16 @@ class Exchange:
             if state == FOUND:
                 rates = {name: Rate(*four[:3]) for name, four in each.items()}
                 now = {name: four[3] for name, four in each.items()} if has_now else None
-                found[series] = Outcome(rates, int(n), extra=extra, now=now)
+                pooled[series] = Outcome(rates, int(n), extra=extra, now=now)
             elif state in (FAILED, INAPPLICABLE):
                 other = "the attack failed on another client"
-                why = mine.why if isinstance(mine, Unknown) else other
-                found[series] = unknown(channel.metrics, why, applies=state == FAILED)
+                why = local.why if isinstance(local, Unknown) else other
+                pooled[series] = unknown(channel.metrics, why, applies=state == FAILED)
             elif state in (WAITING, SOON):
-                found[series] = _waits(mine, soon=state == SOON)
+                pooled[series] = _waits(local, soon=state == SOON)
             else:
-                found[series] = not_shared(channel.metrics)
-        return found if shared else None, int(next_step)
+                pooled[series] = not_shared(channel.metrics)
+        return pooled if shared else None, int(next_step)
 
 
 def _exchange_device(device: torch.device) -> torch.device:
@@ -161,8 +164,8 @@ def _exchange_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if "gloo" in dist.get_backend() else device
 
 
-def _waits(mine: Result, *, soon: bool) -> Outcome:
-    why = mine.why if isinstance(mine, Waiting) else "another client waits"
+def _waits(local: Result, *, soon: bool) -> Outcome:
+    why = local.why if isinstance(local, Waiting) else "another client waits"
     return pending(why, soon=soon)
 
 
@@ -184,22 +187,24 @@ def _failed(rows: Tensor) -> list[int]:
     return [i for i, state in enumerate(rows[:, 0].tolist()) if state in (FAILED, INAPPLICABLE)]
 
 
-def _combined(channel: Channel, series: Series, rows: Tensor, mine: Result) -> Outcome:
+def _combined(channel: Channel, series: Series, rows: Tensor, local: Result) -> Outcome:
     """Pools the clients' rows (clients, width), not all of which are NOTHING.
 
     Unknown where any client's attack failed: what leaks there is not known to be less. Pending
     where every client waits that has anything at all.
     """
-    found = {i: r[1:] for i, r in enumerate(rows.tolist()) if r[0] == FOUND}
+    rows_of_clients = {i: r[1:] for i, r in enumerate(rows.tolist()) if r[0] == FOUND}
     failed = _failed(rows)
     if failed:
-        why = mine.why if isinstance(mine, Unknown) else f"the attack failed on client {failed[0]}"
-        applies = bool(found) or bool((rows[:, 0] == FAILED).any())
+        why = (
+            local.why if isinstance(local, Unknown) else f"the attack failed on client {failed[0]}"
+        )
+        applies = bool(rows_of_clients) or bool((rows[:, 0] == FAILED).any())
         return unknown(channel.metrics, why, applies=applies)
-    if not found:
-        return _waits(mine, soon=bool((rows[:, 0] == SOON).any()))
+    if not rows_of_clients:
+        return _waits(local, soon=bool((rows[:, 0] == SOON).any()))
     try:
-        return channel.pooled(series, found)
+        return channel.pooled(series, rows_of_clients)
     except Exception as error:
         return unknown(channel.metrics, reason(error))
 

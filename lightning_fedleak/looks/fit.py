@@ -243,27 +243,27 @@ class Fit:
             return
         self._take_turn(step)
         queued = [series for series in self._series if series.attack in self.lineup.queue]
-        asked: frozenset[Series] | None = None
+        scope: frozenset[Series] | None = None
         if not self._cadence.due(step):
             exposed = {plan.attack.name for plan in self.lineup.exposed}
-            asked = frozenset(s for s in self.waiting.difference(queued) if s.attack in exposed)
-            if not asked:
+            scope = frozenset(s for s in self.waiting.difference(queued) if s.attack in exposed)
+            if not scope:
                 return
-        self.look = look = Look(step, asked=asked)
+        self.look = look = Look(step, scope=scope)
         with look.clock(self.run.device):
-            look.said |= dict.fromkeys(queued, Waiting("its calibration waits for its turn"))
-            if asked is None:
+            look.answers |= dict.fromkeys(queued, Waiting("its calibration waits for its turn"))
+            if scope is None:
                 self.follow()
             else:
-                others = self._series.keys() - asked
-                look.said |= dict.fromkeys(others, Waiting("not asked in this step"))
+                others = self._series.keys() - scope
+                look.answers |= dict.fromkeys(others, Waiting("not asked in this step"))
             self._followed = False
-            if asked is None or self._local_steps is not None:
+            if scope is None or self._local_steps is not None:
                 self._refresh(look)
             self._tap.arm()
             if self._update_tap is not None:
                 self._update_tap.begin()
-            for channel in self._asked(look):
+            for channel in self._channels_in(look):
                 channel.arm()
 
     def _take_turn(self, step: int) -> None:
@@ -279,23 +279,23 @@ class Fit:
                 self._turn = None
                 rank_zero_info(f"LeakageMonitor: '{queue.pop(0)}' is calibrated now")
 
-    def _asked(self, look: Look) -> list[Channel]:
+    def _channels_in(self, look: Look) -> list[Channel]:
         """The channels that a look is of."""
-        asked = self._series if look.asked is None else look.asked
-        return [c for c in self._channels if any(self._series[s] is c for s in asked)]
+        scope = self._series if look.scope is None else look.scope
+        return [c for c in self._channels if any(self._series[s] is c for s in scope)]
 
     def _refresh(self, look: Look) -> None:
         """Lets the attacks that a look is of follow the model, once in a look."""
         if self._followed:
             return
         self._followed = True
-        asked = self._series if look.asked is None else look.asked
+        scope = self._series if look.scope is None else look.scope
         look.seconds += self.lineup.calibrating_seconds  # which are no look's
-        failed = self.lineup.refresh(look.step, {series.attack for series in asked})
+        failed = self.lineup.refresh(look.step, {series.attack for series in scope})
         look.seconds -= self.lineup.calibrating_seconds
-        for series in asked:
+        for series in scope:
             if series.attack in failed:
-                look.said[series] = Unknown(failed[series.attack])
+                look.answers[series] = Unknown(failed[series.attack])
 
     def _still_waits(self, moment: Moment) -> bool:
         """Whether the gradients are zero still that all attacks of a try wait for: cheap to see.
@@ -303,9 +303,9 @@ class Fit:
         All processes find the same.
         """
         look = moment.look
-        if look.asked is None or self._local_steps is not None:
+        if look.scope is None or self._local_steps is not None:
             return False
-        zeros = [self._waits[s].zeros if s in self._waits else () for s in look.asked]
+        zeros = [self._waits[s].zeros if s in self._waits else () for s in look.scope]
         still = all(zeros)
         if still and moment.wanted:
             view, roles = moment.gradients(), {role for each in zeros for role in each}
@@ -313,9 +313,9 @@ class Fit:
                 bool(view.tensors[role].any()) for role in roles if role in view.tensors
             )
         still = self.run.on_all_processes(still)
-        for series in look.asked if still else ():
+        for series in look.scope if still else ():
             if series.stage in moment.wanted:
-                look.said.setdefault(series, self._waits[series])
+                look.answers.setdefault(series, self._waits[series])
         return still
 
     def _gathered(self, plan: Plan) -> bool:
@@ -430,7 +430,7 @@ class Fit:
             if self._still_waits(moment):
                 return
             self._refresh(look)
-            for channel in self._asked(look):
+            for channel in self._channels_in(look):
                 try:
                     channel.at_moment(moment)
                 except Exception as error:
@@ -440,7 +440,7 @@ class Fit:
         """Nothing is known of any series of a channel that crashed."""
         for series, owner in self._series.items():
             if owner is channel:
-                look.said[series] = Unknown(reason(error))
+                look.answers[series] = Unknown(reason(error))
 
     def _show_update(self, look: Look, local_steps: int, tap: UpdateTap) -> None:
         look.step_seconds = look.elapsed() / local_steps
@@ -477,7 +477,7 @@ class Fit:
             self._check(held, look)
             look.batches.append(held)
         look.batch = None
-        for channel in self._asked(look):
+        for channel in self._channels_in(look):
             channel.batch_ends(held)
         if not tried:
             return None
@@ -505,14 +505,14 @@ class Fit:
             look.truth_error = reason(error)
 
     def _finish(self, look: Look) -> dict[Series, Outcome] | None:
-        """Scores every attack that was asked, pools over processes, and fixes the next look."""
+        """Score every attack that the look is of, pool over processes, and fix the next look."""
         results: dict[Series, Result] = {}
-        asked = self._series.keys() if look.asked is None else look.asked
-        still = {s: w for s, w in self._waits.items() if s in asked and look.said.get(s) is w}
+        scope = self._series.keys() if look.scope is None else look.scope
+        still = {s: w for s, w in self._waits.items() if s in scope and look.answers.get(s) is w}
         with look.clock(self.run.device):
-            for channel in self._asked(look) if still.keys() != asked else ():
+            for channel in self._channels_in(look) if still.keys() != scope else ():
                 results |= channel.results(look)
-        results = {s: r for s, r in results.items() if s in asked} | still
+        results = {s: r for s, r in results.items() if s in scope} | still
         self._waits |= {s: r for s, r in results.items() if isinstance(r, Waiting)}
         nothing = all(isinstance(result, Waiting) for result in results.values())
         next_step = self._next_step(look, nothing=nothing)
@@ -529,10 +529,10 @@ class Fit:
     def _next_step(self, look: Look, *, nothing: bool) -> int:
         step_seconds = self._clock.seconds or look.step_seconds
         self._unpaid += look.seconds
-        if look.asked is not None and nothing:
+        if look.scope is not None and nothing:
             return self._cadence.next_step
         cost, self._unpaid = self._unpaid, 0.0
-        if look.asked is None:
+        if look.scope is None:
             proposed = self._cadence.after_look(look.step, cost, step_seconds)
             return max(proposed, look.step + (self._local_steps or 1))
         return self._cadence.after_try(cost, step_seconds)

@@ -211,7 +211,7 @@ class Look:
         step: optimizer step looked at.
         batches: the step's micro-batches, by reference, before any defence touched them.
         batch: the micro-batch at work, which may yet turn out to train nothing.
-        said: what an attack said in a series, or why it said nothing (yet).
+        answers: what an attack answered in a series, or why it has no answer (yet).
         truth_error: why a batch could not be read; None where all were.
         stepped: ids of the optimizers that were really about to step (none: nothing was shared).
         seconds: time spent so far.
@@ -221,14 +221,14 @@ class Look:
         noise_std: of what defences have added to each number of this client's update so far; NaN
             where one of them did not say.
         loss_terms: ids of the parameters of which a loss of the step has a term of their own.
-        kept: what channels keep until the look is published, by keys of their own.
-        asked: the series that are tried again, where it is of these alone; None: of all.
+        notes: what channels keep until the look is published, by keys of their own.
+        scope: the series that are tried again, where the look is of these alone; None: all.
     """
 
     step: int
     batches: list[TokenBatch] = field(default_factory=list)
     batch: TokenBatch | None = None
-    said: dict[Series, object] = field(default_factory=dict)
+    answers: dict[Series, object] = field(default_factory=dict)
     truth_error: str | None = None
     stepped: set[int] = field(default_factory=set)
     seconds: float = 0.0
@@ -238,8 +238,8 @@ class Look:
     learning_rates: list[set[float]] = field(default_factory=list)
     noise_std: float = 0.0
     loss_terms: set[int] = field(default_factory=set)
-    kept: dict[object, Any] = field(default_factory=dict)
-    asked: frozenset[Series] | None = None
+    notes: dict[object, Any] = field(default_factory=dict)
+    scope: frozenset[Series] | None = None
 
     def elapsed(self) -> float:
         """Seconds since the look began that were not its own."""

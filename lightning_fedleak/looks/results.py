@@ -123,7 +123,7 @@ class Results:
             look: of some series alone where these are tried again.
             outcomes: None where nothing was shared, which is *unknown* after too many such steps.
         """
-        if look.asked is not None:
+        if look.scope is not None:
             tried = (outcomes or {}).items()
             return {s: o for s, o in tried if not o.soon or self._late(s, look.step)} or None
         if outcomes is None:

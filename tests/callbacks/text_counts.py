@@ -77,11 +77,11 @@ class CountsChannel(Channel):
         self.seen: dict[Series, Counts] = {}
         self.shown: list[tuple[int, str]] = []
 
-    def score(self, look: Look, series: Series, said: Any) -> list[float]:
-        assert isinstance(said, CountGuess)
+    def score(self, look: Look, series: Series, answer: Any) -> list[float]:
+        assert isinstance(answer, CountGuess)
         texts = sum(len(batch.input_ids) for batch in look.batches)
-        look.kept[series] = said
-        return [float(said.texts == texts), float(said.texts - texts)]
+        look.notes[series] = answer
+        return [float(answer.texts == texts), float(answer.texts - texts)]
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         right = sum(int(row[0]) for row in rows.values())
@@ -96,7 +96,7 @@ class CountsChannel(Channel):
         )
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], report: Report) -> None:
-        self.shown += [(look.step, s.log_name) for s in outcomes if s in look.kept]
+        self.shown += [(look.step, s.log_name) for s in outcomes if s in look.notes]
 
     def clear(self) -> None:
         self.seen.clear()

@@ -254,11 +254,11 @@ class Channel(ABC):
             return Unknown(f"the batch could not be read: {look.truth_error}")
         if empty or not look.stepped or not plan.exposed:
             return NothingShared()
-        said = look.said.get(series, Unknown("the attack was not run"))
-        if isinstance(said, Unknown | Waiting):
-            return said
+        answer = look.answers.get(series, Unknown("the attack was not run"))
+        if isinstance(answer, Unknown | Waiting):
+            return answer
         try:
-            return Found(self.score(look, series, said))
+            return Found(self.score(look, series, answer))
         except Exception as error:
             return Unknown(reason(error))
 
@@ -267,23 +267,23 @@ class Channel(ABC):
         return not any(batch.input_ids.numel() for batch in look.batches)
 
     @abstractmethod
-    def score(self, look: Look, series: Series, said: Any) -> Sequence[float]:
+    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
         """What an attack's guess is worth against the truth, as :attr:`width` packed numbers.
 
         Args:
-            look: with the batches; what is to be shown of the guess goes into ``look.kept``.
+            look: with the batches; what is to be shown of the guess goes into ``look.notes``.
             series: whose.
-            said: what :meth:`at_moment` left in ``look.said``.
+            answer: what :meth:`at_moment` left in ``look.answers``.
 
         Raises:
             Exception: there is no score; the result is unknown.
         """
 
-    def without_truth(self, said: Any) -> dict[str, float]:
+    def without_truth(self, answer: Any) -> dict[str, float]:
         """What a guess says where the truth is not known: what the adversary itself can tell.
 
         Args:
-            said: what :meth:`at_moment` left in ``look.said``.
+            answer: what :meth:`at_moment` left in ``look.answers``.
 
         Returns:
             Values by name, among :attr:`extras`. Default: none.
@@ -360,8 +360,8 @@ class Channel(ABC):
         view = moment.gradients()
         for plan in mine:
             series = self.series_at(plan.attack, moment.wanted)
-            if silent := [s for s in series if s not in moment.look.said]:
-                moment.look.said |= dict.fromkeys(silent, guess(plan, view, self.run))
+            if silent := [s for s in series if s not in moment.look.answers]:
+                moment.look.answers |= dict.fromkeys(silent, guess(plan, view, self.run))
 
 
 def channels_of(attacks: Sequence[Attack], settings: Settings) -> list[Channel]:

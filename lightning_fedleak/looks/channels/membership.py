@@ -82,7 +82,7 @@ class _Games:
         canary: the gradient of their crafted layers, on its way out.
     """
 
-    asked: Targets
+    targets: Targets
     canary: CanaryGradient
 
 
@@ -96,7 +96,7 @@ class _Table:
         whole: all of them are asked for, also where the loss looks away.
     """
 
-    asked: Targets | Waiting | Unknown
+    targets: Targets | Waiting | Unknown
     games: dict[str, _Games | Unknown] = field(default_factory=dict)
     whole: bool = False
 
@@ -431,7 +431,7 @@ class MembershipChannel(Channel):
         if self._canary_scores is not None:
             every = _drawn(lambda _, b: self._sources.all_canaries(b), step, batches)
             self._tables[_EVERY] = _Table(every, whole=True)
-        dealt = [t for t in self._tables.values() if isinstance(t.asked, Targets)]
+        dealt = [t for t in self._tables.values() if isinstance(t.targets, Targets)]
         layers: dict[int, _Layer | Unknown] = {}
         for attack in self.attacks if dealt else ():
             if attack.layer not in layers:
@@ -442,7 +442,7 @@ class MembershipChannel(Channel):
                     table.games[attack.name] = (
                         layer
                         if isinstance(layer, Unknown)
-                        else self._games(attack, batches, layer, table.asked, table.whole)
+                        else self._games(attack, batches, layer, table.targets, table.whole)
                     )
                 except Exception as error:
                     table.games[attack.name] = Unknown(reason(error))
@@ -502,10 +502,10 @@ class MembershipChannel(Channel):
         attack: MembershipAttack,
         batches: Sequence[TokenBatch],
         layer: _Layer,
-        asked: Targets | Waiting | Unknown,
+        targets: Targets | Waiting | Unknown,
         whole: bool,
     ) -> _Games:
-        assert isinstance(asked, Targets)
+        assert isinstance(targets, Targets)
         upstream = [
             upstream_of(
                 gradient.to(hidden.device),
@@ -516,8 +516,8 @@ class MembershipChannel(Channel):
             )
             for batch, hidden, gradient in zip(batches, layer.client, layer.gradients, strict=True)
         ]
-        asked = asked if whole else _reached(attack, asked, upstream)
-        parts = [asked.at(i) for i in torch.split(torch.arange(len(asked.members)), _AT_ONCE)]
+        targets = targets if whole else _reached(attack, targets, upstream)
+        parts = [targets.at(i) for i in torch.split(torch.arange(len(targets.members)), _AT_ONCE)]
         embedded = torch.cat(
             [attack.embed(self._embedded(attack.layer, p.rows), p.query()) for p in parts]
         )
@@ -525,7 +525,7 @@ class MembershipChannel(Channel):
             attack.gradient(embedded, hidden, batch.attention_mask, arrived)
             for batch, hidden, arrived in zip(batches, layer.client, upstream, strict=True)
         ]
-        return _Games(asked, CanaryGradient(torch.cat(samples)))
+        return _Games(targets, CanaryGradient(torch.cat(samples)))
 
     def before_defense(
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -557,16 +557,16 @@ class MembershipChannel(Channel):
             self._begin(look.step, [*look.batches, *now], moment.scale)
         shared = Stage.SHARED in moment.wanted
         for attack in self.attacks if moment.wanted else ():
-            said = self._guess(attack, str(Stage.SHARED), look.step, moment.wanted[0])
+            answer = self._guess(attack, str(Stage.SHARED), look.step, moment.wanted[0])
             for series in self.series_at(attack, moment.wanted):
-                look.said.setdefault(series, said)
+                look.answers.setdefault(series, answer)
             if shared and self._audits:
-                said = self._guess(attack, AUDIT, look.step, Stage.SHARED)
-                look.said.setdefault(self._audits[attack.name], said)
+                answer = self._guess(attack, AUDIT, look.step, Stage.SHARED)
+                look.answers.setdefault(self._audits[attack.name], answer)
             if shared and self._canary_scores is not None:
-                said = self._guess(attack, _EVERY, look.step, Stage.SHARED)
-                if isinstance(said, Played):
-                    look.kept.setdefault((self.family, attack.name), said.scores)
+                answer = self._guess(attack, _EVERY, look.step, Stage.SHARED)
+                if isinstance(answer, Played):
+                    look.notes.setdefault((self.family, attack.name), answer.scores)
         if Stage.SHARED in moment.stages:
             self._leaving = False
 
@@ -577,8 +577,8 @@ class MembershipChannel(Channel):
         table = self._tables.get(table_name)
         if table is None:
             return Unknown("the games were not begun")
-        if not isinstance(table.asked, Targets):
-            return table.asked
+        if not isinstance(table.targets, Targets):
+            return table.targets
         games = table.games.get(attack.name, Unknown("the games were not begun"))
         if isinstance(games, Unknown):
             return games
@@ -590,27 +590,27 @@ class MembershipChannel(Channel):
             noise_std=games.canary.noise_std,
         )
         try:
-            said = attack.run(Observation((snapshot,)), games.asked.query())
-            check_guess(attack, said, self.guesses)
+            answer = attack.run(Observation((snapshot,)), games.targets.query())
+            check_guess(attack, answer, self.guesses)
         except Exception as error:
             return Unknown(reason(error))
-        return _played(said, games.asked.members)
+        return _played(answer, games.targets.members)
 
     def series_of(self, plan: Plan) -> list[Series]:
         """Those at the stages, and that of the user's canaries."""
         audits = [self._audits[plan.attack.name]] if self._audits else []
         return super().series_of(plan) + audits
 
-    def score(self, look: Look, series: Series, said: object) -> list[float]:
+    def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """The games of one look, packed."""
-        if not isinstance(said, Played):
+        if not isinstance(answer, Played):
             raise UnusableObservation("the attack guessed something else")
-        return said.pack(self.width)
+        return answer.pack(self.width)
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
         """The scores of the user's canaries count."""
         if self._canary_scores is not None:
-            kept = {name: look.kept.get((self.family, name)) for name in self._audits}
+            kept = {name: look.notes.get((self.family, name)) for name in self._audits}
             self._canary_scores.add({n: scores for n, scores in kept.items() if scores is not None})
 
     # ---- over clients and looks -------------------------------------------------------------
@@ -708,25 +708,25 @@ class PassiveMembershipChannel(MembershipChannel):
                 self._tables[name] = _Table(_drawn(draw, look.step, batches))
         for plan in self.plans:
             mine = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
-            silent = any(s not in look.said for s in self.series_of(plan))
+            silent = any(s not in look.answers for s in self.series_of(plan))
             if not plan.exposed or not mine or not silent:
                 continue
-            said = self._asked(plan, self._tables[str(Stage.SHARED)].asked, moment)
+            answer = self._asked(plan, self._tables[str(Stage.SHARED)].targets, moment)
             for series in self.series_at(plan.attack, moment.wanted):
-                look.said.setdefault(series, said)
+                look.answers.setdefault(series, answer)
             if AUDIT in self._tables and Stage.SHARED in moment.wanted:
-                said = self._asked(plan, self._tables[AUDIT].asked, moment)
-                look.said.setdefault(self._audits[plan.attack.name], said)
+                answer = self._asked(plan, self._tables[AUDIT].targets, moment)
+                look.answers.setdefault(self._audits[plan.attack.name], answer)
 
     def _asked(
-        self, plan: Plan, asked: Targets | Waiting | Unknown, moment: Moment
+        self, plan: Plan, targets: Targets | Waiting | Unknown, moment: Moment
     ) -> Played | Unknown | Waiting:
-        if not isinstance(asked, Targets):
-            return asked
-        said = guess(plan, moment.gradients(), self.run, asked.query())
-        if isinstance(said, Unknown | Waiting):
-            return said
-        return _played(said, asked.members)
+        if not isinstance(targets, Targets):
+            return targets
+        answer = guess(plan, moment.gradients(), self.run, targets.query())
+        if isinstance(answer, Unknown | Waiting):
+            return answer
+        return _played(answer, targets.members)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the user's canaries are kept with the games of crafted layers."""
@@ -781,14 +781,14 @@ def _drawn(
         return Unknown(reason(error))
 
 
-def _reached(attack: MembershipAttack, asked: Targets, upstream: Sequence[Tensor]) -> Targets:
+def _reached(attack: MembershipAttack, targets: Targets, upstream: Sequence[Tensor]) -> Targets:
     """The targets without tokens of the batch that the loss looks away from.
 
     Their gradient is exactly zero whatever is asked. A server that chooses its layers would not let
     that happen, so that such a token must not count as one that is kept secret.
     """
     rows = [row for batch in upstream for row in batch]
-    where = zip(asked.places.tolist(), asked.positions.tolist(), strict=True)
+    where = zip(targets.places.tolist(), targets.positions.tolist(), strict=True)
     token = attack.granularity == "token"
     there = torch.stack([rows[row][column if token else 0] for row, column in where if row >= 0])
     if not bool((there != 0).any()):
@@ -796,7 +796,7 @@ def _reached(attack: MembershipAttack, asked: Targets, upstream: Sequence[Tensor
             f"the loss does not depend on the hidden states at layer {attack.layer} of any of the "
             f"{len(there)} tokens asked for; a lower layer would be reached"
         )
-    return asked.reached(there != 0)
+    return targets.reached(there != 0)
 
 
 __all__ = ["MembershipChannel", "PassiveMembershipChannel", "Played"]

@@ -266,17 +266,17 @@ class TextsChannel(Channel):
         if chosen is None:
             return
         for attack in self.inverters:
-            if Series.at(self._stages[0], attack.name) in look.said:
+            if Series.at(self._stages[0], attack.name) in look.answers:
                 continue
-            said: Inverted | Unknown = Unknown("")
+            answer: Inverted | Unknown = Unknown("")
             for i, stage in enumerate(self._stages):
                 if i == 0 or attack.layer in self._defended:
-                    said = (
+                    answer = (
                         chosen
                         if isinstance(chosen, Unknown)
                         else self._reconstructed(attack, stage, chosen, look.step)
                     )
-                look.said[Series.at(stage, attack.name)] = said
+                look.answers[Series.at(stage, attack.name)] = answer
 
     def _choose(
         self,
@@ -368,21 +368,21 @@ class TextsChannel(Channel):
             position_ids=_stacked(ids) if ids else None,
         )
 
-    def score(self, look: Look, series: Series, said: object) -> list[float]:
+    def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Right tokens of each text."""
-        if isinstance(said, TextGuess):
+        if isinstance(answer, TextGuess):
             [attack] = (a for a in self.attacks if a.name == series.attack)
-            said = self._matched(said, attack, look)
-        if not isinstance(said, Inverted):
+            answer = self._matched(answer, attack, look)
+        if not isinstance(answer, Inverted):
             raise UnusableObservation("the attack guessed something else")
-        look.kept[series] = said
-        return said.pack(self.settings.texts)
+        look.notes[series] = answer
+        return answer.pack(self.settings.texts)
 
-    def without_truth(self, said: object) -> dict[str, float]:
+    def without_truth(self, answer: object) -> dict[str, float]:
         """Whether an attack on gradients finished, and certifies its texts."""
-        if not isinstance(said, TextGuess):
+        if not isinstance(answer, TextGuess):
             return {}
-        told = {"finished": said.finished, "certified": said.certified}
+        told = {"finished": answer.finished, "certified": answer.certified}
         return {name: float(value) for name, value in told.items() if value is not None}
 
     def _matched(self, guess: TextGuess, attack: TextAttack, look: Look) -> Inverted:
@@ -411,9 +411,9 @@ class TextsChannel(Channel):
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
         """Reveals texts, and draws at which places tokens were recovered."""
         for series, outcome in outcomes.items():
-            if series in look.kept and pages.reveal is not None:
+            if series in look.notes and pages.reveal is not None:
                 title = f"== step {look.step}, {series.log_name}"
-                _reveal(pages.reveal, title, look.kept[series])
+                _reveal(pages.reveal, title, look.notes[series])
             if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
                 name, places = series.log_name, outcome.by_position
                 add_place_histogram(pages.boards, name, places, look.step)
@@ -464,11 +464,11 @@ def _reveal(files: RevealFiles, title: str, found: Inverted) -> None:
     for sent, guessed, real in zip(
         found.input_ids, found.guess.tokens.to(found.input_ids.device), found.real, strict=True
     ):
-        true, said = sent[real].tolist(), guessed[real].tolist()
-        right = sum(a == b for a, b in zip(true, said, strict=True))
+        true, answer = sent[real].tolist(), guessed[real].tolist()
+        right = sum(a == b for a, b in zip(true, answer, strict=True))
         lines.append(f"-- {right} of {len(true)} tokens right")
         lines.append(f"original:      {files.text(true)}")
-        lines.append(f"reconstructed: {files.text(said)}")
+        lines.append(f"reconstructed: {files.text(answer)}")
     files.append("texts", lines)
 
 

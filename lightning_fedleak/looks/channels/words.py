@@ -164,8 +164,8 @@ class WordsChannel(Channel):
             mine = plan.optimizer in (None, moment.optimizer)
             if plan.roles == (HEAD_WEIGHT,) and plan.exposed and mine:
                 series = self._own_series[plan.attack.name]
-                if series not in look.said:
-                    look.said[series] = guess(plan, view, self.run)
+                if series not in look.answers:
+                    look.answers[series] = guess(plan, view, self.run)
 
     def series_of(self, plan: Plan) -> list[Series]:
         """Those at the stages, and that of the head's own part."""
@@ -205,22 +205,22 @@ class WordsChannel(Channel):
         tokens = self.run.summed(tokens)
         return None if look.truth_error else WordTruth.of_mask(mask > 0, int(tokens))
 
-    def score(self, look: Look, series: Series, said: object) -> list[float]:
+    def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Counts a guess against the words of the look's batches."""
-        if not isinstance(said, WordGuess):
-            raise TypeError(f"no score is known for a {type(said).__name__}")
+        if not isinstance(answer, WordGuess):
+            raise TypeError(f"no score is known for a {type(answer).__name__}")
         assert self._truth is not None
-        types = self._truth.types(said.surface)
+        types = self._truth.types(answer.surface)
         metric = self._metric()
-        metric.update(said, types)
-        look.kept[series] = (said, types)
+        metric.update(answer, types)
+        look.notes[series] = (answer, types)
         return metric.pack()
 
-    def without_truth(self, said: object) -> dict[str, float]:
+    def without_truth(self, answer: object) -> dict[str, float]:
         """Whether the adversary can tell that no type is missing, and how many it tells apart."""
-        if not isinstance(said, WordGuess):
+        if not isinstance(answer, WordGuess):
             return {}
-        told = {"certified": said.certified, "capacity": said.capacity}
+        told = {"certified": answer.certified, "capacity": answer.capacity}
         return {name: float(value) for name, value in told.items() if value is not None}
 
     def _metric(self) -> WordRecovery:
@@ -234,12 +234,12 @@ class WordsChannel(Channel):
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
         """Reveals words, and draws how far the scores of used and unused types lie apart."""
-        for series in (s for s in outcomes if s in look.kept):
-            said, types = look.kept[series]
+        for series in (s for s in outcomes if s in look.notes):
+            answer, types = look.notes[series]
             if pages.reveal is not None:
-                _reveal(pages.reveal, f"== step {look.step}, {series.log_name}", said, types)
+                _reveal(pages.reveal, f"== step {look.step}, {series.log_name}", answer, types)
             if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
-                add_score_histograms(pages.boards, series.log_name, said, types, look.step)
+                add_score_histograms(pages.boards, series.log_name, answer, types, look.step)
 
     # ---- over clients -----------------------------------------------------------------------
 
@@ -259,10 +259,10 @@ class WordsChannel(Channel):
         )
 
 
-def _reveal(files: RevealFiles, title: str, said: WordGuess, truth: Tensor) -> None:
+def _reveal(files: RevealFiles, title: str, answer: WordGuess, truth: Tensor) -> None:
     """Writes what was recovered at one look, right and wrong guesses apart."""
     true_ids = set(truth.tolist())
-    guessed = said.types.tolist()
+    guessed = answer.types.tolist()
     right = [t for t in guessed if t in true_ids]
     wrong = [t for t in guessed if t not in true_ids]
     missed = sorted(true_ids.difference(guessed))

@@ -338,7 +338,7 @@ def test_the_worst_of_a_family_is_not_that_of_the_attack_that_waited() -> None:
     assert WORST not in kept.look_values
     assert kept.look_values[f"{WORST}_at_least"] == 0.9
     assert kept.waiting == {second}
-    kept.add(Look(1, asked=frozenset({second})), {second: f1(0.3)}, {})
+    kept.add(Look(1, scope=frozenset({second})), {second: f1(0.3)}, {})
     assert kept.look_values[WORST] == kept.latest[WORST] == 0.9
     assert kept.waiting == frozenset()
 
@@ -349,7 +349,7 @@ def test_a_wait_is_kept_in_checkpoints_and_ends() -> None:
     kept.add(Look(3), waits, {})
     again, *_ = results()
     again.load_state_dict(kept.state_dict())
-    tried = Look(1004, asked=frozenset({second}))
+    tried = Look(1004, scope=frozenset({second}))
     alone = {second: pending("b", soon=True)}
     assert again.settled(replace(tried, step=1003), alone) is None
     assert again.settled(tried, None) is None, "nothing was shared in that step"

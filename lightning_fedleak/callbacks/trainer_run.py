@@ -48,9 +48,10 @@ class TrainerRun(Run):
 
     trainer: L.Trainer
 
-    def metrics(self) -> Mapping[str, float]:
-        """Return the Trainer's ``callback_metrics``."""
-        return {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+    def metrics(self, names: Sequence[str]) -> Mapping[str, float]:
+        """Return those of the Trainer's ``callback_metrics`` that are known by now, by name."""
+        logged = self.trainer.callback_metrics
+        return {name: float(logged[name]) for name in names if name in logged}
 
     def publish(self, values: Mapping[str, float]) -> None:
         """Put values among the Trainer's ``callback_metrics``."""

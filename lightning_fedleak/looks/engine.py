@@ -549,9 +549,9 @@ class Engine:
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         run, report = self._fit.run, self._report
         assert report is not None
-        utility = {n: v for n, v in run.metrics().items() if n in self.options.utility}
+        utility = run.metrics(self.options.utility)
         spent = privacy_values(accounting(run.defenses))
-        beside = {f"utility/{n}": utility[n] for n in self.options.utility if n in utility} | spent
+        beside = {f"utility/{name}": value for name, value in utility.items()} | spent
         self.results.playing |= outcomes.keys()
         shared = bool(self._fit.lineup.trained)
         outcomes = self.results.add(look, outcomes, beside, shared=shared)

@@ -87,7 +87,7 @@ class InTurn(LeakageMonitor):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.now = self.arm(trainer)
-        self.cadence.next_step = trainer.global_step + (self.now != "look")
+        self.engine.options.cadence.next_step = trainer.global_step + (self.now != "look")
         if self.now != "off":
             with self.owned():
                 super().on_train_batch_start(trainer, pl_module, batch, batch_idx)

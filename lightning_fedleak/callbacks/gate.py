@@ -27,6 +27,7 @@ from lightning_fedleak.looks.gates import (
 )
 from lightning_fedleak.records import GateDecision
 from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -39,7 +40,7 @@ _DPSGD_MEND = (
 
 @dataclass(frozen=True)
 class GateEvent:
-    """What a gate found when it fired.
+    """Hold what a gate measured when it fired.
 
     Attributes:
         metric: the watched name.
@@ -49,11 +50,11 @@ class GateEvent:
         at_most: the threshold.
         checkpoint: where the run was saved; None where it was not.
         verdict: what all looks together show; None with ``bound="value"``.
-        hardened: what was turned up instead of stopping.
-        exhausted: the defences that are as strong as they get, so that there was nothing to turn
-            up; empty where the gate would not have.
-        of: of the worst of a family, whose value it is; else empty.
-        why: why nothing is known, where the gate itself knows.
+        hardened: changes to the defences that were made instead of stopping.
+        exhausted: the defences that are at their strongest, so that the gate stopped instead;
+            else empty.
+        of: the attack with the highest value, where the worst of a family is watched; else empty.
+        why: why the value is unknown, where the gate itself can say.
     """
 
     metric: str
@@ -70,32 +71,35 @@ class GateEvent:
     why: str = ""
 
     def __str__(self) -> str:
-        """What happened, in the words that users see."""
+        """Return the message that users see."""
         if math.isnan(self.value):
             why = self.why or "the attack gave no result; leakage.jsonl says why"
-            found = f"{self.metric} is unknown ({why}). A strict gate treats unknown as a breach"
+            measurement = (
+                f"{self.metric} is unknown ({why}). A strict gate treats unknown as a breach"
+            )
         else:
             interval = "" if math.isnan(self.low) else f" (95% {self.low:.3f} to {self.high:.3f})"
             # 0.3003 is not at most 0.3, and should not read like it.
             digits = 3
             if self.value != self.at_most:
                 digits = next((n for n in (3, 6, 9) if round(self.value, n) != self.at_most), 17)
-            found = f"{self.metric} = {self.value:.{digits}f}{interval}"
+            measurement = f"{self.metric} = {self.value:.{digits}f}{interval}"
             if self.of:
-                found += f", of {self.of}"
+                measurement += f", of {self.of}"
         if self.verdict is not None:
-            found += " at this look"
-        saved, go_on, shown = "", "", ""
+            measurement += " at this look"
+        saved, resume_hint, evidence = "", "", ""
         if self.verdict is not None and self.verdict.fires:
-            shown = f"\n  evidence: {self.verdict.explain(self.at_most)}"
+            evidence = f"\n  evidence: {self.verdict.explain(self.at_most)}"
         if self.checkpoint is not None:
             saved = f"\n  saved:    {self.checkpoint}"
-            go_on = (
+            resume_hint = (
                 f" To go on from here: trainer.fit(..., ckpt_path='{self.checkpoint}'). This "
                 "gate checks again at the first measurement after you resume."
             )
         start = (
-            f"at step {self.step}\n  measured: {found}\n  allowed:  at most {self.at_most:g}{shown}"
+            f"at step {self.step}\n  measured: {measurement}\n  allowed:  at most "
+            f"{self.at_most:g}{evidence}"
         )
         if self.hardened:
             return f"{start}\n  hardened: {'; '.join(self.hardened)}"
@@ -108,12 +112,12 @@ class GateEvent:
             mend = "let the defences start stronger or be turned up further (max_hardenings)"
         if math.isnan(self.value) and (self.verdict is None or not self.verdict.fires):
             what_now = (
-                "what was shared was not measured, so nothing is known of it. leakage.jsonl holds "
-                "the reason. Mend that, or let unknown looks pass with patience= or strict=False"
+                "what was shared was not measured, so its leakage is unknown. leakage.jsonl holds "
+                "the reason. Fix that, or let unknown looks pass with patience= or strict=False"
             )
         else:
             what_now = f"{self._finding()}. Use larger batches, {mend}, or raise at_most"
-        return f"{start}{saved}\n  what now: {what_now}.{go_on}"
+        return f"{start}{saved}\n  what now: {what_now}.{resume_hint}"
 
     def _finding(self) -> str:
         if self.verdict is None or not self.verdict.fires:
@@ -127,12 +131,11 @@ Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
 
 class RiskGate(EitherCallback):
-    """Acts when a metric of a :class:`LeakageMonitor` exceeds a threshold.
+    """Act when a metric of a :class:`LeakageMonitor` exceeds a threshold.
 
     Looks at every result of the monitor, at the level of steps. With several processes the first
     one judges, and the others get a value only where the gate acts on it. Before it stops or raises
-    it saves a checkpoint (not under ``fast_dev_run``). What other metrics and attacks give, or fail
-    to give, is nothing to it.
+    it saves a checkpoint (not under ``fast_dev_run``). Other metrics and attacks do not affect it.
 
     What "exceeds" means is ``bound``. A gate that compares every look by itself acts sooner or
     later on any noisy metric; the other two spend one probability of error, ``alpha``, on all
@@ -162,9 +165,9 @@ class RiskGate(EitherCallback):
     which costs no more than one of them does. A run in which no attack of the family is played is
     refused before it trains.
 
-    **A surface that is not shared** reads 0. That says nothing of what is shared instead: where no
-    attack of the same family reads any of it, a strict gate refuses the run before it trains, and
-    treats the value as unknown where that comes about on the way (a layer that is frozen).
+    **A surface that is not shared** reads 0. That says nothing about what is shared instead. Where
+    no attack of the same family reads any of it, a strict gate refuses the run before it trains. It
+    treats the value as unknown where that happens during the run (a layer that is frozen).
 
     An *unknown* value counts, unless ``strict=False``, as a breach towards ``patience`` for
     ``"value"`` and ``"lower"`` (for ``"lower"`` it is no evidence, so that these stops come on top
@@ -195,7 +198,7 @@ class RiskGate(EitherCallback):
             :class:`GateEvent` each time the gate fires, on every process, and training goes on.
             ``"harden"`` turns every defence of the run's DefendedStrategy that can be turned up
             (:meth:`~lightning_fedleak.defenses.Defense.harden`) up by one notch and goes on,
-            judging anew from the next look; once all are as strong as they get, it stops the run
+            judging again from the next look; once all are as strong as they get, it stops the run
             like ``"stop"``. The decision is taken in sight of private data: an accounted epsilon
             covers neither it nor the leakage logs. A run that resumes has the notches of its
             checkpoint; those taken since are forgotten until its first look, at its first step.
@@ -205,7 +208,7 @@ class RiskGate(EitherCallback):
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
         bound: ``"value"``, ``"lower"`` or ``"upper"``.
         alpha: probability of a wrong decision over the whole run, for the latter two. With
-            ``action="harden"`` the run is judged anew after each notch, at half the probability of
+            ``action="harden"`` the run is judged again after each notch, at half the probability of
             the time before: alpha / 2, alpha / 4, ..., together alpha.
         warmup: looks that ``"upper"`` lets pass before it judges. Default: twice as many as a run
             needs whose value stays half-way between ``at_most`` and that of an attack that knows
@@ -214,13 +217,13 @@ class RiskGate(EitherCallback):
             as those of few games do, so that a run of such a mean passes all the same.
 
     Attributes:
-        fired: what the gate found when it first fired in the newest fit; None so far.
+        fired: the event of the first time that the gate fired in the newest fit; None so far.
         notches: how often it has turned the defences up.
         verdict: what the looks so far show; None with ``bound="value"`` and before the first. On
             processes but the first, what they showed when the gate last fired.
 
     Raises:
-        ValueError: arguments that cannot be meant.
+        ValueError: an argument is out of range, or two arguments contradict each other.
     """
 
     def __init__(
@@ -240,8 +243,7 @@ class RiskGate(EitherCallback):
             raise ValueError(
                 f"action must be 'stop', 'harden', 'raise', 'warn' or a callable, got {action!r}"
             )
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise ValueError(f"patience must be 0 or a positive integer, got {patience!r}")
+        check_integer("patience", patience, at_least=0)
         _check_bound(bound, alpha, warmup, patience, strict)
         check_threshold("RiskGate", metric, at_most, reachable=bound == "value")
         self.metric = metric
@@ -261,9 +263,9 @@ class RiskGate(EitherCallback):
         self._breaches = 0
         self._evidence: dict[str, Evidence] | None = None
         self._engine: Engine | None = None
-        self._begun = 0
+        self._first_step = 0
         self._stopped = False
-        self._known = False
+        self._has_result = False
 
     def __repr__(self) -> str:
         action = self.action if isinstance(self.action, str) else _name_of(self.action)
@@ -273,14 +275,14 @@ class RiskGate(EitherCallback):
 
     @property
     def state_key(self) -> str:
-        """Distinguishes several gates of one run in a checkpoint."""
+        """Return the key that distinguishes several gates of one run in a checkpoint."""
         return f"RiskGate[{self.name}]"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuses a metric that no monitor logs, and a stop that could not stop.
+        """Refuse a metric that no monitor logs, and a stop that Lightning would ignore.
 
         Raises:
-            ValueError: with the names that exist, or the argument to change.
+            ValueError: the message names the metrics that exist, or the argument to change.
         """
         if stage != "fit":
             return
@@ -298,8 +300,8 @@ class RiskGate(EitherCallback):
             )
         if not logged_by:
             names = [n for m in monitors for n in m.metric_names()]
-            said = f"RiskGate watches '{self.metric}', which no LeakageMonitor of this run logs."
-            raise ValueError(said + names_there_are(self.metric, names))
+            message = f"RiskGate watches '{self.metric}', which no LeakageMonitor of this run logs."
+            raise ValueError(message + names_there_are(self.metric, names))
         twins = [
             c
             for c in _callbacks(trainer)
@@ -333,17 +335,17 @@ class RiskGate(EitherCallback):
         self._breaches = 0
         notches = [f"gate/{self.name}_notches"] if self.action == "harden" else []
         logs = [f"gate/{self.name}", *notches]
-        self._known = self._stopped = False
+        self._has_result = self._stopped = False
         self._engine.subscribe(
             partial(self._decide, trainer),
             logs,
-            facts=self._about(),
+            facts=self._describe(),
             before_first=self._check_read,
             after_training=partial(self._conclude, trainer),
         )
 
     def _check_read(self) -> None:
-        """Refuses to watch what says nothing of this run; one that hardens may come to that."""
+        """Refuse a metric that reads nothing of this run, unless hardening may cause that later."""
         assert self._engine is not None
         why = self._engine.unread(self.metric)
         if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
@@ -355,8 +357,8 @@ class RiskGate(EitherCallback):
             "leave this gate out"
         )
 
-    def _about(self) -> dict[str, Any]:
-        """For the run's record."""
+    def _describe(self) -> dict[str, Any]:
+        """Return the settings that the run's record holds."""
         return {
             "name": self.name,
             "metric": self.metric,
@@ -369,11 +371,11 @@ class RiskGate(EitherCallback):
         }
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remembers where this fit starts."""
-        self._begun = trainer.global_step
+        """Remember the step at which this fit starts."""
+        self._first_step = trainer.global_step
 
     def _check_looks(self, engine: Engine, clients: int) -> None:
-        """Refuses a rate that is never known, or not before the gate would act on that."""
+        """Refuse a rate that is never known, or only after the gate has acted on its absence."""
         name = self.metric.removesuffix("_worst_client")
         worst = name != self.metric and clients > 1
         if engine.is_of_own_threshold(name):
@@ -383,10 +385,10 @@ class RiskGate(EitherCallback):
                 f"may be low though the attack orders all texts rightly: watch '{root}/auc'",
                 stacklevel=2,
             )
-        found = engine.looks_until_known(name, 1 if worst else clients)
-        if found is None:
+        requirement = engine.looks_until_known(name, 1 if worst else clients)
+        if requirement is None:
             return
-        looks, why = found
+        looks, why = requirement
         pooled = 1 if worst or self.bound != "value" else engine.options.games.window
         why = f"RiskGate watches '{self.metric}': {why}"
         if looks > pooled:
@@ -405,7 +407,7 @@ class RiskGate(EitherCallback):
             )
 
     def _new_evidence(self) -> dict[str, Evidence] | None:
-        """On each value that is watched, with its share of the probability of error."""
+        """Return evidence on each watched value, with its share of the probability of error."""
         if self.bound == "value":
             return None
         rate, alpha = rate_of(self.metric), self._alpha_now
@@ -430,96 +432,104 @@ class RiskGate(EitherCallback):
             return
         # The first process has what no other has, its clock's seconds and the worst client's value:
         # it decides, and the others get what it acts on.
-        seen = self._seen(engine) if trainer.is_global_zero else None
-        acts = (seen, self.verdict) if seen is not None and self._judge(seen) else None
-        found = trainer.strategy.broadcast(acts)
+        measurement = self._read_look(engine) if trainer.is_global_zero else None
+        acts = (
+            (measurement, self.verdict)
+            if measurement is not None and self._judge(measurement)
+            else None
+        )
+        breach = trainer.strategy.broadcast(acts)
         step = engine.results.last_step
         for logger in trainer.loggers:
-            logged = {f"gate/{self.name}": float(found is not None)} | self._progress()
+            logged = {f"gate/{self.name}": float(breach is not None)} | self._progress()
             logger.log_metrics(logged, step=step)
-        if found is not None:
-            seen, self.verdict = found
-            self._fire(trainer, engine, seen)
+        if breach is not None:
+            measurement, self.verdict = breach
+            self._fire(trainer, engine, measurement)
         if self.action == "harden":
             notches = {f"gate/{self.name}_notches": float(self.notches)}
             for logger in trainer.loggers:
                 logger.log_metrics(notches, step=step)
 
     def _conclude(self, trainer: L.Trainer) -> None:
-        """A fit in which a strict gate never had a result is unknown, whatever its patience."""
-        if not self.strict or self.fired is not None or trainer.global_step == self._begun:
+        """Fire if a strict gate had no result in the whole fit, whatever its patience."""
+        if not self.strict or self.fired is not None or trainer.global_step == self._first_step:
             return
-        if not trainer.strategy.broadcast(self._known):
+        if not trainer.strategy.broadcast(self._has_result):
             assert self._engine is not None
-            self._fire(trainer, self._engine, _Seen(self.metric, math.nan, {}))
+            self._fire(trainer, self._engine, _Measurement(self.metric, math.nan, {}))
 
-    def _seen(self, engine: Engine) -> _Seen | None:
-        """What the newest look says; None where it says nothing yet."""
+    def _read_look(self, engine: Engine) -> _Measurement | None:
+        """Return the watched value at the newest look; None where there is none yet."""
         values = engine.results.latest if self._evidence is None else engine.results.look_values
         why = engine.unread(self.metric) if self.strict else None
         if why is not None:
-            return _Seen(self.metric, math.nan, dict.fromkeys(self._watched, math.nan), why=why)
+            return _Measurement(
+                self.metric, math.nan, dict.fromkeys(self._watched, math.nan), why=why
+            )
         # One client alone is its own worst.
         names = (self.metric, self.metric.removesuffix("_worst_client"))
-        known = [name for name in names if name in engine.results.look_values]
-        least = engine.results.look_values.get(f"{self.metric}_at_least", math.nan)
-        # While one of a family waits; evidence is kept of whole looks alone.
-        if not known and (self._evidence is not None or not least > self.at_most):
+        logged_names = [name for name in names if name in engine.results.look_values]
+        lower_bound = engine.results.look_values.get(f"{self.metric}_at_least", math.nan)
+        # An attack of the family waits. Evidence is collected from complete looks only.
+        if not logged_names and (self._evidence is not None or not lower_bound > self.at_most):
             return None
         value = next((values[name] for name in names if name in values), math.nan)
         if not is_worst(self.metric):
-            return _Seen(self.metric, value, {self.metric: value})
+            return _Measurement(self.metric, value, {self.metric: value})
         watched = {name: values[name] for name in self._watched if name in values}
         name = self.metric
         if math.isnan(value):
-            at_least = values.get(f"{self.metric}_at_least", math.nan)
-            if at_least > self.at_most:
-                name, value = f"{self.metric}_at_least", at_least
+            lower_bound = values.get(f"{self.metric}_at_least", math.nan)
+            if lower_bound > self.at_most:
+                name, value = f"{self.metric}_at_least", lower_bound
             elif self.bound == "upper" and engine.untested(self.metric):
                 watched = dict.fromkeys(watched, math.nan)  # what is not played may read more
         else:  # what is unknown then is of methods that do not apply
             watched = {n: v for n, v in watched.items() if not math.isnan(v)}
-        of = next((n for n, v in watched.items() if v == value), "")
+        source = next((n for n, v in watched.items() if v == value), "")
         why = engine.untested(self.metric) if math.isnan(value) else ""
-        return _Seen(name, value, watched, of, why)
+        return _Measurement(name, value, watched, source, why)
 
-    def _judge(self, seen: _Seen) -> bool:
-        """Whether to act on one more look."""
-        unknown = math.isnan(seen.value)
-        self._known |= not unknown
-        breach = self.strict if unknown else seen.value > self.at_most
-        shown = False
+    def _judge(self, measurement: _Measurement) -> bool:
+        """Return whether the gate acts, with this look counted."""
+        unknown = math.isnan(measurement.value)
+        self._has_result |= not unknown
+        breach = self.strict if unknown else measurement.value > self.at_most
+        fires = False
         if self._evidence is not None:
-            for name, value in seen.watched.items():
+            for name, value in measurement.watched.items():
                 if not math.isnan(value) or self.strict:
                     self._evidence[name].update(value)
             self.verdict = self._verdict_of(self._evidence)
-            shown = self.verdict.fires
-            unknown |= seen.name != self.metric  # what is read at least, of a worst that is unknown
-            unknown |= any(math.isnan(value) for value in seen.watched.values())
+            fires = self.verdict.fires
+            unknown |= (
+                measurement.name != self.metric
+            )  # what is read at least, of a worst that is unknown
+            unknown |= any(math.isnan(value) for value in measurement.watched.values())
             breach = unknown and self.strict and self.bound == "lower"
         if breach:
             self._breaches += 1
         elif not unknown:
             self._breaches = 0
-        return shown or (breach and self._breaches > self.patience)
+        return fires or (breach and self._breaches > self.patience)
 
     def _verdict_of(self, evidence: Mapping[str, Evidence]) -> Verdict:
-        """Of the value that decides: one that fires, or else the nearest to it."""
-        asked = [e for e in evidence.values() if e.verdict().looks] or list(evidence.values())
+        """Return the verdict on the value that fires, or else on the one nearest to firing."""
+        candidates = [e for e in evidence.values() if e.verdict().looks] or list(evidence.values())
         nearest = max if self.bound == "lower" else min
-        decides = next((e for e in asked if e.verdict().fires), None)
-        return (decides or nearest(asked, key=lambda e: e.progress)).verdict()
+        firing = next((e for e in candidates if e.verdict().fires), None)
+        return (firing or nearest(candidates, key=lambda e: e.progress)).verdict()
 
     def _progress(self) -> dict[str, float]:
         if self._evidence is None:
             return {}
-        asked = [e for e in self._evidence.values() if e.verdict().looks]
-        asked = asked or list(self._evidence.values())
+        candidates = [e for e in self._evidence.values() if e.verdict().looks]
+        candidates = candidates or list(self._evidence.values())
         nearest = max if self.bound == "lower" else min
-        return {f"gate/{self.name}_evidence": nearest(e.progress for e in asked)}
+        return {f"gate/{self.name}_evidence": nearest(e.progress for e in candidates)}
 
-    def _fire(self, trainer: L.Trainer, engine: Engine, seen: _Seen) -> None:
+    def _fire(self, trainer: L.Trainer, engine: Engine, measurement: _Measurement) -> None:
         checkpoint = None
         hardened = harden(self._defenses)
         stops = self.action == "stop" or (self.action == "harden" and not hardened)
@@ -535,9 +545,9 @@ class RiskGate(EitherCallback):
                 for end in ("low", "high")
             )
         event = GateEvent(
-            seen.name,
+            measurement.name,
             engine.results.last_step,
-            seen.value,
+            measurement.value,
             low,
             high,
             self.at_most,
@@ -545,15 +555,15 @@ class RiskGate(EitherCallback):
             self.verdict,
             tuple(hardened),
             tuple(d.name for d in self._defenses) if stops else (),
-            seen.of,
-            seen.why,
+            measurement.source,
+            measurement.why,
         )
         first, self.fired = self.fired is None, self.fired or event
-        did = "hardened" if hardened else "stopped" if stops else f"{self._about()['action']}"
+        action = "hardened" if hardened else "stopped" if stops else f"{self._describe()['action']}"
         engine.record_decision(
             GateDecision(
                 gate=self.name,
-                did=did,
+                did=action,
                 step=event.step,
                 metric=event.metric,
                 source=event.of,
@@ -582,7 +592,7 @@ class RiskGate(EitherCallback):
             self.action(event)
 
     def state_dict(self) -> dict[str, Any]:
-        """The breaches counted so far, the notches, and the evidence."""
+        """Return the breaches counted so far, the notches and the evidence."""
         state: dict[str, Any] = {"breaches": self._breaches}
         if self.action == "harden":
             state["notches"] = self.notches
@@ -591,14 +601,14 @@ class RiskGate(EitherCallback):
         return state
 
     @staticmethod
-    def _goes_on(evidence: Mapping[str, Evidence], saved: Mapping[str, Any]) -> bool:
-        """Takes evidence back, if all of it answers the same questions."""
+    def _restore_evidence(evidence: Mapping[str, Evidence], saved: Mapping[str, Any]) -> bool:
+        """Restore the evidence; return False where some of it is about another question."""
         return evidence.keys() == saved.keys() and all(
-            own.load_state_dict(saved[name]) for name, own in evidence.items()
+            item.load_state_dict(saved[name]) for name, item in evidence.items()
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave, but no evidence on another question."""
+        """Restore what :meth:`state_dict` returned, except evidence on another question."""
         self._breaches = state_dict["breaches"]
         self.notches = state_dict.get("notches", 0)
         if self.notches:
@@ -612,34 +622,34 @@ class RiskGate(EitherCallback):
             return
         if saved is not None and "question" in saved:  # of a version that knew no worst
             saved = {self.metric: saved}
-        if not saved or self._evidence is None or not self._goes_on(self._evidence, saved):
+        if not saved or self._evidence is None or not self._restore_evidence(self._evidence, saved):
             announce(
                 f"RiskGate '{self.name}': the checkpoint's evidence is for another metric, "
-                "threshold or bound, and is not used; what this gate asks for starts anew"
+                "threshold or bound, and is not used; this gate begins again without evidence"
             )
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What one look says of what a gate watches.
+class _Measurement:
+    """Hold the values that a gate watches, at one look.
 
     Attributes:
-        name: of the value.
+        name: log name of the value.
         value: NaN where it is unknown.
-        watched: the values that evidence is kept on, by name.
-        of: of the worst of a family, whose value it is.
-        why: why nothing is known, where the gate itself knows.
+        watched: the values that evidence is collected on, by name.
+        source: the attack with the highest value, where the worst of a family is watched.
+        why: why the value is unknown, where the gate itself can say.
     """
 
     name: str
     value: float
     watched: Mapping[str, float]
-    of: str = ""
+    source: str = ""
     why: str = ""
 
 
-def _name_of(called: Callable[[GateEvent], Any]) -> str:
-    return getattr(called, "__name__", type(called).__name__)
+def _name_of(action: Callable[[GateEvent], Any]) -> str:
+    return getattr(action, "__name__", type(action).__name__)
 
 
 def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
@@ -647,47 +657,46 @@ def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
 
 
 def _check_bound(bound: str, alpha: float, warmup: int | None, patience: int, strict: bool) -> None:
-    if bound not in ("value", "lower", "upper"):
-        raise ValueError(f"bound must be 'value', 'lower' or 'upper', got {bound!r}")
-    if not 0 < alpha < 1:
-        raise ValueError(f"alpha must lie between 0 and 1, got {alpha!r}")
+    check_choice("bound", bound, ("value", "lower", "upper"))
+    check_number("alpha", alpha, above=0, below=1)
     if warmup is not None:
         if bound != "upper":
             raise ValueError(f"warmup is for bound='upper' alone; bound is '{bound}'")
-        if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
-            raise ValueError(f"warmup must be a positive integer, got {warmup!r}")
+        check_integer("warmup", warmup)
     if bound == "upper" and (patience or not strict):
         raise ValueError(
             "bound='upper' is fail-closed: it takes no patience (warmup is what it lets pass), and "
-            "unknown values count as worst, so that strict=False cannot be meant"
+            "unknown values count as worst, so that strict=False is refused"
         )
 
 
 def defenses_to_harden(trainer: L.Trainer) -> tuple[Defense, ...]:
-    """The defences of a run that can be made stronger while it goes on.
+    """Return the defences of a run that can be made stronger while it goes on.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the run has none.
     """
     strategy = trainer.strategy
-    given = strategy.defenses if isinstance(strategy, DefendedStrategy) else ()
-    found = tuple(defense for defense in given if defense.can_harden)
-    if not found:
-        names = ", ".join(d.name for d in given) or "no defence"
+    defenses = strategy.defenses if isinstance(strategy, DefendedStrategy) else ()
+    adjustable = tuple(defense for defense in defenses if defense.can_harden)
+    if not adjustable:
+        names = ", ".join(d.name for d in defenses) or "no defence"
         raise ValueError(
             f"RiskGate(action='harden') has nothing to turn up: this run has {names}. Give the "
             "Trainer strategy=DefendedStrategy('auto', defenses=[...]) with one that can be made "
             "stronger: GradientNoise or ActivationNoise with sigma above 0, or "
-            "Freeze(..., when='hardened')." + _DPSGD_MEND * any(isinstance(d, DPSGD) for d in given)
+            "Freeze(..., when='hardened')."
+            + _DPSGD_MEND
+            * any(isinstance(d, DPSGD) for d in defenses)
         )
-    return found
+    return adjustable
 
 
 def harden(defenses: tuple[Defense, ...]) -> list[str]:
-    """Turns every defence up by one notch.
+    """Turn every defence up by one notch.
 
     Returns:
-        What changed; empty where all are as strong as they get.
+        The changes; empty where all defences are at their strongest.
     """
     changes = (defense.harden() for defense in defenses)
     return [change for change in changes if change is not None]

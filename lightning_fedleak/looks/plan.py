@@ -1,4 +1,4 @@
-"""What is checked before the first step: attacks, stages, clients, surfaces, texts."""
+"""Checks before the first step: attacks, stages, clients, surfaces, texts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ SURFACE_CAPABILITIES = {
     HEAD_BIAS: Capability.SEES_HEAD_BIAS_GRADIENT,
     EMBEDDING_WEIGHT: Capability.SEES_EMBEDDING_GRADIENT,
 }
-_LEAST, _MOST, _MARKS_DIFFER = 0.8, 1.05, 2
-_RUNS_THE_MODEL = frozenset((Capability.KNOWS_MODEL, Capability.KNOWS_BOTTOM_MODEL))
-_OF_HEAD = frozenset((Capability.SEES_HEAD_GRADIENT, Capability.SEES_HEAD_BIAS_GRADIENT))
+_SMALLEST_SHARE = 0.8  # tokens over rows of the embedding; lower: fewer warnings; not tuned
+_LARGEST_SHARE = 1.05  # the same ratio from above; higher: fewer warnings; not tuned
+_DIFFERING_MARKS = 2  # special ids that differ before a warning; higher: fewer warnings; not tuned
+_MODEL_CAPABILITIES = frozenset((Capability.KNOWS_MODEL, Capability.KNOWS_BOTTOM_MODEL))
+_HEAD_CAPABILITIES = frozenset((Capability.SEES_HEAD_GRADIENT, Capability.SEES_HEAD_BIAS_GRADIENT))
 
 
 def check_attacks(attacks: Sequence[Attack]) -> None:
-    """Refuses an empty list, classes in place of instances, and names that cannot be logged.
+    """Refuse an empty list, classes in place of instances, and names that cannot be logged.
 
     Raises:
         ValueError: no attacks, two alike, or a name that is no part of a log name.
@@ -63,10 +65,10 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
 
 
 def check_rounds(local_steps: int | None, stages: Sequence[Stage], *, head_own_part: bool) -> None:
-    """Refuses rounds of local steps beside what reads single gradients.
+    """Refuse rounds of local steps beside settings that read single gradients.
 
     Raises:
-        ValueError: says what to leave out.
+        ValueError: names the settings to leave out.
     """
     if local_steps is None:
         return
@@ -79,60 +81,62 @@ def check_rounds(local_steps: int | None, stages: Sequence[Stage], *, head_own_p
 
 
 def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:
-    """Stages in their order on the way to the server, each once.
+    """Return the stages in their order on the way to the server, each once.
 
     Raises:
         ValueError: an unknown stage, or none.
     """
-    given = [stages] if isinstance(stages, str) else list(stages)
-    known = [str(s) for s in Stage]
-    if not given or any(s not in known for s in given):
-        raise ValueError(f"stages must be some of {known}, got {given}")
-    return tuple(s for s in Stage if str(s) in given)
+    names = [stages] if isinstance(stages, str) else list(stages)
+    choices = [str(s) for s in Stage]
+    if not names or any(s not in choices for s in names):
+        raise ValueError(f"stages must be some of {choices}, got {names}")
+    return tuple(s for s in Stage if str(s) in names)
 
 
 def require_capabilities(attack: Attack, run: Run, sees: AbstractSet[Capability]) -> None:
-    """Refuses an attack whose adversary lacks what it needs. Who knows the model knows its bottom.
+    """Refuse an attack whose adversary lacks a capability that it needs.
+
+    An adversary who knows the model knows its bottom too.
 
     Args:
         attack: the attack.
-        run: with the model, and what the adversary is assumed to have.
-        sees: what it sees besides gradients.
+        run: the run, with the model and the capabilities that the adversary is assumed to have.
+        sees: what the adversary sees besides gradients.
 
     Raises:
         ThreatModelError: names every capability that is missing.
     """
     anatomy = run.anatomy
-    held = set(run.assumed)
-    held.update(
+    capabilities = set(run.assumed)
+    capabilities.update(
         c for role, c in SURFACE_CAPABILITIES.items() if anatomy.parameter(role) is not None
     )
-    held |= sees
-    if Capability.KNOWS_MODEL in held:
-        held.add(Capability.KNOWS_BOTTOM_MODEL)
-    require(attack.name, attack.threat_model, held)
+    capabilities |= sees
+    if Capability.KNOWS_MODEL in capabilities:
+        capabilities.add(Capability.KNOWS_BOTTOM_MODEL)
+    require(attack.name, attack.threat_model, capabilities)
 
 
 def check_forward(attack: Attack, anatomy: Anatomy) -> None:
-    """Refuses an attack that runs the model on texts of its own, where that cannot be done.
+    """Refuse an attack that runs the model on texts of its own, where that is impossible.
 
     Raises:
         ValueError: names the method to give.
     """
-    why_not = why_not_run(anatomy) if _RUNS_THE_MODEL & attack.threat_model.needs else None
+    why_not = why_not_run(anatomy) if _MODEL_CAPABILITIES & attack.threat_model.needs else None
     if why_not is not None:
         raise ValueError(f"attack '{attack.name}' runs the model on texts, and {why_not}")
 
 
 def gradient_plan(attack: Attack, run: Run) -> Plan:
-    """Checks an attack on gradients of the client's own parameters against this model and run.
+    """Return the plan of an attack on gradients of the client's own parameters, checked.
 
     Raises:
         ThreatModelError: it reads words off a head whose rows are a classifier's outputs.
         ValueError: the attack reads parameters of several optimizers, or no gradients.
     """
     anatomy = run.anatomy
-    if anatomy.kind == "classifier" and _OF_HEAD & attack.threat_model.needs:
+    if anatomy.kind == "classifier" and _HEAD_CAPABILITIES & attack.threat_model.needs:
         model = type(without_peft(anatomy.model)).__name__
         n = anatomy.vocab_size
         head = f"the labels of {model} are classes"
@@ -170,10 +174,10 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack]) -> None:
-    """Refuses attacks on gradients where nothing steps, so that none is seen to leave.
+    """Refuse attacks on gradients where no optimizer steps, so that none is seen to leave.
 
     Raises:
-        ValueError: Lightning's stand-in for no optimizer is all there is.
+        ValueError: the only optimizer is Lightning's stand-in for none.
     """
     split = Capability.SEES_ACTIVATIONS
     names = [a.name for a in attacks if split not in a.threat_model.needs]
@@ -191,11 +195,11 @@ def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack])
 def check_texts(
     attacks: Sequence[Attack], others: Mapping[str, PublicText | None], anatomy: Anatomy
 ) -> None:
-    """Refuses public text that the model cannot read.
+    """Refuse public text that the model cannot read.
 
     Args:
-        attacks: whose ``public_text`` is read.
-        others: further texts, by what they are called.
+        attacks: the attacks whose ``public_text`` is checked.
+        others: further texts, by the name that a message uses.
         anatomy: the model.
 
     Raises:
@@ -208,7 +212,7 @@ def check_texts(
         if isinstance(text, PublicText):
             named[f"the public text of attack '{attack.name}'"] = text
             pairs = anatomy.target_rows is None or text.targets is not None
-            if not pairs and _OF_HEAD & attack.threat_model.needs:
+            if not pairs and _HEAD_CAPABILITIES & attack.threat_model.needs:
                 raise ValueError(
                     f"attack '{attack.name}' is calibrated on texts and what they map to, and in "
                     "this model source and target have vocabularies of their own: give "
@@ -226,17 +230,17 @@ def _check_ids(name: str, text: PublicText, ids: Sequence[Tensor], matrix: str, 
     largest = max((int(row.max()) for row in ids if len(row)), default=0)
     if largest < rows:
         return
-    by = "" if text.tokenizer is None else f" (by {_named(text.tokenizer)})"
+    origin = "" if text.tokenizer is None else f" (by {_describe(text.tokenizer)})"
     raise ValueError(
-        f"{name} holds token id {largest}{by}, and the model's {matrix} has {rows} rows, for ids 0 "
-        f"to {rows - 1}: another model's tokenizer made it. Give the tokenizer that this model was "
-        "trained with; if tokens were added to it, call model.resize_token_embeddings(len("
-        "tokenizer)) first."
+        f"{name} holds token id {largest}{origin}, and the model's {matrix} has {rows} rows, for "
+        f"ids 0 to {rows - 1}: another model's tokenizer made it. Give the tokenizer that "
+        "this model was trained with; if tokens were added to it, call "
+        "model.resize_token_embeddings(len(tokenizer)) first."
     )
 
 
-def _named(tokenizer: Any) -> str:
-    """A tokenizer by its name and size."""
+def _describe(tokenizer: Any) -> str:
+    """Return the name and size of a tokenizer."""
     name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
     size = _size_of(tokenizer)
     return f"'{name}'" if size is None else f"'{name}', of {size} tokens"
@@ -250,11 +254,12 @@ def _size_of(tokenizer: Any) -> int | None:
 
 
 def warn_of_other_tokenizers(tokenizers: Collection[Any], anatomy: Anatomy) -> None:
-    """Says which tokenizers are hardly the model's own, though their ids fit.
+    """Warn of tokenizers that are hardly the model's own, though their ids fit.
 
-    That is where it has more tokens than the embedding has rows by a twentieth, or fewer by a
-    fifth: embeddings are padded, and a few tokens added, by less. And where sizes differ at all and
-    no special id is the model's, but two are not. One of the same size is not told.
+    Such a tokenizer has a twentieth more tokens than the embedding has rows, or a fifth fewer:
+    embeddings are padded, and a few tokens added, by less. Another sign is a different size
+    together with two special ids that differ and none that agrees. A tokenizer of the same size is
+    not recognised.
     """
     rows = matrix_shape(anatomy.embedding)
     if rows is None:
@@ -265,31 +270,35 @@ def warn_of_other_tokenizers(tokenizers: Collection[Any], anatomy: Anatomy) -> N
         if size is None or size == rows[0]:
             continue
         why = f"the embedding '{anatomy.embedding_name}' has {rows[0]} rows"
-        if _LEAST * rows[0] <= size <= _MOST * rows[0]:
+        if _SMALLEST_SHARE * rows[0] <= size <= _LARGEST_SHARE * rows[0]:
             other = _other_marks(tokenizer, config, rows[0])
-            if len(other) < _MARKS_DIFFER:
+            if len(other) < _DIFFERING_MARKS:
                 continue
             why += f" and the model's config has other ids for {' and '.join(other)}"
         rank_zero_warn(
-            f"lightning-fedleak: the tokenizer {_named(tokenizer)}, is hardly this model's: {why}. "
-            "Its ids fit, but stand for other words. Give the tokenizer that the model was trained "
-            "with."
+            f"lightning-fedleak: the tokenizer {_describe(tokenizer)}, is hardly this model's: "
+            f"{why}. Its ids fit, but stand for other words. Give the tokenizer that the "
+            "model was trained with."
         )
 
 
 def _other_marks(tokenizer: Any, config: Any, rows: int) -> list[str]:
-    """Special tokens whose ids differ; none where one is the same."""
-    other = []
+    """Return the special tokens whose ids differ; none where one is the same."""
+    marks = []
     for mark in ("bos", "eos", "pad"):
-        own = getattr(tokenizer, f"{mark}_token_id", None)
-        told = getattr(config, f"{mark}_token_id", None)
-        ids = [i for i in (told if isinstance(told, list) else [told]) if isinstance(i, int)]
-        if not isinstance(own, int) or not ids or max(ids) >= rows:
+        token_id = getattr(tokenizer, f"{mark}_token_id", None)
+        config_id = getattr(config, f"{mark}_token_id", None)
+        ids = [
+            i
+            for i in (config_id if isinstance(config_id, list) else [config_id])
+            if isinstance(i, int)
+        ]
+        if not isinstance(token_id, int) or not ids or max(ids) >= rows:
             continue
-        if own in ids:
+        if token_id in ids:
             return []
-        other.append(mark)
-    return other
+        marks.append(mark)
+    return marks
 
 
 def _owner(parameter: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> Optimizer | None:
@@ -301,13 +310,13 @@ def _owner(parameter: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> O
 
 
 def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
-    """Names of the trained parameters whose gradient no attack reads."""
+    """Return the names of the trained parameters whose gradient no attack reads."""
     tested = _names(anatomy, {r for plan in plans if plan.exposed for r in plan.roles})
     return tuple(n for n in anatomy.trainable_names() if n not in tested)
 
 
 def listed(names: Sequence[str]) -> str:
-    """Every name, those that differ in the number of their block alone in one: ``h.{0..5}.w``."""
+    """Return all names in one line; blocks are joined, as in ``h.{0..5}.w``."""
     groups: dict[str, list[int]] = {}
     for name in names:
         head, *rest = re.split(r"(?<=\.)(\d+)(?=\.)", name, maxsplit=1)

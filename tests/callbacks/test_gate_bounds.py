@@ -302,7 +302,7 @@ def test_evidence_survives_a_checkpoint_and_starts_anew_for_another_threshold(tm
     assert gate.fired.verdict.looks == resumed.global_step < 24
     assert before < 20
     with (
-        announced("starts anew"),
+        announced("begins again without evidence"),
         announced("stopped training"),
     ):
         resumed, gate = resume("c", at_most=0.45)
@@ -469,7 +469,7 @@ def test_a_new_fit_counts_breaches_anew(tmp_path):
         ({"bound": "lower", "alpha": 5}, "alpha must"),
         ({"bound": "lower", "warmup": 3}, "bound='upper' alone"),
         ({"warmup": 3}, "bound='upper' alone"),
-        ({"bound": "upper", "warmup": 0}, "warmup must be a positive"),
+        ({"bound": "upper", "warmup": 0}, "warmup must be an integer"),
         ({"bound": "upper", "patience": 1}, "fail-closed"),
         ({"bound": "upper", "strict": False}, "fail-closed"),
     ],

@@ -665,9 +665,9 @@ def test_an_honest_server_adds_no_layers(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"targets": 0}, "targets must be a positive"),
-        ({"window": 1.5}, "window must be a positive"),
-        ({"scale": 0.0}, "scale must be a positive"),
+        ({"targets": 0}, "targets must be an integer of at least 1"),
+        ({"window": 1.5}, "window must be an integer of at least 1"),
+        ({"scale": 0.0}, "scale must be a number above 0"),
         ({"held_out": ["a text"]}, "held_out must be a PublicText"),
         ({"score_canaries": "max"}, "give these too"),
     ],
@@ -827,7 +827,7 @@ def test_all_canaries_are_scored_alike_at_each_look_and_by_one_rule_over_the_run
     assert torch.equal(resumed.canary_scores(), scores)
     with pytest.raises(ValueError, match="score_canaries='max'"):
         audited(tmp_path / "none", every_n_steps=100)[0].canary_scores()
-    with pytest.raises(ValueError, match="must be 'max', 'mean' or None"):
+    with pytest.raises(ValueError, match="must be 'max' or 'mean', or None"):
         LeakageMonitor(Recording(), games=Games(canaries=data.canaries, score_canaries="sum"))
     with pytest.raises(ValueError, match="give these too"):
         LeakageMonitor(Recording(), games=Games(score_canaries="max"))

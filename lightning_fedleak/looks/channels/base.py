@@ -1,8 +1,8 @@
-"""What a channel is: one object for one family of leak, which does all that the callbacks need.
+"""Channels: one object for each family of leak, which does all that the engine needs.
 
 A channel taps what its attacks read, lets them guess at each stage, scores the guesses, and packs,
-pools, names and shows the results. The monitor holds a list of channels and knows no family. A
-family of one's own is a subclass of :class:`Channel` and its attacks, in one file:
+pools, names and shows the results. The engine holds a list of channels and knows no family. A
+user's own family is a subclass of :class:`Channel` and its attacks, in one file:
 ``Channel.reads`` names the class of attacks that it takes.
 """
 
@@ -54,14 +54,14 @@ from lightning_fedleak.threats import HONEST_BUT_CURIOUS, Capability
 
 @dataclass(frozen=True)
 class Settings:
-    """The monitor's arguments that are about what its attacks read, see :class:`LeakageMonitor`.
+    """Hold the monitor's arguments about what its attacks read, see :class:`LeakageMonitor`.
 
     Attributes:
         stages: where to measure.
         local_steps: optimizer steps of a round; None for single gradients.
         head_own_part: attack the head's own part of a tied matrix too.
-        games: of membership attacks.
-        texts: that are reconstructed at a look, at most.
+        games: settings of the games of membership attacks.
+        texts: largest number of texts that are reconstructed at a look.
     """
 
     stages: tuple[Stage, ...]
@@ -72,21 +72,21 @@ class Settings:
 
 
 class Channel(ABC):
-    """One family of leak: everything that the callbacks do for its attacks.
+    """Do everything that the engine needs for the attacks of one family of leak.
 
     Lives as long as its monitor. :meth:`open` begins a fit and :meth:`close` ends it; a look is
     :meth:`arm`, then :meth:`batch_ends` for each micro-batch but the last, :meth:`at_moment` and
     :meth:`before_defense` on the gradient's way out, :meth:`batch_ends` for the last,
-    :meth:`results`, :meth:`disarm` and :meth:`published`. What a family must say for itself is how
-    a guess is scored (:meth:`score`) and how clients are put together (:meth:`pooled`).
+    :meth:`results`, :meth:`disarm` and :meth:`published`. A family must define how a guess is
+    scored (:meth:`score`) and how the results of clients are combined (:meth:`pooled`).
 
     Args:
-        attacks: of this family; may be none.
-        settings: the monitor's.
+        attacks: the attacks of this family; may be empty.
+        settings: the monitor's settings.
 
     Attributes:
         given: the attacks of this family.
-        attacks: those of them that are played in this fit.
+        attacks: the attacks that are played in this fit.
         guesses: the class of what ``run`` of its attacks returns.
         reads: the class of the attacks that it takes (of several channels the one whose class is
             nearest to the attack's own).
@@ -97,16 +97,16 @@ class Channel(ABC):
         charts: the further rates that have a chart.
         width: numbers in a packed result.
         extras: names of its values that have no interval.
-        own_threshold: rates of the attacks' own decisions, which may all be *no* where scores are
-            right without an error.
-        parted: each process holds a part of the result, also where all are one client.
+        own_threshold: rates of the attacks' own decisions, which may all be *no* though the scores
+            are right without an error.
+        parted: each process holds a part of the result, also where all processes are one client.
         plays_games: its attacks are asked about texts, of the user's own too.
         reads_updates: its attacks can read the weight change of several steps.
         adversary: what its adversaries have by default, besides what they see.
         sees: what they see because the monitor shows it to them.
 
     Raises:
-        ValueError: settings that do not fit.
+        ValueError: the settings do not fit the family.
     """
 
     guesses: ClassVar[type[Guess]] = Guess
@@ -127,8 +127,8 @@ class Channel(ABC):
 
     known: ClassVar[dict[type[Attack], type[Channel]]] = {}
 
-    def __init_subclass__(cls, **more: Any) -> None:
-        super().__init_subclass__(**more)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
         if "leak" in vars(cls):
             cls.family, cls.headline = cls.leak.name, cls.leak.headline
         if "reads" in vars(cls):
@@ -148,19 +148,19 @@ class Channel(ABC):
     # ---- names ------------------------------------------------------------------------------
 
     def series(self, attack: Attack, stage: Stage) -> Series | None:
-        """Under which name an attack's results at a stage are logged; None: there are none."""
+        """Return the series of an attack's results at a stage; None where it has none."""
         return Series.at(stage, attack.name)
 
     def further_series(self) -> list[Series]:
-        """Series besides those of the attacks at the stages."""
+        """Return the series besides those of the attacks at the stages."""
         return []
 
     def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
-        """After how many looks a rate is first known, and why; None: it is at every look."""
+        """Return after how many looks a rate is first known, and why; None: at every look."""
         return None
 
     def never_judged(self, metric: str) -> str | None:
-        """Why one client's update alone never gives a rate to judge it by; None: it can."""
+        """Return why a rate cannot judge one client's update alone; None where it can."""
         return None
 
     # ---- a fit ------------------------------------------------------------------------------
@@ -177,11 +177,11 @@ class Channel(ABC):
         """
 
     def open(self, run: Run) -> None:
-        """Begins a fit: puts taps in."""
+        """Begin a fit: insert taps."""
         self.run = run
 
     def admit(self, attack: Attack) -> None:
-        """Checks once in a fit whether an attack can be played at all.
+        """Check once in a fit whether an attack can be played at all.
 
         Raises:
             ThreatModelError: its adversary lacks a capability.
@@ -189,13 +189,13 @@ class Channel(ABC):
         require_capabilities(attack, self.run, self.sees)
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Does not play some of its attacks in this fit."""
+        """Leave some attacks out of this fit."""
         self.attacks = tuple(a for a in self.attacks if a.name not in names)
 
     def plan(self, attack: Attack) -> Plan:
-        """Checks an attack against the model and the run, as they are now.
+        """Check an attack against the model and the run at this moment, and return its plan.
 
-        Default: one that reads gradients of the client's own parameters.
+        Default: a plan that reads gradients of the client's own parameters.
 
         Raises:
             ValueError: it cannot read this model.
@@ -203,45 +203,45 @@ class Channel(ABC):
         return gradient_plan(attack, self.run)
 
     def follow(self, plans: Sequence[Plan]) -> None:
-        """Works by these plans from now on, one for each of its attacks."""
+        """Use these plans from now on, one for each attack."""
         self.plans = tuple(plans)
 
     def check(self, attack: Attack) -> None:  # noqa: B027
-        """Tries what can be tried of an attack before the first step, once it is calibrated.
+        """Try as much of a calibrated attack as is possible before the first step.
 
         Raises:
             ValueError: an attack does not work on this model.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Ends a fit: removes taps. May be called twice, and without :meth:`open`."""
+        """End a fit: remove taps. May be called twice, and without :meth:`open`."""
 
     # ---- a look -----------------------------------------------------------------------------
 
     def wants_batch(self, steps_to_look: int) -> bool:
-        """Whether a batch that is not looked at may serve the next look."""
+        """Return whether the next look may need a batch that is not looked at."""
         return False
 
     def remember(self, batch: TokenBatch) -> None:  # noqa: B027
-        """Keeps a batch that is not looked at, by reference."""
+        """Keep a reference to a batch that is not looked at."""
 
     def arm(self) -> None:  # noqa: B027
-        """Starts a look."""
+        """Start a look."""
 
     def batch_ends(self, batch: TokenBatch | None) -> None:  # noqa: B027
-        """A micro-batch of a look is over; None where it trained nothing."""
+        """Take the batch of a micro-step that ended in a look; None where it trained nothing."""
 
     def at_moment(self, moment: Moment) -> None:
-        """Lets the attacks guess from what is now at some stages. Default: from gradients."""
+        """Let the attacks guess at this moment, at some stages. Default: from gradients."""
         self.read_gradients(moment, self.plans)
 
     def before_defense(  # noqa: B027
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> None:
-        """A defence is about to act on the gradients."""
+        """Prepare for a defence that acts on the gradients next."""
 
     def results(self, look: Look) -> dict[Series, Result]:
-        """This process's result of each series; every process calls it at every look."""
+        """Return this process's result of each series; every process calls it at every look."""
         empty = self.holds_nothing(look)
         return {
             series: self._result(look, plan, series, empty=empty)
@@ -263,27 +263,28 @@ class Channel(ABC):
             return Unknown(reason(error))
 
     def holds_nothing(self, look: Look) -> bool:
-        """Whether the look's batches hold nothing that could leak; called once in a look."""
+        """Return whether no batch of the look can leak anything; called once in a look."""
         return not any(batch.input_ids.numel() for batch in look.batches)
 
     @abstractmethod
     def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
-        """What an attack's guess is worth against the truth, as :attr:`width` packed numbers.
+        """Return the score of a guess against the truth, as :attr:`width` packed numbers.
 
         Args:
-            look: with the batches; what is to be shown of the guess goes into ``look.notes``.
-            series: whose.
-            answer: what :meth:`at_moment` left in ``look.answers``.
+            look: the look with its batches; what a page shows of the guess goes into
+                ``look.notes``.
+            series: the series of the guess.
+            answer: the guess that :meth:`at_moment` stored in ``look.answers``.
 
         Raises:
             Exception: there is no score; the result is unknown.
         """
 
     def without_truth(self, answer: Any) -> dict[str, float]:
-        """What a guess says where the truth is not known: what the adversary itself can tell.
+        """Return the values of a guess that the adversary itself knows, without the truth.
 
         Args:
-            answer: what :meth:`at_moment` left in ``look.answers``.
+            answer: the guess that :meth:`at_moment` stored in ``look.answers``.
 
         Returns:
             Values by name, among :attr:`extras`. Default: none.
@@ -291,20 +292,20 @@ class Channel(ABC):
         return {}
 
     def disarm(self, look: Look) -> None:  # noqa: B027
-        """Ends a look: lets go of what was held, whatever became of it."""
+        """End a look, also one that failed: free what it used."""
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:  # noqa: B027
-        """The look counts: shows more of it than numbers, on every process."""
+        """Show more than numbers of a look that counts; called on every process."""
 
     # ---- over clients and looks -------------------------------------------------------------
 
     @abstractmethod
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """What the clients' packed results make together.
+        """Return the outcome of all clients' packed results.
 
         Args:
-            series: whose.
-            rows: by number of the client; at least one.
+            series: the series of the results.
+            rows: packed results by number of the client; at least one.
         """
 
     def canary_scores(self, attack: str | None) -> Tensor | None:
@@ -319,56 +320,56 @@ class Channel(ABC):
         return None
 
     def clear(self) -> None:  # noqa: B027
-        """A new fit: earlier looks were at another run."""
+        """Forget the looks of an earlier fit."""
 
     def series_state(self, series: Series) -> dict[str, Tensor]:
-        """What must survive a checkpoint of one series. Default: nothing."""
+        """Return the state of one series for a checkpoint. Default: nothing."""
         return {}
 
     def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Takes back what :meth:`series_state` gave."""
+        """Restore what :meth:`series_state` returned."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a checkpoint besides, by names that no other channel uses."""
+        """Return the other state for a checkpoint, by names that no other channel uses."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Takes back what :meth:`state_dict` gave, from among what others gave."""
+        """Restore what :meth:`state_dict` returned, from the joint state of all channels."""
 
     # ---- what channels have in common -------------------------------------------------------
 
     def series_of(self, plan: Plan) -> list[Series]:
-        """The series that an attack gives results of in this fit."""
+        """Return the series in which an attack has results in this fit."""
         return self.series_at(plan.attack, self.settings.stages)
 
     def series_at(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
-        """The series of an attack at those of the stages where there is one."""
-        found = (self.series(attack, stage) for stage in stages)
-        return [series for series in found if series is not None]
+        """Return the series of an attack at those of the stages where it has one."""
+        names = (self.series(attack, stage) for stage in stages)
+        return [series for series in names if series is not None]
 
     def read_gradients(self, moment: Moment, plans: Sequence[Plan]) -> None:
-        """Lets attacks guess from the gradients that are now at the wanted stages, once each."""
-        mine = [
+        """Let each attack guess once from the gradients at the wanted stages."""
+        readable = [
             p
             for p in plans
             if p.exposed
             and p.roles
             and (moment.optimizer is None or p.optimizer in (None, moment.optimizer))
         ]
-        if not moment.wanted or not mine:
+        if not moment.wanted or not readable:
             return
         view = moment.gradients()
-        for plan in mine:
+        for plan in readable:
             series = self.series_at(plan.attack, moment.wanted)
             if silent := [s for s in series if s not in moment.look.answers]:
                 moment.look.answers |= dict.fromkeys(silent, guess(plan, view, self.run))
 
 
 def channels_of(attacks: Sequence[Attack], settings: Settings) -> list[Channel]:
-    """One channel of every known family, with those of the attacks that are its own.
+    """Return one channel of every known family, with the attacks of that family.
 
     Raises:
-        ValueError: settings that do not fit.
+        ValueError: the settings do not fit.
     """
     channels = [
         kind([a for a in attacks if family_of(a) is kind], settings)
@@ -385,7 +386,7 @@ def channels_of(attacks: Sequence[Attack], settings: Settings) -> list[Channel]:
 
 
 def family_of(attack: Attack) -> type[Channel]:
-    """The class of an attack's channel."""
+    """Return the class of an attack's channel."""
     return next(Channel.known[c] for c in type(attack).__mro__ if c in Channel.known)
 
 
@@ -395,7 +396,7 @@ def guess(
     run: Run,
     query: Query | None = None,
 ) -> Guess | Unknown | Waiting:
-    """What an attack says of gradients, or why it says nothing (yet)."""
+    """Return what an attack guesses from gradients, or why it has no guess (yet)."""
     if isinstance(view, Unknown | Waiting):
         return view
     if isinstance(view, UpdateSnapshot):
@@ -415,9 +416,9 @@ def guess(
         if not plan.attack.reads_clipped:
             check_uncut(view, plan.roles, plan.facts(run, None, view.step))
         with torch.no_grad():
-            found = plan.attack.run(Observation((view,)), query)
-        check_guess(plan.attack, found, family_of(plan.attack).guesses)
-        return found
+            answer = plan.attack.run(Observation((view,)), query)
+        check_guess(plan.attack, answer, family_of(plan.attack).guesses)
+        return answer
     except NotYet as error:
         zeros = tuple(role for role in plan.roles if not bool(view.tensors[role].any()))
         return Waiting(str(error), zeros=zeros)
@@ -426,7 +427,7 @@ def guess(
 
 
 def no_sum(plan: Plan) -> str | None:
-    """Why an attack does not read an optimizer's updates, where it reads sums of gradients."""
+    """Return why an attack on sums of gradients cannot read an optimizer's updates, if so."""
     optimizer = plan.optimizer
     adaptive = optimizer is not None and type(optimizer) is not torch.optim.SGD
     if not adaptive or plan.attack.reads_adaptive_updates:
@@ -437,24 +438,24 @@ def no_sum(plan: Plan) -> str | None:
     )
 
 
-def check_guess(attack: Attack, found: object, wanted: type[Guess]) -> None:
-    """Refuses what an attack's ``run`` returns where it is no guess of its family.
+def check_guess(attack: Attack, answer: object, expected: type[Guess]) -> None:
+    """Refuse a return value of an attack's ``run`` that is no guess of its family.
 
     Raises:
-        UnusableObservation: names both.
+        UnusableObservation: names both classes.
     """
-    if not isinstance(found, wanted):
+    if not isinstance(answer, expected):
         raise UnusableObservation(
-            f"run of attack '{attack.name}' returned a {type(found).__name__}, and must return a "
-            f"{wanted.__name__} ({wanted.__module__})"
+            f"run of attack '{attack.name}' returned a {type(answer).__name__}, and must return a "
+            f"{expected.__name__} ({expected.__module__})"
         )
 
 
-def worst_of(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric at the client where it is highest; empty for one client."""
+def worst_of(clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return each metric at the client where it is highest; empty for one client."""
     worst: dict[str, float] = {}
-    if len(each) > 1:
-        for name in each[0]:
-            known = [values[name] for values in each if not math.isnan(values[name])]
-            worst[name] = max(known) if known else math.nan
+    if len(clients) > 1:
+        for name in clients[0]:
+            numbers = [values[name] for values in clients if not math.isnan(values[name])]
+            worst[name] = max(numbers) if numbers else math.nan
     return worst

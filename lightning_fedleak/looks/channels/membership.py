@@ -61,24 +61,24 @@ from lightning_fedleak.taps.split import ModelIds
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS, Capability
 
 AUDIT = "audit"
-RESAMPLES = 200
+RESAMPLES = 200  # bootstrap samples of an interval at a look; not tuned
 LEAST_MEMBERS = 16
-"""Texts of a batch, and as many others, without which one look is no judgement of an update.
+"""Texts of a batch, and as many others, that one look needs before it can judge an update.
 
-The standard error of an AUC is at most ``sqrt(.25 / members)`` whatever the law of the scores (Van
-Dantzig 1951), 1/8 here. Fewer: an update that is read well may pass by chance. More: rounds of few
-texts can never be judged.
+The standard error of an AUC is at most ``sqrt(.25 / members)`` for any distribution of the scores
+(Van Dantzig 1951), 1/8 here. Fewer: an update that is read well may pass by chance. More: rounds of
+few texts can never be judged.
 """
-_EVERY = "every canary"
-_AT_ONCE = 64
+_ALL_CANARIES = "every canary"
+_TEXTS_PER_FORWARD = 64  # limits the memory of one forward pass; not tuned
 
 
 @dataclass(frozen=True)
 class _Games:
-    """The games of one attack at one look.
+    """Hold the games of one attack at one look.
 
     Attributes:
-        asked: the targets.
+        targets: the targets.
         canary: the gradient of their crafted layers, on its way out.
     """
 
@@ -88,12 +88,12 @@ class _Games:
 
 @dataclass
 class _Table:
-    """The games of one look that are about one kind of texts.
+    """Hold the games of one look about one kind of texts.
 
     Attributes:
-        asked: the targets, or why there are none (yet).
-        games: by the attack's name; or why there are none.
-        whole: all of them are asked for, also where the loss looks away.
+        targets: the targets, or why there are none (yet).
+        games: games by the attack's name, or why there are none.
+        whole: all targets are asked for, also those that the loss ignores.
     """
 
     targets: Targets | Waiting | Unknown
@@ -103,7 +103,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer at one look.
+    """Hold one layer at one look.
 
     Attributes:
         client: (B, L, d) hidden states of each micro-batch.
@@ -116,10 +116,10 @@ class _Layer:
 
 @dataclass(frozen=True)
 class Played:
-    """The games of one client at one look.
+    """Hold the games of one client at one look.
 
     Attributes:
-        scores: (n,) the adversary's.
+        scores: (n,) the adversary's scores.
         members: (n,) bool, the secret bits b.
         decisions: (n,) bool, the adversary's b'.
     """
@@ -129,7 +129,7 @@ class Played:
     decisions: Tensor
 
     def pack(self, width: int) -> list[float]:
-        """Numbers in a fixed order: n, scores, bits, decisions, filled up with zeros."""
+        """Return n, scores, bits and decisions in this order, padded with zeros to ``width``."""
         numbers = [float(len(self.scores))]
         for column in (self.scores, self.members, self.decisions):
             numbers += column.double().tolist()
@@ -137,12 +137,13 @@ class Played:
 
 
 class _Window:
-    """The games of one series at the last looks.
+    """Pool the games of one series over the last looks.
 
-    Accuracy, F1 and advantage are of the adversary's own decisions, so that one look alone has
-    them. The threshold of a TPR is fitted on other games than those scored. The games of one client
-    at one look are one cluster (:func:`~lightning_fedleak.metrics.membership.membership_rates`);
-    looks are taken as independent, also where an epoch brings back the texts of an earlier one.
+    Accuracy, F1 and advantage follow from the adversary's own decisions, so that one look is enough
+    for them. The threshold of a TPR is fitted on other games than those scored. The games of one
+    client at one look are one cluster
+    (:func:`~lightning_fedleak.metrics.membership.membership_rates`). Looks are treated as
+    independent, also where an epoch repeats the texts of an earlier one.
     """
 
     def __init__(self, looks: int) -> None:
@@ -150,7 +151,7 @@ class _Window:
         self._next = 0
 
     def add(self, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Adds a look's packed games, by client, and computes the rates over all of the window."""
+        """Add a look's packed games, by client, and return the rates over the whole window."""
         games = []
         for client, numbers in rows.items():
             n = int(numbers[0])
@@ -164,14 +165,14 @@ class _Window:
         clients = games if len(games) > 1 else []
         each = [{name: r.value for name, r in _rates(g).items()} for g in clients]
         rates, members = _rates(pooled, RESAMPLES), int(self._looks[-1][:, 3].sum())
-        return Outcome(rates, len(pooled), worst=worst_of(each), now=now, too_few=_few(members))
+        return Outcome(rates, len(pooled), worst=worst_of(each), now=now, too_few=_too_few(members))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """(n, 5): look, client, score, bit, decision of every game in the window."""
+        """Return (n, 5): look, client, score, bit and decision of every game in the window."""
         return {"games": torch.cat(list(self._looks))} if self._looks else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on with the window."""
+        """Restore the window."""
         self.clear()
         if "games" in state:
             games = state["games"].cpu().double()
@@ -180,12 +181,12 @@ class _Window:
             self._next = int(games[-1, 0]) + 1
 
     def clear(self) -> None:
-        """Forgets the window."""
+        """Forget the games of the window."""
         self._looks.clear()
         self._next = 0
 
 
-def _few(members: int) -> str | None:
+def _too_few(members: int) -> str | None:
     if members >= LEAST_MEMBERS:
         return None
     return (
@@ -204,11 +205,11 @@ def _rates(games: Tensor, resamples: int = 100) -> dict[str, Rate]:
 
 
 class MembershipChannel(Channel):
-    """Membership games: at each look the bits are drawn, and the attacks guess.
+    """Play membership games: at each look the bits are drawn, and the attacks guess.
 
-    The server's copy of the model is the model as it is at the look: its age is 0. What an attack
-    reads is always exposed: the server has added it itself, in front of which no layer of the
-    client's needs to be trained.
+    The server's copy of the model is the model at the look: its age is 0. What an attack reads is
+    always exposed, because the server adds its own layers and none of the client's needs to be
+    trained.
     """
 
     guesses = MembershipGuess
@@ -245,14 +246,14 @@ class MembershipChannel(Channel):
 
     def canary_scores(self, attack: str | None) -> Tensor | None:
         """Return (m,) one score for each of the user's own canaries; None: none are kept."""
-        return None if self._canary_scores is None else self._canary_scores.of(attack)
+        return None if self._canary_scores is None else self._canary_scores.scores_of(attack)
 
     def further_series(self) -> list[Series]:
-        """Those of the user's canaries."""
+        """Return the series of the user's canaries."""
         return list(self._audits.values())
 
     def looks_until_known(self, metric: str, clients: int) -> tuple[int, str] | None:
-        """A TPR at a small rate of false positives takes many texts that are not in the batch."""
+        """Return the looks that a TPR needs: a small rate of false positives takes many texts."""
         if not metric.startswith("tpr_at_fpr_"):
             return None
         fpr = float(metric.removeprefix("tpr_at_fpr_"))
@@ -263,7 +264,7 @@ class MembershipChannel(Channel):
         )
 
     def never_judged(self, metric: str) -> str | None:
-        """Rates of the attack's own threshold, intervals, and what needs more games than a look."""
+        """Return why the attack's own threshold, an interval or a TPR cannot judge one update."""
         if metric in self.own_threshold:
             return (
                 "it is of the attack's own threshold, so that it may be 0 of an update that is "
@@ -271,8 +272,10 @@ class MembershipChannel(Channel):
             )
         if metric.endswith(("_low", "_high")):
             return "intervals are of the games of all rounds, and a gate judges one round"
-        known = self.looks_until_known(metric, 1)
-        return _few(self.games.targets) if known is None or known[0] <= 1 else known[1]
+        requirement = self.looks_until_known(metric, 1)
+        if requirement is None or requirement[0] <= 1:
+            return _too_few(self.games.targets)
+        return requirement[1]
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -289,28 +292,28 @@ class MembershipChannel(Channel):
             )
         if not self.attacks:
             return
-        who = f"LeakageMonitor: '{self.attacks[0].name}' plays membership games, which"
+        games = f"LeakageMonitor: '{self.attacks[0].name}' plays membership games, which"
         if processes.sharded_by is not None:
             raise ValueError(
-                f"{who} need whole layers; {processes.sharded_by} shards them. Use DDP with "
+                f"{games} need whole layers; {processes.sharded_by} shards them. Use DDP with "
                 "client='rank', or one device; attacks on words and texts run under FSDP2 too."
             )
         if processes.count == 1:
             return
         if processes.client == "world":
             raise ValueError(
-                f"{who} ask one process's batch; with client='world' the batch is spread over "
+                f"{games} ask one process's batch; with client='world' the batch is spread over "
                 "several. Use client='rank', or run one process."
             )
         if Stage.AGGREGATE in self.settings.stages:
             raise ValueError(
-                f"{who} ask one client's batch; what is left of it in the mean over clients is not "
-                "computed. Leave 'aggregate' out of stages=, or give these attacks a monitor of "
-                "their own."
+                f"{games} ask one client's batch; what remains of it in the mean over clients is "
+                "not computed. Leave 'aggregate' out of stages=, or give these attacks a monitor "
+                "of their own."
             )
 
     def open(self, run: Run) -> None:
-        """Begins a fit."""
+        """Begin a fit."""
         super().open(run)
         self._sources = Sources(
             self.games,
@@ -322,7 +325,7 @@ class MembershipChannel(Channel):
         self._rewritten = {layer: d.name for d in run.defenses for layer in d.activation_layers}
 
     def plan(self, attack: Attack) -> Plan:
-        """The layers that it reads are the server's own.
+        """Return a plan without roles, because the server adds the layers that are read.
 
         Raises:
             ValueError: the model has no such layer.
@@ -331,17 +334,17 @@ class MembershipChannel(Channel):
         return Plan(attack, (), True, None)
 
     def follow(self, plans: Sequence[Plan]) -> None:
-        """Taps the layers that are read."""
+        """Tap the layers that are read."""
         super().follow(plans)
         layers = {a.layer for a in self.attacks}
         if layers != self._layers:
             self.close()
             if layers:
-                self._tap = self._tap_at(sorted(layers))
+                self._tap = self._place_tap(sorted(layers))
                 self._ids = ModelIds(self.run.anatomy) if self._replaced else None
             self._layers = layers
 
-    def _tap_at(self, layers: Sequence[int]) -> ActivationTap:
+    def _place_tap(self, layers: Sequence[int]) -> ActivationTap:
         # A server that adds trainable layers gets a gradient there, whatever is frozen below. In a
         # reentrant checkpoint that cannot be had without changing what is trained.
         anatomy = self.run.anatomy
@@ -351,7 +354,7 @@ class MembershipChannel(Channel):
         return ActivationTap(anatomy, layers, states=False, reach=not checkpointed)
 
     def check(self, attack: Attack) -> None:
-        """Tries an attack on two short texts, so that what cannot work shows before training.
+        """Try an attack on two short texts, so that a misfit shows before training.
 
         Raises:
             ValueError: an attack does not fit the model, or the model does not run on token ids.
@@ -373,7 +376,7 @@ class MembershipChannel(Channel):
             ) from error
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         if self._tap is not None:
             self._tap.close()
         if self._ids is not None:
@@ -384,23 +387,23 @@ class MembershipChannel(Channel):
     # ---- a look -----------------------------------------------------------------------------
 
     def wants_batch(self, steps_to_look: int) -> bool:
-        """Whether a batch that is not looked at may serve the next look as text outside of it."""
+        """Return whether the next look may need this batch for texts outside its own."""
         return bool(self.attacks) and self._sources.wants_batch(steps_to_look)
 
     def remember(self, batch: TokenBatch) -> None:
-        """Keeps a batch, by reference, as text that a later batch does not hold."""
+        """Keep a reference to a batch, whose texts are non-members of a later one."""
         if self.attacks:
             self._sources.remember(batch)
 
     def arm(self) -> None:
-        """Starts a look."""
+        """Start a look."""
         if self._tap is not None:
             self._tap.arm()
         if self._ids is not None:
             self._ids.arm()
 
     def disarm(self, look: Look) -> None:
-        """Ends a look, lets go of what it held, and remembers its batches."""
+        """End a look, free its tensors, and remember its batches."""
         if self._tap is not None:
             self._tap.disarm()
         if self._ids is not None:
@@ -412,10 +415,10 @@ class MembershipChannel(Channel):
 
     @torch.no_grad()
     def _begin(self, step: int, batches: Sequence[TokenBatch], scale: float) -> None:
-        """Draws the targets, and computes each attack's canary as it is before any defence.
+        """Draw the targets, and compute each attack's canary before any defence acts.
 
-        Once in a look: where several optimizers step, the server's layers are stepped with the
-        first of them.
+        It happens once in a look: where several optimizers step, the server's layers are stepped
+        with the first of them.
 
         Args:
             step: optimizer step.
@@ -425,12 +428,12 @@ class MembershipChannel(Channel):
         if not self.attacks or self._tables:
             return
         self._leaving = True
-        self._tables[str(Stage.SHARED)] = _Table(_drawn(self._sources.population, step, batches))
+        self._tables[str(Stage.SHARED)] = _Table(_draw(self._sources.population, step, batches))
         if self._audits:
-            self._tables[AUDIT] = _Table(_drawn(self._sources.canaries, step, batches))
+            self._tables[AUDIT] = _Table(_draw(self._sources.canaries, step, batches))
         if self._canary_scores is not None:
-            every = _drawn(lambda _, b: self._sources.all_canaries(b), step, batches)
-            self._tables[_EVERY] = _Table(every, whole=True)
+            every = _draw(lambda _, b: self._sources.all_canaries(b), step, batches)
+            self._tables[_ALL_CANARIES] = _Table(every, whole=True)
         dealt = [t for t in self._tables.values() if isinstance(t.targets, Targets)]
         layers: dict[int, _Layer | Unknown] = {}
         for attack in self.attacks if dealt else ():
@@ -448,7 +451,7 @@ class MembershipChannel(Channel):
                     table.games[attack.name] = Unknown(reason(error))
 
     def _layer(self, layer: int, batches: Sequence[TokenBatch], scale: float) -> _Layer | Unknown:
-        """The client's hidden states and the gradient of its loss in them."""
+        """Return the client's hidden states and the gradient of its loss in them."""
         assert self._tap is not None
         try:
             for rewritten, name in self._rewritten.items():
@@ -482,20 +485,20 @@ class MembershipChannel(Channel):
         return _Layer(client, gradients)
 
     def _embedded(self, layer: int, rows: Rows) -> Tensor:
-        """The server's hidden states (G, L, d) of texts; zero where they were never padded to."""
+        """Return the server's hidden states (G, L, d) of texts; zero at padding without a mask."""
         with self.run.forward_context():
             if rows.masked:
                 return hidden_states(self.run.anatomy, layer, rows.ids, rows.real.long())
-            out: Tensor | None = None
+            states: Tensor | None = None
             lengths = rows.real.sum(1)
             for length in sorted(set(lengths.tolist())):
-                which = lengths == length
-                states = hidden_states(self.run.anatomy, layer, rows.ids[which, :length])
-                if out is None:
-                    out = states.new_zeros(*rows.ids.shape, states.shape[-1])
-                out[which.to(out.device), :length] = states
-        assert out is not None
-        return out
+                same_length = lengths == length
+                part = hidden_states(self.run.anatomy, layer, rows.ids[same_length, :length])
+                if states is None:
+                    states = part.new_zeros(*rows.ids.shape, part.shape[-1])
+                states[same_length.to(states.device), :length] = part
+        assert states is not None
+        return states
 
     def _games(
         self,
@@ -516,8 +519,11 @@ class MembershipChannel(Channel):
             )
             for batch, hidden, gradient in zip(batches, layer.client, layer.gradients, strict=True)
         ]
-        targets = targets if whole else _reached(attack, targets, upstream)
-        parts = [targets.at(i) for i in torch.split(torch.arange(len(targets.members)), _AT_ONCE)]
+        targets = targets if whole else _with_gradient(attack, targets, upstream)
+        parts = [
+            targets.select(i)
+            for i in torch.split(torch.arange(len(targets.members)), _TEXTS_PER_FORWARD)
+        ]
         embedded = torch.cat(
             [attack.embed(self._embedded(attack.layer, p.rows), p.query()) for p in parts]
         )
@@ -530,7 +536,7 @@ class MembershipChannel(Channel):
     def before_defense(
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> None:
-        """Every canary goes through the defence too."""
+        """Pass every canary through the defence too."""
         for table in self._tables.values() if self._leaving else ():
             for name, games in table.games.items():
                 if isinstance(games, Unknown):
@@ -548,7 +554,7 @@ class MembershipChannel(Channel):
                     table.games[name] = Unknown(reason(error))
 
     def at_moment(self, moment: Moment) -> None:
-        """Lets every attack guess from its canary as it is now."""
+        """Let every attack guess from its canary at this moment."""
         look = moment.look
         if not self.attacks or look.truth_error is not None:
             return
@@ -564,7 +570,7 @@ class MembershipChannel(Channel):
                 answer = self._guess(attack, AUDIT, look.step, Stage.SHARED)
                 look.answers.setdefault(self._audits[attack.name], answer)
             if shared and self._canary_scores is not None:
-                answer = self._guess(attack, _EVERY, look.step, Stage.SHARED)
+                answer = self._guess(attack, _ALL_CANARIES, look.step, Stage.SHARED)
                 if isinstance(answer, Played):
                     look.notes.setdefault((self.family, attack.name), answer.scores)
         if Stage.SHARED in moment.stages:
@@ -597,47 +603,49 @@ class MembershipChannel(Channel):
         return _played(answer, games.targets.members)
 
     def series_of(self, plan: Plan) -> list[Series]:
-        """Those at the stages, and that of the user's canaries."""
+        """Return the series at the stages, and that of the user's canaries."""
         audits = [self._audits[plan.attack.name]] if self._audits else []
         return super().series_of(plan) + audits
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
-        """The games of one look, packed."""
+        """Return the packed games of one look."""
         if not isinstance(answer, Played):
             raise UnusableObservation("the attack guessed something else")
         return answer.pack(self.width)
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
-        """The scores of the user's canaries count."""
+        """Add the scores of the user's canaries."""
         if self._canary_scores is not None:
-            kept = {name: look.notes.get((self.family, name)) for name in self._audits}
-            self._canary_scores.add({n: scores for n, scores in kept.items() if scores is not None})
+            scores = {name: look.notes.get((self.family, name)) for name in self._audits}
+            self._canary_scores.add(
+                {n: tensor for n, tensor in scores.items() if tensor is not None}
+            )
 
     # ---- over clients and looks -------------------------------------------------------------
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """The games of the last looks, of all clients."""
+        """Return the outcome of the last looks' games, over all clients."""
         return self._window(series).add(rows)
 
     def _window(self, series: Series) -> _Window:
         return self._windows.setdefault(series, _Window(self.games.window))
 
     def clear(self) -> None:
-        """Forgets earlier games, and the scores of canaries."""
+        """Forget earlier games, and the scores of canaries."""
         self._windows.clear()
         if self._canary_scores is not None:
             self._canary_scores.clear()
 
     def series_state(self, series: Series) -> dict[str, Tensor]:
-        """The games of the window."""
+        """Return the games of the window."""
         return self._window(series).state_dict()
 
     def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:
-        """Goes on with the window."""
+        """Restore the window."""
         self._window(series).load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The user's canaries, and their scores over looks."""
+        """Return the user's canaries, and their scores over looks."""
         canaries, scores = self.games.canaries, self._canary_scores
         return {
             "canaries": None if canaries is None else canaries.state_dict(),
@@ -645,7 +653,7 @@ class MembershipChannel(Channel):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the scores; the canaries must be the same.
+        """Restore the scores; the canaries must be the same.
 
         Raises:
             ValueError: other canaries, or scores reduced by another rule.
@@ -659,7 +667,7 @@ class MembershipChannel(Channel):
 
 
 class PassiveMembershipChannel(MembershipChannel):
-    """The same games, asked by a server that adds nothing and reads what is shared anyway."""
+    """Play the same games for a server that adds no layers and reads what is shared anyway."""
 
     reads = PassiveMembership
     reads_updates: ClassVar[bool] = True
@@ -674,7 +682,7 @@ class PassiveMembershipChannel(MembershipChannel):
             )
 
     def plan(self, attack: Attack) -> Plan:
-        """Gradients of the client's own parameters.
+        """Return a plan that reads gradients of the client's own parameters.
 
         Raises:
             ValueError: it cannot read this model.
@@ -682,20 +690,20 @@ class PassiveMembershipChannel(MembershipChannel):
         return gradient_plan(attack, self.run)
 
     def follow(self, plans: Sequence[Plan]) -> None:
-        """Works by these plans from now on; no layer is tapped."""
+        """Use these plans from now on; no layer is tapped."""
         self.plans = tuple(plans)
 
     def check(self, attack: Attack) -> None:
-        """Nothing can be tried before there is a gradient."""
+        """Do nothing, because no attack can be tried without a gradient."""
 
     def before_defense(
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> None:
-        """Nothing of its own goes through defences."""
+        """Do nothing, because this server adds no layers."""
 
     @torch.no_grad()
     def at_moment(self, moment: Moment) -> None:
-        """Asks every attack about texts, of what is shared now."""
+        """Ask every attack about texts, from what is shared at this moment."""
         look = moment.look
         if not self.attacks or not moment.wanted or look.truth_error is not None:
             return
@@ -705,20 +713,20 @@ class PassiveMembershipChannel(MembershipChannel):
             draws[AUDIT] = self._sources.canaries
         for name, draw in draws.items():
             if name not in self._tables:
-                self._tables[name] = _Table(_drawn(draw, look.step, batches))
+                self._tables[name] = _Table(_draw(draw, look.step, batches))
         for plan in self.plans:
-            mine = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
+            stepped = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
             silent = any(s not in look.answers for s in self.series_of(plan))
-            if not plan.exposed or not mine or not silent:
+            if not plan.exposed or not stepped or not silent:
                 continue
-            answer = self._asked(plan, self._tables[str(Stage.SHARED)].targets, moment)
+            answer = self._answer(plan, self._tables[str(Stage.SHARED)].targets, moment)
             for series in self.series_at(plan.attack, moment.wanted):
                 look.answers.setdefault(series, answer)
             if AUDIT in self._tables and Stage.SHARED in moment.wanted:
-                answer = self._asked(plan, self._tables[AUDIT].targets, moment)
+                answer = self._answer(plan, self._tables[AUDIT].targets, moment)
                 look.answers.setdefault(self._audits[plan.attack.name], answer)
 
-    def _asked(
+    def _answer(
         self, plan: Plan, targets: Targets | Waiting | Unknown, moment: Moment
     ) -> Played | Unknown | Waiting:
         if not isinstance(targets, Targets):
@@ -729,15 +737,15 @@ class PassiveMembershipChannel(MembershipChannel):
         return _played(answer, targets.members)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the user's canaries are kept with the games of crafted layers."""
+        """Return nothing: the games of crafted layers hold the user's canaries."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing, because nothing was saved."""
 
 
 def _played(guess: Any, members: Tensor) -> Played | Unknown:
-    """A guess beside the secret bits; unknown where it is about other targets than asked."""
+    """Return a guess beside the secret bits; unknown where it is about other targets."""
     try:
         scores = guess.scores.detach().cpu().double()
         if scores.shape != members.shape or bool(scores.isnan().any()):
@@ -751,7 +759,7 @@ def _played(guess: Any, members: Tensor) -> Played | Unknown:
 
 
 def _check_held_out(attack: Attack, held_out: PublicText | None) -> None:
-    """Refuses non-members that a membership attack was calibrated on."""
+    """Refuse non-members that a membership attack was calibrated on."""
     public = getattr(attack, "public_text", None)
     if held_out is None or not isinstance(public, PublicText):
         return
@@ -765,12 +773,11 @@ def _check_held_out(attack: Attack, held_out: PublicText | None) -> None:
 
 
 def _special(run: Run) -> frozenset[int]:
-    """By the model's config and the tokenizers of the run."""
     config = getattr(without_peft(run.anatomy.model), "config", None)
     return special_ids(config, run.tokenizers)
 
 
-def _drawn(
+def _draw(
     draw: Callable[[int, Sequence[TokenBatch]], Targets | Waiting],
     step: int,
     batches: Sequence[TokenBatch],
@@ -781,22 +788,23 @@ def _drawn(
         return Unknown(reason(error))
 
 
-def _reached(attack: MembershipAttack, targets: Targets, upstream: Sequence[Tensor]) -> Targets:
-    """The targets without tokens of the batch that the loss looks away from.
+def _with_gradient(
+    attack: MembershipAttack, targets: Targets, upstream: Sequence[Tensor]
+) -> Targets:
+    """Return the targets without the tokens of the batch that the loss ignores.
 
-    Their gradient is exactly zero whatever is asked. A server that chooses its layers would not let
-    that happen, so that such a token must not count as one that is kept secret.
+    Their gradient is always exactly zero. A server that chooses its layers would avoid such tokens,
+    so that they must not count as kept secret.
     """
     rows = [row for batch in upstream for row in batch]
-    where = zip(targets.places.tolist(), targets.positions.tolist(), strict=True)
+    targeted = zip(targets.places.tolist(), targets.positions.tolist(), strict=True)
     token = attack.granularity == "token"
-    there = torch.stack([rows[row][column if token else 0] for row, column in where if row >= 0])
-    if not bool((there != 0).any()):
+    gradients = torch.stack(
+        [rows[row][column if token else 0] for row, column in targeted if row >= 0]
+    )
+    if not bool((gradients != 0).any()):
         raise UnusableObservation(
             f"the loss does not depend on the hidden states at layer {attack.layer} of any of the "
-            f"{len(there)} tokens asked for; a lower layer would be reached"
+            f"{len(gradients)} tokens asked for; a lower layer would be reached"
         )
-    return targets.reached(there != 0)
-
-
-__all__ = ["MembershipChannel", "PassiveMembershipChannel", "Played"]
+    return targets.reached(gradients != 0)

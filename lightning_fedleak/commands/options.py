@@ -109,6 +109,13 @@ def _position(text: str) -> str | int:
     return int(_number(int, lambda n: n >= 0, description)(text))
 
 
+LEAST_TEXTS = 16
+"""Texts of a client in a round that a gate on membership needs: the engine's ``LEAST_MEMBERS``.
+
+It stands here too, since options are checked before torch is loaded; a test compares the two.
+"""
+
+
 @dataclass(frozen=True)
 class DemoOptions:
     """The settings of ``fedleak demo``.
@@ -488,6 +495,15 @@ class FederateOptions:
             (
                 self.watch is not None and not self.watch.startswith("leakage/"),
                 f"--watch {self.watch}: a gate watches a name in the logs, as leakage/worst/words",
+            ),
+            (
+                self.gate is not None
+                and "membership" in (self.watch or "membership")
+                and self.local_steps * self.batch_size < LEAST_TEXTS,
+                f"--gate watches membership{'' if self.watch else ' by default'}, and a round has "
+                f"{self.local_steps * self.batch_size} texts of a client: no update is judged with "
+                f"fewer than {LEAST_TEXTS}. Give more --local-steps or a larger --batch-size, or "
+                "watch words alone (--watch leakage/worst/words).",
             ),
             (
                 self.action == "harden" and (self.epsilon is None or self.trust != "local"),

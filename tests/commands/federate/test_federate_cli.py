@@ -10,8 +10,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from lightning_fedleak.cli import main
+from lightning_fedleak.commands import options
 from lightning_fedleak.commands.federate.command import FederateCommand, summary
 from lightning_fedleak.commands.federate.table import Round, RoundsTable
+from lightning_fedleak.commands.options import FederateOptions
+from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.looks.channels.membership import LEAST_MEMBERS
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 
@@ -227,3 +231,12 @@ def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["federate", "--optimizer", "adam"])
     assert "did you mean adamw" in capsys.readouterr().err
+
+
+def test_too_few_texts_for_a_gate_are_refused_before_libraries_load() -> None:
+    assert options.LEAST_TEXTS == LEAST_MEMBERS
+    settings = {"gate": 0.9, "local_steps": 3, "batch_size": 5}
+    with pytest.raises(SourceError, match="by default, and a round has 15 texts of a client"):
+        FederateOptions(**settings).check()
+    FederateOptions(**settings | {"local_steps": 4}).check()
+    FederateOptions(**settings, watch="leakage/worst/words").check()

@@ -1,7 +1,7 @@
 """Differential privacy of a whole client: its update is clipped, noised, and accounted for.
 
 Per round the sum of clipped updates gets Gaussian noise, and is divided by the number of clients
-that is *expected*, which hangs on nobody's data. A client that fails, withholds or returns what
+that is *expected*, which depends on nobody's data. A client that fails, withholds or returns what
 cannot be read counts as zero. All clients weigh alike.
 """
 
@@ -14,7 +14,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -32,16 +32,17 @@ from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.base import Privacy, State
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.federation.updates import UpdateError, joint_norm
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 C = TypeVar("C")
 
 Update = Mapping[str, Tensor]
 """Changes of trained parameters by name, as :func:`~lightning_fedleak.federation.difference`."""
 
-Drawn = Literal["all", "poisson", "fixed"]
+ClientSampling = Literal["all", "poisson", "fixed"]
 Trusted = Literal["central", "local", "secure_aggregation"]
 
-_TERMS = 1
+_TERMS_SCHEMA = 1  # version of the file <ledger>.terms; a change refuses older ledgers
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class ClientDP(Defense):
         clients: int,
         target_delta: float,
         per_round: float | None = None,
-        sampling: Drawn = "all",
+        sampling: ClientSampling = "all",
         trust: Trusted = "central",
         target_epsilon: float | None = None,
         rounds: int | None = None,
@@ -142,9 +143,10 @@ class ClientDP(Defense):
     ) -> None:
         _check_numbers(clip, noise_multiplier, target_epsilon, target_delta, rounds, harden_factor)
         self.clip = float(clip)
-        self.clients = _whole("clients", clients)
-        self.sampling: Drawn = sampling
-        self.per_round = _per_round(sampling, per_round, self.clients)
+        check_integer("ClientDP: clients", clients, error=DefenseError)
+        self.clients = clients
+        self.sampling: ClientSampling = sampling
+        self.per_round = _expect_per_round(sampling, per_round, self.clients)
         self.trust: Trusted = trust
         self.dropouts = dropouts
         _check_trust(trust, sampling, dropouts, self.per_round)
@@ -160,10 +162,8 @@ class ClientDP(Defense):
         )
         if accountant is None:
             accountant = "rdp" if accounted_as == "without_replacement" else "prv"
-        if accountant not in ("prv", "rdp", "filter"):
-            raise DefenseError(
-                f"ClientDP: accountant={accountant!r} must be 'prv', 'rdp' or 'filter'"
-            )
+        kinds = ("prv", "rdp", "filter")
+        check_choice("ClientDP: accountant", accountant, kinds, error=DefenseError)
         if accountant == "filter" and target_epsilon is None:
             raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
         self.rounds = rounds
@@ -184,10 +184,10 @@ class ClientDP(Defense):
         )
         self.ledger = None if ledger is None else str(ledger)
         if ledger is not None:
-            _agree(Path(ledger), self._terms())
+            _check_terms(Path(ledger), self._terms())
             self._budget.open_ledger(ledger)
         self._budget.settle(self._rate, target_delta, lambda: rounds or 0)
-        self.guarantee = self._guaranteed()
+        self.guarantee = self._describe_guarantee()
         self._entropy = os.urandom(32)
         self._releases = 0
 
@@ -242,14 +242,14 @@ class ClientDP(Defense):
         return True
 
     def settings(self) -> dict[str, bool | int | float | str]:
-        """What it was built with, for the record of a run."""
+        """Return what it was built with, for the record of a run."""
         return super().settings() | {
             "accountant": self._budget.kind,
             "noise_multiplier": self.noise_multiplier,
         }
 
     def before_setup(self, context: DefenseContext) -> None:
-        """Refuses to be a defence of a Trainer's steps.
+        """Refuse to be a defence of a Trainer's steps.
 
         Raises:
             DefenseError: always.
@@ -261,33 +261,33 @@ class ClientDP(Defense):
 
     @property
     def can_harden(self) -> bool:
-        """With ``accountant="filter"`` only.
+        """Whether the noise can be turned up: it takes ``accountant="filter"``.
 
-        Not under a secure aggregation, where a client turns up its own share alone, and the sum
+        It cannot under a secure aggregation: a client turns up its own share alone, and the sum
         would carry less noise than this client's account says.
         """
         return self.trust != "secure_aggregation" and self._budget.can_harden
 
     def harden(self) -> str | None:
-        """Multiplies the noise by ``harden_factor``, from the next release on."""
+        """Multiply the noise by ``harden_factor``, from the next release on."""
         return self._budget.harden() if self.can_harden else None
 
     # ---- a round ----------------------------------------------------------------------------
 
     def drawn(self, clients: Sequence[C]) -> list[C]:
-        """Who takes part in a round, drawn by randomness of the operating system.
+        """Draw who takes part in a round, by randomness of the operating system.
 
         Args:
             clients: all of the federation's.
 
         Raises:
-            DefenseError: they are not as many as was said.
+            DefenseError: their number is not ``clients``.
         """
         if len(clients) != self.clients:
             raise DefenseError(
                 f"ClientDP(clients={self.clients}) draws from all clients of the federation, and "
-                f"{len(clients)} are there. The account hangs on that number: a client that cannot "
-                "be reached is drawn like every other, and counts as zero"
+                f"{len(clients)} are there. The account depends on that number: a client that "
+                "cannot be reached is drawn like every other, and counts as zero"
             )
         source = random.SystemRandom()
         if self.sampling == "fixed":
@@ -303,7 +303,7 @@ class ClientDP(Defense):
         *,
         weights: Sequence[float] | None = None,
     ) -> Release:
-        """The mean of a round's updates with noise, by a trusted server: one release.
+        """Return the mean of a round's updates with noise, by a trusted server: one release.
 
         Args:
             updates: of every client that was drawn; None where it failed or withheld. What cannot
@@ -346,11 +346,11 @@ class ClientDP(Defense):
                 continue
             for name, tensor in part.items():
                 total[name] += tensor.to(total[name].device)
-        std = self._recorded() * self.clip
-        return Release(self._noised(total, std, like, 1 / self.per_round), zeros)
+        std = self._record_release() * self.clip
+        return Release(self._add_noise(total, std, like, 1 / self.per_round), zeros)
 
     def privatized(self, update: Update | None, like: Update) -> dict[str, Tensor]:
-        """A client's update, clipped and with its own noise: one release of this client.
+        """Return a client's update, clipped and with its own noise: one release of this client.
 
         Args:
             update: None to withhold: zero leaves, with the same noise. So does an update that
@@ -362,25 +362,27 @@ class ClientDP(Defense):
             BudgetSpent: one more release would cost more than ``target_epsilon``.
         """
         self._check_own()
-        part = self._part(update, like)
-        self._recorded()
-        return self._noised(part, self.own_noise_std, like)
+        part = self._clip_or_zero(update, like)
+        self._record_release()
+        return self._add_noise(part, self.own_noise_std, like)
 
     def rehearsed(self, update: Update | None, like: Update) -> dict[str, Tensor]:
-        """As :meth:`privatized`, with other noise, and not for release: nothing is accounted.
+        """Return a rehearsal of :meth:`privatized`: it has other noise, and nothing is accounted.
 
-        What would leave is looked at in its place: whatever is decided by it hangs on noise that
-        nobody else sees, so that the account of the release holds all the same.
+        It is not for release. It is looked at in place of what leaves: a decision that is made from
+        it depends on noise that nobody else sees, so that the account of the release still holds.
         """
         self._check_own()
-        return self._noised(self._part(update, like), self.own_noise_std, like, stream="rehearsal")
+        return self._add_noise(
+            self._clip_or_zero(update, like), self.own_noise_std, like, stream="rehearsal"
+        )
 
     def affords_another(self) -> bool:
-        """Whether one more release fits within ``target_epsilon``."""
+        """Return whether one more release fits within ``target_epsilon``."""
         return self._budget.affords_another()
 
     def check_affords_another(self) -> None:
-        """Refuses a round whose release the budget does not cover, before anybody trains.
+        """Refuse a round whose release the budget does not cover, before anybody trains.
 
         Raises:
             BudgetSpent: one more release would cost more than ``target_epsilon``.
@@ -394,7 +396,7 @@ class ClientDP(Defense):
                 "its update as it is. For noise of its own say trust='local'"
             )
 
-    def _part(self, update: Update | None, like: Update) -> dict[str, Tensor]:
+    def _clip_or_zero(self, update: Update | None, like: Update) -> dict[str, Tensor]:
         if update is not None:
             try:
                 return clipped(update, self.clip, like)
@@ -402,14 +404,14 @@ class ClientDP(Defense):
                 rank_zero_warn(f"ClientDP: {error}. Zero leaves in its place, with the same noise")
         return {n: torch.zeros_like(t, dtype=torch.float64) for n, t in like.items()}
 
-    def _recorded(self) -> float:
-        """Counts a release, before it is made; its noise multiplier."""
+    def _record_release(self) -> float:
+        """Count a release before it is made, and return its noise multiplier."""
         self._budget.check_affords_another()
         noise = self._budget.noise_now
         self._budget.record(noise)
         return noise * self._sensitivity
 
-    def _noised(
+    def _add_noise(
         self,
         total: Update,
         std: float,
@@ -417,30 +419,30 @@ class ClientDP(Defense):
         scale: float = 1.0,
         stream: str = "client",
     ) -> dict[str, Tensor]:
-        """With noise that is used once; rounded to the dtype of ``like`` at the end."""
+        """Add noise that is used once, and round to the dtype of ``like`` at the end."""
         release, self._releases = self._releases, self._releases + 1
         base = base_of(self._entropy, self.seed)
-        out = {}
+        noised = {}
         for index, (name, tensor) in enumerate(total.items()):
             key = noise_key(base, 0, release, index, self.name, stream)
             noise = standard_normal(key, tensor.shape, tensor.device, torch.float64)
-            out[name] = tensor.add(noise, alpha=std).mul_(scale).to(like[name].dtype)
-        return out
+            noised[name] = tensor.add(noise, alpha=std).mul_(scale).to(like[name].dtype)
+        return noised
 
     # ---- what survives ----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """The account of the releases, and how the noise is turned up."""
+        """Return the account of the releases, and how far the noise is turned up."""
         return self._budget.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on counting; the account never runs backwards."""
+        """Restore the count of releases; the account never runs backwards."""
         self._budget.load_state_dict(state, self._budget.accountant.steps)
         self._budget.check_not_overdrawn()
 
     def _terms(self) -> dict[str, object]:
         return {
-            "schema": _TERMS,
+            "schema": _TERMS_SCHEMA,
             "unit": "client",
             "clients": self.clients,
             "sampling": self.sampling,
@@ -448,10 +450,10 @@ class ClientDP(Defense):
             "trust": self.trust,
         }
 
-    def _guaranteed(self) -> str:
+    def _describe_guarantee(self) -> str:
         if self.seed is not None:
             return "none: whoever knows or guesses `seed` can subtract the noise (for tests only)"
-        against = {
+        adversary = {
             "central": (
                 "whoever sees the models of all rounds, while the server that sees each client's "
                 "update is trusted"
@@ -466,7 +468,7 @@ class ClientDP(Defense):
         neighbours = "replaced by any other data" if self.replaces else "added or removed"
         secret = " Who takes part in a round must stay secret." if self._rate < 1 else ""
         return (
-            f"against {against}: (epsilon, delta)-differential privacy of one client, all of its "
+            f"against {adversary}: (epsilon, delta)-differential privacy of one client, all of its "
             f"data, {neighbours}, for all rounds together, with the epsilon that `privacy` gives."
             f"{secret} Not covered: what clients send besides their updates, leakage logs, and "
             "why noise was turned up in sight of data."
@@ -474,7 +476,7 @@ class ClientDP(Defense):
 
 
 def clipped(update: Update, clip: float, like: Update) -> dict[str, Tensor]:
-    """An update in float64 whose joint 2-norm is at most ``clip``.
+    """Return an update in float64 whose joint 2-norm is at most ``clip``.
 
     Args:
         update: by name.
@@ -504,7 +506,7 @@ def clipped(update: Update, clip: float, like: Update) -> dict[str, Tensor]:
 
 
 def check_rounding(like: Update, noise_std: float) -> None:
-    """Refuses a model whose dtype rounds a client's share of noise away.
+    """Refuse a model whose dtype rounds a client's share of noise away.
 
     Shares add up to the whole noise before rounding only. Steps of one standard deviation change
     the law of the sum by ``exp(-2 pi^2)``, 3e-9; far larger ones leave a share without effect.
@@ -537,85 +539,92 @@ def _check_numbers(
     rounds: int | None,
     harden_factor: float,
 ) -> None:
-    if not (math.isfinite(clip) and clip > 0):
-        raise DefenseError(f"ClientDP: clip={clip!r} must be a positive number")
-    if not 0 < target_delta < 1:
+    check_number("ClientDP: clip", clip, above=0, error=DefenseError)
+    check_number(
+        "ClientDP: target_delta",
+        target_delta,
+        above=0,
+        below=1,
+        hint="well below 1 / clients; Gaussian noise has no epsilon at a delta of 0",
+        error=DefenseError,
+    )
+    check_number(
+        "ClientDP: target_epsilon",
+        target_epsilon,
+        above=0,
+        optional=True,
+        hint="an epsilon of 0 allows no release",
+        error=DefenseError,
+    )
+    if noise_multiplier is None and (target_epsilon is None or rounds is None):
         raise DefenseError(
-            f"ClientDP: target_delta={target_delta!r} must lie in (0, 1), well below one over the "
-            "number of clients. Gaussian noise has no epsilon at a delta of 0"
+            "ClientDP: give noise_multiplier, or target_epsilon and rounds, from which it is "
+            "computed"
         )
-    if target_epsilon is not None and not (math.isfinite(target_epsilon) and target_epsilon > 0):
-        raise DefenseError(
-            f"ClientDP: target_epsilon={target_epsilon!r} must be a positive number: an epsilon of "
-            "0 allows no release"
-        )
-    if noise_multiplier is None:
-        if target_epsilon is None or rounds is None:
-            raise DefenseError(
-                "ClientDP: give noise_multiplier, or target_epsilon and rounds from which it is "
-                "found"
-            )
-    elif not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
-        raise DefenseError(
-            f"ClientDP: noise_multiplier={noise_multiplier!r} must be a positive number: without "
-            "noise no epsilon holds"
-        )
-    if rounds is not None:
-        _whole("rounds", rounds)
-    if not (math.isfinite(harden_factor) and harden_factor > 1):
-        raise DefenseError(f"ClientDP: harden_factor={harden_factor!r} must be a number above 1")
+    check_number(
+        "ClientDP: noise_multiplier",
+        noise_multiplier,
+        above=0,
+        optional=True,
+        hint="without noise no epsilon holds",
+        error=DefenseError,
+    )
+    check_integer("ClientDP: rounds", rounds, optional=True, error=DefenseError)
+    check_number("ClientDP: harden_factor", harden_factor, above=1, error=DefenseError)
 
 
-def _whole(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise DefenseError(f"ClientDP: {name}={value!r} must be a whole number of at least 1")
-    return value
-
-
-def _per_round(sampling: str, given: float | None, clients: int) -> float:
-    """How many clients are expected in a round."""
-    if sampling not in ("all", "poisson", "fixed"):
-        raise DefenseError(f"ClientDP: sampling={sampling!r} must be 'all', 'poisson' or 'fixed'")
+def _expect_per_round(sampling: str, per_round: float | None, clients: int) -> float:
+    """Return how many clients are expected in a round."""
+    check_choice("ClientDP: sampling", sampling, get_args(ClientSampling), error=DefenseError)
     if sampling == "all":
-        if given not in (None, clients):
+        if per_round not in (None, clients):
             raise DefenseError(
                 f"ClientDP: with sampling='all' each of the {clients} clients takes part; "
-                f"per_round={given!r} needs sampling='poisson' or 'fixed'"
+                f"per_round={per_round!r} needs sampling='poisson' or 'fixed'"
             )
         return float(clients)
-    whole = sampling == "poisson" or (given is not None and given == int(given))
-    if given is None or isinstance(given, bool) or not 0 < given <= clients or not whole:
+    whole = sampling == "poisson" or (per_round is not None and per_round == int(per_round))
+    if (
+        per_round is None
+        or isinstance(per_round, bool)
+        or not 0 < per_round <= clients
+        or not whole
+    ):
         raise DefenseError(
             f"ClientDP: sampling={sampling!r} needs per_round=, a {'' if whole else 'whole '}"
-            f"number of clients up to {clients}; got {given!r}"
+            f"number of clients up to {clients}; got {per_round!r}"
         )
-    return float(given)
+    return float(per_round)
 
 
 def _check_trust(trust: str, sampling: str, dropouts: int, per_round: float) -> None:
-    if trust not in ("central", "local", "secure_aggregation"):
-        raise DefenseError(
-            f"ClientDP: trust={trust!r} must be 'central' (the server sees each update and adds "
-            "the noise), 'local' (each client adds its own) or 'secure_aggregation' (each adds a "
-            "share, and the server sees the sum alone)"
-        )
+    check_choice(
+        "ClientDP: trust",
+        trust,
+        get_args(Trusted),
+        hint="the server sees each update and adds the noise, each client adds its own, or each "
+        "adds a share and the server sees only the sum",
+        error=DefenseError,
+    )
     if trust == "secure_aggregation" and sampling == "poisson":
         raise DefenseError(
             "ClientDP: shares of noise add up to the whole only where it is known how many clients "
             "take part: with trust='secure_aggregation' use sampling='fixed' or 'all'"
         )
-    whole = isinstance(dropouts, int) and not isinstance(dropouts, bool)
-    if not whole or not 0 <= dropouts < per_round:
-        raise DefenseError(
-            f"ClientDP: dropouts={dropouts!r} must be a whole number below the {per_round:g} "
-            "clients of a round"
-        )
+    check_integer(
+        "ClientDP: dropouts",
+        dropouts,
+        at_least=0,
+        at_most=math.ceil(per_round) - 1,
+        hint=f"fewer than the {per_round:g} clients of a round",
+        error=DefenseError,
+    )
     if dropouts and trust != "secure_aggregation":
         raise DefenseError("ClientDP: dropouts= is for trust='secure_aggregation' alone")
 
 
-def _agree(ledger: Path, terms: Mapping[str, object]) -> None:
-    """Writes down what releases are accounted by, or compares it with what was.
+def _check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
+    """Write down what releases are accounted by, or compare it with what an earlier run wrote.
 
     Raises:
         DefenseError: an earlier run had other terms, or they are not known.
@@ -652,6 +661,3 @@ def _agree(ledger: Path, terms: Mapping[str, object]) -> None:
             f"ledger={str(ledger)!r} cannot be used ({error}): give a path in a folder that exists "
             "and may be written"
         ) from error
-
-
-__all__ = ["ClientDP", "Release", "clipped"]

@@ -73,9 +73,9 @@ log = logging.getLogger("flwr")
 ROUND = "server-round"
 WEIGHT = "num-examples"
 
-_Kept = tuple[RoundObserver, tuple[RoundGate, ...]]
-_KEPT: dict[str, tuple[int, _Kept]] = {}
-"""By mod: the newest run, and what looks at its updates in this process."""
+_Watch = tuple[RoundObserver, tuple[RoundGate, ...]]
+_WATCHES: dict[str, tuple[int, _Watch]] = {}
+"""The newest run of each mod, and what looks at its updates in this process."""
 _STATE = "lightning-fedleak"
 _NEXT = "next_look"
 _LISTED, _LISTED_BACK = "fitins.parameters", "fitres.parameters"
@@ -155,13 +155,13 @@ class FedLeakMod:
         self._weight = weight
         self._drop = tuple(drop)
         self._secure = secure_aggregation
-        self._uncovered = {_action_of(kind) for kind in uncovered}
+        self._uncovered = {_full_type(kind) for kind in uncovered}
         self._id = uuid.uuid4().hex  # also of its copies
 
     def __call__(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
     ) -> Message:
-        """Lets the client train, and returns what may leave.
+        """Let the client train, and return what may leave.
 
         Raises:
             DefenseError: differential privacy of the client without a ledger, a share of its noise
@@ -173,8 +173,8 @@ class FedLeakMod:
         dp = None if self._dp is None else self._dp(context)
         noises = dp is not None and dp.trust != "central"
         if kind.split(".")[0] != MessageType.TRAIN:
-            if noises and _action_of(kind) not in self._uncovered:
-                return _refused(
+            if noises and _full_type(kind) not in self._uncovered:
+                return _refuse(
                     message,
                     f"under a ClientDP that adds noise of its own this client answers training "
                     f"alone, and this is '{kind}'. What it holds of the client's data would be "
@@ -182,7 +182,7 @@ class FedLeakMod:
                     f"FedLeakMod(uncovered=['{kind}']) answers it, and no epsilon covers that",
                 )
             return call_next(message, context)
-        protocol = _masking(message, context)
+        protocol = _read_masks(message, context)
         if dp is not None and noises and dp.ledger is None:
             raise DefenseError(
                 "FedLeakMod: Flower may run each round of a client in another process, which would "
@@ -198,9 +198,9 @@ class FedLeakMod:
                 "server; FedLeakMod(secure_aggregation=True) where something else masks what "
                 "leaves; or ClientDP(trust='local')"
             )
-        observer, gates = self._of_this_process(context)
+        observer, gates = self._watch_run(context)
         client = context.node_config.get("partition-id", context.node_id)
-        out = OutgoingUpdates(
+        outgoing = OutgoingUpdates(
             observer,
             gates,
             dp,
@@ -208,80 +208,86 @@ class FedLeakMod:
             drop=self._drop,
             secure_aggregation=masked,
         )
-        held = _Listed(message, observer) if _LISTED in message.content else _Named(message)
+        codec = _Listed(message, observer) if _LISTED in message.content else _Named(message)
         if protocol is not None:
             names = parameter_names(observer.model)
             trained = {n for n, p in observer.model.named_parameters() if p.requires_grad}
-            sent = [t for n, t in held.sent.items() if names.get(n) in trained]
-            _check_hidden(protocol, dp, sent)
-        with _remembered(observer, gates, client, context):
-            return self._leaving(out, held, message, lambda: call_next(message, context))
+            sent = [t for n, t in codec.sent.items() if names.get(n) in trained]
+            _check_masks(protocol, dp, sent)
+        with _keep_memory(observer, gates, client, context):
+            return self._answer_training(
+                outgoing, codec, message, lambda: call_next(message, context)
+            )
 
-    def _of_this_process(self, context: Context) -> _Kept:
-        """The observer of a run, and its gates; an engine may make this mod anew in each round."""
-        run, kept = _KEPT.get(self._id, (None, None))
-        if run != context.run_id or kept is None:
-            made = self._make(context)
-            made.federation = made.federation or f"flower-{context.run_id}"
+    def _watch_run(self, context: Context) -> _Watch:
+        """Return the observer of a run and its gates; each round may build this mod again."""
+        run, watch = _WATCHES.get(self._id, (None, None))
+        if run != context.run_id or watch is None:
+            observer = self._make(context)
+            observer.federation = observer.federation or f"flower-{context.run_id}"
             gates = self._gates(context) if callable(self._gates) else self._gates
-            kept = made, tuple(gates)
-            _KEPT[self._id] = context.run_id, kept
-        return kept
+            watch = observer, tuple(gates)
+            _WATCHES[self._id] = context.run_id, watch
+        return watch
 
-    def _leaving(
-        self, out: OutgoingUpdates, held: _Named, message: Message, train: Callable[[], Message]
+    def _answer_training(
+        self,
+        outgoing: OutgoingUpdates,
+        codec: _Named,
+        message: Message,
+        train: Callable[[], Message],
     ) -> Message:
-        """The reply to a training message."""
-        if out.own is not None:
-            leaving = self._hidden(out, held, train)
+        """Return the reply to a training message."""
+        if outgoing.own is not None:
+            leaving = self._train_under_noise(outgoing, codec, train)
             if leaving is None or leaving.state is None:
-                return _refused(message, "a gate ended this client's round")
-            return Message(held.alone(leaving.state, self._weight), reply_to=message)
-        began = time.perf_counter()
+                return _refuse(message, "a gate ended this client's round")
+            return Message(codec.alone(leaving.state, self._weight), reply_to=message)
+        start = time.perf_counter()
         try:
             with recording() as batches:
                 reply = train()
         except Exception as error:  # whose words, of private text perhaps, Flower would send on
             why = f"training failed: {reason(error)}"
-            where = "".join(traceback.format_tb(error.__traceback__))
-            log.error("lightning-fedleak: %s\n%s", why, where)  # lines of code, no words or values
-            return _refused(message, why)
-        seconds = time.perf_counter() - began
+            trace = "".join(traceback.format_tb(error.__traceback__))
+            log.error("lightning-fedleak: %s\n%s", why, trace)  # lines of code, no words or values
+            return _refuse(message, why)
+        seconds = time.perf_counter() - start
         if reply.has_error():
             return reply
-        left = _gated(out, held, held.returned(reply), batches, seconds)
-        if left is None:
-            return _refused(message, "a gate ended this client's round")
-        if left.state is None:
-            why = "; ".join(event.gate for event in left.events) or "the update cannot be read"
-            return _refused(message, f"withheld ({why})")
-        held.put(left.state, reply)
+        leaving = _gate_update(outgoing, codec, codec.returned(reply), batches, seconds)
+        if leaving is None:
+            return _refuse(message, "a gate ended this client's round")
+        if leaving.state is None:
+            why = "; ".join(event.gate for event in leaving.events) or "the update cannot be read"
+            return _refuse(message, f"withheld ({why})")
+        codec.put(leaving.state, reply)
         return reply
 
-    def _hidden(
-        self, out: OutgoingUpdates, held: _Named, train: Callable[[], Message]
+    def _train_under_noise(
+        self, outgoing: OutgoingUpdates, codec: _Named, train: Callable[[], Message]
     ) -> Leaving | None:
-        """What leaves under noise of the client's own, in which a failure does not show."""
-        began = time.perf_counter()
+        """Return what leaves under noise that the client adds, in which a failure does not show."""
+        start = time.perf_counter()
         try:
             with recording() as batches:
                 reply = train()
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start
             if reply.has_error():
                 raise RuntimeError(reply.error.reason)
-            returned = held.returned(reply)
+            returned = codec.returned(reply)
         except Exception as error:
             why = f"training failed: {reason(error)}"  # an exception's words may be private text
             log.error("lightning-fedleak: %s", why)
-            return out.nothing(held.round_, held.sent, why)
-        return _gated(out, held, returned, batches, seconds)
+            return outgoing.nothing(codec.round_, codec.sent, why)
+        return _gate_update(outgoing, codec, returned, batches, seconds)
 
 
 class _Named:
-    """How the messages of a round hold the model: by name.
+    """Reads and writes the model in the messages of a round, which hold it by name.
 
     Attributes:
-        round_: its number.
+        round_: number of the round.
         sent: what the client got.
     """
 
@@ -290,22 +296,22 @@ class _Named:
         self.round_ = _round_of(message)
 
     def returned(self, reply: Message) -> State:
-        """What the client has made of it."""
+        """Return the model as the client has trained it."""
         return _arrays_of(reply)[1]
 
     def put(self, state: State, reply: Message) -> None:
-        """Lets ``state`` leave in place of the model in a reply."""
+        """Put ``state`` in place of the model in a reply."""
         [key] = reply.content.array_records
         reply.content[key] = ArrayRecord(dict(state))
 
     def alone(self, state: State, weight: str) -> RecordDict:
-        """A reply that holds nothing but a model, and a weight of 1."""
+        """Return a reply that holds nothing but a model, and a weight of 1."""
         metrics = MetricRecord({weight: 1.0})
         return RecordDict({self._key: ArrayRecord(dict(state)), "metrics": metrics})
 
 
 class _Listed(_Named):
-    """How those of a NumPyClient do: arrays one after the other."""
+    """Reads and writes the model in the messages of a NumPyClient: arrays one after the other."""
 
     def __init__(self, message: Message, observer: RoundObserver) -> None:
         group = message.metadata.group_id  # the round, in Flower's own workflows
@@ -328,8 +334,8 @@ class _Listed(_Named):
 
     def returned(self, reply: Message) -> State:
         arrays = _arrays_in(reply, _LISTED_BACK)
-        found = dict(zip(self._names, arrays, strict=False))
-        return found | {f"array {n}": a for n, a in enumerate(arrays) if n >= len(self._names)}
+        state = dict(zip(self._names, arrays, strict=False))
+        return state | {f"array {n}": a for n, a in enumerate(arrays) if n >= len(self._names)}
 
     def put(self, state: State, reply: Message) -> None:
         reply.content[_LISTED_BACK] = compat.parameters_to_arrayrecord(self._list(state), False)
@@ -343,12 +349,12 @@ class _Listed(_Named):
 
 
 @contextmanager
-def _remembered(
+def _keep_memory(
     observer: RoundObserver, gates: Sequence[RoundGate], client: str | int, context: Context
 ) -> Iterator[None]:
-    """Keeps how often a gate has let unknown pass, and when the next look is due.
+    """Keep how often a gate has let unknown pass, and when the next look is due.
 
-    By the node: its next round may run in another process.
+    The node's state holds them, because its next round may run in another process.
     """
     if _STATE in context.state.config_records:
         before = context.state.config_records[_STATE]
@@ -361,35 +367,35 @@ def _remembered(
     try:
         yield
     finally:
-        kept = {f"gate/{gate.name}": gate.unknown.get(client, 0) for gate in gates}
-        kept |= {f"unread/{g.name}": g.unread[client] for g in gates if client in g.unread}
+        memory = {f"gate/{gate.name}": gate.unknown.get(client, 0) for gate in gates}
+        memory |= {f"unread/{g.name}": g.unread[client] for g in gates if client in g.unread}
         if client in observer.next_look:
-            kept[_NEXT] = observer.next_look[client]
-        context.state.config_records[_STATE] = ConfigRecord(kept)
+            memory[_NEXT] = observer.next_look[client]
+        context.state.config_records[_STATE] = ConfigRecord(memory)
 
 
-def _gated(
-    out: OutgoingUpdates,
-    held: _Named,
+def _gate_update(
+    outgoing: OutgoingUpdates,
+    codec: _Named,
     returned: State,
     batches: Sequence[Any],
     seconds: float,
 ) -> Leaving | None:
-    """None where a gate raised: an exception's words would travel to the server."""
+    """Return what leaves, or None where a gate raised: its message would travel to the server."""
     try:
-        return out.leaves(held.round_, held.sent, returned, batches, seconds=seconds)
+        return outgoing.leaves(codec.round_, codec.sent, returned, batches, seconds=seconds)
     except LeakageLimitExceeded as exceeded:
         log.error("%s", exceeded)
         return None
 
 
-def _action_of(kind: str) -> str:
-    """The full name of a message's type, as ``"evaluate"`` is ``"evaluate.default"``."""
+def _full_type(kind: str) -> str:
+    """Return the full name of a message's type: ``"evaluate"`` is ``"evaluate.default"``."""
     return kind if "." in kind else f"{kind}.default"
 
 
-def _masking(message: Message, context: Context) -> dict[str, Any] | None:
-    """What Flower's SecAgg+ masks the reply to a training message by; None without SecAgg+.
+def _read_masks(message: Message, context: Context) -> dict[str, Any] | None:
+    """Return what SecAgg+ masks the reply to a training message with; None without SecAgg+.
 
     Its mod acts on messages of the type ``"train"`` alone, takes their stage out, and keeps its own
     state on the node, where the last stage before the masks is written until they are applied. A
@@ -405,33 +411,34 @@ def _masking(message: Message, context: Context) -> dict[str, Any] | None:
             "FedLeakMod stands before the mod of a secure aggregation, where all that it would "
             "see is masked: say mods=[secaggplus_mod, FedLeakMod(...)]"
         )
-    kept = context.state.config_records.get(RECORD_KEY_STATE)
-    if kept is None:
+    node_state = context.state.config_records.get(RECORD_KEY_STATE)
+    if node_state is None:
         return None
     kind = message.metadata.message_type
     if (
         configs is None
         or kind != MessageType.TRAIN
-        or kept.get("current_stage") != Stage.SHARE_KEYS
+        or node_state.get("current_stage") != Stage.SHARE_KEYS
     ):
         raise DefenseError(
             f"FedLeakMod: this node takes part in SecAgg+, whose mod would not mask the reply to "
             f"this message of type '{kind}': it is none of the protocol's. Train by "
             "SecAggPlusWorkflow alone"
         )
-    return dict(configs) | dict(kept)  # what the server says now changes nothing of the set-up
+    # What the server sends now does not change the set-up.
+    return dict(configs) | dict(node_state)
 
 
-def _check_hidden(
+def _check_masks(
     protocol: Mapping[str, Any], dp: ClientDP | None, trained: Sequence[Tensor]
 ) -> None:
-    """Refuses masks behind which the server sees more than the sum that the noise is made for.
+    """Refuse masks behind which the server sees more than the sum that the noise is made for.
 
     All of it is the server's to choose: who shares masks with this client, of how many at least a
     sum is unmasked, and how numbers are clipped and rounded to whole ones.
 
     Args:
-        protocol: from :func:`_masking`.
+        protocol: from :func:`_read_masks`.
         dp: of the client.
         trained: what was sent of what is trained.
 
@@ -467,8 +474,8 @@ def _check_hidden(
         )
 
 
-def _refused(message: Message, why: str) -> Message:
-    """The answer of a client that returns no update."""
+def _refuse(message: Message, why: str) -> Message:
+    """Return the answer of a client that returns no update."""
     error = Error(ErrorCode.MOD_FAILED_PRECONDITION, f"lightning-fedleak: {why}")
     return Message(error, reply_to=message)
 
@@ -485,29 +492,29 @@ class _Around(Strategy):  # type: ignore[misc, unused-ignore]
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """As the strategy inside."""
+        """Hand ``configure_train`` on to the strategy inside."""
         return self.strategy.configure_train(server_round, arrays, config, grid)  # type: ignore[no-any-return, unused-ignore]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """As the strategy inside."""
+        """Hand ``aggregate_train`` on to the strategy inside."""
         return self.strategy.aggregate_train(server_round, replies)  # type: ignore[no-any-return, unused-ignore]
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """As the strategy inside."""
+        """Hand ``configure_evaluate`` on to the strategy inside."""
         return self.strategy.configure_evaluate(server_round, arrays, config, grid)  # type: ignore[no-any-return, unused-ignore]
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """As the strategy inside."""
+        """Hand ``aggregate_evaluate`` on to the strategy inside."""
         return self.strategy.aggregate_evaluate(server_round, replies)
 
     def summary(self) -> None:
-        """As the strategy inside."""
+        """Hand ``summary`` on to the strategy inside."""
         self.strategy.summary()
 
 
@@ -545,10 +552,10 @@ class Observed(_Around):
         self._numbers: dict[int, int] = {}
         self._sent: State = {}
         self._arrays: ArrayRecord | None = None
-        self._began = 0.0
+        self._round_start = 0.0
 
     def summary(self) -> None:
-        """Says who sees what."""
+        """Log who sees what."""
         inside = type(self.strategy).__name__
         log.info("Observed(%s): sees each client's update as it arrives, before %s", inside, inside)
         self.strategy.summary()
@@ -556,28 +563,28 @@ class Observed(_Around):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Remembers what is sent."""
+        """Remember what is sent."""
         self._arrays, self._sent = arrays, arrays.to_torch_state_dict()
         self.observer.begin(server_round, self._sent)
-        self._began = time.perf_counter()
+        self._round_start = time.perf_counter()
         return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Looks at each client's update, then at their mean, then lets the strategy work.
+        """Look at each client's update, then at their mean, then let the strategy work.
 
         Where no client has sent a model, the one that was sent is the result: without it a
         federation in which every client always withholds would end with an empty one.
         """
         arrived = list(replies)
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._round_start
         if self.observer.due(SUM):
-            began = time.perf_counter()
+            start = time.perf_counter()
             self._look(server_round, arrived)
-            self.observer.paid(SUM, time.perf_counter() - began, seconds)
-        found, metrics = super().aggregate_train(server_round, arrived)
-        if found is None:
+            self.observer.paid(SUM, time.perf_counter() - start, seconds)
+        model, metrics = super().aggregate_train(server_round, arrived)
+        if model is None:
             withheld = sum(reply.has_error() for reply in arrived)
             log.warning(
                 "lightning-fedleak: round %d trained nothing: of %d replies %d are errors (a "
@@ -585,13 +592,13 @@ class Observed(_Around):
                 "stays the one that was sent",
                 server_round, len(arrived), withheld,
             )  # fmt: skip
-            found = self._arrays
-        return found, metrics
+            model = self._arrays
+        return model, metrics
 
     def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
         mean = _Mean(self._sent)
         rate = None if self._rate is None else self._rate(server_round)
-        known: list[Any] | None = []
+        all_batches: list[Any] | None = []
         for reply in sorted(arrived, key=lambda r: r.metadata.src_node_id):
             node = reply.metadata.src_node_id
             client = self._numbers.setdefault(node, len(self._numbers))
@@ -601,12 +608,14 @@ class Observed(_Around):
             state = _state_of(reply)
             batches = None if self._truth is None else self._truth(client, server_round)
             self.observer.look(state, client, batches=batches, learning_rate=rate)
-            if not _alike(state, self._sent):
+            if not _can_be_averaged(state, self._sent):
                 continue
             mean.add(state, _weight_of(reply, self.strategy))
-            known = None if known is None or batches is None else [*known, *batches]
+            all_batches = (
+                None if all_batches is None or batches is None else [*all_batches, *batches]
+            )
         if mean.weight > 0:
-            self.observer.look(mean.found(), SUM, batches=known, learning_rate=rate)
+            self.observer.look(mean.compute(), SUM, batches=all_batches, learning_rate=rate)
 
 
 class PrivateMean(_Around):
@@ -616,8 +625,9 @@ class PrivateMean(_Around):
     fails, withholds, is gone or returns what cannot be read counts as zero. Metrics of training are
     not published: they are not covered.
 
-    The first round waits for all clients to be there, and no more, since the account hangs on their
-    number. One that is gone later is drawn like every other; a node that comes takes a free place.
+    The first round waits for all clients to be there, and no more, since the account depends on
+    their number. One that is gone later is drawn like every other; a node that comes takes a free
+    place.
 
     Args:
         strategy: for everything but training: evaluation, say.
@@ -645,17 +655,17 @@ class PrivateMean(_Around):
         self._seconds = 60 * minutes
         self._sent: dict[str, Tensor] = {}
         self._places: list[int] = []
-        self._drawn: list[int] = []
+        self._nodes: list[int] = []
 
     def summary(self) -> None:
-        """Says what is guaranteed."""
+        """Log what is guaranteed."""
         log.info("PrivateMean: %s", self.dp.guarantee)
         self.strategy.summary()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draws the clients of a round, and sends them the model.
+        """Draw the clients of a round, and send them the model.
 
         Raises:
             DefenseError: not all clients came in time, or more of them.
@@ -663,52 +673,52 @@ class PrivateMean(_Around):
         """
         self.dp.check_affords_another()
         self._sent = arrays.to_torch_state_dict()
-        there = self._arrived(grid)
-        self._drawn = self.dp.drawn(self._places)
+        connected = self._arrived(grid)
+        self._nodes = self.dp.drawn(self._places)
         config[ROUND] = server_round
         record = RecordDict({"arrays": arrays, "config": config})
         return [
             Message(content=record, message_type=MessageType.TRAIN, dst_node_id=node)
-            for node in self._drawn
-            if node in there
+            for node in self._nodes
+            if node in connected
         ]
 
     def _arrived(self, grid: Grid) -> set[int]:
-        """The nodes that are there; each has a place, and keeps it when it goes."""
-        there = set(grid.get_node_ids())
+        """Return the connected nodes; each has a place, and keeps it when it disconnects."""
+        connected = set(grid.get_node_ids())
         until = time.monotonic() + self._seconds
-        while not self._places and len(there) != self.dp.clients and time.monotonic() < until:
+        while not self._places and len(connected) != self.dp.clients and time.monotonic() < until:
             time.sleep(0.2)
-            there = set(grid.get_node_ids())
+            connected = set(grid.get_node_ids())
         if not self._places:
-            self._places = sorted(there)
-        new = sorted(there.difference(self._places))
+            self._places = sorted(connected)
+        new = sorted(connected.difference(self._places))
         for place, node in enumerate(self._places):
-            if node not in there and new:
+            if node not in connected and new:
                 self._places[place] = new.pop(0)
         if new:  # one that comes back may do so before its old node is seen to be gone
             log.info("lightning-fedleak: %d nodes wait for a place to be free", len(new))
-        return there
+        return connected
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """One release: the next model, and no metrics.
+        """Return the next model, which is one release, and no metrics.
 
         Raises:
             BudgetSpent: the account allows no more.
         """
         trained = [n for n, t in self._sent.items() if t.is_floating_point()]
-        updates = _Updates(self._drawn, replies, self._sent, trained)
+        updates = _Updates(self._nodes, replies, self._sent, trained)
         release = self.dp.mean(updates, {n: self._sent[n] for n in trained})
         for node, zero in (dict(release.zeros) | updates.why).items():
-            place = self._drawn.index(node)
+            place = self._nodes.index(node)
             log.info("lightning-fedleak: drawn client %d counts as zero: %s", place, zero)
         return ArrayRecord(moved(self._sent, release.update)), None
 
 
 def _arrays_of(message: Message) -> tuple[str, dict[str, Tensor]]:
-    """The one model of a message, and its key.
+    """Return the key of the one model of a message, and the model.
 
     Raises:
         UpdateError: it holds none, or several.
@@ -724,7 +734,7 @@ def _arrays_of(message: Message) -> tuple[str, dict[str, Tensor]]:
 
 
 def _arrays_in(message: Message, key: str) -> list[Tensor]:
-    """The arrays of a message of the older interface, by its record's key.
+    """Return the arrays of a message of the older interface, from the record of this key.
 
     Raises:
         UpdateError: it has no such record.
@@ -732,8 +742,8 @@ def _arrays_in(message: Message, key: str) -> list[Tensor]:
     if key not in message.content.array_records:
         raise UpdateError(f"a NumPyClient's reply holds its arrays in '{key}'; this one does not")
     record = message.content.array_records[key]
-    found = parameters_to_ndarrays(compat.arrayrecord_to_parameters(record, keep_input=True))
-    return [torch.from_numpy(array) for array in found]
+    arrays = parameters_to_ndarrays(compat.arrayrecord_to_parameters(record, keep_input=True))
+    return [torch.from_numpy(array) for array in arrays]
 
 
 def _round_of(message: Message) -> int:
@@ -747,7 +757,7 @@ def _round_of(message: Message) -> int:
 
 
 def _state_of(reply: Message) -> dict[str, Tensor]:
-    """The model of a reply; none where it holds no one model, or one that cannot be read."""
+    """Return the model of a reply; it is empty unless one model is there and can be read."""
     try:
         return _arrays_of(reply)[1]
     except Exception as error:  # whatever a client's bytes provoke
@@ -755,30 +765,30 @@ def _state_of(reply: Message) -> dict[str, Tensor]:
         return {}
 
 
-def _alike(state: State, sent: State) -> bool:
-    """Whether a model can be added up with what was sent."""
+def _can_be_averaged(state: State, sent: State) -> bool:
+    """Return whether a model has the names, shapes and dtypes that were sent."""
     return state.keys() == sent.keys() and all(
         (state[n].shape, state[n].dtype) == (t.shape, t.dtype) for n, t in sent.items()
     )
 
 
 def _weight_of(reply: Message, strategy: Strategy) -> float:
-    """What a reply counts in the mean of a strategy; 1 where it does not say."""
+    """Return a reply's weight in the mean of a strategy; 1 where it does not say."""
     if isinstance(strategy, PrivateMean):
         return 1.0
     if isinstance(strategy, _Around):
         return _weight_of(reply, strategy.strategy)
     name = getattr(strategy, "weighted_by_key", None)
-    given = [r[name] for r in reply.content.metric_records.values() if name in r]
-    weight = float(given[0]) if len(given) == 1 and isinstance(given[0], int | float) else 1.0
+    weights = [r[name] for r in reply.content.metric_records.values() if name in r]
+    weight = float(weights[0]) if len(weights) == 1 and isinstance(weights[0], int | float) else 1.0
     return weight if math.isfinite(weight) and weight >= 0 else 1.0
 
 
 class _Mean:
-    """Of models that are alike, one after the other; what is not a float is as it was sent.
+    """Adds up the mean of models one by one; what is not a float stays as it was sent.
 
     Attributes:
-        weight: of all together.
+        weight: sum of the weights.
     """
 
     def __init__(self, sent: State) -> None:
@@ -787,7 +797,7 @@ class _Mean:
         self.weight = 0.0
 
     def add(self, state: State, weight: float) -> None:
-        """One more, by its weight."""
+        """Add one more model with its weight."""
         self.weight += weight
         for name, tensor in state.items():
             if tensor.is_floating_point():
@@ -795,25 +805,25 @@ class _Mean:
                     self._sum[name] = torch.zeros_like(tensor, dtype=torch.float64)
                 self._sum[name].add_(tensor, alpha=weight)
 
-    def found(self) -> dict[str, Tensor]:
-        """The mean, in the dtypes that were sent."""
+    def compute(self) -> dict[str, Tensor]:
+        """Return the mean, in the dtypes that were sent."""
         mean = {n: t.div_(self.weight).to(self._sent[n].dtype) for n, t in self._sum.items()}
         return {n: mean.get(n, t) for n, t in self._sent.items()}
 
 
 class _Updates(Mapping[int, Mapping[str, Tensor] | None]):
-    """Of those that were drawn, read when they are asked for, so that one is held at a time.
+    """Reads the updates of the drawn clients one by one, so that only one is in memory.
 
-    None of a client that sent nothing which can be read.
+    A client that sent nothing readable has None.
 
     Attributes:
-        why: what was asked for cannot be read.
+        why: why an update that was read is no update, by node.
     """
 
     def __init__(
-        self, drawn: Sequence[int], replies: Iterable[Message], sent: State, trained: Sequence[str]
+        self, nodes: Sequence[int], replies: Iterable[Message], sent: State, trained: Sequence[str]
     ) -> None:
-        self._drawn = drawn
+        self._nodes = nodes
         self._replies = {r.metadata.src_node_id: r for r in replies if not r.has_error()}
         self._sent = sent
         self._trained = trained
@@ -829,10 +839,7 @@ class _Updates(Mapping[int, Mapping[str, Tensor] | None]):
             return None
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._drawn)
+        return iter(self._nodes)
 
     def __len__(self) -> int:
-        return len(self._drawn)
-
-
-__all__ = ["FedLeakMod", "Observed", "PrivateMean"]
+        return len(self._nodes)

@@ -28,6 +28,7 @@ from lightning_fedleak.looks.gates import (
 )
 from lightning_fedleak.looks.look import reason
 from lightning_fedleak.records import GateDecision
+from lightning_fedleak.validate import check_choice, check_integer
 
 Action = Literal["withhold", "harden", "raise", "warn"]
 
@@ -64,12 +65,14 @@ class RoundEvent:
     hardened: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """What happened, in the words that users see."""
+        """Return what happened, as users see it."""
         if math.isnan(self.value):
-            found = f"{self.metric} is unknown ({self.why}), which counts as a breach"
+            measurement = f"{self.metric} is unknown ({self.why}), which counts as a breach"
         else:
-            found = f"{self.metric} = {self.value:.3f}" + (f", of {self.of}" if self.of else "")
-        text = f"in round {self.round_}\n  measured: {found}\n  allowed:  at most {self.at_most:g}"
+            source = f", of {self.of}" if self.of else ""
+            measurement = f"{self.metric} = {self.value:.3f}{source}"
+        text = f"in round {self.round_}\n  measured: {measurement}\n"
+        text += f"  allowed:  at most {self.at_most:g}"
         if self.hardened:
             text += f"\n  hardened: {'; '.join(self.hardened)}"
         return text
@@ -117,10 +120,8 @@ class RoundGate:
         patience: int = 0,
         name: str | None = None,
     ) -> None:
-        if action not in get_args(Action):
-            raise ValueError(f"action must be one of {', '.join(get_args(Action))}, got {action!r}")
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise ValueError(f"patience must be 0 or a positive integer, got {patience!r}")
+        check_choice("action", action, get_args(Action))
+        check_integer("patience", patience, at_least=0)
         check_threshold("RoundGate", metric, at_most)
         self.metric = metric
         self.at_most = float(at_most)
@@ -131,7 +132,7 @@ class RoundGate:
         self.unread: dict[str | int, int] = {}
 
     def about(self) -> dict[str, Any]:
-        """For the record of a run."""
+        """Return the gate's settings, for the record of a run."""
         return {
             "name": self.name,
             "metric": self.metric,
@@ -143,7 +144,7 @@ class RoundGate:
         }
 
     def check(self, observer: RoundObserver) -> None:
-        """Refuses a metric that the observer does not log, or by which no update can be judged.
+        """Refuse a metric that the observer does not log, or by which no update can be judged.
 
         Raises:
             ValueError: with the names that exist, or that can be watched.
@@ -163,14 +164,14 @@ class RoundGate:
             )
 
     def judge(self, look: RoundLook, watched: Sequence[str] = ()) -> RoundEvent | None:
-        """Whether an update gives away more than is allowed; None where it does not.
+        """Return what the gate measured if an update gives away more than is allowed, else None.
 
         Args:
             look: at the update.
             watched: of the worst of a family, the values that it is the highest of.
         """
         value, why = self._value(look, watched)
-        of = ""
+        source = ""
         if math.isnan(value) and self.not_yet(look) is not None:
             return None
         if math.isnan(value):
@@ -181,12 +182,14 @@ class RoundGate:
             self.unknown[look.client] = 0
             if value <= self.at_most:
                 return None
-            of = next((name for name in watched if look.now.get(name) == value), "")
+            source = next((name for name in watched if look.now.get(name) == value), "")
         client = look.client
-        return RoundEvent(self.name, self.metric, look.round_, client, value, self.at_most, of, why)
+        return RoundEvent(
+            self.name, self.metric, look.round_, client, value, self.at_most, source, why
+        )
 
     def not_yet(self, look: RoundLook) -> RoundEvent | None:
-        """Why an update may leave though nothing is known: nothing can be read yet. Else None."""
+        """Return why an update may leave unjudged: nothing can be read yet. Else return None."""
         why = look.not_yet.get(self.metric) or look.not_yet.get(self.metric.rpartition("/")[0])
         if why is None or self.unread.get(look.client, look.round_) != look.round_:
             return None
@@ -196,22 +199,22 @@ class RoundGate:
         )
 
     def _value(self, look: RoundLook, watched: Sequence[str]) -> tuple[float, str]:
-        """What is watched, and why it is unknown."""
+        """Return the watched value, and why it is unknown."""
         names = watched if is_worst(self.metric) else (self.metric,)
         roots = [name.rpartition("/")[0] for name in names]
         if not is_worst(self.metric) and look.now.get(f"{roots[0]}/exposed") == 0:
             return math.nan, "what the attack reads is not shared, and something else is"
-        known = [v for name in names if not math.isnan(v := look.now.get(name, math.nan))]
-        if known and max(known) > self.at_most:  # whatever else of the worst is unknown
-            return max(known), ""
+        values = [v for name in names if not math.isnan(v := look.now.get(name, math.nan))]
+        if values and max(values) > self.at_most:  # whatever else of the worst is unknown
+            return max(values), ""
         value = look.now.get(self.metric, math.nan)
         few = [look.too_few[root] for root in roots if root in look.too_few]
         if not math.isnan(value) and not few:
             return value, ""
-        told = [look.unknown[root] for root in roots if root in look.unknown]
+        failures = [look.unknown[root] for root in roots if root in look.unknown]
         waits = [look.not_yet[root] for root in roots if root in look.not_yet]
         nothing = "no result yet, or an attack that is not played here"
-        return math.nan, next(iter([*few, *told, *waits, *look.unknown.values()]), nothing)
+        return math.nan, next(iter([*few, *failures, *waits, *look.unknown.values()]), nothing)
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,7 @@ class OutgoingUpdates:
 
     With a :class:`ClientDP` of local trust, or under secure aggregation, what is attacked is a
     *rehearsal*: the clipped update with noise of the same law. What leaves has other noise. So the
-    account of the release also covers the decision to withhold, which hangs on the data and on
+    account of the release also covers the decision to withhold, which depends on the data and on
     noise that nobody sees. It does not cover why noise was turned up (``action="harden"``), nor the
     logs.
 
@@ -309,7 +312,7 @@ class OutgoingUpdates:
         utility: Mapping[str, float] | None = None,
         seconds: float | None = None,
     ) -> Leaving:
-        """What may leave of a round.
+        """Return what may leave of a round.
 
         With a gate every round is looked at; without one as often as the observer's
         ``max_overhead`` lets it.
@@ -329,20 +332,20 @@ class OutgoingUpdates:
             BudgetSpent: one more release would cost more than the client's budget.
         """
         observer = self.observer
-        like = self._begin(round_, sent)
-        began = time.perf_counter()
-        dropped = self._dropped(like)
+        like = self._begin_round(round_, sent)
+        start = time.perf_counter()
+        dropped = self._find_dropped(like)
         try:
             update: dict[str, Tensor] | None = difference(sent, returned, trained=like)
         except UpdateError as error:
-            return self._nothing(sent, like, str(error))
+            return self._withhold(sent, like, str(error))
         if dropped:
             returned = {n: sent[n] if n in dropped else t for n, t in returned.items()}
             update = difference(sent, returned, trained=like)
         if self.own is None:  # it was to be checked; a look makes its own
             update = None
         if not self.gates and not observer.due(self.client):
-            return Leaving(self._released(sent, returned, update, like), False, (), None)
+            return Leaving(self._release(sent, returned, update, like), False, (), None)
         hardened: list[str] = []
         while True:
             state: State = returned
@@ -363,15 +366,15 @@ class OutgoingUpdates:
             except Exception as error:  # which the client's data may have provoked
                 why = f"the look failed: {reason(error)}"
                 if self.gates:
-                    return self._nothing(sent, like, why)
+                    return self._withhold(sent, like, why)
                 announce(f"RoundObserver: in round {round_} {why}. The update leaves")
-                return Leaving(self._released(sent, returned, update, like), False, (), None)
+                return Leaving(self._release(sent, returned, update, like), False, (), None)
             events = [
                 event
                 for gate in self.gates
                 if (event := gate.judge(look, self._watched[gate.name])) is not None
             ]
-            did: Action | Literal["leave"] = self._decided(events)
+            did: Action | Literal["leave"] = self._choose_action(events)
             change = self.own.harden() if did == "harden" and self.own is not None else None
             if change is None:
                 break
@@ -386,7 +389,7 @@ class OutgoingUpdates:
         if withheld:
             leaves = self._zero(sent, like)
         elif did != "raise":
-            leaves = self._released(sent, returned, update, like)
+            leaves = self._release(sent, returned, update, like)
             for gate in self.gates:
                 if (event := gate.not_yet(look)) is not None:
                     gate.unread[look.client] = round_
@@ -399,21 +402,21 @@ class OutgoingUpdates:
             if did == "raise":
                 raise LeakageLimitExceeded(f"RoundGate '{event.gate}' raised {event}")
             if withheld:
-                self._tell(f"RoundGate '{event.gate}' withheld the update {event}")
+                self._announce(f"RoundGate '{event.gate}' withheld the update {event}")
             else:
                 announce(f"RoundGate '{event.gate}' warns {event}")
         if seconds is not None:
-            beside = max(0.0, time.perf_counter() - began - look.seconds)
+            beside = max(0.0, time.perf_counter() - start - look.seconds)
             observer.paid(self.client, look.seconds, seconds, beside)
         return Leaving(leaves, withheld, tuple(events), look)
 
-    def _dropped(self, like: State) -> set[str]:
-        """The names of what never leaves.
+    def _find_dropped(self, like: State) -> set[str]:
+        """Return the names of what never leaves.
 
         Raises:
             ValueError: a pattern that no trained parameter has, or all of them.
         """
-        found: set[str] = set()
+        dropped: set[str] = set()
         for pattern in self.drop:
             names = fnmatch.filter(like, pattern)
             if not names:
@@ -421,21 +424,21 @@ class OutgoingUpdates:
                     f"drop='{pattern}' is the name of nothing that is trained and sent "
                     f"(such names are {', '.join(list(like)[:3])}, ...)"
                 )
-            found.update(names)
-        if found and len(found) == len(like):
+            dropped.update(names)
+        if dropped and len(dropped) == len(like):
             raise ValueError("drop= names all that is trained: nothing would be shared")
-        return found
+        return dropped
 
-    def _released(
+    def _release(
         self, sent: State, returned: State, update: Mapping[str, Tensor] | None, like: State
     ) -> dict[str, Tensor]:
-        """What leaves where nothing holds it back: with this client's noise, where it adds some."""
+        """Return what leaves where no gate withholds it: with the noise of this client, if any."""
         if self.own is not None:
             return moved(sent, self.own.privatized(update, like))
         return {n: t.detach().clone() for n, t in returned.items()}
 
     def _zero(self, sent: State, like: State) -> dict[str, Tensor] | None:
-        """What leaves in place of an update that is held back; None where that can be nothing."""
+        """Return what leaves in place of a withheld update; None where nothing leaves."""
         if self.own is not None:
             return moved(sent, self.own.privatized(None, like))
         if self.secure_aggregation:
@@ -443,10 +446,10 @@ class OutgoingUpdates:
         return None
 
     def nothing(self, round_: int, sent: State, why: str) -> Leaving:
-        """What leaves in a round in which this client has trained nothing: it failed, say.
+        """Return what leaves in a round in which this client has trained nothing: it failed, say.
 
         Under a ClientDP whose noise this client adds that is zero with the same noise, so that a
-        failure that data provoked does not tell.
+        failure that data provoked stays hidden.
 
         Args:
             round_: its number.
@@ -457,10 +460,10 @@ class OutgoingUpdates:
             UpdateError: what was sent is not of the observer's model.
             BudgetSpent: one more release would cost more than the client's budget.
         """
-        return self._nothing(sent, self._begin(round_, sent), why)
+        return self._withhold(sent, self._begin_round(round_, sent), why)
 
-    def _begin(self, round_: int, sent: State) -> dict[str, Tensor]:
-        """Opens the round; what is trained of what was sent."""
+    def _begin_round(self, round_: int, sent: State) -> dict[str, Tensor]:
+        """Open the round, and return what is trained of what was sent."""
         self.observer.begin(round_, sent)
         names = self.observer.trained_names()
         if self.own is not None:
@@ -477,14 +480,14 @@ class OutgoingUpdates:
     def _action_of(self, event: RoundEvent) -> Action:
         return next(gate.action for gate in self.gates if gate.name == event.gate)
 
-    def _decided(self, events: Sequence[RoundEvent]) -> Action | Literal["leave"]:
-        """The strongest of what the gates that acted are for."""
-        wanted = {gate.action for gate in self.gates if any(e.gate == gate.name for e in events)}
+    def _choose_action(self, events: Sequence[RoundEvent]) -> Action | Literal["leave"]:
+        """Return the strongest action of the gates that acted."""
+        actions = {gate.action for gate in self.gates if any(e.gate == gate.name for e in events)}
         order: tuple[Action, ...] = ("raise", "withhold", "harden", "warn")
-        return next((action for action in order if action in wanted), "leave")
+        return next((action for action in order if action in actions), "leave")
 
-    def _nothing(self, sent: State, like: State, why: str) -> Leaving:
-        """An update that cannot be read does not leave, gate or none."""
+    def _withhold(self, sent: State, like: State, why: str) -> Leaving:
+        """Record why an update that cannot be read or looked at is withheld."""
         round_, client = self.observer.round_, self.client
         self.observer.record_decision(
             GateDecision(
@@ -498,12 +501,12 @@ class OutgoingUpdates:
                 hardened=(),
             )
         )
-        self._tell(f"the update of round {self.observer.round_} did not leave: {why}")
+        self._announce(f"the update of round {self.observer.round_} did not leave: {why}")
         return Leaving(self._zero(sent, like), True, (), None)
 
-    def _tell(self, what: str) -> None:
+    def _announce(self, message: str) -> None:
         hidden = self.own is not None or self.secure_aggregation
-        announce(what if hidden else f"{what}\n  Note: {TELLS}.")
+        announce(message if hidden else f"{message}\n  Note: {TELLS}.")
 
     def _record(self, event: RoundEvent, did: str, hardened: Sequence[str] = ()) -> None:
         self.observer.record_decision(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -64,6 +64,7 @@ from lightning_fedleak.looks.tensorboard import BoardLogger, add_pages
 from lightning_fedleak.records import GateDecision
 from lightning_fedleak.snapshots import GradientSnapshot, Inapplicable, Stage, UpdateSnapshot
 from lightning_fedleak.threats import Capability
+from lightning_fedleak.validate import check_choice, check_integer
 
 SUM = "sum"
 """The client whose update is that of all clients together."""
@@ -78,7 +79,7 @@ Side = Literal["client", "server"]
 
 @dataclass(frozen=True)
 class _RoundRun(Run):
-    """A federation, as channels know it: one process, in which a client is a number."""
+    """Describes a federation to channels: one process, in which a client is a number."""
 
     watcher: ClassVar[str] = "RoundObserver"
 
@@ -86,7 +87,7 @@ class _RoundRun(Run):
     optimizer: Optimizer
     trained_in: str
     tokenizer: Any
-    given: tuple[Defense, ...]
+    round_defenses: tuple[Defense, ...]
 
     @property
     def rank(self) -> int:
@@ -106,7 +107,7 @@ class _RoundRun(Run):
 
     @property
     def defenses(self) -> tuple[Defense, ...]:
-        return self.given
+        return self.round_defenses
 
     @property
     def precision(self) -> str:
@@ -146,12 +147,12 @@ class RoundLook:
     not_yet: Mapping[str, str]
     too_few: Mapping[str, str]
     seconds: float
-    _made: _Made = field(repr=False, compare=False)
+    _entry: _LookEntry = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What it takes to write a look down, or to forget it."""
+class _LookEntry:
+    """Holds what is needed to write a look down, or to forget it."""
 
     look: Look
     seat: _Seat
@@ -162,7 +163,7 @@ class _Made:
 
 @dataclass
 class _Seat:
-    """What is kept of one client over its rounds."""
+    """Holds the state of one client over its rounds."""
 
     run: _RoundRun
     stage: Stage
@@ -261,10 +262,8 @@ class RoundObserver:
         max_overhead: float | None = None,
         federation: str | None = None,
     ) -> None:
-        if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
-            raise ValueError(f"local_steps must be a positive integer, got {local_steps!r}")
-        if side not in ("client", "server"):
-            raise ValueError(f"side must be 'client' or 'server', got {side!r}")
+        check_integer("local_steps", local_steps)
+        check_choice("side", side, get_args(Side))
         self._auto = isinstance(attacks, str)
         if isinstance(attacks, str):
             if attacks != "auto":
@@ -308,20 +307,20 @@ class RoundObserver:
             )
         self._optimizer = optimizer(trained)
         check_optimizers([self._optimizer], self.attacks)
-        held = self._channels_at(Stage.SHARED)
-        adversaries = frozenset().union(*(c.adversary for c in held if c.attacks))
+        channels = self._channels_at(Stage.SHARED)
+        adversaries = frozenset().union(*(c.adversary for c in channels if c.attacks))
         assumed = adversaries if assume is None else frozenset(assume)
-        given = tuple(defenses)
+        round_defenses = tuple(defenses)
         self._run = _RoundRun(
-            self._anatomy, "rank", assumed, 0, self._optimizer, precision, tokenizer, given
+            self._anatomy, "rank", assumed, 0, self._optimizer, precision, tokenizer, round_defenses
         )
         self._names = parameter_names(model)
         self._sent: State | None = None
         self._key_of: dict[str, str] = {}
-        self._held = [channel for channel in held if channel.attacks]
-        for channel in self._held:
+        self._channels = [channel for channel in channels if channel.attacks]
+        for channel in self._channels:
             channel.open(self._run)
-        self._series = _series(self._held, Stage.SHARED)
+        self._series = _series(self._channels, Stage.SHARED)
         self._lineup: Lineup | None = None
         self._failed: dict[str, str] = {}
         self._seats: dict[tuple[str | int, Stage], _Seat] = {}
@@ -337,7 +336,7 @@ class RoundObserver:
     # ---- a round ----------------------------------------------------------------------------
 
     def begin(self, round_: int, sent: State) -> None:
-        """A round begins: the model is the one that is sent, and attacks follow it.
+        """Begin a round: the model is the one that is sent, and attacks follow it.
 
         Args:
             round_: its number, larger than that of the round before. The same again is the same
@@ -356,7 +355,7 @@ class RoundObserver:
                 f"rounds are numbered upwards: round {round_!r} cannot follow round {self.round_}"
             )
         if round_ == self.round_ and self._sent is not None:
-            if not _alike(sent, self._sent):
+            if not _is_equal(sent, self._sent):
                 raise ValueError(
                     f"another model is sent in round {round_} than before: where clients get "
                     "models of their own, give each an observer of its own"
@@ -372,7 +371,7 @@ class RoundObserver:
 
     @torch.no_grad()
     def _load(self, sent: State) -> None:
-        """Puts what is sent into the observer's model."""
+        """Put what is sent into the observer's model."""
         parameters = dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         unknown_names = [n for n in sent if n not in self._names and n not in buffers]
@@ -396,9 +395,9 @@ class RoundObserver:
                     f"'{name}' is sent with shape {tuple(tensor.shape)}, and the observer's model "
                     f"has {tuple(target.shape)}"
                 )
-            given = tensor.detach().to(target.device)
-            target.copy_(given)
-            if not torch.equal(target.to(given.dtype), given):
+            values = tensor.detach().to(target.device)
+            target.copy_(values)
+            if not torch.equal(target.to(values.dtype), values):
                 raise UpdateError(
                     f"'{name}' is sent with values that the observer's model, in "
                     f"{str(target.dtype).removeprefix('torch.')}, cannot hold (or NaN): make the "
@@ -407,11 +406,11 @@ class RoundObserver:
         self._key_of = keys
 
     def _open(self, round_: int) -> None:
-        """Calibrates the attacks on the first model that is sent."""
+        """Calibrate the attacks on the first model that is sent."""
         lineup = Lineup(
             self._run,
             self.attacks,
-            self._held,
+            self._channels,
             local_steps=self.local_steps,
             begins_at=round_ * self.local_steps,
             choosing=self._auto,
@@ -465,7 +464,7 @@ class RoundObserver:
         stage: Stage = Stage.SHARED,
         noise_std: float = 0.0,
     ) -> UpdateSnapshot:
-        """What is seen of a client's round, see :func:`observe`; by names of what was sent.
+        """Return what is seen of a client's round by names that were sent; see :func:`observe`.
 
         Raises:
             RuntimeError: no round has begun.
@@ -487,7 +486,7 @@ class RoundObserver:
         )
 
     def trained_names(self) -> list[str]:
-        """The names in what was sent of what is trained.
+        """Return the names of what is trained, among those that were sent.
 
         Raises:
             RuntimeError: no round has begun.
@@ -495,11 +494,11 @@ class RoundObserver:
         if self._sent is None:
             raise RuntimeError("begin(round_, sent) says which names are sent")
         parameters = dict(self.model.named_parameters())
-        known = ((n, self._names[n]) for n in self._sent if n in self._names)
-        return [n for n, name in known if parameters[name].requires_grad]
+        model_names = ((n, self._names[n]) for n in self._sent if n in self._names)
+        return [n for n, name in model_names if parameters[name].requires_grad]
 
     def shares_twice(self, names: Sequence[str]) -> bool:
-        """Whether two of these names are of one parameter."""
+        """Return whether two of these names belong to one parameter."""
         return len({self._names[n] for n in names}) < len(names)
 
     def look(
@@ -513,7 +512,7 @@ class RoundObserver:
         utility: Mapping[str, float] | None = None,
         logged: bool = True,
     ) -> RoundLook:
-        """Attacks what a client returned in this round.
+        """Attack what a client returned in this round.
 
         Args:
             returned: what it gave back, or is about to.
@@ -522,7 +521,7 @@ class RoundObserver:
             batches: that its local steps were trained on, one for each, whoever looks holds them;
                 None: unknown. Those of ``recording`` know of steps that accumulate several.
             learning_rate: the mean over the local steps, where a schedule changes it within a round
-                or over rounds; by default what ``recording`` was told, or the optimizer's.
+                or over rounds; by default what ``recording`` recorded, or the optimizer's.
             noise_std: of the noise that is known to be on each number of ``returned``.
             utility: further values of this round, logged as ``utility/<name>``.
             logged: write it down at once; else by :meth:`log`, or not at all (:meth:`forget`).
@@ -549,7 +548,7 @@ class RoundObserver:
             self._attack(
                 look, seat, returned, batches, learning_rate=learning_rate, noise_std=noise_std
             )
-            outcomes = self._scored(look, seat, known=batches is not None)
+            outcomes = self._score(look, seat, has_truth=batches is not None)
         for channel in seat.channels:
             channel.disarm(look)
         beside = {f"utility/{n}": float(v) for n, v in (utility or {}).items()}
@@ -564,11 +563,13 @@ class RoundObserver:
         why = {s.log_name: o.unknown for s, o in outcomes.items() if o.unknown is not None}
         few = {s.log_name: o.too_few for s, o in outcomes.items() if o.too_few is not None}
         not_yet = _not_yet(outcomes, seat.series)
-        made = _Made(look, seat, outcomes, utility or {}, before)
-        found = RoundLook(self.round_, client, values, now, why, not_yet, few, look.seconds, made)
+        entry = _LookEntry(look, seat, outcomes, utility or {}, before)
+        round_look = RoundLook(
+            self.round_, client, values, now, why, not_yet, few, look.seconds, entry
+        )
         if logged:
-            self.log(found)
-        return found
+            self.log(round_look)
+        return round_look
 
     def log(
         self,
@@ -576,31 +577,33 @@ class RoundObserver:
         beside: Mapping[str, float] | None = None,
         defenses: Sequence[Defense] = (),
     ) -> None:
-        """Writes a look down.
+        """Write a look down.
 
         Args:
             look: that was made with ``logged=False``.
             beside: further values by log name.
             defenses: that have spent on this round, besides the observer's own.
         """
-        made = look._made
+        entry = look._entry
         spending = [*self._run.defenses, *(d for d in defenses if d not in self._run.defenses)]
         for defense in spending:
-            if all(defense is not known for known in self._described):
+            if all(defense is not described for described in self._described):
                 self._described.append(defense)
                 self._record.defended(defense_facts(defense))
-        seat = made.seat
+        seat = entry.seat
         for channel in seat.channels:
-            mine = {s: o for s, o in made.outcomes.items() if seat.series[s] is channel}
+            channel_outcomes = {
+                s: o for s, o in entry.outcomes.items() if seat.series[s] is channel
+            }
             try:
-                channel.published(made.look, mine, seat.report)
+                channel.published(entry.look, channel_outcomes, seat.report)
             except Exception as error:
                 seat.report.warn_once(f"not all of a look was written: {reason(error)}")
         values = privacy_values(spending) | dict(look.values) | dict(beside or {})
-        seat.report.write(made.look, made.outcomes, values)
+        seat.report.write(entry.look, entry.outcomes, values)
         self._record.looked(
             look.round_,
-            made.utility,
+            entry.utility,
             look.seconds,
             seat.results.failures,
             spending,
@@ -608,7 +611,7 @@ class RoundObserver:
         )
 
     def due(self, client: str | int) -> bool:
-        """Whether ``max_overhead`` lets a client's update of this round be looked at."""
+        """Return whether ``max_overhead`` lets a client's update of this round be looked at."""
         return self.round_ >= self.next_look.get(client, self.round_)
 
     def paid(
@@ -618,7 +621,7 @@ class RoundObserver:
         round_seconds: float,
         beside_seconds: float = 0.0,
     ) -> None:
-        """Fixes a client's next look by what this one cost.
+        """Fix a client's next look by what this one cost.
 
         That is the next round where an attack can read nothing yet (``results.Waiting.soon``).
 
@@ -628,7 +631,7 @@ class RoundObserver:
             round_seconds: what the round took to train.
             beside_seconds: what each round costs beside that, looked at or not.
         """
-        seats = (s for (who, _), s in self._seats.items() if client in (who, SUM))
+        seats = (s for (seat_client, _), s in self._seats.items() if client in (seat_client, SUM))
         waiting = any(seat.results.waiting for seat in seats)
         if self._share is not None and not waiting:
             # A hundredth at least, so that a next look comes where the rest takes all of the share.
@@ -637,11 +640,11 @@ class RoundObserver:
             self.next_look[client] = cadence.after_look(self.round_, look_seconds, free)
 
     def forget(self, look: RoundLook) -> None:
-        """Takes back a look that was not written down, the newest of its client.
+        """Take back a look that was not written down, the newest of its client.
 
         One at an update that did not leave, say, which is to count in no rate.
         """
-        look._made.seat.results.load_state_dict(look._made.before)
+        look._entry.seat.results.load_state_dict(look._entry.before)
 
     def _attack(
         self,
@@ -667,12 +670,12 @@ class RoundObserver:
             if batches and seat.stage is not Stage.AGGREGATE:
                 _check_steps(batches, self.local_steps)
             _check_new(seat, look.step, returned)
-            seen = self.update(
+            snapshot = self.update(
                 returned, learning_rate=learning_rate, stage=seat.stage, noise_std=noise_std
             )
             return replace(
-                seen,
-                tensors={role: seen.tensors[key] for role, key in self._keys().items()},
+                snapshot,
+                tensors={role: snapshot.tensors[key] for role, key in self._keys().items()},
                 tied=self._anatomy.tied,
                 client=seat.run.number,
             )
@@ -691,7 +694,7 @@ class RoundObserver:
         look.stepped.add(0)
 
     def _keys(self) -> dict[str, str]:
-        """The name in what was sent of every role that an attack reads."""
+        """Return the name that was sent for every role that an attack reads."""
         assert self._lineup is not None
         first = {id(p): n for n, p in self.model.named_parameters()}
         roles = dict.fromkeys(r for plan in self._lineup.exposed for r in plan.roles)
@@ -699,21 +702,23 @@ class RoundObserver:
 
     def _read(self, batch: Any) -> TokenBatch:
         if isinstance(batch, TokenBatch):
-            found = batch
+            tokens = batch
         elif self._adapter is not None:
-            found = self._adapter(batch)
+            tokens = self._adapter(batch)
         else:
-            found = read_batch(batch, self._anatomy.kind)
+            tokens = read_batch(batch, self._anatomy.kind)
         rows = matrix_shape(self._anatomy.embedding)
-        found.check_values(None if rows is None else rows[0], self._anatomy.vocab_size)
-        return found
+        tokens.check_values(None if rows is None else rows[0], self._anatomy.vocab_size)
+        return tokens
 
-    def _scored(self, look: Look, seat: _Seat, *, known: bool) -> dict[Series, Outcome]:
+    def _score(self, look: Look, seat: _Seat, *, has_truth: bool) -> dict[Series, Outcome]:
         assert self._lineup is not None
         plans = {plan.attack.name: plan for plan in self._lineup.plans}
-        if not known:
+        if not has_truth:
             return {
-                series: _unscored(channel, look.answers.get(series), plans[series.attack].exposed)
+                series: _outcome_without_truth(
+                    channel, look.answers.get(series), plans[series.attack].exposed
+                )
                 for series, channel in seat.series.items()
             }
         results: dict[Series, Result] = {}
@@ -728,7 +733,7 @@ class RoundObserver:
         return outcomes
 
     def _seat(self, client: str | int, stage: Stage) -> _Seat:
-        """What is kept of a client, made at its first look."""
+        """Return the state of a client, and create it at the first look."""
         if (client, stage) in self._seats:
             return self._seats[client, stage]
         assert self._lineup is not None
@@ -789,15 +794,15 @@ class RoundObserver:
     # ---- what is written --------------------------------------------------------------------
 
     def expect_gates(self, gates: Sequence[Mapping[str, Any]]) -> None:
-        """Gates that will decide, for the record; once the first round has begun it is written."""
+        """Add gates to the record of the run, which is written when the first round begins."""
         self._gates += [dict(gate) for gate in gates if dict(gate) not in self._gates]
 
     def record_decision(self, decision: GateDecision) -> None:
-        """Leaves a line in ``run.jsonl``: what a gate has done."""
+        """Record in ``run.jsonl`` what a gate has done."""
         self._record.decided(decision)
 
     def end(self, how: str = "finished") -> None:
-        """The federation is over; ``how``: ``"finished"``, or the class of what was raised."""
+        """End the federation; ``how`` is ``"finished"``, or the class of what was raised."""
         self._record.ends(self.round_ + 1, how, self._run.defenses)
         for seat in self._seats.values():
             for channel in seat.channels:
@@ -811,45 +816,45 @@ class RoundObserver:
     # ---- names ------------------------------------------------------------------------------
 
     def metric_names(self) -> list[str]:
-        """Names of the values that are logged of each client's update."""
+        """Return the names of the values that are logged of each client's update."""
         return ["monitor/failures", "monitor/seconds", *Results(self._series).names()]
 
     def headlines_of(self, name: str) -> tuple[str, ...]:
-        """The log names of which ``leakage/worst/<family>`` is the highest."""
+        """Return the log names of which ``leakage/worst/<family>`` is the highest."""
         return Results(self._series).headlines(name.rpartition("/")[-1])
 
     def headlines(self) -> list[str]:
-        """The log names of the worst of each family, and of what it is the highest of."""
+        """Return the log names of each family's worst, and of the values it is taken from."""
         results = Results(self._series)
         worst = [f"{WORST}/{family}" for family in results.families]
         return worst + [n for family in results.families for n in results.headlines(family)]
 
     def never_judged(self, name: str) -> str | None:
-        """Why no update can be judged by a value, whatever is in it; None where it can.
+        """Return why no update can ever be judged by a value; None where one can.
 
-        By the optimizer, the steps of a round, what is trained, and how games are played.
+        It depends on the optimizer, the steps of a round, what is trained, and the games.
 
         Args:
             name: in the logs.
         """
         root, _, rate = name.rpartition("/")
         names = self.headlines_of(name) if root == WORST else (name,)
-        found = [
+        verdicts = [
             (channel.never_judged(one.rpartition("/")[-1]), self._never_read(series, channel))
             for one in names
             for series, channel in self._series.items()
             if one.rpartition("/")[0] == series.log_name and rate != "exposed"
         ]
-        known = any(why is None and answer is None for why, answer in found)
-        unread = [answer for _, answer in found if isinstance(answer, Unknown)]
+        is_judged = any(why is None and answer is None for why, answer in verdicts)
+        unread = [answer for _, answer in verdicts if isinstance(answer, Unknown)]
         # As in Results: an attack that is made for these updates, and fails, leaves the worst open.
-        if not found or (known and not any(answer.applies for answer in unread)):
+        if not verdicts or (is_judged and not any(answer.applies for answer in unread)):
             return None
-        reasons = [why for why, _ in found if why] or [answer.why for answer in unread]
+        reasons = [why for why, _ in verdicts if why] or [answer.why for answer in unread]
         return "; ".join(dict.fromkeys(reasons or ["what it reads is not trained, so not shared"]))
 
     def _never_read(self, series: Series, channel: Channel) -> Unknown | NothingShared | None:
-        """What an attack says of every update of these rounds; None where it may say more."""
+        """Return what an attack answers to every update of these rounds; None where it varies."""
         attack = next(a for a in channel.given if a.name == series.attack)
         try:
             plan = channel.plan(attack)
@@ -874,11 +879,11 @@ class RoundObserver:
 def _not_yet(
     outcomes: Mapping[Series, Outcome], channels: Mapping[Series, Channel]
 ) -> dict[str, str]:
-    """What waits for what is shared, and the worst of families of which all else is known.
+    """Return why results wait, and why the worst of a family waits if all else in it is known.
 
     A game that waits for texts to ask about is none of them: its result could be had at once.
     """
-    found = {
+    reasons = {
         series.log_name: outcome.pending
         for series, outcome in outcomes.items()
         if outcome.pending is not None and not channels[series].plays_games
@@ -887,20 +892,20 @@ def _not_yet(
         family = channels[series].family
         of_family = [s for s in outcomes if channels[s].family == family]
         fails = any(outcomes[s].unknown is not None and outcomes[s].applies for s in of_family)
-        if series.log_name in found and not fails:
-            found[f"{WORST}/{family}"] = found[series.log_name]
-    return found
+        if series.log_name in reasons and not fails:
+            reasons[f"{WORST}/{family}"] = reasons[series.log_name]
+    return reasons
 
 
-def _alike(one: State, other: State) -> bool:
-    """Whether two states hold the same names and values."""
+def _is_equal(one: State, other: State) -> bool:
+    """Return whether two states hold the same names and values."""
     return one.keys() == other.keys() and all(
         t is other[n] or torch.equal(t.to(other[n].device), other[n]) for n, t in one.items()
     )
 
 
 def _check_steps(batches: Sequence[Any], local_steps: int) -> None:
-    """Refuses a round of another length than the attacks assume.
+    """Refuse a round of another length than the attacks assume.
 
     Raises:
         UpdateError: with both numbers.
@@ -916,7 +921,7 @@ def _check_steps(batches: Sequence[Any], local_steps: int) -> None:
 
 
 def _check_new(seat: _Seat, round_: int, returned: State) -> None:
-    """Refuses what a client has returned in an earlier round already.
+    """Refuse what a client has returned in an earlier round already.
 
     Raises:
         UpdateError: says in which.
@@ -931,27 +936,27 @@ def _check_new(seat: _Seat, round_: int, returned: State) -> None:
 
 
 def _series(channels: Sequence[Channel], stage: Stage) -> dict[Series, Channel]:
-    found = {
+    per_attack = {
         series: channel
         for channel in channels
         for attack in channel.attacks
         if (series := channel.series(attack, stage)) is not None
     }
-    return found | {s: channel for channel in channels for s in channel.further_series()}
+    return per_attack | {s: channel for channel in channels for s in channel.further_series()}
 
 
-def _unscored(channel: Channel, answer: object, exposed: bool) -> Outcome:
-    """What is known of a guess without the truth: why there is no rate, and certificates."""
+def _outcome_without_truth(channel: Channel, answer: object, exposed: bool) -> Outcome:
+    """Return why a guess has no rate without the truth, and the certificates that it has."""
     if not exposed:
         return replace(unknown(channel.metrics, "what it reads is not shared"), exposed=False)
     if isinstance(answer, Unknown):
         return unknown(channel.metrics, answer.why, applies=answer.applies)
-    told = channel.without_truth(answer)
-    return replace(unknown(channel.metrics, UNKNOWN_HERE), extra=told)
+    certificates = channel.without_truth(answer)
+    return replace(unknown(channel.metrics, UNKNOWN_HERE), extra=certificates)
 
 
 def _facts(outcomes: Mapping[Series, Outcome]) -> dict[str, float]:
-    """What is logged where the truth is not known: no rate, not even an unknown one."""
+    """Return what is logged where the truth is not known: no rate, not even an unknown one."""
     values = {}
     for series, outcome in outcomes.items():
         values[f"{series.log_name}/exposed"] = float(outcome.exposed)
@@ -963,6 +968,3 @@ def _facts(outcomes: Mapping[Series, Outcome]) -> dict[str, float]:
 
 def _warn(text: str) -> None:
     rank_zero_warn(f"RoundObserver: {text}")
-
-
-__all__ = ["SUM", "RoundLook", "RoundObserver"]

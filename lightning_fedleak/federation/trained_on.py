@@ -1,4 +1,4 @@
-"""What a client's local steps were trained on: kept where they run, for who looks at the update."""
+"""Records what a client's local steps were trained on, for whoever looks at the update."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Recorded(list[Any]):
     @property
     def learning_rate(self) -> float | None:
         """The mean over the local steps; None where no step reported one, NaN where not all did."""
-        known = [rate for rate in self.rates if rate is not None]
-        if not known:
+        rates = [rate for rate in self.rates if rate is not None]
+        if not rates:
             return None
-        return math.fsum(known) / len(known) if len(known) == len(self.rates) else math.nan
+        return math.fsum(rates) / len(rates) if len(rates) == len(self.rates) else math.nan
 
 
 _BATCHES: ContextVar[Recorded | None] = ContextVar("fedleak_trained_on", default=None)
@@ -40,7 +40,7 @@ _BATCHES: ContextVar[Recorded | None] = ContextVar("fedleak_trained_on", default
 
 @contextmanager
 def recording() -> Iterator[Recorded]:
-    """Keeps every batch that :func:`trained_on` reports inside the block, by reference."""
+    """Keep every batch that :func:`trained_on` reports inside the block, by reference."""
     batches = Recorded()
     token = _BATCHES.set(batches)
     try:
@@ -50,7 +50,7 @@ def recording() -> Iterator[Recorded]:
 
 
 def trained_on(batch: Any, *, learning_rate: float | None = None, step: bool = True) -> None:
-    """Reports to whoever looks at this round's update that it was trained on ``batch``.
+    """Report to whoever looks at this round's update that it was trained on ``batch``.
 
     To be called in a loop of one's own, for every batch of every local step. It does nothing where
     nobody looks. A Lightning Trainer takes :class:`TrainedOn` in its place.
@@ -74,17 +74,14 @@ class TrainedOn(EitherCallback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """A batch is about to be trained on."""
+        """Report the batch that is about to be trained on."""
         trained_on(batch, step=False)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
-        """An optimizer step is about to be taken; parameters of several rates have no one rate."""
+        """Record the step's learning rate; it is NaN where parameters have several."""
         batches = _BATCHES.get()
         if batches is not None:
             rates = {float(group["lr"]) for group in optimizer.param_groups}
             batches.rates.append(rates.pop() if len(rates) == 1 else math.nan)
-
-
-__all__ = ["Recorded", "TrainedOn", "recording", "trained_on"]

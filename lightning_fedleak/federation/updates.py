@@ -1,4 +1,4 @@
-"""What a client of a round shares: the difference of two state dicts, checked.
+"""Computes and checks what a client of a round shares: the difference of two state dicts.
 
 Engine-free: everything here is a function of what was *sent* to a client and what it *returned*,
 two mappings from names to tensors. They hold a whole model, or the part that is trained (a PEFT
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.snapshots import NotYet, Stage, UpdateSnapshot
-from lightning_fedleak.taps.gradients import UpdateError
+from lightning_fedleak.taps.gradients import UpdateError as UpdateError  # handed on
+from lightning_fedleak.validate import check_integer
 
 State = Mapping[str, Tensor]
 """Tensors by name, as ``state_dict`` gives them."""
 
-_NAMED = 3
+_MOST_NAMES = 3  # that a message lists; not tuned
 
 
 def observe(
@@ -36,7 +37,7 @@ def observe(
     fresh: bool = True,
     noise_std: float = 0.0,
 ) -> UpdateSnapshot:
-    """What a server sees of a client's round, as attacks read it.
+    """Return what a server sees of a client's round, as attacks read it.
 
     Args:
         sent: what the client got.
@@ -60,9 +61,8 @@ def observe(
         UpdateError: no update can be read from these two, and why.
         NotYet: the learning rate is 0, and nothing was changed.
     """
-    if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
-        raise UpdateError(f"local_steps must be a positive integer, got {local_steps!r}")
-    rate = _rate_of(optimizer) if learning_rate is None else float(learning_rate)
+    check_integer("local_steps", local_steps, error=UpdateError)
+    rate = _read_rate(optimizer) if learning_rate is None else float(learning_rate)
     change = difference(sent, returned, trained=trained)
     still = not any(bool(t.any()) for t in change.values())
     if still and rate == 0:
@@ -92,7 +92,7 @@ def observe(
 def difference(
     sent: State, returned: State, *, trained: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """``returned - sent`` of what is trained, in float32 (float64 where that was sent).
+    """Return ``returned - sent`` of what is trained, in float32 (float64 where that was sent).
 
     Args:
         sent: what the client got.
@@ -104,7 +104,7 @@ def difference(
             something that is not trained, or nothing that is trained.
     """
     _check_names(sent, returned)
-    owned = _trained_of(sent, trained)
+    owned = _resolve_trained(sent, trained)
     change: dict[str, Tensor] = {}
     for name, before in sent.items():
         after = returned[name]
@@ -121,7 +121,7 @@ def difference(
             )
         before, after = before.detach(), after.detach().to(before.device)
         if name not in owned:
-            if not torch.equal(before, after) and not _same_bits(before, after):
+            if not torch.equal(before, after) and not _is_equal_with_nan(before, after):
                 raise UpdateError(
                     f"'{name}' is not trained in this federation, and came back changed: a frozen "
                     "parameter or a buffer. No attack reads it and no defence covers it; leave it "
@@ -131,18 +131,18 @@ def difference(
         wide = torch.float64 if before.dtype == torch.float64 else torch.float32
         change[name] = after.to(wide) - before.to(wide)
         if not bool(change[name].isfinite().all()):
-            which = "what was sent" if not bool(before.isfinite().all()) else "the client's update"
-            raise UpdateError(f"{which} holds NaN or infinity in '{name}'")
+            source = "the client's update" if bool(before.isfinite().all()) else "what was sent"
+            raise UpdateError(f"{source} holds NaN or infinity in '{name}'")
     if not change:
         raise UpdateError("nothing of what was sent is trained")
     return change
 
 
 def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What was sent, with an update added to what it names, each in the dtype that was sent."""
+    """Return what was sent plus an update of what it names, each in the dtype that was sent."""
     unknown = [n for n in update if n not in sent]
     if unknown:
-        raise UpdateError(f"the update names {_some(unknown)}, which was not sent")
+        raise UpdateError(f"the update names {_list_names(unknown)}, which was not sent")
     return {
         name: (before.detach() + update[name].to(before.device)).to(before.dtype)
         if name in update
@@ -152,17 +152,17 @@ def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def joint_norm(update: Mapping[str, Tensor]) -> float:
-    """The 2-norm of all tensors together, added up in float64."""
+    """Return the 2-norm of all tensors together, added up in float64."""
     return math.sqrt(sum(float(t.double().square().sum()) for t in update.values()))
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the trained parameters, each once: what a client has to share of a model."""
+    """Return copies of the trained parameters, each once: what a client has to share."""
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
 def parameter_names(model: nn.Module) -> dict[str, str]:
-    """The parameter's name in ``model`` by each name under which a state dict may hold it.
+    """Return a map from each name that a state dict may use to the parameter's name in ``model``.
 
     Those are the names in ``model`` and in the language model inside it, all of tied parameters
     among them, and for a PEFT model those of its adapter's state
@@ -184,7 +184,7 @@ def parameter_names(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def _rate_of(optimizer: Optimizer) -> float:
+def _read_rate(optimizer: Optimizer) -> float:
     rates = {float(group["lr"]) for group in optimizer.param_groups}
     if len(rates) > 1:
         raise UpdateError(
@@ -198,28 +198,28 @@ def _check_names(sent: State, returned: State) -> None:
     missing = [n for n in sent if n not in returned]
     extra = [n for n in returned if n not in sent]
     if missing or extra:
-        said = [f"lacks {_some(missing)}"] * bool(missing)
-        said += [f"holds {_some(extra)}, which was not sent"] * bool(extra)
+        faults = [f"lacks {_list_names(missing)}"] * bool(missing)
+        faults += [f"holds {_list_names(extra)}, which was not sent"] * bool(extra)
         raise UpdateError(
-            f"what the client returned {' and '.join(said)}: it must return what it was sent, "
+            f"what the client returned {' and '.join(faults)}: it must return what it was sent, "
             "under the same names"
         )
 
 
-def _trained_of(sent: State, trained: Collection[str] | None) -> set[str]:
+def _resolve_trained(sent: State, trained: Collection[str] | None) -> set[str]:
     if trained is None:
         return {n for n, t in sent.items() if t.is_floating_point()}
     unknown = [n for n in trained if n not in sent]
     if unknown:
         raise UpdateError(
-            f"trained= names {_some(unknown)}, which was not sent: every trained parameter is "
-            "shared, or it would not be part of the model that the server makes"
+            f"trained= names {_list_names(unknown)}, which was not sent: every trained "
+            "parameter is shared, or it would not be part of the model that the server makes"
         )
     return set(trained)
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are alike where NaN is like NaN."""
+def _is_equal_with_nan(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal, where NaN equals NaN."""
     return a.is_floating_point() and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
@@ -227,19 +227,7 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(f"'{n}'" for n in names[:_NAMED])
-    more = len(names) - _NAMED
-    return f"{shown} and {more} more" if more > 0 else shown
-
-
-__all__ = [
-    "State",
-    "UpdateError",
-    "difference",
-    "joint_norm",
-    "moved",
-    "observe",
-    "parameter_names",
-    "trained_state",
-]
+def _list_names(names: list[str]) -> str:
+    listed = ", ".join(f"'{n}'" for n in names[:_MOST_NAMES])
+    more = len(names) - _MOST_NAMES
+    return f"{listed} and {more} more" if more > 0 else listed

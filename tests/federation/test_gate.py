@@ -179,7 +179,7 @@ def test_a_look_that_crashes_ends_no_round(tmp_path, monkeypatch, gated, own):
         raise RuntimeError("the word mangrove")
 
     out = client(tmp_path, *[RoundGate(F1, at_most=1.0)] * gated, dp=own)
-    monkeypatch.setattr(out.observer, "_scored", crashes)
+    monkeypatch.setattr(out.observer, "_score", crashes)
     with announced("the look failed: RuntimeError at") as told:
         [(_, returned, found)] = rounds(out)
     assert not any("mangrove" in text for text in told)
@@ -392,7 +392,7 @@ def test_a_tied_parameter_is_not_noised_twice(tmp_path):
         ({"at_most": True}, "finite number"),
         ({"at_most": 30}, "shares, not percent"),
         ({"metric": "leakage/x/auc", "at_most": 0.3}, "0.5 is chance"),
-        ({"action": "stop"}, "action must be one of"),
+        ({"action": "stop"}, "action must be 'withhold' or"),
         ({"patience": -1}, "patience"),
     ],
 )

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as L
     import pandas as pd
 
-_MOVED = {
+_RENAMED = {
     "targets": "targets",
     "held_out": "held_out",
     "window": "window",
@@ -200,7 +200,7 @@ class LeakageMonitor(EitherCallback):
         **moved: Any,
     ) -> None:
         if moved:
-            raise TypeError(_moved(moved))
+            raise TypeError(_explain_renamed(moved))
         check_number("look_seconds", look_seconds, above=0)
         check_choice("client", client, ("rank", "world"), optional=True)
         selection = selected(
@@ -466,8 +466,8 @@ class LeakageMonitor(EitherCallback):
             _FITS.pop(trainer, None)
             self.engine.close()
 
-    def _end(self, how: str) -> None:
-        record = self.engine.end(how)
+    def _end(self, ending: str) -> None:
+        record = self.engine.end(ending)
         if record is not None and self.report:
             from lightning_fedleak.report import write
 
@@ -491,13 +491,13 @@ class LeakageMonitor(EitherCallback):
         self.engine.load_state_dict(state_dict)
 
 
-def _moved(given: Mapping[str, Any]) -> str:
+def _explain_renamed(arguments: Mapping[str, Any]) -> str:
     """Why arguments are refused: with the spelling that does what was meant."""
-    games = [f"{_MOVED[name]}=..." for name in given if name in _MOVED]
+    games = [f"{_RENAMED[name]}=..." for name in arguments if name in _RENAMED]
     if not games:
-        name = next(iter(given))
+        name = next(iter(arguments))
         close = difflib.get_close_matches(name, signature(LeakageMonitor).parameters, n=1)
         hint = f". Did you mean {close[0]}=?" if close else ""
         return f"LeakageMonitor() got an unexpected keyword argument '{name}'{hint}"
-    old = ", ".join(f"{name}=" for name in given if name in _MOVED)
+    old = ", ".join(f"{name}=" for name in arguments if name in _RENAMED)
     return f"LeakageMonitor({old}) is spelled LeakageMonitor(games=Games({', '.join(games)})) now"

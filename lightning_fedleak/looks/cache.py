@@ -156,6 +156,3 @@ def _hash(path: Path, state: Mapping[str, Tensor]) -> str:
 
 def _holds_nan(state: Mapping[str, Tensor]) -> bool:
     return any(bool(tensor.isnan().any()) for tensor in state.values())
-
-
-__all__ = ["CalibrationCache", "cache_folder", "hash_of_weights"]

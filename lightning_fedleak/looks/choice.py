@@ -248,15 +248,3 @@ def _wrapped(start: str, text: str, most: int | None = None) -> list[str]:
         max_lines=most,
         placeholder=" ...",
     )
-
-
-__all__ = [
-    "MAX_OVERHEAD",
-    "ROWS",
-    "Row",
-    "in_short",
-    "look_seconds",
-    "reads_of",
-    "show",
-    "table",
-]

@@ -27,11 +27,12 @@ from lightning_fedleak.looks.look import (
 from lightning_fedleak.looks.run import Run
 from lightning_fedleak.metrics import Rate
 
-FOUND, FAILED, NOTHING, WAITING, INAPPLICABLE, SOON = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
+# The first number of a packed result says what kind of result it is.
+SCORED, FAILED, NOTHING, WAITING, INAPPLICABLE, SOON = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 
 
 class Exchange:
-    """The processes of one fit, which exchange counts after each look.
+    """Exchange counts between the processes of one fit after each look.
 
     Every process takes part in the same exchanges, whatever failed on it. A client's counts go to
     process 0 and no further.
@@ -50,7 +51,7 @@ class Exchange:
     def outcomes(
         self, results: Mapping[Series, Result], exposed: Mapping[Series, bool], next_step: int
     ) -> tuple[dict[Series, Outcome] | None, int]:
-        """The results of all processes together.
+        """Return the results of all processes together.
 
         Process 0 gets the rows of all clients and pools them. The others get what came out, as
         numbers, without the values of single clients and without the reasons.
@@ -119,7 +120,7 @@ class Exchange:
         for series in series_in_order:
             channel = self._channels[series]
             outcome = not_shared(()) if pooled is None else pooled[series]
-            state = FOUND if outcome.exposed else NOTHING
+            state = SCORED if outcome.exposed else NOTHING
             if outcome.unknown is not None:
                 state = FAILED if outcome.applies else INAPPLICABLE
             if outcome.pending is not None:
@@ -144,7 +145,7 @@ class Exchange:
             state, n, has_now = (next(numbers) for _ in range(3))
             each = {name: [next(numbers) for _ in range(4)] for name in channel.metrics}
             extra = {name: next(numbers) for name in channel.extras}
-            if state == FOUND:
+            if state == SCORED:
                 rates = {name: Rate(*four[:3]) for name, four in each.items()}
                 now = {name: four[3] for name, four in each.items()} if has_now else None
                 pooled[series] = Outcome(rates, int(n), extra=extra, now=now)
@@ -160,7 +161,7 @@ class Exchange:
 
 
 def _exchange_device(device: torch.device) -> torch.device:
-    """Where the processes' backend gathers: gloo does on CPU alone."""
+    """Return the device on which the backend gathers: gloo works on the CPU alone."""
     return torch.device("cpu") if "gloo" in dist.get_backend() else device
 
 
@@ -170,20 +171,20 @@ def _waits(local: Result, *, soon: bool) -> Outcome:
 
 
 def _row(result: Result, width: int) -> list[float]:
-    """A client's result as so many numbers, for the exchange between processes."""
+    """Return a client's result as ``width`` numbers, for the exchange between processes."""
     if isinstance(result, Found):
-        known = [FOUND, *result.numbers]
+        numbers = [SCORED, *result.numbers]
     elif isinstance(result, Unknown):
-        known = [FAILED if result.applies else INAPPLICABLE]
+        numbers = [FAILED if result.applies else INAPPLICABLE]
     elif isinstance(result, Waiting):
-        known = [SOON if result.soon else WAITING]
+        numbers = [SOON if result.soon else WAITING]
     else:
-        known = [NOTHING]
-    return known + [0.0] * (width - len(known))
+        numbers = [NOTHING]
+    return numbers + [0.0] * (width - len(numbers))
 
 
 def _failed(rows: Tensor) -> list[int]:
-    """The clients whose attack gave nothing."""
+    """Return the clients whose attack failed or does not apply."""
     return [i for i, state in enumerate(rows[:, 0].tolist()) if state in (FAILED, INAPPLICABLE)]
 
 
@@ -193,7 +194,7 @@ def _combined(channel: Channel, series: Series, rows: Tensor, local: Result) -> 
     Unknown where any client's attack failed: what leaks there is not known to be less. Pending
     where every client waits that has anything at all.
     """
-    rows_of_clients = {i: r[1:] for i, r in enumerate(rows.tolist()) if r[0] == FOUND}
+    rows_of_clients = {i: r[1:] for i, r in enumerate(rows.tolist()) if r[0] == SCORED}
     failed = _failed(rows)
     if failed:
         why = (
@@ -207,6 +208,3 @@ def _combined(channel: Channel, series: Series, rows: Tensor, local: Result) -> 
         return channel.pooled(series, rows_of_clients)
     except Exception as error:
         return unknown(channel.metrics, reason(error))
-
-
-__all__ = ["Exchange"]

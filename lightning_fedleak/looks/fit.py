@@ -536,6 +536,3 @@ class Fit:
             proposed = self._cadence.after_look(look.step, cost, step_seconds)
             return max(proposed, look.step + (self._local_steps or 1))
         return self._cadence.after_try(cost, step_seconds)
-
-
-__all__ = ["Fit"]

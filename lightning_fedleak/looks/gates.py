@@ -100,7 +100,7 @@ def check_threshold(gate: str, metric: str, at_most: float, *, reachable: bool =
 
 
 def names_there_are(metric: str, names: Sequence[str]) -> str:
-    """The names that exist, and the one that may be meant."""
+    """Return the names that exist, and the one that may be meant."""
     close = difflib.get_close_matches(metric, names, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
     return f"{hint} These exist:\n{_by_attack(names)}"
@@ -110,24 +110,24 @@ _ENDS = ("_low", "_high", "_worst_client")
 
 
 def _by_attack(names: Sequence[str]) -> str:
-    """Logged names as a user reads them: a line for each attack, variants of a rate told once."""
-    of: dict[str, list[str]] = {}
+    """Return a line of metrics for each attack; variants of a rate are listed once."""
+    metrics_by_root: dict[str, list[str]] = {}
     for root, _, metric in (name.rpartition("/") for name in names):
         if not metric.endswith(_ENDS):
-            of.setdefault(root, []).append(metric)
-    lines = [f"  {root}/: {', '.join(metrics)}" for root, metrics in of.items()]
+            metrics_by_root.setdefault(root, []).append(metric)
+    lines = [f"  {root}/: {', '.join(metrics)}" for root, metrics in metrics_by_root.items()]
     varied = [name for name in names if name.endswith(_ENDS)]
     more = f"  (of rates also {', '.join(_ENDS[:-1])} and {_ENDS[-1]}, as in {varied[0]})"
     return "\n".join([*lines, more] if varied else lines)
 
 
 def is_worst(metric: str) -> bool:
-    """Whether a logged name is that of the highest headline of a family."""
+    """Return whether a logged name is the highest headline of a family."""
     return metric.startswith(f"{WORST}/")
 
 
 def rate_of(metric: str) -> str:
-    """The rate that a logged name is of; of the worst of a family its headline."""
+    """Return the rate of a logged name; for the worst of a family its headline."""
     last = metric.rpartition("/")[-1]
     if not is_worst(metric):
         return last

@@ -392,6 +392,3 @@ def _follows_model(attack: Attack) -> bool:
     """Whether the attack looks at the model at all."""
     kind = type(attack)
     return kind.prepare is not Attack.prepare or kind.refresh is not Attack.refresh
-
-
-__all__ = ["Lineup"]

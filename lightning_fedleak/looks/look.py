@@ -47,7 +47,7 @@ class Series:
 
     @classmethod
     def at(cls, stage: Stage, attack: str) -> Series:
-        """Of an attack at a stage."""
+        """Return the series of an attack at a stage."""
         return cls(PREFIX[stage], attack, attack, stage)
 
     @property
@@ -168,7 +168,7 @@ class Outcome:
 
 
 def unknown(metrics: Iterable[str], why: str, *, applies: bool = True) -> Outcome:
-    """An outcome without a value: not safe, unknown."""
+    """Return an outcome without a value: unknown, which is not safe."""
     nothing = Rate(math.nan, math.nan, math.nan)
     return Outcome(dict.fromkeys(metrics, nothing), 0, unknown=why, applies=applies)
 
@@ -285,14 +285,14 @@ class Moment:
     _view: GradientSnapshot | Unknown | Waiting | None = None
 
     def gradients(self) -> GradientSnapshot | Unknown | Waiting:
-        """What :attr:`take` gives, taken once, or why there is nothing."""
+        """Return the gradients from :attr:`take`, called once, or why there are none."""
         if self._view is None:
-            self._view = taken(self.take)
+            self._view = take_view(self.take)
         return self._view
 
 
-def taken(take: Callable[[], GradientSnapshot]) -> GradientSnapshot | Unknown | Waiting:
-    """What a tap gives, or why it gives nothing (yet)."""
+def take_view(take: Callable[[], GradientSnapshot]) -> GradientSnapshot | Unknown | Waiting:
+    """Return the view of a tap, or why it has none (yet)."""
     try:
         return take()
     except NotYet as error:
@@ -308,7 +308,7 @@ class NoTargets(ValueError):
     """The batch holds no sentence that could be asked for."""
 
 
-_OURS = (
+_OWN_ERRORS = (
     UnusableObservation,
     BatchError,
     ChangedInPlace,
@@ -320,17 +320,17 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def reason(error: Exception) -> str:
-    """Why there is no result, for logs: the error's kind, and its words or its place.
+    """Return why there is no result, for logs: the error's kind, and its message or its place.
 
     Only words written here are repeated: another error's may quote the private batch. So may a
     ``DefenseError`` of a defence of the user's own, or one that repeats another error.
     """
     kind = type(error).__name__
-    if isinstance(error, _OURS):
+    if isinstance(error, _OWN_ERRORS):
         return f"{kind}: {error}"
     place = traceback.extract_tb(error.__traceback__)[-1]
     path = Path(place.filename)
-    ours = path.is_relative_to(_PACKAGE) and error.__cause__ is None
-    if isinstance(error, DefenseError) and ours:
+    internal = path.is_relative_to(_PACKAGE) and error.__cause__ is None
+    if isinstance(error, DefenseError) and internal:
         return f"{kind}: {error}"
     return f"{kind} at {path.name}:{place.lineno}"

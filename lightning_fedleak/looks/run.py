@@ -67,65 +67,65 @@ class Run(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """Number of this process."""
+        """Return the number of this process."""
 
     @property
     @abstractmethod
     def processes(self) -> int:
-        """How many there are."""
+        """Return the number of processes."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Return the device of the model."""
 
     @property
     @abstractmethod
     def optimizers(self) -> Sequence[Optimizer]:
-        """Those of the run: which own which parameters, and their settings."""
+        """Return the optimizers of the run."""
 
     @property
     @abstractmethod
     def defenses(self) -> tuple[Defense, ...]:
-        """The defences of the run, in their order."""
+        """Return the defences of the run, in their order."""
 
     @property
     @abstractmethod
     def precision(self) -> str:
-        """In the Trainer's words."""
+        """Return the precision, spelled as the Trainer spells it."""
 
     @property
     @abstractmethod
     def tokenizers(self) -> Sequence[Any]:
-        """Those that are known of in the run; some may be None."""
+        """Return the tokenizers that the run uses; some may be None."""
 
     @abstractmethod
     def forward_context(self) -> AbstractContextManager[Any]:
-        """In which the client runs its model: autocast, say."""
+        """Return the context in which the client runs its model, such as autocast."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken so far."""
+        """Return the number of optimizer steps so far."""
         return 0
 
     @property
     def number(self) -> int:
-        """Number of this process's client."""
+        """Return the number of this process's client."""
         return self.rank if self.client == "rank" else 0
 
     @property
     def under_ddp(self) -> bool:
-        """Whether every trained parameter's gradient is shared, whatever optimizers own."""
+        """Return whether all trained parameters' gradients are shared, whatever optimizers own."""
         return False
 
     @property
     def shows_progress(self) -> bool:
-        """Whether bars are shown while attacks are calibrated."""
+        """Return whether bars are shown while attacks are calibrated."""
         return False
 
     @property
     def loss_scale(self) -> float:
-        """Loss scale that is still in gradients which no GradScaler has unscaled."""
+        """Return the loss scale in gradients that no GradScaler has unscaled."""
         return 1.0
 
     def broadcast(self, value: T) -> T:

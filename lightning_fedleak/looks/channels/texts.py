@@ -71,8 +71,8 @@ class Inverted:
     matched: bool = False
 
     @property
-    def begun(self) -> Tensor:
-        """(n,) bool, False for texts that the time budget left untouched."""
+    def started(self) -> Tensor:
+        """Return (n,) bool, False for texts that the time budget left untouched."""
         some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
         return torch.ones_like(some) if self.guess.finished or self.matched else some
 
@@ -83,8 +83,12 @@ class Inverted:
         does; what :class:`SentenceScores` holds of each text, one after the other, each filled up
         to ``texts``; right tokens and tokens by range of places.
         """
-        begun = self.begun
-        guessed, truth, real = self.guess.tokens[begun], self.input_ids[begun], self.real[begun]
+        started = self.started
+        guessed, truth, real = (
+            self.guess.tokens[started],
+            self.input_ids[started],
+            self.real[started],
+        )
         scores = sentence_scores(guessed, truth, real)
         certified = self.guess.certified
         numbers = [
@@ -93,14 +97,14 @@ class Inverted:
             float(self.guess.finished),
             math.nan if certified is None else float(certified),
         ]
-        for of in fields(SentenceScores):
-            column: Tensor = getattr(scores, of.name)
+        for field in fields(SentenceScores):
+            column: Tensor = getattr(scores, field.name)
             numbers += column.double().tolist() + [0.0] * (texts - len(column))
-        hits, there = token_hits(guessed, truth, real)
-        place = (there.cumsum(1) - 1)[there]
-        which = torch.frexp(place.double()).exponent.clamp(max=PLACES - 1)
-        for seen in (hits[there], torch.ones_like(hits[there])):
-            numbers += torch.zeros(PLACES).index_add_(0, which, seen.float()).tolist()
+        hits, mask = token_hits(guessed, truth, real)
+        place = (mask.cumsum(1) - 1)[mask]
+        bins = torch.frexp(place.double()).exponent.clamp(max=PLACES - 1)
+        for counts in (hits[mask], torch.ones_like(hits[mask])):
+            numbers += torch.zeros(PLACES).index_add_(0, bins, counts.float()).tolist()
         return numbers
 
 
@@ -313,11 +317,11 @@ class TextsChannel(Channel):
         generator = torch.Generator().manual_seed(seed)
         most = len(rows) if every else self.settings.texts
         order = torch.randperm(len(rows), generator=generator)[:most].tolist()
-        drawn = [rows[i] for i in sorted(order)]
+        selected = [rows[i] for i in sorted(order)]
         return _Chosen(
-            drawn,
-            _stacked([truths[i][0][row] for i, row in drawn]),
-            _stacked([truths[i][1][row] for i, row in drawn]),
+            selected,
+            _stacked([truths[i][0][row] for i, row in selected]),
+            _stacked([truths[i][1][row] for i, row in selected]),
         )
 
     def _reconstructed(
@@ -329,15 +333,15 @@ class TextsChannel(Channel):
             check_guess(attack, guess, self.guesses)
             if guess.tokens.shape != chosen.input_ids.shape:
                 raise UnusableObservation("the attack guessed texts, but others than were sent")
-            found = Inverted(guess, chosen.input_ids, chosen.real, attack.age(step))
-            if not bool(found.begun.any()):
+            inverted = Inverted(guess, chosen.input_ids, chosen.real, attack.age(step))
+            if not bool(inverted.started.any()):
                 raise UnusableObservation(
                     f"no time: budget_seconds={attack.budget_seconds} is over before the first "
                     "token is found"
                 )
         except Exception as error:
             return Unknown(reason(error))
-        return found
+        return inverted
 
     def _snapshot(
         self, layer: int, stage: Stage, rows: Sequence[tuple[int, int]], step: int
@@ -369,7 +373,7 @@ class TextsChannel(Channel):
         )
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
-        """Right tokens of each text."""
+        """Return the packed scores of each text."""
         if isinstance(answer, TextGuess):
             [attack] = (a for a in self.attacks if a.name == series.attack)
             answer = self._matched(answer, attack, look)
@@ -379,37 +383,41 @@ class TextsChannel(Channel):
         return answer.pack(self.settings.texts)
 
     def without_truth(self, answer: object) -> dict[str, float]:
-        """Whether an attack on gradients finished, and certifies its texts."""
+        """Return whether an attack on gradients finished, and certifies its texts."""
         if not isinstance(answer, TextGuess):
             return {}
-        told = {"finished": answer.finished, "certified": answer.certified}
-        return {name: float(value) for name, value in told.items() if value is not None}
+        claims = {"finished": answer.finished, "certified": answer.certified}
+        return {name: float(value) for name, value in claims.items() if value is not None}
 
     def _matched(self, guess: TextGuess, attack: TextAttack, look: Look) -> Inverted:
-        """Texts guessed from gradients beside those of the batch that they are most like.
+        """Return texts guessed from gradients, each beside the most similar text of the batch.
 
-        Of a causal text does not count what no label hangs on, where the attack leaves that open:
-        its last token, or all from the last one on whose label counts.
+        Where an attack leaves open the tokens of a causal text that no label depends on, these do
+        not count: its last token, or all from the last one whose label counts.
         """
         if not guess.finished and not bool((guess.tokens >= 0).any()):
             raise UnusableObservation("no time: the budget is over before any token is found")
-        held = attack.last_token_open
-        every = self._choose(look.step, look.batches, every=True, in_gradients=held)
-        drawn = self._choose(look.step, look.batches, in_gradients=held)
-        if every is None or drawn is None:
+        leaves_open = attack.last_token_open
+        every = self._choose(look.step, look.batches, every=True, in_gradients=leaves_open)
+        selected = self._choose(look.step, look.batches, in_gradients=leaves_open)
+        if every is None or selected is None:
             raise UnusableObservation(
-                "no text of this batch has a token that a label hangs on: each is one token long, "
-                "or without a label behind its first"
+                "no text of this batch has a token that a label depends on: each is one token "
+                "long, or without a label behind its first"
             )
         order = (~every.real).int().argsort(dim=1, stable=True)  # such a text begins on the left
         ids, real = every.input_ids.gather(1, order), every.real.gather(1, order)
         tokens = in_true_order(guess.tokens, ids, real)
-        which = [every.rows.index(row) for row in drawn.rows]
-        shown = TextGuess(tokens[which], finished=guess.finished, certified=guess.certified)
-        return Inverted(shown, ids[which], real[which], attack.age(look.step), matched=True)
+        indices = [every.rows.index(row) for row in selected.rows]
+        selected_guess = TextGuess(
+            tokens[indices], finished=guess.finished, certified=guess.certified
+        )
+        return Inverted(
+            selected_guess, ids[indices], real[indices], attack.age(look.step), matched=True
+        )
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
-        """Reveals texts, and draws at which places tokens were recovered."""
+        """Reveal texts, and draw at which places tokens were recovered."""
         for series, outcome in outcomes.items():
             if series in look.notes and pages.reveal is not None:
                 title = f"== step {look.step}, {series.log_name}"
@@ -421,7 +429,7 @@ class TextsChannel(Channel):
     # ---- over clients -----------------------------------------------------------------------
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """All clients' texts together."""
+        """Return the outcome of all clients' texts together."""
         pooled, each = self._metric(), []
         for row in rows.values():
             alone = self._metric()
@@ -458,11 +466,14 @@ class TextsChannel(Channel):
         return {name: rates[name] for name in self.metrics}
 
 
-def _reveal(files: RevealFiles, title: str, found: Inverted) -> None:
-    """Writes each text of one look, what was sent above what was reconstructed."""
+def _reveal(files: RevealFiles, title: str, inverted: Inverted) -> None:
+    """Write each text of one look, the original above the reconstruction."""
     lines = [title]
     for sent, guessed, real in zip(
-        found.input_ids, found.guess.tokens.to(found.input_ids.device), found.real, strict=True
+        inverted.input_ids,
+        inverted.guess.tokens.to(inverted.input_ids.device),
+        inverted.real,
+        strict=True,
     ):
         true, answer = sent[real].tolist(), guessed[real].tolist()
         right = sum(a == b for a, b in zip(true, answer, strict=True))
@@ -473,8 +484,5 @@ def _reveal(files: RevealFiles, title: str, found: Inverted) -> None:
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Rows (L_i, ...) as one tensor (n, L, ...), zeros behind the shorter ones."""
+    """Return rows (L_i, ...) as one tensor (n, L, ...), padded with zeros."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-
-__all__ = ["Inverted", "TextsChannel", "place_names"]

@@ -15,7 +15,7 @@ from lightning_fedleak.attacks.base import Attack, WordGuess
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.looks.channels.base import Channel, Settings, guess, worst_of
 from lightning_fedleak.looks.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
-from lightning_fedleak.looks.look import Look, Moment, Outcome, Pages, Series, reason, taken
+from lightning_fedleak.looks.look import Look, Moment, Outcome, Pages, Series, reason, take_view
 from lightning_fedleak.looks.run import Plan, Processes, Run
 from lightning_fedleak.looks.tensorboard import add_score_histograms
 from lightning_fedleak.metrics import WordRecovery
@@ -43,7 +43,7 @@ class WordTruth:
     def of(
         cls, batches: Sequence[TokenBatch], *, one_way: bool = False, source_only: bool = False
     ) -> WordTruth:
-        """Joins the micro-batches of one step. Synchronises with the device.
+        """Join the micro-batches of one step. Synchronises with the device.
 
         A classifier's labels are classes and no words.
 
@@ -66,11 +66,11 @@ class WordTruth:
         )
 
     def types(self, surface: str) -> Tensor:
-        """The types of one surface, ``"output"`` or ``"input"``."""
+        """Return the types of one surface, ``"output"`` or ``"input"``."""
         return self.output_types if surface == "output" else self.input_types
 
     def mask(self, vocab_size: int) -> Tensor:
-        """(2, V) bool: output and input types, for a union over processes."""
+        """Return (2, V) bool: output and input types, for a union over processes."""
         mask = torch.zeros(2, vocab_size, dtype=torch.bool, device=self.output_types.device)
         mask[0, self.output_types] = True
         mask[1, self.input_types.to(mask.device)] = True
@@ -78,7 +78,7 @@ class WordTruth:
 
     @classmethod
     def of_mask(cls, mask: Tensor, n_targets: int) -> WordTruth:
-        """The inverse of :meth:`mask`."""
+        """Return the words of a :meth:`mask`."""
         return cls(mask[0].nonzero().flatten(), mask[1].nonzero().flatten(), n_targets)
 
 
@@ -107,13 +107,13 @@ class WordsChannel(Channel):
             }
 
     def further_series(self) -> list[Series]:
-        """Those of the head's own part."""
+        """Return the series of the head's own part."""
         return list(self._own_series.values())
 
     # ---- a fit ------------------------------------------------------------------------------
 
     def setup(self, processes: Processes, anatomy: Callable[[], Anatomy]) -> None:
-        """Splits the head off a tied matrix where its own part is asked for.
+        """Split the head off a tied matrix where its own part is asked for.
 
         Raises:
             ValueError: the head is not tied, or its batch is spread over processes.
@@ -126,21 +126,21 @@ class WordsChannel(Channel):
                 "client='world' the client's batch is spread over several: leave it out, or run "
                 "one process"
             )
-        found = anatomy()
-        if found.head is None or not found.tied:
+        model = anatomy()
+        if model.head is None or not model.tied:
             raise ValueError(
                 "head_own_part=True is for a tied head only; here the head's gradient is its "
                 "own and is attacked as it is shared"
             )
-        self._own_part = HeadOwnPart(found.head)
+        self._own_part = HeadOwnPart(model.head)
 
     def open(self, run: Run) -> None:
-        """Sees whether a classifier's tokens see later ones."""
+        """Find out whether a classifier's tokens see later ones."""
         super().open(run)
         self._one_way = run.anatomy.kind == "classifier" and sees_no_later(run.anatomy)
 
     def close(self) -> None:
-        """Gives the head its own forward back."""
+        """Restore the head's forward."""
         if self._own_part is not None:
             self._own_part.close()
         self._own_part = None
@@ -148,39 +148,39 @@ class WordsChannel(Channel):
     # ---- a look -----------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Starts a look."""
+        """Start a look."""
         if self._own_part is not None:
             self._own_part.arm()
 
     def at_moment(self, moment: Moment) -> None:
-        """Lets the attacks guess from gradients, at the end from the head's own part too."""
+        """Let the attacks guess from gradients, at the end from the head's own part too."""
         super().at_moment(moment)
-        own = self._own_part
-        if own is None or Stage.AGGREGATE not in moment.stages:
+        own_part = self._own_part
+        if own_part is None or Stage.AGGREGATE not in moment.stages:
             return
         scale, look = moment.scale, moment.look
-        view = taken(lambda: own.view(look.step, client=self.run.number, scale=scale))
+        view = take_view(lambda: own_part.view(look.step, client=self.run.number, scale=scale))
         for plan in self.plans:
-            mine = plan.optimizer in (None, moment.optimizer)
-            if plan.roles == (HEAD_WEIGHT,) and plan.exposed and mine:
+            stepped = plan.optimizer in (None, moment.optimizer)
+            if plan.roles == (HEAD_WEIGHT,) and plan.exposed and stepped:
                 series = self._own_series[plan.attack.name]
                 if series not in look.answers:
                     look.answers[series] = guess(plan, view, self.run)
 
     def series_of(self, plan: Plan) -> list[Series]:
-        """Those at the stages, and that of the head's own part."""
-        found = super().series_of(plan)
+        """Return the series at the stages, and that of the head's own part."""
+        series = super().series_of(plan)
         if self._own_part is not None and plan.roles == (HEAD_WEIGHT,):
-            found.append(self._own_series[plan.attack.name])
-        return found
+            series.append(self._own_series[plan.attack.name])
+        return series
 
     def holds_nothing(self, look: Look) -> bool:
-        """Whether the loss was computed on no token."""
+        """Return whether the loss was computed on no token."""
         self._truth = self._truth_of(look)
         return self._truth is None or self._truth.n_targets == 0
 
     def _truth_of(self, look: Look) -> WordTruth | None:
-        """The true words, of all processes together where they are one client."""
+        """Return the true words, of all processes together where they are one client."""
         size = self._size
         together = self.run.client == "world" and self.run.processes > 1
         device = self.run.device
@@ -206,7 +206,7 @@ class WordsChannel(Channel):
         return None if look.truth_error else WordTruth.of_mask(mask > 0, int(tokens))
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
-        """Counts a guess against the words of the look's batches."""
+        """Count a guess against the words of the look's batches."""
         if not isinstance(answer, WordGuess):
             raise TypeError(f"no score is known for a {type(answer).__name__}")
         assert self._truth is not None
@@ -217,11 +217,11 @@ class WordsChannel(Channel):
         return metric.pack()
 
     def without_truth(self, answer: object) -> dict[str, float]:
-        """Whether the adversary can tell that no type is missing, and how many it tells apart."""
+        """Return whether the adversary knows that no type is missing, and how many it separates."""
         if not isinstance(answer, WordGuess):
             return {}
-        told = {"certified": answer.certified, "capacity": answer.capacity}
-        return {name: float(value) for name, value in told.items() if value is not None}
+        claims = {"certified": answer.certified, "capacity": answer.capacity}
+        return {name: float(value) for name, value in claims.items() if value is not None}
 
     def _metric(self) -> WordRecovery:
         return WordRecovery(self._size, sync_on_compute=False)
@@ -269,6 +269,3 @@ def _reveal(files: RevealFiles, title: str, answer: WordGuess, truth: Tensor) ->
     kinds = {"recovered": right, "wrong": wrong, "missed": missed}
     lines = [f"{kind} ({len(ids)}): {files.each(ids)}" for kind, ids in kinds.items()]
     files.append("words", [title, *lines])
-
-
-__all__ = ["WordTruth", "WordsChannel"]

@@ -428,11 +428,13 @@ class MembershipChannel(Channel):
         if not self.attacks or self._tables:
             return
         self._leaving = True
-        self._tables[str(Stage.SHARED)] = _Table(_draw(self._sources.population, step, batches))
+        self._tables[str(Stage.SHARED)] = _Table(
+            _draw_targets(self._sources.population, step, batches)
+        )
         if self._audits:
-            self._tables[AUDIT] = _Table(_draw(self._sources.canaries, step, batches))
+            self._tables[AUDIT] = _Table(_draw_targets(self._sources.canaries, step, batches))
         if self._canary_scores is not None:
-            every = _draw(lambda _, b: self._sources.all_canaries(b), step, batches)
+            every = _draw_targets(lambda _, b: self._sources.all_canaries(b), step, batches)
             self._tables[_ALL_CANARIES] = _Table(every, whole=True)
         dealt = [t for t in self._tables.values() if isinstance(t.targets, Targets)]
         layers: dict[int, _Layer | Unknown] = {}
@@ -713,7 +715,7 @@ class PassiveMembershipChannel(MembershipChannel):
             draws[AUDIT] = self._sources.canaries
         for name, draw in draws.items():
             if name not in self._tables:
-                self._tables[name] = _Table(_draw(draw, look.step, batches))
+                self._tables[name] = _Table(_draw_targets(draw, look.step, batches))
         for plan in self.plans:
             stepped = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
             silent = any(s not in look.answers for s in self.series_of(plan))
@@ -777,7 +779,7 @@ def _special(run: Run) -> frozenset[int]:
     return special_ids(config, run.tokenizers)
 
 
-def _draw(
+def _draw_targets(
     draw: Callable[[int, Sequence[TokenBatch]], Targets | Waiting],
     step: int,
     batches: Sequence[TokenBatch],

@@ -40,6 +40,11 @@ HELD_OUT = [[(5 * i + 11 * j) % 90 + 3 for j in range(LENGTH)] for i in range(40
 
 
 @contextmanager
+def _cadence(monitor):
+    """The monitor's cadence, whose place was another in 0.1.0."""
+    return monitor.cadence if hasattr(monitor, "cadence") else monitor.engine.options.cadence
+
+
 def own_rng(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -332,7 +337,7 @@ def shown_by(run: Run, folder: Path, **how: Any) -> dict[str, list[str]]:
         "TensorBoard": events(folder / "tensorboard/version_0") if run.tensorboard else [],
         "monitors": [
             f"{c.looks} looks, {c.failures} failures, last step {c.last_step}, next at "
-            f"{c.cadence.next_step}, pending {sorted({n.rpartition('/')[0] for n in c.pending})}"
+            f"{_cadence(c).next_step}, pending {sorted({n.rpartition('/')[0] for n in c.pending})}"
             for c in callbacks
             if is_monitor(c)
         ],

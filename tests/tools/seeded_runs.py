@@ -40,11 +40,6 @@ HELD_OUT = [[(5 * i + 11 * j) % 90 + 3 for j in range(LENGTH)] for i in range(40
 
 
 @contextmanager
-def _cadence(monitor):
-    """The monitor's cadence, whose place was another in 0.1.0."""
-    return monitor.cadence if hasattr(monitor, "cadence") else monitor.engine.options.cadence
-
-
 def own_rng(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -304,6 +299,11 @@ def events(folder: Path) -> list[str]:
 
 def is_monitor(callback: object) -> bool:
     return isinstance(callback, fedleak.LeakageMonitor)
+
+
+def _cadence(monitor):
+    """The monitor's cadence, whose place was another in 0.1.0."""
+    return monitor.cadence if hasattr(monitor, "cadence") else monitor.engine.options.cadence
 
 
 def shown_by(run: Run, folder: Path, **how: Any) -> dict[str, list[str]]:

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.anatomy.wrappers import matrix_shape
-from lightning_fedleak.attacks.auto import ASSUMED, candidates
 from lightning_fedleak.attacks.base import Attack, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.public_text import TextSource
@@ -42,6 +41,7 @@ from lightning_fedleak.looks.cache import CalibrationCache
 from lightning_fedleak.looks.cadence import MaxOverhead
 from lightning_fedleak.looks.channels.base import Channel, Settings, channels_of, no_sum
 from lightning_fedleak.looks.channels.targets import Games
+from lightning_fedleak.looks.engine import selected
 from lightning_fedleak.looks.exchange import Exchange
 from lightning_fedleak.looks.facts import defense_facts, facts_of, optimizers_of
 from lightning_fedleak.looks.lineup import Lineup
@@ -57,7 +57,7 @@ from lightning_fedleak.looks.look import (
     reason,
     unknown,
 )
-from lightning_fedleak.looks.plan import check_attacks, check_optimizers, check_texts
+from lightning_fedleak.looks.plan import check_optimizers, check_texts
 from lightning_fedleak.looks.results import MAX_WAITS, WORST, Results
 from lightning_fedleak.looks.run import AUTOCAST, Run
 from lightning_fedleak.looks.tensorboard import BoardLogger, add_pages
@@ -264,19 +264,9 @@ class RoundObserver:
     ) -> None:
         check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
-        self._auto = isinstance(attacks, str)
-        if isinstance(attacks, str):
-            if attacks != "auto":
-                raise ValueError(f"attacks must be 'auto' or a list of attacks, got {attacks!r}")
-            assume = ASSUMED if assume is None else frozenset(assume)
-            attacks = candidates(assume, public_text, tokenizer, rounds=True)
-        elif public_text is not None:
-            raise ValueError(
-                "public_text= is what attacks='auto' calibrates on; give it to the attacks that "
-                "you list"
-            )
-        self.attacks = [attacks] if isinstance(attacks, Attack) else list(attacks)
-        check_attacks(self.attacks)
+        selection = selected(attacks, assume, public_text, tokenizer, rounds=True)
+        self._auto = selection.auto
+        self.attacks = list(selection.attacks)
         self.model = model
         self.local_steps = local_steps
         self.side: Side = side
@@ -309,7 +299,7 @@ class RoundObserver:
         check_optimizers([self._optimizer], self.attacks)
         channels = self._channels_at(Stage.SHARED)
         adversaries = frozenset().union(*(c.adversary for c in channels if c.attacks))
-        assumed = adversaries if assume is None else frozenset(assume)
+        assumed = adversaries if selection.assume is None else selection.assume
         round_defenses = tuple(defenses)
         self._run = _RoundRun(
             self._anatomy, "rank", assumed, 0, self._optimizer, precision, tokenizer, round_defenses

@@ -335,8 +335,8 @@ class LeakageMonitor(EitherCallback):
             trainer.fit(...)
             audit_canaries(train.canaries, monitor.canary_scores(), delta=1e-5)
 
-        Every canary has layers of its own at every look, and its score hangs on the others through
-        nothing: under per-sample clipping (DPSGD) that is what layers for all canaries at once
+        Every canary has layers of its own at every look, and its score depends on no other
+        canary: under per-sample clipping (DPSGD) that is what layers for all canaries at once
         would give, since a sample is found by its own alone. Where the whole update is clipped
         (GradientNoise) they would share the clip norm, and the bound does not hold. What is audited
         is what left the client at the looks. Canaries are asked for without padding: a model that

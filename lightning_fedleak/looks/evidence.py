@@ -195,7 +195,7 @@ class Evidence:
         """Takes back what :meth:`state_dict` gave, if it answers the same question.
 
         Returns:
-            False, and the evidence starts anew, where metric or threshold are others.
+            False, and the evidence starts again, where metric or threshold are others.
         """
         if state["question"] != self._question():
             return False
@@ -244,7 +244,7 @@ def looks_per_variance(gap: float, alpha: float) -> float:
     A gambler who stakes what is best for a mean ``gap`` below the threshold and a variance ``v``
     wins ``gap^2 / 2 v`` a look in log capital, with standard deviation ``gap / sqrt(v)``. After so
     many looks capital that was the smallest share dealt, 1/14, has come to ``1 / alpha`` even two
-    standard deviations below what is expected. Which look is the last of the warm-up may hang on
+    standard deviations below what is expected. Which look is the last of the warm-up may depend on
     what was seen: the evidence holds at any.
 
     Args:

@@ -134,7 +134,7 @@ def defense_facts(defense: Defense) -> DefenseFacts:
 
 
 def versions() -> dict[str, str]:
-    """What is installed of the packages that a figure may hang on."""
+    """What is installed of the packages that a figure may depend on."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):

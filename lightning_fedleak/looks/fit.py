@@ -66,7 +66,7 @@ class Fit:
         choosing: leave out attacks that cannot read this model or run, in place of refusing it.
         most_seconds: that a look of one of them may be estimated to take; others are left out too.
         refused: why attacks are left out already, by their names.
-        cache: of calibrations; None makes all anew.
+        cache: of calibrations; None makes all again.
 
     Attributes:
         look: the one at work; None between looks.

@@ -42,7 +42,7 @@ class Lineup:
         choosing: leave out attacks that cannot read this model or run, in place of refusing it.
         most_seconds: that a look of one of them may be estimated to take; others are left out too.
         refused: why attacks are left out already, by their names.
-        cache: of calibrations; None makes all anew.
+        cache: of calibrations; None makes all again.
 
     Attributes:
         plans: of the attacks that give results, in the order of the logs.

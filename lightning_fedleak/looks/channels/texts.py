@@ -296,7 +296,7 @@ class TextsChannel(Channel):
             step: optimizer step.
             batches: of this process.
             every: all texts, in their order.
-            in_gradients: without the tokens that no label hangs on.
+            in_gradients: without the tokens that no label depends on.
 
         Returns:
             None where the batches hold no text.

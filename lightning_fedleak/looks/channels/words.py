@@ -31,7 +31,7 @@ class WordTruth:
 
     Attributes:
         output_types: sorted distinct ids that the loss was computed on.
-        input_types: sorted distinct ids that were read and that a label hangs on.
+        input_types: sorted distinct ids that were read and that a label depends on.
         n_targets: tokens the loss was computed on, of a classifier texts.
     """
 

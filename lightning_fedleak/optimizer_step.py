@@ -34,7 +34,7 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
     included.
 
     Args:
-        optimizer: a torch optimizer, or what wraps one as its ``optimizer``.
+        optimizer: a torch optimizer or Lightning's wrapper of one.
         fn: called without arguments; what it raises stops the step before the update.
 
     Returns:
@@ -46,8 +46,10 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
             and which skips steps inside its kernel.
     """
     inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, Optimizer):
-        optimizer = inner
+    if isinstance(inner, Optimizer) and isinstance(optimizer, type(inner)):
+        optimizer = (
+            inner  # Lightning's wrapper poses as what it wraps; others have steps of their own
+        )
     check_optimizer(optimizer)
     chain: _Chain = getattr(optimizer.step, _CHAIN, None) or _Chain(optimizer)
     entry = functools.partial(fn)

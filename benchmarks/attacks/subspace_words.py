@@ -160,7 +160,10 @@ class Source:
             return TokenBatch(ids.view(rows, length), ids.view(rows, length), None, kind)
         chosen: list[list[int]] = []
         prompts: list[int] = []
+        first = self.next
         while len(chosen) < rows:
+            if not chosen and self.next - first > len(self.ids):
+                raise SystemExit(f"no text has {length} tokens and, in a chat, a label among them")
             text, prompt = self.ids[self.next % len(self.ids)], 0
             if self.options.chat and len(text) > length:
                 text, prompt = self.chat(text, length)

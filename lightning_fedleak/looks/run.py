@@ -26,8 +26,13 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 T = TypeVar("T")
 
-if getattr(rank_zero_only, "rank", None) is None:  # no Lightning has said which process speaks
-    rank_zero_only.rank = int(os.environ.get("RANK", "0"))  # type: ignore[attr-defined]
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+"""Where launchers put a process's number, in the order in which Lightning reads them."""
+
+if getattr(rank_zero_only, "rank", None) is None:  # unless Lightning has set which process prints
+    rank_zero_only.rank = next(  # type: ignore[attr-defined]
+        (int(os.environ[name]) for name in _RANKS if name in os.environ), 0
+    )
 
 
 @dataclass(frozen=True)

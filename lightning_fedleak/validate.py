@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -145,13 +146,24 @@ def group_old_arguments(
     """
     if not old:
         return settings
-    for name in old:
-        if not hasattr(settings, name):
-            raise TypeError(f"{owner}() got an unexpected keyword argument '{name}'")
+    check_names(owner, old, [one.name for one in fields(settings)])
     names = ", ".join(f"{name}=" for name in old)
     grouped = f"{argument}={type(settings).__name__}({names})"
     warn_of_old_spelling(f"{owner}({names})", f"{owner}({grouped})")
     return replace(settings, **old)
+
+
+def check_names(owner: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Raise an error for an argument that is not known, with the nearest one that is.
+
+    Raises:
+        TypeError: names the argument.
+    """
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f". Did you mean {close[0]}=?" if close else ""
+            raise TypeError(f"{owner}() got an unexpected keyword argument '{name}'{hint}")
 
 
 def warn_of_old_spelling(old: str, new: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import signature
@@ -36,7 +35,7 @@ from lightning_fedleak.looks.log import COLUMNS
 from lightning_fedleak.looks.plan import known_stages
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.threats import Capability
-from lightning_fedleak.validate import check_choice, check_number
+from lightning_fedleak.validate import check_choice, check_names, check_number
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -199,8 +198,13 @@ class LeakageMonitor(EitherCallback):
         report: bool = False,
         **moved: Any,
     ) -> None:
+        check_names("LeakageMonitor", moved, [*signature(LeakageMonitor).parameters, *_RENAMED])
         if moved:
-            raise TypeError(_explain_renamed(moved))
+            old = ", ".join(f"{name}=" for name in moved)
+            games_now = ", ".join(f"{_RENAMED[name]}=..." for name in moved)
+            raise TypeError(
+                f"LeakageMonitor({old}) is spelled LeakageMonitor(games=Games({games_now})) now"
+            )
         check_number("look_seconds", look_seconds, above=0)
         check_choice("client", client, ("rank", "world"), optional=True)
         selection = selected(
@@ -489,15 +493,3 @@ class LeakageMonitor(EitherCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what :meth:`state_dict` gave."""
         self.engine.load_state_dict(state_dict)
-
-
-def _explain_renamed(arguments: Mapping[str, Any]) -> str:
-    """Why arguments are refused: with the spelling that does what was meant."""
-    games = [f"{_RENAMED[name]}=..." for name in arguments if name in _RENAMED]
-    if not games:
-        name = next(iter(arguments))
-        close = difflib.get_close_matches(name, signature(LeakageMonitor).parameters, n=1)
-        hint = f". Did you mean {close[0]}=?" if close else ""
-        return f"LeakageMonitor() got an unexpected keyword argument '{name}'{hint}"
-    old = ", ".join(f"{name}=" for name in arguments if name in _RENAMED)
-    return f"LeakageMonitor({old}) is spelled LeakageMonitor(games=Games({', '.join(games)})) now"

@@ -8,6 +8,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ from lightning_fedleak.defenses.dpsgd.setup_checks import (
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.processes import Team, reshard
+from lightning_fedleak.validate import check_names
 
 
 class DPSGD(Defense):
@@ -145,6 +147,8 @@ class DPSGD(Defense):
         seed: int | None = None,
         **old: Any,
     ) -> None:
+        known = [*signature(DPSGD).parameters, *OldArguments.__dataclass_fields__]
+        check_names("DPSGD", old, known)
         poisson_sampling, max_physical_batch_size, clip, release, unit = OldArguments(
             **old
         ).convert(poisson_sampling, max_physical_batch_size, clip, release, unit)

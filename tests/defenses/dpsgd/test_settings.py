@@ -111,3 +111,10 @@ def test_what_is_refused(settings: Any, message: str) -> None:
 def test_an_argument_that_never_was_is_none() -> None:
     with pytest.raises(TypeError, match="batches"):
         DPSGD(1.0, noise_multiplier=1.0, batches=3)
+
+
+def test_a_misspelt_argument_is_named_with_its_nearest() -> None:
+    with pytest.raises(
+        TypeError, match=r"^DPSGD\(\) got .* 'target_epslon'\. Did you mean target_epsilon=\?$"
+    ):
+        DPSGD(1.0, target_epslon=8)

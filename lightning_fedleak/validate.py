@@ -159,11 +159,10 @@ def check_names(owner: str, names: Iterable[str], known: Sequence[str]) -> None:
     Raises:
         TypeError: names the argument.
     """
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f". Did you mean {close[0]}=?" if close else ""
-            raise TypeError(f"{owner}() got an unexpected keyword argument '{name}'{hint}")
+    for name in (one for one in names if one not in known):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f". Did you mean {close[0]}=?" if close else ""
+        raise TypeError(f"{owner}() got an unexpected keyword argument '{name}'{hint}")
 
 
 def warn_of_old_spelling(old: str, new: str) -> None:

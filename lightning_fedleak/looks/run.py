@@ -30,9 +30,8 @@ _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 """Where launchers put a process's number, in the order in which Lightning reads them."""
 
 if getattr(rank_zero_only, "rank", None) is None:  # unless Lightning has set which process prints
-    rank_zero_only.rank = next(  # type: ignore[attr-defined]
-        (int(os.environ[name]) for name in _RANKS if name in os.environ), 0
-    )
+    _set = [int(os.environ[name]) for name in _RANKS if name in os.environ]
+    rank_zero_only.rank = _set[0] if _set else 0  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _LABELS: dict[Kind, str] = {
     "seq2seq": "(B, L') of the decoder, -100 where the loss ignores a token",
     "classifier": "(B,) of texts, or (B, L) of tokens",
 }
-_INNER = '"]["'  # between the names of a mapping and of a field of it, as code has them
+_LABEL_NAME = r"label|target|\by(\"])?$"
 _OTHER_LABELS = ("label", "target", "targets", "y", "lm_labels", "decoder_input_ids")
 
 
@@ -366,43 +366,34 @@ def adapter_to_copy(batch: Any, kind: Kind) -> str:
         batch: a batch, or its class: a dataclass or a named tuple.
         kind: of the model.
     """
-    if isinstance(batch, Mapping):
-        values, template = _inner(batch), 'batch["{}"]'
-    else:
-        declared = getattr(batch, "__dataclass_fields__", getattr(batch, "_fields", None))
-        fields = getattr(batch, "__dict__", ()) if declared is None else declared
-        values, template = {name: getattr(batch, name, None) for name in fields}, "batch.{}"
-    names = [name for name in values if all(_key(part) == part for part in name.split(_INNER))]
-    masks = [n for n in names if "mask" in n.split(_INNER)[-1].lower()]
-    flat = [n for n in masks if not isinstance(values[n], Tensor) or values[n].dim() == 2]
-    mask = next(iter(flat), None)
-    labels = next((n for n in names if re.search(r"label|target|\by$", n.lower())), None)
-    others = [n for n in names if n not in (*masks, labels)]
-    packed = bool(masks) and not flat
-    positions = next((n for n in others if packed and n.split(_INNER)[-1] == "position_ids"), None)
-    others = [n for n in others if n != positions]
-    no_mask = "; not one of attention scores" if packed else ""
+    values = _fields_by_code(batch)
+    masks = {code: value for code, value in values.items() if "mask" in _last_name(code)}
+    flat = [code for code, m in masks.items() if not isinstance(m, Tensor) or m.dim() == 2]
+    labels = next((code for code in values if re.search(_LABEL_NAME, code.lower())), None)
+    others = [code for code in values if code not in (*masks, labels)]
+    no_mask = position_line = ""
+    if masks and not flat:
+        no_mask = "; not one of attention scores"
+        positions = next((code for code in others if _last_name(code) == "position_ids"), None)
+        if positions is not None:
+            others.remove(positions)
+            position_line = f"\n            position_ids={positions},  # of texts packed into a row"
 
-    def unlikely(name: str) -> tuple[bool, bool]:
-        value = values[name]
+    def unlikely(code: str) -> tuple[bool, bool]:
+        value = values[code]
         rows = isinstance(value, Tensor) and value.dim() == 2 and _holds_ids(value)
-        last = name.split(_INNER)[-1].lower()
-        return not rows, not re.search("id|tok|input|^x$", last)
+        return not rows, not re.search("id|tok|input|^x$", _last_name(code))
 
-    ids = min(others, key=unlikely, default=None)
-    code = [None if n is None else template.format(n) for n in (ids, labels, mask)]
-    position_line = ""
-    if positions is not None:
-        code_line = template.format(positions)
-        position_line = f"\n            position_ids={code_line},  # of texts packed into a row"
+    ids = min(others, key=unlikely, default="batch.YOUR_IDS")
+    mask = next(iter(flat), None)
     return f"""
     from lightning_fedleak.batches import TokenBatch
 
     def batch_adapter(batch):
         return TokenBatch(
-            input_ids={code[0] or "batch.YOUR_IDS"},  # (B, L) integers
-            labels={code[1]},  # {_LABELS[kind]}
-            attention_mask={code[2]},  # (B, L), 0 where padded{no_mask}
+            input_ids={ids},  # (B, L) integers
+            labels={labels},  # {_LABELS[kind]}
+            attention_mask={mask},  # (B, L), 0 where padded{no_mask}
             kind="{kind}",{position_line}
         )
 
@@ -410,17 +401,30 @@ def adapter_to_copy(batch: Any, kind: Kind) -> str:
 """
 
 
-def _inner(batch: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return fields by name; fields of a mapping inside have both names, as in code."""
-    fields: dict[str, Any] = {}
+def _fields_by_code(batch: Any, path: str = "batch") -> dict[str, object]:
+    """Return the fields of a batch, and of mappings inside, by the code that reads them.
+
+    What may be content, and no name of a field, is left out.
+    """
+    if not isinstance(batch, Mapping):
+        declared = getattr(batch, "__dataclass_fields__", getattr(batch, "_fields", None))
+        names = getattr(batch, "__dict__", ()) if declared is None else declared
+        return {
+            f"{path}.{name}": getattr(batch, name, None) for name in names if _key(name) == name
+        }
+    fields: dict[str, object] = {}
     for name, value in batch.items():
-        if not isinstance(name, str):
-            continue
-        if isinstance(value, Mapping):
-            fields |= {f"{name}{_INNER}{n}": v for n, v in _inner(value).items()}
-        else:
-            fields[name] = value
+        code = f'{path}["{name}"]'
+        if isinstance(value, Mapping) and _key(name) == name:
+            fields |= _fields_by_code(value, code)
+        elif _key(name) == name:
+            fields[code] = value
     return fields
+
+
+def _last_name(code: str) -> str:
+    """Return the name of the field that a piece of code reads, in lower case."""
+    return str(re.findall(r"\w+", code)[-1]).lower()
 
 
 def _check_copy(batch: Any, new_batch: Any, unchanged: bool) -> Any:

@@ -229,29 +229,35 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
     holders: list[dict[str, Any]] = [m.__dict__ for m in modules_of(root)]
     holders.append({n.removeprefix("_global"): v for n, v in vars(torch_module).items()})
     stores = [holder[name] for holder in holders for name in HOOKS if holder[name]]
-    always = [
-        (h["_forward_hooks_always_called"], h["_forward_hooks"])
-        for h in holders
-        if h["_forward_hooks"]
-    ]
     old_stores = [(store, OrderedDict(store)) for store in stores]
-    old_flags = [dict(flags) for flags, _ in always]
     try:
         for store in stores:
             for key in [k for k, hook in store.items() if not _comes_from(hook, packages)]:
                 del store[key]
-        for flags, store in always:
-            flags.update(dict.fromkeys(store, True))
-        yield
+        with _always_called(holders):
+            yield
     finally:
         for store, old in old_stores:
             new = {k: hook for k, hook in store.items() if k not in old}
             store.clear()
             store.update({**old, **new})
-        for (flags, store), before in zip(always, old_flags, strict=True):
-            for key in [k for k in store if k in flags and k not in before]:
+
+
+@contextmanager
+def _always_called(holders: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Run the forward hooks of modules even if an exception stops the forward."""
+    with_hooks = [one for one in holders if one["_forward_hooks"]]
+    always = [(one["_forward_hooks_always_called"], one["_forward_hooks"]) for one in with_hooks]
+    old_flags = [dict(flags) for flags, _ in always]
+    for flags, store in always:
+        flags.update(dict.fromkeys(store, True))
+    try:
+        yield
+    finally:
+        for (flags, store), old in zip(always, old_flags, strict=True):
+            for key in [k for k in store if k in flags and k not in old]:
                 del flags[key]
-            flags.update(before)
+            flags.update(old)
 
 
 def _comes_from(hook: Callable[..., Any], packages: Sequence[str]) -> bool:

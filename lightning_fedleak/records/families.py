@@ -26,6 +26,8 @@ class Family(Record):
         sentences: what an attack could do. The first whose metrics are all known is taken, else
             the last.
         little: the sentence where an attack read little; ``{few}`` is "few" or "next to none".
+        untested: what to do where no attack of it was played; ``{watcher}`` is the class that
+            would play it.
         terms: what its words and metrics mean.
     """
 
@@ -37,6 +39,7 @@ class Family(Record):
     title: str = ""
     sentences: tuple[str, ...] = ()
     little: str = ""
+    untested: str = ""
     terms: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -93,6 +96,8 @@ MEMBERSHIP = Family(
     sentences=(
         "tell texts of the batch from others with an AUC of {auc}, where guessing has {chance}",
     ),
+    untested="Test whether a given text is in a batch, which no attack asked: "
+    "{watcher}(assume=DISHONEST_SERVER).",
     terms={
         "AUC": "How often the attack ranks a text of the batch above one that is not in it. "
         "0.5 is guessing, 1 is always.",
@@ -111,6 +116,7 @@ TEXTS = Family(
         "write down {token_accuracy%} of the tokens in their places, and {exact_sentences%} of the "
         "texts without an error",
     ),
+    untested="Test whole texts, which no attack read: {watcher}(attacks=[SubspaceTexts()]).",
     terms={
         "Token accuracy": "The share of tokens that was written down in the right place. 1 is "
         "every text word for word.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from lightning_fedleak.records import STANDARD_FAMILIES
 from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.wording import TRUST
@@ -15,6 +16,8 @@ _DEFENSE = (
     "Trainer(strategy=DefendedStrategy('auto', defenses=[DPSGD(1.0, target_epsilon=8, "
     "target_delta=...)])) clips and noises each example's part"
 )
+ASSUMPTION = "assume=DISHONEST_SERVER"
+"""The argument that has attacks of a server played that adds layers of its own."""
 _CLIENT_DEFENSE = "ClientDP(..., trust='local') clips each client's update and adds noise to it"
 
 
@@ -43,15 +46,13 @@ def next_steps(fits: Sequence[FitSummary]) -> list[str]:
 
 def _against_reading(fit: FitSummary) -> Iterator[str]:
     """Yield what can be done against what was read."""
-    rounds = fit.unit == "round"
-    attacks = [
-        a
+    titles = {
+        a.family.name: a.family.short_title
         for a in fit.attacks
         if a.exposed and a.stage == "shared" and a.above_chance > NEXT_TO_NONE
-    ]
-    titles = {a.family.name: a.family.short_title for a in attacks}
+    }
     private = any(account.holds for account in fit.privacy)
-    defense = _CLIENT_DEFENSE if rounds else _DEFENSE
+    defense = _CLIENT_DEFENSE if fit.unit == "round" else _DEFENSE
     if titles:
         noise = f"defend what leaves: {defense}"
         if private:
@@ -64,16 +65,16 @@ def _against_reading(fit: FitSummary) -> Iterator[str]:
         )
     elif not private and fit.recorded:
         yield f"Low numbers guarantee nothing. For a guarantee, defend what leaves: {defense}."
-    watched = " ".join(gate.metric for gate in fit.gates or ())
-    names = {f: {f, *(a.name for a in fit.attacks if a.family.name == f)} for f in titles}
-    unwatched = [f for f in titles if not any(name in watched for name in names[f])]
-    if unwatched and fit.gates is not None:
-        gate = "RoundGate" if rounds else "RiskGate"
-        yield (
-            "Let a gate stop what is too much: "
-            + ", ".join(f"{gate}('leakage/worst/{family}', at_most=...)" for family in unwatched)
-            + "."
-        )
+    if fit.gates is not None and (unwatched := [f for f in titles if not _is_watched(fit, f)]):
+        gate = "RoundGate" if fit.unit == "round" else "RiskGate"
+        gates = (f"{gate}('leakage/worst/{family}', at_most=...)" for family in unwatched)
+        yield f"Let a gate stop what is too much: {', '.join(gates)}."
+
+
+def _is_watched(fit: FitSummary, family: str) -> bool:
+    """Return whether a gate watches a family or one of its attacks."""
+    names = {family, *(a.name for a in fit.attacks if a.family.name == family)}
+    return any(name in gate.metric for gate in fit.gates or () for name in names)
 
 
 def _to_measure(fit: FitSummary) -> Iterator[str]:
@@ -94,20 +95,21 @@ def _to_measure(fit: FitSummary) -> Iterator[str]:
             f"Narrow the interval of {_names(unsure)}, which includes guessing: "
             f"measure more often, or ask about more texts with {watcher}(games=Games(targets=...))."
         )
-    families = {a.family.name for a in fit.attacks}
-    if "texts" not in families:
-        yield f"Test whole texts, which no attack read: {watcher}(attacks=[SubspaceTexts()])."
-    if "membership" not in families:
-        yield (
-            "Test whether a given text is in a batch, which no attack asked: "
-            f"{watcher}(assume=DISHONEST_SERVER)."
-        )
-    elif not any(a.dishonest for a in fit.attacks) and fit.recorded:
-        yield f"Test a server that adds layers of its own: {watcher}(assume=DISHONEST_SERVER)."
+    yield from _untested(fit, watcher)
     if any((a.config or {}).get("public_text") == "sampled" for a in fit.attacks):
         yield (
             "Pass public_text= with text like your clients' to simulate a better-informed attacker."
         )
+
+
+def _untested(fit: FitSummary, watcher: str) -> Iterator[str]:
+    """Yield how to have kinds of leak tested, and a dishonest server simulated."""
+    tested = {a.family.name for a in fit.attacks}
+    untested = [f.untested for f in reversed(STANDARD_FAMILIES) if f.name not in tested]
+    yield from (advice.format(watcher=watcher) for advice in untested if advice)
+    dishonest = any(a.dishonest for a in fit.attacks)
+    if fit.recorded and not dishonest and not any(ASSUMPTION in advice for advice in untested):
+        yield f"Test a server that adds layers of its own: {watcher}({ASSUMPTION})."
 
 
 def _names(attacks: Sequence[AttackSummary]) -> str:

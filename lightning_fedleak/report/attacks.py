@@ -138,6 +138,7 @@ class FitResults:
 
     def __init__(self, log: FitLog) -> None:
         self._log = log
+        self._facts = {one.name: one for one in log.begin.attacks} if log.begin else {}
         self.lines = [line for line in log.results if line.reason_not_played is None]
         self.clients = list(
             dict.fromkeys(str(x.client) for x in self.of_clients if x.client is not None)
@@ -183,20 +184,19 @@ class FitResults:
         return sorted(summaries, key=lambda one: (one.looks > 0, -one.above_chance))
 
     def _attack(self, name: str, stage: str, lines: Sequence[ResultLine]) -> AttackSummary:
-        begin = self._log.begin
-        facts = next((a for a in begin.attacks if a.name == name), None) if begin else None
-        facts = facts or AttackFacts(name=name, family="")
+        facts = self._facts.get(name, AttackFacts(name=name, family=""))
         family = self.family(name, lines)
         headline = family.headline
+        total = self._client(lines, headline)
+        clients = self._by_client(lines, headline) if self.several else {}
+        has_worst = stage != "aggregate" and len(clients) > 1
         sent = self.without_withheld(lines)
         shared = [line for line in sent if line.was_shared]
-        values = _numbers(line.value_of_this_look(headline) for line in shared)
         worst = _numbers(line.value(f"{headline}_worst_client") for line in shared)
-        reasons = [_reason(line, headline) for line in sent if _is_unknown(line, headline)]
-        clients = self._by_client(lines, headline) if self.several else {}
-        if stage != "aggregate" and len(clients) > 1:
+        if has_worst:
             worst += _numbers(client.mean for client in clients.values())
-        last = _last_line(sent, headline, of_worst=stage != "aggregate" and len(clients) > 1)
+        last = _last_line(sent, headline, of_worst=has_worst)
+        reasons = (_reason(line, headline) for line in reversed(sent))
         summary = AttackSummary(
             name=name,
             stage=stage,
@@ -208,23 +208,20 @@ class FitResults:
             reads=list(facts.reads),
             config=facts.config or lines[-1].config,
             exposed=any(line.was_shared for line in lines),
-            looks=len(values),
-            withheld=len(lines) - len(sent),
-            unknown=len(reasons),
-            why_unknown=reasons[-1] if reasons else None,
+            looks=total.looks,
+            withheld=total.withheld,
+            unknown=total.unknown,
+            why_unknown=next(filter(None, reasons), None),
             n=_samples(sent, headline),
-            mean=mean(values),
-            highest=max(values, default=None),
+            mean=total.mean,
+            highest=total.highest,
             worst_client=max(worst, default=None),
             clients=clients,
             last=None if last is None else last.metric(headline),
             last_n=None if last is None else last.n,
             last_client=None if last is None or len(clients) < 2 else str(last.client),
             rates={m: last.metric(m) if last else None for m in family.shown_metrics},
-            means={
-                m: mean(_numbers(line.value_of_this_look(m) for line in shared))
-                for m in family.shown_metrics
-            },
+            means={m: _mean_of(shared, m) for m in family.shown_metrics},
             certified=mean(_numbers(line.value("certified") for line in sent)),
         )
         return replace(
@@ -244,7 +241,7 @@ class FitResults:
         return ClientSummary(
             looks=len(values),
             withheld=len(lines) - len(sent),
-            unknown=sum(_is_unknown(line, headline) for line in sent),
+            unknown=sum(_reason(line, headline) is not None for line in sent),
             mean=mean(values),
             highest=max(values, default=None),
             last=rates[-1] if rates else None,
@@ -294,6 +291,10 @@ def mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
+def _mean_of(lines: Sequence[ResultLine], metric: str) -> float | None:
+    return mean(_numbers(line.value_of_this_look(metric) for line in lines))
+
+
 def _numbers(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
@@ -336,12 +337,11 @@ def _is_dishonest(facts: AttackFacts) -> bool | None:
     return any(need.startswith(CHOOSES) for need in facts.needs)
 
 
-def _is_unknown(line: ResultLine, headline: str) -> bool:
-    return bool(line.unknown) or (line.was_shared and line.metric(headline) is None)
-
-
-def _reason(line: ResultLine, headline: str) -> str:
-    return line.unknown or f"its {headline or 'value'} is no number"
+def _reason(line: ResultLine, headline: str) -> str | None:
+    """Return why a line has no result; None where it has one, or nothing was shared."""
+    if line.unknown or not line.was_shared or line.metric(headline) is not None:
+        return line.unknown or None
+    return f"its {headline or 'value'} is no number"
 
 
 def _samples(lines: Sequence[ResultLine], headline: str) -> int:

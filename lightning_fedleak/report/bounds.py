@@ -86,7 +86,7 @@ def allowances(
         stage = "aggregate" if summed and clients > 1 else "shared"
         if account.is_of_clients and account.trust == "central":
             stage = "the noised mean, which is not attacked"
-        games = [a for a in attacks if a.family.name == "membership" and a.stage == stage]
+        games = [a for a in attacks if a.headline == "auc" and a.stage == stage]
         tprs = [a.rates.get("tpr_at_fpr_0.01") for a in games]
         epsilon, delta = account.bound
         largest = min(epsilon, LARGEST_SHOWN_EPSILON)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from markupsafe import Markup, escape
 
@@ -91,17 +91,7 @@ def lines(
             title = f"<title>{escape(event)}: {unit} {step:g}</title>"
             parts.append(f"<g>{title}{_dashed(x, TOP, x, height - BOTTOM, 'mark')}</g>")
     for number, (name, line) in enumerate(series.items()):
-        colour = f"c{number % COLOURS}"
-        for run in _known_runs(_thinned(line)):
-            corners = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in run)
-            title = f"<title>{escape(name)}</title>"
-            if len(run) == 1:
-                x, y = x_scale(run[0][0]), y_scale(run[0][1])
-                parts.append(
-                    f'<circle class="{colour} dot" cx="{x:.1f}" cy="{y:.1f}" r="3">{title}</circle>'
-                )
-            else:
-                parts.append(f'<polyline class="{colour}" points="{corners}">{title}</polyline>')
+        parts += _drawn(line, name, f"c{number % COLOURS}", x_scale, y_scale)
     legend = "".join(
         f'<li><i class="c{number % COLOURS}"></i>{escape(name)}</li>'
         for number, name in enumerate(series)
@@ -160,6 +150,18 @@ def _svg(height: float, label: str, parts: Sequence[str]) -> str:
 def _dashed(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
     return f'<line class="{kind}" {ends}/>'
+
+
+def _drawn(line: Points, name: str, colour: str, x_scale: _Scale, y_scale: _Scale) -> Iterator[str]:
+    """Yield the stretches of a line between unknown values; one of a single value is a dot."""
+    title = f"<title>{escape(name)}</title>"
+    for run in _known_runs(_thinned(line)):
+        corners = [f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in run]
+        if len(run) > 1:
+            yield f'<polyline class="{colour}" points="{" ".join(corners)}">{title}</polyline>'
+        else:
+            x, y = corners[0].split(",")
+            yield f'<circle class="{colour} dot" cx="{x}" cy="{y}" r="3">{title}</circle>'
 
 
 def _axes(

@@ -28,7 +28,14 @@ from lightning_fedleak.report.attacks import (
 )
 from lightning_fedleak.report.bounds import Allowance, allowances
 from lightning_fedleak.report.logs import FitLog, merge_monitors
-from lightning_fedleak.report.privacy import CLIENT, TOKENS, Account, accounts, trusted_party
+from lightning_fedleak.report.privacy import (
+    CLIENT,
+    TOKENS,
+    Account,
+    accounts,
+    trusted_party,
+    without_ledger,
+)
 from lightning_fedleak.report.wording import NOT_RECORDED, digits, first_four
 
 
@@ -65,16 +72,6 @@ class GateRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DefenseSummary:
-    """A defence; its settings are without its ledger, which names a place."""
-
-    name: str
-    class_name: str = named("class")
-    guarantee: str
-    settings: JsonObject
-
-
-@dataclass(frozen=True, kw_only=True)
 class FitSummary:
     """Everything that a report says of one fit, or of one federation.
 
@@ -95,7 +92,8 @@ class FitSummary:
         utility: the user's own metrics over the steps.
         privacy: what defences have spent.
         implied: what that allows.
-        defenses, gates: None where they were not recorded.
+        defenses, gates: None where they were not recorded; the settings of a defence are without
+            its ledger, which names a place.
         decisions: of gates.
         not_played: attacks that were left out, and why.
         not_tested: what nobody tried, in sentences.
@@ -125,7 +123,7 @@ class FitSummary:
     utility: Mapping[str, Points]
     privacy: Sequence[Account]
     implied: Sequence[Allowance]
-    defenses: Sequence[DefenseSummary] | None
+    defenses: Sequence[DefenseFacts] | None
     gates: Sequence[GateRule] | None
     decisions: Sequence[GateDecision]
     not_played: Mapping[str, str]
@@ -163,7 +161,6 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
     spendings, problems = accounts(log)
     not_played = {one.name: one.reason for one in _not_played(log)}
     shared = _shared(log.begin, len(results.clients), spendings)
-    tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
     summary = FitSummary(
         name=log.folder.name,
         folder=log.folder.name if log.folder.is_absolute() else str(log.folder),
@@ -193,7 +190,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         gates=None if begin.gates is None else [_rule(g) for g in begin.gates],
         decisions=[line.decision for line in log.decisions],
         not_played=not_played,
-        not_tested=_not_tested(log, attacks, tested, not_played),
+        not_tested=_not_tested(log, attacks, not_played),
     )
     return summary, problems
 
@@ -302,20 +299,19 @@ def _effect(defense: DefenseFacts, account: Account | None) -> str:
     return f"after the defence {name} ({kind})"
 
 
-def _defenses(defenses: Sequence[DefenseFacts]) -> list[DefenseSummary]:
+def _defenses(defenses: Sequence[DefenseFacts]) -> list[DefenseFacts]:
     """Return each defence once, also where several clients have it."""
-    summaries: list[DefenseSummary] = []
+    facts: list[DefenseFacts] = []
     for one in defenses:
-        settings = {name: v for name, v in (one.settings or {}).items() if name != "ledger"}
-        summary = DefenseSummary(
+        defense = DefenseFacts(
             name=one.name,
             class_name=one.class_name or NOT_RECORDED,
             guarantee=one.guarantee or NOT_RECORDED,
-            settings=settings,
+            settings=without_ledger(one.settings),
         )
-        if summary not in summaries:
-            summaries.append(summary)
-    return summaries
+        if defense not in facts:
+            facts.append(defense)
+    return facts
 
 
 # ---- gates, and what nobody tested --------------------------------------------------------------
@@ -326,15 +322,8 @@ def _rule(gate: GateFacts) -> GateRule:
     if gate.bound not in (None, "value"):
         judged = f"all measurements, {gate.bound} bound, alpha {digits(gate.alpha)}"
     rule = f"{gate.metric} at most {digits(gate.at_most)}, else {digits(gate.action)}"
-    return GateRule(
-        gate.name,
-        gate.metric,
-        gate.at_most,
-        gate.action,
-        gate.bound,
-        gate.alpha,
-        f"{rule}; judges {judged}",
-    )
+    rule = f"{rule}; judges {judged}"
+    return GateRule(gate.name, gate.metric, gate.at_most, gate.action, gate.bound, gate.alpha, rule)
 
 
 def _not_played(log: FitLog) -> Sequence[NotPlayed]:
@@ -349,19 +338,13 @@ def _not_played(log: FitLog) -> Sequence[NotPlayed]:
 
 
 def _not_tested(
-    log: FitLog,
-    attacks: Sequence[AttackSummary],
-    tested: set[str],
-    not_played: Mapping[str, str],
+    log: FitLog, attacks: Sequence[AttackSummary], not_played: Mapping[str, str]
 ) -> list[str]:
     """Return what nobody tried, in sentences."""
-    families = {one.name: one for one in STANDARD_FAMILIES}
-    families |= {one.name: one for one in (log.begin.families if log.begin else ())}
-    sentences = [
-        f"{family.tested}: no attack gave a result"
-        for name, family in families.items()
-        if name not in tested
-    ]
+    tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
+    families = (*STANDARD_FAMILIES, *(log.begin.families if log.begin else ()))
+    untested = {one.name: one.tested for one in families if one.name not in tested}
+    sentences = [f"{question}: no attack gave a result" for question in untested.values()]
     sentences += [f"{name}: {reason}" for name, reason in not_played.items()]
     unread = (log.begin.unread if log.begin else None) or ()
     if unread:

@@ -173,9 +173,7 @@ def _account(
     defense = defenses[0]
     settings = defense.settings or {}
     kind = defense.class_name or NOT_RECORDED
-    series, most = _largest(spendings)
-    deltas = [_bound(spending.delta) for _, spending in spendings]
-    known_deltas = [delta for delta in deltas if delta is not None]
+    series, delta, most = _largest(spendings)
     correlated, poisson = _sampling(kind, settings)
     ledgers = [(one.settings or {}).get("ledger") for one in defenses] if settings else []
     hashes, counts = read_ledgers(ledgers, problems)
@@ -185,13 +183,13 @@ def _account(
     account = Account(
         defense=most.defense,
         series=list(series.items()),
-        delta=max(known_deltas) if len(known_deltas) == len(deltas) else None,
+        delta=delta,
         epsilon=_bound(most.epsilon),
         noise_multiplier=None if most.noise_multiplier == math.inf else most.noise_multiplier,
         sample_rate=most.sample_rate,
         releases=most.releases,
         history=list(most.history or ()),
-        settings={name: value for name, value in settings.items() if name != "ledger"},
+        settings=without_ledger(settings),
         guarantee=defense.guarantee or NOT_RECORDED,
         accountant=settings.get("accountant", default_accountant),
         target_epsilon=settings.get("target_epsilon", "none" if settings else None),
@@ -216,19 +214,28 @@ def _account(
     return replace(account, statement=_statement(account))
 
 
+def without_ledger(settings: JsonObject | None) -> JsonObject:
+    """Return the settings of a defence without its ledger, which names a place."""
+    return {name: value for name, value in (settings or {}).items() if name != "ledger"}
+
+
 def _largest(
     spendings: Sequence[tuple[int, Spending]],
-) -> tuple[dict[int, float | None], Spending]:
-    """Return the largest epsilon at each step, and the last spending of the largest of all."""
+) -> tuple[dict[int, float | None], float | None, Spending]:
+    """Return the largest epsilon at each step, the largest delta, and the last of the largest.
+
+    Delta is None where one of them is unknown.
+    """
     series: dict[int, float | None] = {}
     most = spendings[0][1]
+    deltas = [spending.delta for _, spending in spendings if spending.delta is not None]
     for step, spending in spendings:
         epsilon = _bound(spending.epsilon)
         if step not in series or _order(series[step]) <= _order(epsilon):
             series[step] = None if epsilon == math.inf else epsilon
         if _order(_bound(most.epsilon)) <= _order(epsilon):
             most = spending
-    return series, most
+    return series, rounded_up(max(deltas)) if len(deltas) == len(spendings) else None, most
 
 
 def _sampling(kind: str, settings: JsonObject) -> tuple[str | None, bool | None]:

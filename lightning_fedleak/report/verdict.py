@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_fedleak.records import STANDARD_FAMILIES, Family
@@ -50,50 +50,45 @@ class _Measured:
         """Name of the attack's family."""
         return self.attack.family.name
 
-    @property
-    def has_family(self) -> bool:
-        """Whether that is known."""
-        return self.attack.family != UNKNOWN_FAMILY
-
 
 def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> ReportVerdict:
     """Return what runs showed, the worst first and what reassures last."""
     measured = [_Measured(fit, a) for fit in fits for a in fit.attacks if a.stage == _stage(fit)]
     shared = [one for one in measured if one.attack.exposed]
     best = _best(shared)
-    excess = {
-        name: max(one.attack.above_chance for one in shared if one.family == name) for name in best
-    }
-
-    def rank(name: str) -> tuple[bool, bool, float]:
-        """Sort what was read first, then what is not conclusive, what reassures last."""
-        little = excess[name] <= NEXT_TO_NONE
-        return little, little and best[name].attack.conclusive is not False, -excess[name]
-
-    order = sorted(best, key=rank)
-    results = {name: _result(best[name], shared, fits) for name in order}
-    alarming = [results[name] for name in order if excess[name] > NEXT_TO_NONE]
-    reassuring = [results[name] for name in order if excess[name] <= NEXT_TO_NONE]
-    families = {one.name: one for one in STANDARD_FAMILIES}
-    families |= {one.family: one.attack.family for one in measured if one.has_family}
-    checks = _certificates(measured)
-    gaps = _gaps(shared, families, best.keys())
-    sentences = [*alarming, *checks, *_without_result(fits, shared, families, best.keys())]
-    withholding = [fit for fit in fits if fit.withheld]
-    if not best and not withholding and not checks:
-        sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
-        gaps = []
-    if withholding:
-        sentences.append(
-            f"Gates kept back {sum(fit.withheld for fit in withholding)} of "
-            f"{sum(fit.updates for fit in withholding)} updates: what those would have given away "
-            "is in no number here."
-        )
-    sentences += [*gaps, *reassuring, *_gates(fits), *_privacy(fits, joint)]
+    excess = _excess(best, shared)
+    results = {name: _result(one, shared, fits) for name, one in best.items()}
+    alarming = [text for name, text in results.items() if excess[name] > NEXT_TO_NONE]
+    reassuring = [text for name, text in results.items() if excess[name] <= NEXT_TO_NONE]
+    checks, withheld = _certificates(measured), _withheld(fits)
+    sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
+    if best or withheld or checks:
+        families = _families(measured)
+        unknown = _without_result(fits, shared, families, best.keys())
+        gaps = _gaps(shared, families, best.keys())
+        sentences = [*alarming, *checks, *unknown, *withheld, *gaps, *reassuring]
+    sentences += [*_gates(fits), *_privacy(fits, joint)]
     highest = max(excess.values(), default=None)
     level = "unknown" if highest is None else "high" if highest > HIGH else "some"
-    worst = {name: best[name].attack.mean or 0.0 for name in order}
+    worst = {name: one.attack.mean or 0.0 for name, one in best.items()}
     return ReportVerdict(" ".join(sentences), sentences, level, worst)
+
+
+def _families(measured: Sequence[_Measured]) -> dict[str, Family]:
+    """Return the families of this package and those of the attacks, by name."""
+    families = (*STANDARD_FAMILIES, *(one.attack.family for one in measured))
+    return {family.name: family for family in families if family != UNKNOWN_FAMILY}
+
+
+def _withheld(fits: Sequence[FitSummary]) -> list[str]:
+    """Return how many updates gates kept back, where they kept any."""
+    withheld = sum(fit.withheld for fit in fits)
+    updates = sum(fit.updates for fit in fits if fit.withheld)
+    sentence = (
+        f"Gates kept back {withheld} of {updates} updates: what those would have given away is in "
+        "no number here."
+    )
+    return [sentence] if withheld else []
 
 
 def _certificates(measured: Sequence[_Measured]) -> list[str]:
@@ -139,7 +134,10 @@ def _stage(fit: FitSummary) -> str:
 
 
 def _best(shared: Sequence[_Measured]) -> dict[str, _Measured]:
-    """Return the attack of the highest mean of each family."""
+    """Return the attack of the highest mean of each family.
+
+    Families come in this order: what was read, then what is not conclusive, then what reassures.
+    """
     best: dict[str, _Measured] = {}
     for one in shared:
         mean = one.attack.mean
@@ -148,7 +146,21 @@ def _best(shared: Sequence[_Measured]) -> dict[str, _Measured]:
         other = best.get(one.family)
         if other is None or mean > (other.attack.mean or 0.0):
             best[one.family] = one
-    return best
+    excess = _excess(best, shared)
+
+    def rank(name: str) -> tuple[bool, bool, float]:
+        little = excess[name] <= NEXT_TO_NONE
+        return little, little and best[name].attack.conclusive is not False, -excess[name]
+
+    return {name: best[name] for name in sorted(best, key=rank)}
+
+
+def _excess(families: Iterable[str], shared: Sequence[_Measured]) -> dict[str, float]:
+    """Return how far above chance the attacks of each family read."""
+    return {
+        name: max(one.attack.above_chance for one in shared if one.family == name)
+        for name in families
+    }
 
 
 def _without_result(

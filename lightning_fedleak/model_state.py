@@ -356,7 +356,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._by_storage.setdefault(key, []).append(saved)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         for position, name in _output_arguments(func):

@@ -131,7 +131,7 @@ def check_choice(
 
 
 def group_old_arguments(
-    owner: str, argument: str, settings: Settings, old: Mapping[str, Any]
+    owner: str, argument: str, settings: Settings, old: Mapping[str, object]
 ) -> Settings:
     """Return settings with arguments that 0.1.0 took one by one, and warn where there are any.
 

@@ -64,7 +64,7 @@ def place_of(anatomy: Anatomy, layer: int) -> Place:
     return Place(name, unwrap(module), "output")
 
 
-def states_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def states_in(args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
     """Return the hidden states among a block's arguments: the first, or ``hidden_states``."""
     return args[0] if args else kwargs.get("hidden_states")
 
@@ -75,8 +75,8 @@ def states_out(output: Any) -> Any:
 
 
 def with_states_in(
-    args: tuple[Any, ...], kwargs: dict[str, Any], states: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: tuple[Any, ...], kwargs: dict[str, object], states: Tensor
+) -> tuple[tuple[Any, ...], dict[str, object]]:
     """Return a block's arguments with other hidden states."""
     if args:
         return (states, *args[1:]), kwargs

@@ -486,10 +486,10 @@ class LeakageMonitor(EitherCallback):
         _FITS.pop(trainer, None)
         self.engine.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """What a resumed run goes on with: plain numbers, strings and tensors."""
         return self.engine.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Takes back what :meth:`state_dict` gave."""
         self.engine.load_state_dict(state_dict)

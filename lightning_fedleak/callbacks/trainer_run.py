@@ -230,7 +230,7 @@ def processes_of(trainer: L.Trainer, client: str) -> Processes:
     return Processes(trainer.world_size, client, type(strategy).__name__ if shards else None)
 
 
-def training_of(trainer: L.Trainer) -> dict[str, Any]:
+def training_of(trainer: L.Trainer) -> dict[str, object]:
     """How a Trainer trains."""
     return {
         "optimizers": optimizers_of(trainer.optimizers),
@@ -245,9 +245,9 @@ def training_of(trainer: L.Trainer) -> dict[str, Any]:
     }
 
 
-def settings_of(trainer: L.Trainer, attacks: Sequence[Attack]) -> dict[str, Any]:
+def settings_of(trainer: L.Trainer, attacks: Sequence[Attack]) -> dict[str, object]:
     """The user's settings as Lightning logs them, and a fit's attacks and defences."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for holder in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
         if holder is not None and holder._log_hyperparams:
             found |= holder.hparams_initial

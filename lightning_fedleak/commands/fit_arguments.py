@@ -103,7 +103,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
         yield name, value if equals else None if following.startswith("-") else following
 
 
-def _config(path: Any) -> Mapping[str, Any]:
+def _config(path: Any) -> Mapping[str, object]:
     """Return a config's content; empty where LightningCLI reports what is wrong with it.
 
     Raises:
@@ -121,8 +121,8 @@ def _config(path: Any) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{key}.")
@@ -145,7 +145,7 @@ def _meant(name: str, names: Collection[str], mark: str = "") -> str:
 
 
 def _compare(
-    settings: Mapping[str, Any], names: Collection[str], place: str, phrases: list[str]
+    settings: Mapping[str, object], names: Collection[str], place: str, phrases: list[str]
 ) -> None:
     """Append the names that a mapping should not have; ``names`` are relative to it."""
     for key, value in settings.items():

@@ -131,7 +131,7 @@ class RoundGate:
         self.unknown: dict[str | int, int] = {}
         self.unread: dict[str | int, int] = {}
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, object]:
         """Return the gate's settings, for the record of a run."""
         return {
             "name": self.name,

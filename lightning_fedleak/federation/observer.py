@@ -158,7 +158,7 @@ class _LookEntry:
     seat: _Seat
     outcomes: Mapping[Series, Outcome]
     utility: Mapping[str, float]
-    before: Mapping[str, Any]
+    before: Mapping[str, object]
 
 
 @dataclass

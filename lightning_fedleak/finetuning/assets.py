@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import errno
 from pathlib import Path
-from typing import Any
 
 from lightning_fedleak.finetuning import hub
 
@@ -90,7 +89,7 @@ def check_model_source(name: str | Path | None) -> None:
         raise SourceError(hub.unreachable(str(name), "folder that holds the model", why))
 
 
-def model_source(name: str | Path | None) -> tuple[str, dict[str, Any]]:
+def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
     """Return a model's source for ``from_pretrained``, and the settings that it needs.
 
     Where the hub cannot be reached, only its cache is read, without retries.

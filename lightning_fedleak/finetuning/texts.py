@@ -18,7 +18,7 @@ from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import hub
 from lightning_fedleak.finetuning.assets import SourceError, as_path, is_path, nearest
 
-Rows = list[Mapping[str, Any]]
+Rows = list[Mapping[str, object]]
 
 _SPELLED = {",": "comma", ";": "semicolon", "\t": "tab"}
 _TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -348,7 +348,7 @@ def _json_lines(text: str, path: Path) -> Rows:
     return rows
 
 
-def _row(content: Any, place: str, unit: str) -> Mapping[str, Any]:
+def _row(content: Any, place: str, unit: str) -> Mapping[str, object]:
     if isinstance(content, str):
         return {"text": content}
     if _is_chat(content):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -84,7 +83,7 @@ class GameResult:
             self.scores, self.bits, self.batches, guesses, confidence=confidence
         )
 
-    def to_dict(self, games: bool = False) -> dict[str, Any]:
+    def to_dict(self, games: bool = False) -> dict[str, object]:
         """Return plain values for JSON: settings, counts, rates with intervals; no text.
 
         Args:
@@ -92,7 +91,7 @@ class GameResult:
         """
         whole, fitted = self.summary(), self.summary(fitted=True)
         clean = self.without_collisions().summary()
-        plain: dict[str, Any] = {
+        plain: dict[str, object] = {
             "attack": self.attack,
             "layer": self.layer,
             "granularity": self.granularity,

@@ -176,9 +176,9 @@ class Destination:
     folder: Path
     loggers: Sequence[Logger] = ()
     boards: Sequence[SummaryWriter] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
     further: Sequence[str] = ()
-    training: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, object] = field(default_factory=dict)
     fit: str | None = None
 
 
@@ -225,9 +225,9 @@ class Engine:
         self.jsonl: JsonLines | None = None
         self.record: RunRecord | None = None
         self._report: Report | None = None
-        self._calibrations: dict[str, Any] = {}
-        self._earlier: dict[str, Any] = {}
-        self._last: dict[str, Any] = {}
+        self._calibrations: dict[str, object] = {}
+        self._earlier: dict[str, object] = {}
+        self._last: dict[str, object] = {}
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
         self._forget_listeners()
@@ -237,7 +237,7 @@ class Engine:
         self._after_training: list[Callable[[], None]] = []
         self._before_first: list[Callable[[], None]] = []
         self._decisions: list[str] = []
-        self._gates: list[Mapping[str, Any]] = []
+        self._gates: list[Mapping[str, object]] = []
 
     # ---- what a gate asks -------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Engine:
         after_look: Callable[[], None],
         logs: Sequence[str] = (),
         *,
-        facts: Mapping[str, Any] | None = None,
+        facts: Mapping[str, object] | None = None,
         before_first: Callable[[], None] | None = None,
         after_training: Callable[[], None] | None = None,
     ) -> None:
@@ -490,7 +490,7 @@ class Engine:
         tokenizers = [t.tokenizer for t in texts if isinstance(t, PublicText)]
         warn_of_other_tokenizers([self.options.tokenizer, *tokenizers], anatomy)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         return {
             "looks": self.options.cadence.argument,
             "stages": [str(stage) for stage in self.options.stages],
@@ -608,7 +608,7 @@ class Engine:
         self._forget_listeners()
         self.fit = self._report = self.record = None
 
-    def _summary(self) -> dict[str, Any]:
+    def _summary(self) -> dict[str, object]:
         """Return what a checkpoint keeps of the run: its id, and the releases of its defences."""
         if self.record is None:
             return self._last

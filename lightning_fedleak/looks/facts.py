@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from torch.optim import Optimizer
 
@@ -160,7 +159,7 @@ def _model(run: Run, trained: Sequence[str]) -> ModelFacts:
     )
 
 
-def optimizers_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+def optimizers_of(optimizers: Sequence[Optimizer]) -> list[dict[str, object]]:
     """Classes and settings."""
     known = (int, float, bool, str, tuple, type(None))
     return [

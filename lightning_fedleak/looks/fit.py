@@ -165,7 +165,7 @@ class Fit:
         """Processor time of the looks so far, the one at work included, of all threads."""
         return self._processor_seconds + (self.look.processor_seconds if self.look else 0.0)
 
-    def calibrate(self, restored: Mapping[str, Any]) -> None:
+    def calibrate(self, restored: Mapping[str, object]) -> None:
         """Prepares the attacks, see :meth:`Lineup.calibrate`.
 
         Args:

@@ -89,7 +89,7 @@ class JsonLines:
         append_line(self.path, replace(line, run=self.run))
         self._written = True
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, object]]:
         """Return what this fit has written: one row for each metric of each line.
 
         Unknown numbers are NaN. A line without metrics, such as that of an attack that is not
@@ -220,7 +220,7 @@ def _cost(defense: Defense) -> Privacy | None:
         return None
 
 
-def releases_by(defenses: Sequence[Defense]) -> list[dict[str, Any]]:
+def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
     """Return the releases of each defence that accounts, for a checkpoint.
 
     Nothing is composed, as that may take a second.

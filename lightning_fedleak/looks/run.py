@@ -235,7 +235,7 @@ class Plan:
             clip_value=run.clip_value,
         )
 
-    def _settings(self, run: Run) -> Mapping[str, Any]:
+    def _settings(self, run: Run) -> Mapping[str, object]:
         """Return the settings of the parameter group that the attack reads, without tensors."""
         if self.optimizer is None:
             return {}

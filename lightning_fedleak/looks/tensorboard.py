@@ -61,7 +61,7 @@ def add_pages(
     privacy: Sequence[str],
     decisions: Sequence[str],
     worst: Sequence[str],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     further: Sequence[str] = (),
 ) -> None:
     """Lays out Custom Scalars, and puts leakage beside the settings in HPARAMS.

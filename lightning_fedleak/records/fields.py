@@ -57,7 +57,7 @@ class Record:
         root = f"{path}/" if path else ""
         kind: type = cls
         readers = _readers(kind)
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, object] = {}
         rest = None
         for one in fields(cls):
             key = one.metadata.get("key", one.name)
@@ -82,7 +82,7 @@ def as_json(value: object) -> Any:
     its text.
     """
     if is_dataclass(value):
-        content: dict[str, Any] = {}
+        content: dict[str, object] = {}
         for one in fields(value):
             part = one.metadata.get("write", as_json)(getattr(value, one.name))
             content |= (
@@ -185,7 +185,7 @@ def _list_of(reader: FieldReader) -> FieldReader:
 
 
 def _mapping_to(reader: FieldReader) -> FieldReader:
-    def read(value: Any, path: str) -> dict[str, Any]:
+    def read(value: Any, path: str) -> dict[str, object]:
         if not isinstance(value, dict):
             raise OddField(path)
         return {key: reader(part, f"{path}/{key[:40]}") for key, part in value.items()}

@@ -71,11 +71,11 @@ def write(
     return list(files)
 
 
-def _people(about: Path | None) -> Mapping[str, Any]:
+def _people(about: Path | None) -> Mapping[str, object]:
     if about is None:
         return {}
     try:
-        people: Mapping[str, Any] = _with_texts(tomllib.loads(_text(about)))
+        people: Mapping[str, object] = _with_texts(tomllib.loads(_text(about)))
         return people
     except tomllib.TOMLDecodeError as error:
         raise ReportError(f"'{about}' is no TOML: {error}") from None

@@ -253,9 +253,9 @@ def _is_plain(value: object) -> bool:
     )
 
 
-def _flatten(row: JsonObject, root: str = "") -> dict[str, Any]:
+def _flatten(row: JsonObject, root: str = "") -> dict[str, object]:
     """Return numbers and words of nested settings and rates, without lists (of games, say)."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in row.items():
         if isinstance(value, Mapping):
             if {"value", "low", "high"} <= value.keys():

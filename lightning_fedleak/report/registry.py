@@ -21,7 +21,7 @@ from lightning_fedleak.report.findings import Findings
 from lightning_fedleak.report.privacy import CLIENT, TOKENS, Account
 from lightning_fedleak.report.wording import NOT_RECORDED
 
-_TEXT: Mapping[str, Any] = {"type": "string"}
+_TEXT: Mapping[str, object] = {"type": "string"}
 _TEXTS: Mapping[str, Any] = {"type": "array"}
 
 
@@ -196,7 +196,7 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _basic(findings: Findings) -> dict[str, Any]:
+def _basic(findings: Findings) -> dict[str, object]:
     fits = findings.runs
     model = next((fit.model.class_name for fit in fits if fit.model), "language model")
     shared = "; ".join(dict.fromkeys(fit.shared.description for fit in fits))
@@ -212,7 +212,7 @@ def _basic(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _privacy(findings: Findings, accounts: Sequence[Account]) -> dict[str, dict[str, Any]]:
+def _privacy(findings: Findings, accounts: Sequence[Account]) -> dict[str, dict[str, object]]:
     """Return the sections on privacy; all accounts are of one class of defence, and hold."""
     worst = max(accounts, key=lambda account: account.bound[0])
     joint = next(iter(findings.privacy_together), None)

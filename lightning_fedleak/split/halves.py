@@ -156,7 +156,7 @@ class ModelPart(nn.Module):
         Arguments are as in :meth:`states`; with ``last_only`` the logits are at least those of the
         last position.
         """
-        extra: dict[str, Any] = {} if labels is None else {"labels": labels}
+        extra: dict[str, object] = {} if labels is None else {"labels": labels}
         if last_only and self._few_logits:
             extra["logits_to_keep"] = 1
         return self._run(inputs, attention_mask, position_ids, cache, **extra)
@@ -170,7 +170,7 @@ class ModelPart(nn.Module):
         **extra: Any,
     ) -> Any:
         if self._arrive is None:
-            inputs: dict[str, Any] = {"input_ids": states_or_ids}
+            inputs: dict[str, object] = {"input_ids": states_or_ids}
         else:
             shape = (*states_or_ids.shape[:2], self._width)
             inputs = {"inputs_embeds": states_or_ids.new_zeros(shape)}

@@ -199,7 +199,7 @@ class Release:
         for defense in self.defenses:
             defense.teardown()
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> dict[str, dict[str, object]]:
         """Return the defences' states by name."""
         return {defense.name: dict(defense.state_dict()) for defense in self.defenses}
 

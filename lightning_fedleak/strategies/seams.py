@@ -76,7 +76,7 @@ class BringsBackStates(_MultiProcessingLauncher):
     the defences counted: these would begin again at zero in the next fit.
     """
 
-    def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
+    def get_extra_results(self, trainer: L.Trainer) -> dict[str, object]:
         """Return, in the first process after a fit, the defences' states too."""
         extra = super().get_extra_results(trainer)
         if trainer.state.fn == _FITTING:
@@ -188,7 +188,7 @@ class Seam(Strategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+        self, checkpoint: dict[str, object], filepath: Any, storage_options: Any = None
     ) -> None:
         """Add the defences' states."""
         if self._fedleak.defenses:

@@ -106,7 +106,7 @@ class ActivationTap:
 
     def _tap(self, layer: int, place: Place) -> RemovableHandle:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
             replaced = self._pass(layer, states_in(args, kwargs))
             return None if replaced is None else with_states_in(args, kwargs, replaced)
 

@@ -190,7 +190,7 @@ class ModelIds:
         self._armed = False
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
             if self._armed and torch.is_grad_enabled():
                 self._ids.append(argument_of(model, "input_ids", args, kwargs))
 

@@ -296,7 +296,7 @@ class EmbeddingModule(nn.Module):
             )
         return Classified(nn.functional.cross_entropy(logits, labels), logits)
 
-    def _cut_before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _cut_before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
         if self._cutting:
             raise _Cut(states_in(args, kwargs))
 
@@ -329,7 +329,9 @@ class _Masks:
         self._mask: Tensor | None = None
         self._by_input: OrderedDict[int, Tensor | None] = OrderedDict()
 
-    def _record_mask(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record_mask(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]
+    ) -> None:
         mask = argument_of(model, "attention_mask", args, kwargs)
         if mask is not None and mask.dim() != 2:
             raise ValueError(
@@ -475,19 +477,19 @@ class _Hooks:
         self.masks = masks
 
     def add_to_input(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[Any, ...], dict[str, object]]:
         hidden = states_in(args, kwargs)
         return with_states_in(args, kwargs, self.inside(hidden, self.masks.matching(hidden)))
 
     def add_to_output(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object], output: Any
     ) -> Any:
         mask = self.masks.matching(states_in(args, kwargs))
         return with_states_out(output, self.inside(states_out(output), mask))
 
     def add_parallel(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object], output: Any
     ) -> Any:
         hidden = states_in(args, kwargs)
         mixed = self.inside(hidden, self.masks.matching(hidden), states_out(output))

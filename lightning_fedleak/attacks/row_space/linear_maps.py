@@ -328,10 +328,10 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return scale > 0 and float((one - other).abs().max()) <= _TOLERANCE * scale
 
 
-def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, Any]:
+def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, object]:
     """Return a forward's arguments: the text, for both sides of an encoder-decoder."""
     ids = ids.to(anatomy.device)
-    text: dict[str, Any] = {"input_ids": ids}
+    text: dict[str, object] = {"input_ids": ids}
     if anatomy.kind == "seq2seq" and takes(anatomy.model, "decoder_input_ids"):
         rows = anatomy.target_rows
         text["decoder_input_ids"] = ids if rows is None else ids % rows
@@ -344,7 +344,7 @@ def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict
     """Return the inputs (B, L, d) float of readers that are called once, by their id."""
     calls: dict[int, list[Tensor]] = {}
 
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
         states = states_in(args, kwargs)
         x = states if isinstance(states, Tensor) else next(iter(kwargs.values()), None)
         calls.setdefault(id(module), []).append(x if isinstance(x, Tensor) else ids)
@@ -421,7 +421,7 @@ def input_states(
     *earlier, last = inputs
     states: dict[int, Tensor] = {}
 
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
         states[id(module)] = states_in(args, kwargs)
 
     text = text_for(anatomy, ids)

@@ -450,7 +450,7 @@ def _replaced(place: Place, hidden: Tensor) -> Any:
         new = hidden.to(states)
         return torch.cat([states[:, : -hidden.shape[1]], new], 1)
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
         return with_states_in(args, kwargs, replace(states_in(args, kwargs)))
 
     def behind(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

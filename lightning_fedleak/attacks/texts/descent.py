@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -249,7 +249,7 @@ class DescentAttack(InversionAttack):
         descent: DescentSettings | None,
         budget_seconds: float | None,
         name: str | None,
-        old: Mapping[str, Any],
+        old: Mapping[str, object],
     ) -> None:
         super().__init__(layer, budget_seconds, name)
         check_integer("steps", steps)

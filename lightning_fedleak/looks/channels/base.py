@@ -329,11 +329,11 @@ class Channel(ABC):
     def load_series_state(self, series: Series, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Restore what :meth:`series_state` returned."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the other state for a checkpoint, by names that no other channel uses."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+    def load_state_dict(self, state: Mapping[str, object]) -> None:  # noqa: B027
         """Restore what :meth:`state_dict` returned, from the joint state of all channels."""
 
     # ---- what channels have in common -------------------------------------------------------

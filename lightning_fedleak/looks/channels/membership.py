@@ -738,11 +738,11 @@ class PassiveMembershipChannel(MembershipChannel):
             return answer
         return _played(answer, targets.members)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return nothing: the games of crafted layers hold the user's canaries."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Do nothing, because nothing was saved."""
 
 

@@ -43,7 +43,8 @@ from lightning_fedleak.auditing import audit_scores
 from lightning_fedleak.auditing.lower_bounds import Claim
 from lightning_fedleak.defenses import DPSGD, noise
 from lightning_fedleak.defenses.accounting.accounting import Accountant, epsilon_of
-from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, NoiseGauge
+from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum
+from lightning_fedleak.defenses.noise import NoiseGauge
 
 SMOKE = ("--audits 2 --games 40 --rows 0",)
 

@@ -107,6 +107,14 @@ class DefenseError(ValueError):
     """
 
 
+def parameter_name(parameter: nn.Parameter, root: nn.Module) -> str:
+    """Return a parameter's name in the root, or its shape where the root does not have it."""
+    for name, candidate in root.named_parameters():
+        if candidate is parameter:
+            return name
+    return f"a parameter of shape {tuple(parameter.shape)}"
+
+
 @dataclass(frozen=True)
 class DefenseContext:
     """The run in which a defence acts.

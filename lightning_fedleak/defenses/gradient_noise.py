@@ -14,6 +14,7 @@ from lightning_fedleak.defenses.base import (
     DefenseContext,
     DefenseError,
     State,
+    parameter_name,
 )
 from lightning_fedleak.defenses.noise import (
     allowed_hardenings,
@@ -24,7 +25,7 @@ from lightning_fedleak.defenses.noise import (
 )
 from lightning_fedleak.defenses.processes import (
     SHARD_BITS,
-    joint_norm,
+    global_norm,
     local_part,
     reduce_partial,
     shard_number,
@@ -281,16 +282,17 @@ def _finite_norm(parameters: Sequence[nn.Parameter], root: nn.Module) -> float:
         if parameter.grad is None:
             continue
         if parameter.grad.layout != torch.strided:
+            name = parameter_name(parameter, root)
             raise DefenseError(
-                f"GradientNoise: the gradient of '{_name(parameter, root)}' is sparse; which rows "
-                "it holds would leave the client. Build the embedding with sparse=False."
+                f"GradientNoise: the gradient of '{name}' is sparse; which rows it holds would "
+                "leave the client. Build the embedding with sparse=False."
             )
         reduce_partial(parameter)
         gradients.append(parameter.grad)
-    total = joint_norm(gradients)
+    total = global_norm(gradients)
     if not math.isfinite(total):
         broken = [
-            _name(p, root)
+            parameter_name(p, root)
             for p in parameters
             if p.grad is not None and not bool(torch.isfinite(local_part(p.grad)).all())
         ]
@@ -305,10 +307,3 @@ def _finite_norm(parameters: Sequence[nn.Parameter], root: nn.Module) -> float:
             "such steps are skipped."
         )
     return total
-
-
-def _name(parameter: nn.Parameter, root: nn.Module) -> str:
-    for name, candidate in root.named_parameters():
-        if candidate is parameter:
-            return name
-    return f"a parameter of shape {tuple(parameter.shape)}"

@@ -1,4 +1,4 @@
-"""Gaussian noise that is never used twice, and what the Gaussian mechanism guarantees.
+"""Gaussian noise that is never used twice, its measurement, and what it guarantees.
 
 Noise is drawn from a secret base, a client and a release counter.
 """
@@ -17,6 +17,9 @@ from torch import Tensor
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.validate import check_integer, check_number, warn_of_old_spelling
 
+GAUGED = 1 << 16  # coordinates of each parameter whose noise is measured. Not tuned
+FEWEST_GAUGED = 50  # coordinates; of fewer, chi-square's tail would often pass for wrong noise
+LEAST_GAUGED = 1e-4  # noise over the largest number of a sum; less is lost in float32's rounding
 _BLOCK = 1 << 16  # numbers drawn at once, few enough to stay in a CPU's cache
 XTOL, RTOL = 1e-14, 1e-14  # absolute and relative error of epsilon, which is added to it
 
@@ -83,6 +86,58 @@ def add_standard_normal(key: bytes, target: Tensor, scale: float) -> None:
         noise = buffer[: len(block)]
         _fill(noise, generator)
         block.add_(noise, alpha=scale)
+
+
+class NoiseGauge:
+    """A measurement of the standard deviation of the noise in what is about to leave.
+
+    Args:
+        std: the right value, before the division.
+        divisor: by which clipped sum and noise are divided.
+    """
+
+    def __init__(self, std: float, divisor: float) -> None:
+        self.std = std
+        self.divisor = divisor
+        self._square = 0.0
+        self._count = 0
+
+    def before(self, total: Tensor, relative: float) -> Tensor | None:
+        """Return some coordinates of a clipped sum, None where rounding would hide the noise.
+
+        Args:
+            total: of one parameter.
+            relative: how much noise it gets, over ``std``.
+        """
+        if not self.std:
+            return None
+        exact = total.flatten()[:GAUGED].clone()
+        largest = float(exact.abs().max()) if exact.numel() else 0.0
+        return exact if self.std * relative > LEAST_GAUGED * largest else None
+
+    def after(self, exact: Tensor, released: Tensor, relative: float) -> None:
+        """Measure the noise of the same coordinates in the gradient that leaves."""
+        if released.dtype not in (torch.float32, torch.float64):
+            return
+        noise = released.flatten()[:GAUGED].double() * self.divisor - exact.double()
+        self._square += float(noise.square().sum()) / relative**2
+        self._count += noise.numel()
+
+    def measured(self) -> float | None:
+        """Return the standard deviation, None where too little could be measured.
+
+        Raises:
+            DefenseError: it is wrong by more than six standard errors and 1%.
+        """
+        if self._count < FEWEST_GAUGED:
+            return None
+        ratio = self._square / self._count / self.std**2
+        if abs(ratio - 1) > 6 * math.sqrt(2 / self._count) + 0.02:
+            raise DefenseError(
+                f"DPSGD: the noise measured has a standard deviation of {math.sqrt(ratio):.4g} "
+                "times what is accounted; nothing was released."
+            )
+        return self.std * math.sqrt(ratio)
 
 
 def allowed_hardenings(

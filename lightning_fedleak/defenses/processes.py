@@ -24,6 +24,11 @@ SHARD_BITS = 32
 """A parameter's index and its shard's number share 64 bits: ``index + (shard << SHARD_BITS)``."""
 
 
+def trainer_of(context: DefenseContext) -> Any:
+    """Return the Trainer of the module that is trained, None where it has none."""
+    return getattr(context.root, "_trainer", None)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's part of ``tensor``, sharing its memory; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -47,7 +52,7 @@ def reduce_partial(parameter: nn.Parameter) -> None:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def joint_norm(gradients: Sequence[Tensor]) -> float:
+def global_norm(gradients: Sequence[Tensor]) -> float:
     """Return the 2-norm of all gradients together, each number counted once; waits for the device.
 
     With a DTensor among them it is a collective over all processes, which must agree on which

@@ -19,7 +19,7 @@ from lightning_fedleak.canaries import (
     with_canaries,
 )
 from lightning_fedleak.defenses import DPSGD, noise
-from lightning_fedleak.defenses.dpsgd.clipped_sum import NoiseGauge
+from lightning_fedleak.defenses.noise import NoiseGauge
 from lightning_fedleak.finetuning.data import PadRight
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.models import tiny_llama

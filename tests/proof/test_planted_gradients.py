@@ -15,8 +15,9 @@ from benchmarks.defenses.planted_gradients import PlantedGradients, owners
 from lightning_fedleak.auditing import audit_gaussian_scores, audit_scores
 from lightning_fedleak.defenses import DPSGD, DefenseError, noise
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
-from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, EarlierPieces, NoiseGauge
+from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.dpsgd.factorization import banded
+from lightning_fedleak.defenses.noise import NoiseGauge
 from tests.helpers.dpsgd_settings import grouped
 
 pytest.importorskip("opacus")

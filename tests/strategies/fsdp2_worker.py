@@ -29,7 +29,7 @@ from lightning_fedleak.defenses import (
     Freeze,
     GradientNoise,
 )
-from lightning_fedleak.defenses.processes import joint_norm, local_part, shard_number
+from lightning_fedleak.defenses.processes import global_norm, local_part, shard_number
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
@@ -396,7 +396,7 @@ def shards(_: Path) -> dict[str, Any]:
         full[2].clone(),
     ]
     return {
-        "norm": joint_norm(spread) / float(flat(full).norm()),
+        "norm": global_norm(spread) / float(flat(full).norm()),
         "numbers": [shard_number(tensor) for tensor in spread],
         "grid": [
             shard_number(distribute_tensor(full[0], grid, places))

@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 from lightning_fedleak.defenses import DPSGD, DefenseError
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Places, places_of
-from lightning_fedleak.defenses.dpsgd.sampling import rows_by_user
+from lightning_fedleak.defenses.dpsgd.users import rows_by_user
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.dpsgd_settings import grouped
 

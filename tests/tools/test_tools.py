@@ -106,7 +106,7 @@ def test_the_way_of_one_look_and_of_one_dpsgd_step_grows_no_longer(tmp_path):
         assert all((files_entered.ROOT / name).is_file() for name in files)
         assert not any(name.startswith(("anatomy/", "attacks/")) for name in files)
     assert len(look) <= 24
-    assert len(step) <= 21
+    assert len(step) <= 18
 
 
 def test_the_lowest_versions_are_the_bounds_of_the_extras_named():

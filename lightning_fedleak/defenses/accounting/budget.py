@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -14,9 +15,10 @@ from lightning_fedleak.defenses.accounting.accounting import (
     MOST_NOISE,
     Accountant,
     AccountantKind,
-    Trust,
     noise_multiplier_for,
 )
+from lightning_fedleak.defenses.accounting.groups import group_epsilon
+from lightning_fedleak.defenses.accounting.ledger import check_count, client_path
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.base import DefenseError, Privacy, State
@@ -25,6 +27,7 @@ EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; 
 _ACCOUNT = "accountant/"
 
 Account = AccountantKind | Literal["filter"]
+AnyAccountant = Accountant | RenyiFilter
 
 
 class BudgetSpent(DefenseError):
@@ -102,6 +105,26 @@ class Budget:
                 epsilon = account.epsilon(self.delta)
         return Privacy(epsilon, self.delta, self.noise_now, self.rate, account.steps)
 
+    def group_privacy(self, rows: int, *, independent: bool) -> Privacy:
+        """Return the cost of the releases so far to so many examples, added or removed together.
+
+        Args:
+            rows: of the group.
+            independent: whether the releases' noise is.
+
+        Raises:
+            DefenseError: ``rows`` is below 1, or the training data are not known yet.
+        """
+        check_count(rows, "rows")
+        single = self.privacy
+        if independent and not isinstance(self.accountant, RenyiFilter):
+            epsilon = group_epsilon(self.accountant.history, single.delta, rows)
+            return replace(single, epsilon=max(epsilon, single.epsilon))
+        log_delta = math.log(single.delta * rows) + (rows - 1) * single.epsilon
+        if log_delta >= 0:
+            return replace(single, epsilon=math.inf)
+        return replace(single, epsilon=rows * single.epsilon, delta=math.exp(log_delta))
+
     @property
     def share_spent(self) -> float | None:
         """Return the share of a filter's budget that is spent; None with another accountant.
@@ -141,12 +164,26 @@ class Budget:
         self.notches += 1
         return f"{self._owner.lower()}: noise multiplier {previous:g} -> {self.noise_now:g}"
 
-    def open_ledger(self, path: str | os.PathLike[str]) -> None:
+    def open_ledger(
+        self,
+        path: str | os.PathLike[str],
+        client: int = 0,
+        clients: int = 1,
+        unit: str | None = None,
+    ) -> None:
         """Record every release in a file from now on, and continue with its releases.
+
+        Args:
+            path: of the file, or with a ``unit`` of the files of all clients.
+            client: whose file it is.
+            clients: how many there are.
+            unit: of privacy, by which files are distinguished; None for the path as it is.
 
         Raises:
             DefenseError: the file holds something else, or cannot be written.
         """
+        if unit is not None:
+            path = client_path(path, client, clients, unit)
         accountant = self._new_accountant(path)
         accountant.load_state_dict(self.accountant.state_dict())
         self.accountant = accountant
@@ -349,7 +386,7 @@ class Budget:
             and all(row[:2] == event for row in self.accountant.history)
         )
 
-    def _new_accountant(self, ledger: str | os.PathLike[str] | None) -> Accountant | RenyiFilter:
+    def _new_accountant(self, ledger: str | os.PathLike[str] | None) -> AnyAccountant:
         if self.kind == "filter":
             assert self.target_epsilon is not None
             assert self.target_delta is not None
@@ -357,31 +394,3 @@ class Budget:
                 self.target_epsilon, self.target_delta, None, ledger, sampling=self._sampling
             )
         return Accountant(self.kind, ledger, sampling=self._sampling)
-
-
-def guarantee_of(
-    trust: Trust, poisson: bool, seed: int | None, fixed_budget: bool, unit: str = "example"
-) -> str:
-    """Return what DP-SGD with these settings guarantees, and against whom."""
-    if seed is not None:
-        return "none: with a seed the noise can be guessed and subtracted"
-    server = (
-        "whoever sees every client's shared updates"
-        if trust == "local"
-        else "whoever sees only the sum of all clients' updates (secure aggregation)"
-    )
-    change = "added or removed" if poisson else "put in the place of nothing"
-    protected = "one example" if unit == "example" else "one user with all of their rows,"
-    shared = "an example" if unit == "example" else "a user"
-    budget = (
-        "with the budget (`target_epsilon`, `target_delta`) that was fixed before the run, at "
-        "whatever step it ends, also where noise was turned up in sight of earlier releases"
-        if fixed_budget
-        else "with the epsilon that `privacy` gives"
-    )
-    return (
-        f"against {server}: (epsilon, delta)-differential privacy of {protected} {change}, for all "
-        f"releases together, {budget}. If several clients hold {shared}, add their epsilons. "
-        "Give each client separate data. Not covered: what is logged or sent otherwise, and "
-        "decisions taken in sight of the data."
-    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses.base import Defense, DefenseError
+from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.validate import check_number
 
 
@@ -156,25 +156,3 @@ def _update(
     parameter.addcdiv_(
         state["exp_avg"], signal.sqrt_().add_(group["eps"]), value=-group["lr"] / first
     )
-
-
-def noise_aware_optimizers(trainer: Any) -> list[DPAdamBC]:
-    """Return the optimizers of a Trainer that need the noise of each release."""
-    optimizers = getattr(trainer, "optimizers", ())
-    return [optimizer for optimizer in optimizers if isinstance(optimizer, DPAdamBC)]
-
-
-def check_no_other_noise(trainer: Any, dpsgd: Defense) -> None:
-    """Raise an error where another defence changes the gradients that a ``DPAdamBC`` gets.
-
-    Raises:
-        DefenseError: names the defence.
-    """
-    if not noise_aware_optimizers(trainer):
-        return
-    defenses = getattr(trainer.strategy, "defenses", ())
-    if names := [d.name for d in defenses if d is not dpsgd and d.acts_on_gradients]:
-        raise DefenseError(
-            f"DPAdamBC subtracts the variance of DPSGD's noise, and {', '.join(names)} changes the "
-            "gradients after it. Leave it out, or use AdamW."
-        )

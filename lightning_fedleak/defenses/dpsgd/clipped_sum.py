@@ -1,4 +1,4 @@
-"""One release of DP-SGD: clip norms, clip factors, clipped sums, and checks of noise and sums.
+"""One release of DP-SGD: clip norms, clip factors, clipped sums, and checks of the sums.
 
 A sample's gradient g is clipped as a whole, or each group of parameters separately:
 
@@ -26,11 +26,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 
 from lightning_fedleak.defenses.accounting.accounting import joint_noise_multiplier
-from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import (
+    CanaryGradient,
+    DefenseContext,
+    DefenseError,
+    parameter_name,
+)
 from lightning_fedleak.defenses.dpsgd.logical import Piece
 from lightning_fedleak.defenses.dpsgd.per_sample import (
     Clipping,
-    Part,
     in_form,
     probe,
     select_samples,
@@ -38,6 +42,8 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     squared_norms_of_users,
     weighted_sum,
 )
+from lightning_fedleak.defenses.dpsgd.recorder import Recorder
+from lightning_fedleak.defenses.noise import NoiseGauge
 from lightning_fedleak.defenses.processes import (
     SHARD_BITS,
     Team,
@@ -52,9 +58,6 @@ from lightning_fedleak.defenses.processes import (
 MaxGradNorm = float | Literal["auto"] | Mapping[str, float]
 LayerNoise = Literal["equal", "by_clip"]
 
-GAUGED = 1 << 16  # coordinates of each parameter whose noise is measured. Not tuned
-FEWEST_GAUGED = 50  # coordinates; of fewer, chi-square's tail would often pass for wrong noise
-LEAST_GAUGED = 1e-4  # noise over the largest number of a sum; less is lost in float32's rounding
 AT_ONCE = 1 << 20  # numbers of small parameters that are summed over processes at once. Not tuned
 RELATIVE = 1e-2  # share of the largest gradient; smaller ones may be rounding (a bias of keys)
 # Distance of autograd's gradient from the sum of the samples' parts, over its size.
@@ -71,12 +74,14 @@ class Clip:
         noise: standard deviation of each group's noise, over the noise multiplier.
         gamma: of automatic clipping; None where gradients are clipped at a fixed norm.
         groups: number of each parameter's group; None where there is one group.
+        form: of per-sample gradients in memory.
     """
 
     norms: tuple[float, ...]
     noise: tuple[float, ...]
     gamma: float | None = None
     groups: Mapping[Tensor, int] | None = field(default=None, repr=False)
+    form: Clipping = "auto"
 
     @property
     def sensitivity(self) -> float:
@@ -129,6 +134,7 @@ def clip_of(
     gamma: float,
     per_layer: bool,
     layer_noise: LayerNoise,
+    form: Clipping = "auto",
 ) -> Clip:
     """Return the clip norms of a model's layers.
 
@@ -138,6 +144,7 @@ def clip_of(
         gamma: of automatic clipping.
         per_layer: whether every layer that trains parameters is clipped separately.
         layer_noise: how the noise is shared among groups.
+        form: of per-sample gradients in memory.
 
     Raises:
         DefenseError: a name that the model does not have, or a trained parameter without a norm.
@@ -150,7 +157,7 @@ def clip_of(
     else:
         total = 1.0 if max_grad_norm == "auto" else float(max_grad_norm)
         if not per_layer:
-            return Clip((total,), (total,), automatic)
+            return Clip((total,), (total,), automatic, form=form)
         names = [name.rpartition(".")[0] for name, _ in trained]
         count = len(set(names))
         norms = [total / math.sqrt(count)] * count
@@ -163,7 +170,7 @@ def clip_of(
     if layer_noise == "by_clip":
         noise = [math.sqrt(len(norms)) * norm for norm in norms]
     assert math.isclose(joint_noise_multiplier(norms, noise), 1.0, rel_tol=1e-12)
-    return Clip(tuple(norms), tuple(noise), automatic, groups)
+    return Clip(tuple(norms), tuple(noise), automatic, groups, form)
 
 
 def _longest_keys(names: Sequence[str], norms: Mapping[str, float]) -> list[str]:
@@ -313,12 +320,9 @@ class ClippedSum:
 
     Args:
         parameters: that are released.
-        parts: per-sample gradients of the mean loss.
-        samples: B of this process; 0 for an empty batch.
+        recorder: holds the samples' gradients of the mean loss.
         clip: clip norms of the layers.
-        clipping: in which form to keep per-sample gradients.
         context: where the step runs.
-        half: whether gradients came in half precision.
         weights: (B,) by which each gradient becomes that of its sample's mean; None for ones.
         earlier: the pieces before, where these are samples of a logical batch in pieces.
         users: how many adjacent rows each user has, where users are clipped.
@@ -338,25 +342,22 @@ class ClippedSum:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        parts: Mapping[Tensor, list[Part]],
-        samples: int,
+        recorder: Recorder,
         clip: Clip,
-        clipping: Clipping,
         context: DefenseContext,
         *,
-        half: bool = False,
         weights: Tensor | None = None,
         earlier: EarlierPieces | None = None,
         users: Sequence[int] | None = None,
     ) -> None:
+        samples, parts, device = recorder.samples, recorder.parts, context.device
         self.samples = samples if users is None else len(users)
         batch_size = samples if earlier is None else earlier.samples
         ones = torch.ones(samples, dtype=torch.float64)
         weights = ones if weights is None else weights.double()
-        self.weights = batch_size * weights.to(context.device)
-        self.parts = {p: in_form(parts[p], p.shape, clipping) for p in parameters if p in parts}
-        self._users, row_weights = users, self.weights
-        device, groups = context.device, len(clip.norms)
+        self.weights = batch_size * weights.to(device)
+        self.parts = {p: in_form(parts[p], p.shape, clip.form) for p in parameters if p in parts}
+        self._users, row_weights, groups = users, self.weights, len(clip.norms)
         owners: Tensor | None = None
         if users is not None:
             counts = torch.tensor(users, dtype=torch.int64)
@@ -369,7 +370,7 @@ class ClippedSum:
                 layer_squares = squared_norms(layer)
             else:
                 layer_squares = squared_norms_of_users(
-                    layer, row_weights, users, parameter.shape, clipping
+                    layer, row_weights, users, parameter.shape, clip.form
                 )
             squares[clip.group_of(parameter)] += layer_squares.to(device)
         group_norms = squares.sqrt() * self.weights
@@ -381,7 +382,7 @@ class ClippedSum:
         if owners is not None:
             factors, self._finite = factors[..., owners], self._finite[owners]
         self.factors = row_weights * factors
-        self.clip, self.half = clip, half
+        self.clip, self.half = clip, recorder.half
         self._earlier = earlier
 
     def sum_of(self, parameter: nn.Parameter, target: Tensor | None = None) -> Tensor:
@@ -533,10 +534,11 @@ class ClippedSum:
         nonzero = [p.grad is not None and bool(local_part(p.grad).any()) for p in unused]
         for parameter, is_nonzero in zip(unused, team.largest(nonzero), strict=True):
             if is_nonzero:
+                name = parameter_name(parameter, context.root)
                 raise DefenseError(
-                    f"DPSGD: the gradient of '{name_of(parameter, context.root)}' came from no "
-                    "layer that DPSGD saw in training_step: its layer was added after setup, or "
-                    "the parameter is used outside of its module's forward. Nothing was released."
+                    f"DPSGD: the gradient of '{name}' came from no layer that DPSGD saw in "
+                    "training_step: its layer was added after setup, or the parameter is used "
+                    "outside of its module's forward. Nothing was released."
                 )
 
     def check_complete(
@@ -566,7 +568,7 @@ class ClippedSum:
         largest = max(sizes, default=0.0)
         for (parameter, (expected, value, _)), size in zip(finite, sizes, strict=True):
             if not abs(expected - value) <= tolerance * max(size, RELATIVE * largest) + 1e-30:
-                name = name_of(parameter, context.root)
+                name = parameter_name(parameter, context.root)
                 raise DefenseError(
                     f"DPSGD: the gradient of '{name}' is not the sum of what its layer was seen "
                     "to add. Either the parameter is also used outside of its module's forward, "
@@ -606,58 +608,6 @@ class ClippedSum:
         )
 
 
-class NoiseGauge:
-    """A measurement of the standard deviation of the noise in what is about to leave.
-
-    Args:
-        std: the right value, before the division.
-        divisor: by which clipped sum and noise are divided.
-    """
-
-    def __init__(self, std: float, divisor: float) -> None:
-        self.std = std
-        self.divisor = divisor
-        self._square = 0.0
-        self._count = 0
-
-    def before(self, total: Tensor, relative: float) -> Tensor | None:
-        """Return some coordinates of a clipped sum, None where rounding would hide the noise.
-
-        Args:
-            total: of one parameter.
-            relative: how much noise it gets, over ``std``.
-        """
-        if not self.std:
-            return None
-        exact = total.flatten()[:GAUGED].clone()
-        largest = float(exact.abs().max()) if exact.numel() else 0.0
-        return exact if self.std * relative > LEAST_GAUGED * largest else None
-
-    def after(self, exact: Tensor, released: Tensor, relative: float) -> None:
-        """Measure the noise of the same coordinates in the gradient that leaves."""
-        if released.dtype not in (torch.float32, torch.float64):
-            return
-        noise = released.flatten()[:GAUGED].double() * self.divisor - exact.double()
-        self._square += float(noise.square().sum()) / relative**2
-        self._count += noise.numel()
-
-    def measured(self) -> float | None:
-        """Return the standard deviation, None where too little could be measured.
-
-        Raises:
-            DefenseError: it is wrong by more than six standard errors and 1%.
-        """
-        if self._count < FEWEST_GAUGED:
-            return None
-        ratio = self._square / self._count / self.std**2
-        if abs(ratio - 1) > 6 * math.sqrt(2 / self._count) + 0.02:
-            raise DefenseError(
-                f"DPSGD: the noise measured has a standard deviation of {math.sqrt(ratio):.4g} "
-                "times what is accounted; nothing was released."
-            )
-        return self.std * math.sqrt(ratio)
-
-
 def zeros_of(parameter: Tensor) -> Tensor:
     """Return zeros of a parameter's whole shape, float32 or float64 as clipped sums are."""
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
@@ -677,14 +627,6 @@ def random_direction(index: int, parameter: Tensor) -> tuple[Tensor, Tensor]:
         for n in (parameter.shape[0], parameter.shape[1:].numel())
     )
     return left, right
-
-
-def name_of(parameter: nn.Parameter, root: nn.Module) -> str:
-    """Return a parameter's name in the root."""
-    for name, candidate in root.named_parameters():
-        if candidate is parameter:
-            return name
-    return f"a parameter of shape {tuple(parameter.shape)}"
 
 
 def _rounds_products(context: DefenseContext) -> bool:

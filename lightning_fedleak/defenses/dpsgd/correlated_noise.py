@@ -50,7 +50,6 @@ from lightning_fedleak.defenses.dpsgd.factorization import (
     banded,
     banded_inverse,
 )
-from lightning_fedleak.defenses.dpsgd.poisson import origins
 from lightning_fedleak.defenses.noise import add_standard_normal, noise_key, standard_normal
 from lightning_fedleak.model_state import preserve_process
 from lightning_fedleak.private_files import check_private, hash_tensors
@@ -129,6 +128,39 @@ def values_in(example: Any) -> Iterator[str]:
         yield repr(value.tobytes())
     elif isinstance(value, str | bytes | int | float):
         yield repr(value)
+
+
+def origins(dataset: Any) -> tuple[Any, Any]:
+    """Return for each place the identity of the example's dataset, and its place there.
+
+    Subset and ConcatDataset are resolved.
+    """
+    if isinstance(dataset, ConcatDataset):
+        parts = [origins(part) for part in dataset.datasets]
+        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+    if isinstance(dataset, Subset):
+        indices = np.asarray(dataset.indices)
+        if indices.dtype.kind not in "iu":  # keys, or an empty list
+            _, places = np.unique(indices, return_inverse=True)
+            return np.full(len(indices), id(dataset.dataset), dtype=np.int64), places
+        sources, places = origins(dataset.dataset)
+        return sources[indices], places[indices]
+    size = count_places(dataset)
+    return np.full(size, id(dataset), dtype=np.int64), np.arange(size)
+
+
+def count_places(dataset: Any) -> int:
+    """Return the length of a map-style dataset.
+
+    Raises:
+        DefenseError: it is none.
+    """
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DefenseError(
+            f"the dataset {type(dataset).__name__} has no `__len__` or no `__getitem__`: Poisson "
+            "sampling needs a map-style dataset."
+        )
+    return len(dataset)
 
 
 def _contents(dataset: Any, places: Sequence[int]) -> dict[str, str]:

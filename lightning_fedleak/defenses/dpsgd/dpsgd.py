@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import functools
 import math
 import os
@@ -15,19 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.accounting.accounting import (
-    Accountant,
-    Trust,
     check_delta_for,
     effective_noise_multiplier,
 )
-from lightning_fedleak.defenses.accounting.budget import (
-    Account,
-    Budget,
-    guarantee_of,
-)
-from lightning_fedleak.defenses.accounting.groups import group_epsilon
-from lightning_fedleak.defenses.accounting.ledger import check_count, client_path
-from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
+from lightning_fedleak.defenses.accounting.budget import Account, AnyAccountant, Budget
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
     Defense,
@@ -36,44 +27,36 @@ from lightning_fedleak.defenses.base import (
     Privacy,
     State,
 )
-from lightning_fedleak.defenses.dpsgd.adam import check_no_other_noise, noise_aware_optimizers
-from lightning_fedleak.defenses.dpsgd.batch import trainer_of
-from lightning_fedleak.defenses.dpsgd.clipped_sum import (
-    Clip,
-    LayerNoise,
-    MaxGradNorm,
-    NoiseGauge,
-    clip_of,
-)
-from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism, NoisePlan, StepNoise
-from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
-from lightning_fedleak.defenses.dpsgd.poisson import Draws
-from lightning_fedleak.defenses.dpsgd.sampling import (
-    Sampling,
-    check_same_data,
-    digest_of,
-    sampling_of,
-)
+from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
+from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, clip_of
+from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoise
+from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
+from lightning_fedleak.defenses.dpsgd.sampling import check_same_data, sampling_of
 from lightning_fedleak.defenses.dpsgd.settings import (
     ClipSettings,
     OldArguments,
     ReleaseSettings,
     Unit,
     Users,
-)
-from lightning_fedleak.defenses.dpsgd.setup_checks import (
     check_budget,
     check_clip,
-    check_model,
     check_sampling,
+    guarantee_of,
+)
+from lightning_fedleak.defenses.dpsgd.setup_checks import (
+    check_model,
+    check_no_other_noise,
     check_shards,
     check_trainer,
     planned_steps,
 )
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep
-from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
-from lightning_fedleak.defenses.processes import Team, reshard
+from lightning_fedleak.defenses.noise import NoiseGauge, base_of, noise_key, standard_normal
+from lightning_fedleak.defenses.processes import Team, reshard, trainer_of
 from lightning_fedleak.validate import check_names
+
+# Attributes that decide how samples are clipped, and must not change during a fit.
+CLIP_ATTRIBUTES = ("max_grad_norm", "gamma", "per_layer", "layer_noise")
 
 
 class DPSGD(Defense):
@@ -158,25 +141,25 @@ class DPSGD(Defense):
         users = unit if isinstance(unit, Users) else None
         self._release, self._users = release, users
         self.max_grad_norm = max_grad_norm
+        self.clipping = clip.form
         self.gamma = clip.gamma
         self.per_layer = clip.per_layer
-        self.layer_noise: LayerNoise = clip.layer_noise
+        self.layer_noise = clip.layer_noise
+        self.loss = clip.loss
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
-        self.clipping: Clipping = clip.form
         self.poisson_sampling = poisson_sampling
-        self.trust: Trust = release.trust
-        self.on_budget = release.on_budget
-        self.loss = clip.loss
-        self.seed = seed
         self.max_physical_batch_size = max_physical_batch_size
+        self.trust = release.trust
+        self.mechanism = release.mechanism
+        self.bands = release.bands
+        self.on_budget = release.on_budget
+        self.seed = seed
         self.unit = "example" if users is None else "user"
         self.group_by = None if users is None else users.group_by
         self.rows_per_user = None if users is None else users.rows_per_user
         self.releases = 0
         self.measured_noise_multiplier = math.nan
-        self.mechanism: Mechanism = release.mechanism
-        self.bands = release.bands
         # With correlated noise an example's place decides which steps it may be in.
         independent = poisson_sampling and self.mechanism == "independent"
         self.guarantee = guarantee_of(
@@ -211,7 +194,7 @@ class DPSGD(Defense):
         return settings
 
     @property
-    def accountant(self) -> Accountant | RenyiFilter:
+    def accountant(self) -> AnyAccountant:
         """Return what counts the releases."""
         return self._budget.accountant
 
@@ -258,16 +241,7 @@ class DPSGD(Defense):
         Raises:
             DefenseError: ``rows`` is below 1, or the training data are not known yet.
         """
-        check_count(rows, "rows")
-        single = self.privacy
-        independent = self.mechanism == "independent"
-        if independent and not isinstance(self.accountant, RenyiFilter):
-            epsilon = group_epsilon(self.accountant.history, single.delta, rows)
-            return dataclasses.replace(single, epsilon=max(epsilon, single.epsilon))
-        log_delta = math.log(single.delta * rows) + (rows - 1) * single.epsilon
-        if log_delta >= 0:
-            return dataclasses.replace(single, epsilon=math.inf)
-        return dataclasses.replace(single, epsilon=rows * single.epsilon, delta=math.exp(log_delta))
+        return self._budget.group_privacy(rows, independent=self.mechanism == "independent")
 
     @property
     def share_spent(self) -> float | None:
@@ -305,8 +279,7 @@ class DPSGD(Defense):
             check_model(context.root, self.clipping)
             check_shards(context.root, context.processes)
             if self._ledger is not None and team.process == 0:
-                path = client_path(self._ledger, context.client, context.clients, self.unit)
-                self._budget.open_ledger(path)
+                self._budget.open_ledger(self._ledger, context.client, context.clients, self.unit)
         self._ledger = None
         self._budget.adopt(team.broadcast(self._budget.account_state()))
         if self.accountant.steps > self._checkpointed:
@@ -315,7 +288,6 @@ class DPSGD(Defense):
             context.root,
             team,
             clip=self._clip(context),
-            clipping=self.clipping,
             poisson=self.poisson_sampling,
             trusted=self.loss == "trusted",
             max_rows=self.max_physical_batch_size,
@@ -354,7 +326,7 @@ class DPSGD(Defense):
         team.check_alike(
             examples=sampling.examples,
             batch_size=sampling.expected,
-            users=0 if sampling.users is None else digest_of(sampling.users),
+            users=sampling.users_digest,
         )
         check_same_data(sampling.loader, team, poisson=self.poisson_sampling)
         self._forget_if_moved()
@@ -473,8 +445,9 @@ class DPSGD(Defense):
                 measured = gauge.measured()
             if measured is not None:
                 self.measured_noise_multiplier = measured / step.clip.sensitivity / noise.scale
-        for optimizer in noise_aware_optimizers(trainer):
-            optimizer.set_noise(self.noise_variances(parameters, context))
+        for optimizer in getattr(trainer, "optimizers", ()):
+            if isinstance(optimizer, DPAdamBC):
+                optimizer.set_noise(self.noise_variances(parameters, context))
         noise.end()
         if sigma > 0:
             step.moves.remember(parameters)
@@ -521,9 +494,8 @@ class DPSGD(Defense):
 
         Where layers differ it is the root mean square.
         """
-        step, sampling = self._in_fit()
-        std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
-        std *= self._noise.scale
+        step, _ = self._in_fit()
+        std = self._largest_std(context)
         if len(step.clip.norms) == 1:
             return std
         trained = [p for p in context.root.parameters() if p.requires_grad]
@@ -537,9 +509,8 @@ class DPSGD(Defense):
 
         It is that of the optimizer's gradient, which is averaged over clients.
         """
-        step, sampling = self._in_fit()
-        std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
-        std *= self._noise.scale
+        step, _ = self._in_fit()
+        std = self._largest_std(context)
         return {p: (std * step.clip.relative_noise(p)) ** 2 / context.clients for p in parameters}
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
@@ -636,6 +607,12 @@ class DPSGD(Defense):
             )
         return self._step, self._sampling
 
+    def _largest_std(self, context: DefenseContext) -> float:
+        """Return the standard deviation of the next update's noise, all layers together."""
+        step, sampling = self._in_fit()
+        std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
+        return std * self._noise.scale
+
     def _clip(self, context: DefenseContext) -> Clip:
         self._fixed = self._clip_settings()
         return clip_of(
@@ -644,23 +621,18 @@ class DPSGD(Defense):
             gamma=self.gamma,
             per_layer=self.per_layer,
             layer_noise=self.layer_noise,
+            form=self.clipping,
         )
 
     def _clip_settings(self) -> dict[str, object]:
-        norm = self.max_grad_norm
-        return {
-            "max_grad_norm": dict(norm) if isinstance(norm, Mapping) else norm,
-            "gamma": self.gamma,
-            "per_layer": self.per_layer,
-            "layer_noise": self.layer_noise,
-        }
+        return {name: copy.copy(getattr(self, name)) for name in CLIP_ATTRIBUTES}
 
     def _check_clip(self) -> None:
-        settings = self._clip_settings()
         for name, fixed in self._fixed.items():
-            if settings[name] != fixed:
+            current = getattr(self, name)
+            if current != fixed:
                 raise DefenseError(
-                    f"DPSGD: {name} was {fixed} when the fit began and is {settings[name]} now. "
+                    f"DPSGD: {name} was {fixed} when the fit began and is {current} now. "
                     "Samples are clipped by the first, and noise would follow the second, less of "
                     f"it than is accounted. Leave {name} as it is during a fit; nothing was "
                     "released."

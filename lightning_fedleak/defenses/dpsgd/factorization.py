@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg.lapack import dtbtrs
 from scipy.optimize import minimize
-from scipy.signal import lfilter
+from scipy.signal import lfilter, unit_impulse
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.validate import check_integer
@@ -116,7 +116,7 @@ def banded_inverse(steps: int, bands: int, separation: int) -> Factorization:
     rows = np.zeros((steps, bands))
     for place in range(bands):
         rows[place:, place] = inverse[place]
-    column = lfilter([1.0], inverse, _unit(steps))
+    column = lfilter([1.0], inverse, unit_impulse(steps))
     joint = np.zeros(steps)
     for start in range(0, steps, separation):
         joint[start:] += column[: steps - start]
@@ -156,7 +156,7 @@ def _column_loss(free: Floats, steps: int, objective: Objective) -> tuple[float,
         share = 1 - np.arange(steps) / steps
     coefficients = np.concatenate([[1.0], free])
     with np.errstate(all="ignore"):
-        sums = np.cumsum(lfilter([1.0], coefficients, _unit(steps)))
+        sums = np.cumsum(lfilter([1.0], coefficients, unit_impulse(steps)))
         turned = lfilter([1.0], coefficients, sums)
         error = share @ sums**2
         weighted = -2 * share * sums
@@ -167,12 +167,6 @@ def _column_loss(free: Floats, steps: int, objective: Objective) -> tuple[float,
     if not (math.isfinite(value) and np.isfinite(slope).all()):
         return 1e10, np.zeros_like(free)
     return value, slope
-
-
-def _unit(steps: int) -> Floats:
-    unit = np.zeros(steps)
-    unit[0] = 1.0
-    return unit
 
 
 def _options(numbers: int) -> dict[str, float]:
@@ -246,7 +240,7 @@ def _toeplitz_errors(column: Floats, columns: Floats) -> tuple[Floats, Floats]:
     ``C^-1 = N K^-1``.
     """
     bands, steps = columns.shape
-    inverse = lfilter([1.0], column, _unit(steps))
+    inverse = lfilter([1.0], column, unit_impulse(steps))
     scale = column[0] / columns[0]
     norms = scale * np.sqrt(np.cumsum(inverse**2))
     sums = np.cumsum(inverse)

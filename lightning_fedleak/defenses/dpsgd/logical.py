@@ -32,9 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import DefenseContext
-from lightning_fedleak.defenses.dpsgd.batch import tensors_of, trainer_of
-from lightning_fedleak.defenses.dpsgd.poisson import rebuilt
-from lightning_fedleak.defenses.processes import Team
+from lightning_fedleak.defenses.dpsgd.poisson import rebuilt, tensors_of
+from lightning_fedleak.defenses.processes import Team, trainer_of
 
 
 @dataclass(frozen=True)

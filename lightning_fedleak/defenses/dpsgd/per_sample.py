@@ -50,7 +50,7 @@ class Outer:
 
 
 @dataclass(frozen=True)
-class Rows:
+class EmbeddingRows:
     """Rows of an embedding's gradients: sample b's has ``values[b, t]`` added to ``ids[b, t]``.
 
     Attributes:
@@ -73,7 +73,7 @@ class Dense:
     values: Tensor
 
 
-Part = Outer | Rows | Dense
+Part = Outer | EmbeddingRows | Dense
 
 
 @contextmanager
@@ -108,10 +108,10 @@ def merge(parts: Sequence[Part]) -> list[Part]:
         result.append(Outer(torch.cat(left, 1), torch.cat(right, 1)))
     else:
         result += outer
-    rows = [part for part in parts if isinstance(part, Rows)]
+    rows = [part for part in parts if isinstance(part, EmbeddingRows)]
     if len(rows) > 1:
         values = torch.cat([_wide(part.values) for part in rows], 1)
-        result.append(Rows(torch.cat([part.ids for part in rows], 1), values))
+        result.append(EmbeddingRows(torch.cat([part.ids for part in rows], 1), values))
     else:
         result += rows
     dense = [part.values for part in parts if isinstance(part, Dense)]
@@ -210,7 +210,7 @@ def sum_users(parts: Sequence[Part], weights: Tensor, rows: Sequence[int]) -> li
             result.append(Outer(by_user(left), by_user(_wide(part.right))))
         else:
             values = _wide(part.values) * weights.to(_wide(part.values))[:, None, None]
-            result.append(Rows(by_user(part.ids), by_user(values)))
+            result.append(EmbeddingRows(by_user(part.ids), by_user(values)))
     return result
 
 
@@ -359,7 +359,7 @@ def _squared_norms(parts: Sequence[Part], rows: slice) -> Tensor:
     for part in parts:
         if isinstance(part, Dense):
             raise AssertionError("parts in full and factors together have no ghost norm")
-        if not isinstance(part, Rows):
+        if not isinstance(part, EmbeddingRows):
             continue
         ids, values = part.ids[rows], _wide(part.values[rows])
         same = ids[:, :, None] == ids[:, None, :]
@@ -513,7 +513,7 @@ def _embedding(
     values = _positions(gradient, samples)
     if module.padding_idx is not None:
         values = values.masked_fill((ids == module.padding_idx)[..., None], 0.0)
-    yield "weight", Rows(ids, values)
+    yield "weight", EmbeddingRows(ids, values)
 
 
 def _layer_norm(

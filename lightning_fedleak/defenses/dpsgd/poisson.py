@@ -3,14 +3,10 @@
 Every example of a client's shard is in a batch with chance ``rate``, independently of every other
 example and of every other batch. Batches vary in size and may be empty; an empty one is a release
 like every other and must not be skipped.
-
-Where the loader's batches are taken, :func:`checked_loader` refuses one that may yield an example
-twice.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,31 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    Subset,
-)
+from torch.utils.data import DataLoader, Sampler
 
-from lightning_fedleak.defenses.accounting.ledger import check_count, check_sample_rate
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.dpsgd.batch import tensors_of
-from lightning_fedleak.validate import check_integer
+from lightning_fedleak.defenses.dpsgd.correlated_noise import Places
 
 DOMAIN = b"lightning-fedleak poisson sampling 1\0"  # prefix of the hash; another gives other masks
-LEAST_ENTROPY = 16  # bytes; 128 bits cannot be guessed
 MOST_WAITING = 1 << 12  # batches whose sizes are stored; workers fetch far fewer ahead of training
-_ALREADY = (
-    "DP-SGD samples each example independently and replaces the sampler, or with "
-    "poisson_sampling=False counts each example once in a batch: it must know the sampler's rule."
-)
 
 
 @dataclass(frozen=True)
@@ -286,223 +264,6 @@ class EmptyCollate(RowCollate):
         return _emptied(once, twice)
 
 
-def poisson_loader(
-    loader: DataLoader[Any],
-    rate: float,
-    draws: Draws,
-    *,
-    clients: int,
-    steps: int | None = None,
-    users: Sequence[Sequence[int]] | None = None,
-    rows_per_user: int | None = None,
-) -> DataLoader[Any]:
-    """Return a loader's dataset, collate function and workers with Poisson sampling.
-
-    Where a DistributedSampler splits the dataset (Lightning adds one under DDP) the shard is this
-    process's part, without shuffling and without the examples that it repeats to make shards equal
-    in size: each example belongs to exactly one process. Otherwise the shard is the whole dataset.
-    Processes with different shards draw different masks, of one client or of several.
-
-    Args:
-        loader: with a map-style dataset and a sampler of torch's own.
-        rate: chance of each example to be in a batch, in (0, 1]; mean batch size over size of the
-            shard.
-        draws: entropy, client and groups.
-        clients: number of clients.
-        steps: batches in an epoch; default ``round(1 / rate)``, so that each example is drawn once
-            an epoch on average.
-        users: the rows of every user, where users are drawn; then the rate is that of a user, and
-            processes share users.
-        rows_per_user: of one user in a batch; None for all.
-
-    Returns:
-        A new DataLoader; its ``batch_sampler`` is a :class:`PoissonBatchSampler`.
-
-    Raises:
-        DefenseError: a loader whose sampling cannot be replaced without changing what it loads, or
-            a value out of range; says what to change.
-    """
-    check_sample_rate(rate)
-    check_integer("client", draws.client, at_least=0, at_most=clients - 1, error=DefenseError)
-    if len(draws.entropy) < LEAST_ENTROPY:
-        raise DefenseError(
-            f"entropy of {len(draws.entropy)} bytes can be guessed: give at least {LEAST_ENTROPY} "
-            "of os.urandom"
-        )
-    if steps is None:
-        steps = max(1, round(1 / rate))
-    check_count(steps, "steps")
-    check_torch_loader(loader)
-    _check_fetches_none(loader)
-    shard = _shard(loader)
-    if users is not None:
-        shard = range(shard.start, len(users), shard.step)
-    if not shard:
-        raise DefenseError(
-            f"client {draws.client} has no {'examples' if users is None else 'users'}: the dataset "
-            f"holds {len(_sized(loader.dataset) if users is None else users)} for all clients. Use "
-            "fewer clients or more data."
-        )
-    if users is None:
-        sampler, first = PoissonBatchSampler(shard, rate, steps, draws), shard[0]
-    else:
-        sampler = UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
-        first = users[shard[0]][0]
-    loading: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "generator": loader.generator,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }
-    collate = EmptyCollate(loader.collate_fn, loader.dataset, first)
-    return DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
-
-
-def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return the same loader, which yields an example once in an epoch at most, as one row.
-
-    Under a DistributedSampler another process may repeat an example, in one batch of an epoch.
-
-    Args:
-        loader: with a map-style dataset and a sampler of torch's own.
-
-    Raises:
-        DefenseError: a loader that may yield an example twice, or with an unknown sampler.
-    """
-    check_torch_loader(loader)
-    _shard(loader)
-    checked = copy.copy(loader)
-    checked._iterator = None
-    checked.collate_fn = RowCollate(loader.collate_fn)
-    return checked
-
-
-def is_sharded(loader: Any) -> bool:
-    """Return whether a loader's sampler splits the dataset among processes."""
-    return isinstance(getattr(loader, "sampler", None), DistributedSampler)
-
-
-def check_torch_loader(loader: DataLoader[Any]) -> None:
-    """Raise an error for a loader whose examples cannot be drawn one by one.
-
-    Raises:
-        DefenseError: says what to change.
-    """
-    if not isinstance(loader, DataLoader):
-        raise DefenseError(
-            f"DP-SGD needs a torch DataLoader, got {type(loader).__name__}. Return one "
-            "DataLoader from `train_dataloader`."
-        )
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        raise DefenseError(
-            f"{type(loader).__name__} makes batches in an `__iter__` of its own. {_ALREADY} Use a "
-            "plain DataLoader."
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise DefenseError(
-            "an iterable dataset cannot be sampled by chance: it has no length and no index. Load "
-            "it into a map-style dataset (with `__len__` and `__getitem__`)."
-        )
-    if isinstance(loader.batch_sampler, PoissonBatchSampler):
-        raise DefenseError("this loader already samples by Poisson: give each loader once")
-    if loader.batch_sampler is None:
-        raise DefenseError(
-            "batch_size=None turns batching off, and Poisson sampling makes batches: give the "
-            "DataLoader a batch_size and single examples."
-        )
-    if type(loader.batch_sampler) is not BatchSampler:
-        raise DefenseError(
-            f"the batch sampler {type(loader.batch_sampler).__name__} is one of your own. "
-            f"{_ALREADY} Pass batch_size=... instead of batch_sampler=..."
-        )
-    _sized(loader.dataset)
-
-
-def _check_fetches_none(loader: DataLoader[Any]) -> None:
-    """Raise an error unless a dataset that fetches several examples at once can fetch none."""
-    fetch = getattr(loader.dataset, "__getitems__", None)
-    if fetch is not None:
-        try:
-            count = len(fetch([]))
-        except Exception as error:
-            raise DefenseError(
-                f"`{type(loader.dataset).__name__}.__getitems__([])` fails ({error!r}), but a "
-                "Poisson batch may be empty: let it return an empty list."
-            ) from error
-        if count:
-            raise DefenseError(
-                f"`{type(loader.dataset).__name__}.__getitems__([])` gives {count} examples "
-                "instead of none: a Poisson batch may be empty."
-            )
-
-
-def _shard(loader: DataLoader[Any]) -> range:
-    """Return the indices of this process's examples, each of which is in the dataset once."""
-    if isinstance(loader.dataset, Subset | ConcatDataset):
-        _check_once(loader.dataset)
-    size, sampler = len(_sized(loader.dataset)), loader.sampler
-    # Of these classes exactly: one derived from them may choose or repeat any examples.
-    if type(sampler) is RandomSampler and not sampler.replacement:
-        plain = sampler.num_samples == size
-    elif type(sampler) is DistributedSampler and sampler.dataset is loader.dataset:
-        return range(sampler.rank, size, sampler.num_replicas)
-    else:
-        plain = type(sampler) is SequentialSampler
-    if not plain:
-        inner = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
-        raise DefenseError(
-            f"the sampler {type(inner).__name__} chooses examples in its own way. {_ALREADY} Use "
-            "shuffle=True; to train on a part of the data pass torch.utils.data.Subset."
-        )
-    return range(size)
-
-
-def _check_once(dataset: Dataset[Any]) -> None:
-    """Raise an error where a Subset or ConcatDataset has an example at two places."""
-    sources, places = origins(dataset)
-    order = np.lexsort((places, sources))
-    repeated = (np.diff(sources[order]) == 0) & (np.diff(places[order]) == 0)
-    if repeated.any():
-        raise DefenseError(
-            f"{int(repeated.sum())} of the {len(places)} places in the dataset hold an example "
-            "that is at another place too (a Subset with an index twice, or a ConcatDataset of a "
-            "dataset with itself), and privacy is accounted for each place: such an example pays "
-            "several times. Let each occur once, and train for more epochs."
-        )
-
-
-def origins(dataset: Any) -> tuple[Any, Any]:
-    """Return for each place the identity of the example's dataset, and its place there.
-
-    Subset and ConcatDataset are resolved.
-    """
-    if isinstance(dataset, ConcatDataset):
-        parts = [origins(part) for part in dataset.datasets]
-        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
-    if isinstance(dataset, Subset):
-        indices = np.asarray(dataset.indices)
-        if indices.dtype.kind not in "iu":  # keys, or an empty list
-            _, places = np.unique(indices, return_inverse=True)
-            return np.full(len(indices), id(dataset.dataset), dtype=np.int64), places
-        sources, places = origins(dataset.dataset)
-        return sources[indices], places[indices]
-    size = len(_sized(dataset))
-    return np.full(size, id(dataset), dtype=np.int64), np.arange(size)
-
-
-def _sized(dataset: Dataset[Any]) -> Any:
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DefenseError(
-            f"the dataset {type(dataset).__name__} has no `__len__` or no `__getitem__`: Poisson "
-            "sampling needs a map-style dataset."
-        )
-    return dataset
-
-
 def _emptied(once: Any, twice: Any) -> Any:
     """Return ``once`` with what is longer in ``twice`` cut to length 0."""
     if isinstance(once, Tensor):
@@ -545,3 +306,124 @@ def rebuilt(like: Mapping[Any, Any], fields: dict[Any, Any]) -> Any:
             f"the collate function returns a {type(like).__name__}, which cannot be made from a "
             "dict with other rows: let it return a dict, a list or a tuple"
         ) from error
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A loader for DP-SGD.
+
+    Attributes:
+        loader: yields the batches.
+        rate: chance of each example to be in a batch, as it is to be accounted.
+        expected: number of examples by which a clipped sum is divided.
+        examples: of all clients; where users are drawn, the number of users.
+        users: the rows of each user; None where examples are drawn.
+        groups: of examples or users, from which batches are drawn in turn.
+        places: of examples, where noise is correlated over steps; else None.
+    """
+
+    loader: DataLoader[Any]
+    rate: float
+    expected: float
+    examples: int
+    users: Sequence[Sequence[int]] | None = None
+    groups: int = 1
+    places: Places | None = None
+
+    @property
+    def next_step(self) -> int:
+        """Return the number of the next Poisson batch, where the next loader continues."""
+        sampler = self.loader.batch_sampler
+        return sampler.step if isinstance(sampler, PoissonBatchSampler) else 0
+
+    @property
+    def users_digest(self) -> int:
+        """Return a digest, of 48 bits, of the rows of every user; 0 where examples are drawn."""
+        if self.users is None:
+            return 0
+        text = ";".join(",".join(map(str, rows)) for rows in self.users)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+    def check_size(self, samples: int) -> None:
+        """Raise an error unless a batch has as many samples as examples were drawn for it.
+
+        Raises:
+            DefenseError: something between the loader and the training step changed the batch.
+        """
+        sampler, size = self.loader.batch_sampler, self.loader.batch_size
+        foreign = isinstance(sampler, PoissonBatchSampler) and not sampler.claim(samples)
+        if foreign or (size is not None and samples > size):
+            raise DefenseError(
+                f"DPSGD: training_step gets a batch of {samples} samples, and the loader made none "
+                "of that size. A hook (on_after_batch_transfer?) or callback that adds rows to a "
+                "batch, repeats or cuts them, or another loader, makes an example count "
+                "otherwise than is accounted. Let each batch keep one row for each example drawn."
+            )
+
+    def check_turn(self, row: int, samples: int) -> None:
+        """Raise an error for a batch that was drawn for another step of its mechanism.
+
+        Raises:
+            DefenseError: a batch was left out, or came twice.
+        """
+        sampler = self.loader.batch_sampler
+        if self.groups == 1 or not isinstance(sampler, PoissonBatchSampler):
+            return
+        if not sampler.claim_turn(row, samples):
+            raise DefenseError(
+                f"DPSGD: a batch of {samples} samples comes in step {row} that was not drawn for "
+                "it: one was left out, or came twice. With correlated noise each example has its "
+                "own steps. Let every batch have one release, in the order in which they are drawn."
+            )
+
+    def users_in(self, samples: int) -> list[int] | None:
+        """Return how many rows each user has in the next batch; None where examples are drawn.
+
+        Raises:
+            DefenseError: the batch is not the one that was drawn.
+        """
+        sampler = self.loader.batch_sampler
+        if not isinstance(sampler, UserBatchSampler):
+            return None
+        counts = sampler.claim_users(samples)
+        if counts is None:
+            raise DefenseError(
+                f"DPSGD: training_step gets a batch of {samples} rows, and the next that was drawn "
+                "has another number: whose rows they are is not known. Let batches come in the "
+                "order in which the loader makes them (in_order=True), each once."
+            )
+        return counts
+
+    def placeholder(self) -> Any:
+        """Return a batch of one example that was not drawn and must not count."""
+        assert isinstance(self.loader.collate_fn, EmptyCollate)
+        return self.loader.collate_fn.placeholder()
+
+
+def count_samples(batch: Any) -> int:
+    """Return B, the first dimension of all tensors of a batch.
+
+    Raises:
+        DefenseError: they differ in it, or there are none.
+    """
+    sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
+    if len(sizes) != 1:
+        content = "no tensors" if not sizes else f"tensors with first dimensions {sorted(sizes)}"
+        raise DefenseError(
+            f"DPSGD: the batch ({type(batch).__name__}) holds {content}, so its samples cannot be "
+            "counted. Let it be a tensor, or a dict, list or tuple of tensors, each with the "
+            "samples as its first dimension."
+        )
+    return int(sizes.pop())
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors of a batch, in mappings, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_of(item)

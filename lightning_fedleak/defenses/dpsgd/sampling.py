@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
+from lightning_fedleak.defenses.accounting.ledger import check_count, check_sample_rate
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
-from lightning_fedleak.defenses.dpsgd.batch import overlap_warning, sizes_of, tensors_of
 from lightning_fedleak.defenses.dpsgd.correlated_noise import (
-    Places,
+    count_places,
+    origins,
     places_of,
     values_in,
 )
@@ -24,103 +34,21 @@ from lightning_fedleak.defenses.dpsgd.poisson import (
     Draws,
     EmptyCollate,
     PoissonBatchSampler,
+    RowCollate,
+    Sampling,
     UserBatchSampler,
-    check_torch_loader,
-    checked_loader,
-    is_sharded,
-    poisson_loader,
 )
-from lightning_fedleak.defenses.dpsgd.settings import GroupBy, ReleaseSettings, Users
+from lightning_fedleak.defenses.dpsgd.settings import ReleaseSettings, Users
+from lightning_fedleak.defenses.dpsgd.users import check_order, rows_by_user
 from lightning_fedleak.defenses.processes import Team
-from lightning_fedleak.model_state import preserve_process
+from lightning_fedleak.validate import check_integer
 
 COMPARED = 5  # examples that show whether processes have the same dataset. Not tuned
-ORDERED = 8  # examples that show whether the collate function keeps their order. Not tuned
-CANDIDATES = 64  # examples these are chosen from, to differ in length where any do. Not tuned
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """A loader for DP-SGD.
-
-    Attributes:
-        loader: yields the batches.
-        rate: chance of each example to be in a batch, as it is to be accounted.
-        expected: number of examples by which a clipped sum is divided.
-        examples: of all clients; where users are drawn, the number of users.
-        users: the rows of each user; None where examples are drawn.
-        groups: of examples or users, from which batches are drawn in turn.
-        places: of examples, where noise is correlated over steps; else None.
-    """
-
-    loader: DataLoader[Any]
-    rate: float
-    expected: float
-    examples: int
-    users: Sequence[Sequence[int]] | None = None
-    groups: int = 1
-    places: Places | None = None
-
-    @property
-    def next_step(self) -> int:
-        """Return the number of the next Poisson batch, where the next loader continues."""
-        sampler = self.loader.batch_sampler
-        return sampler.step if isinstance(sampler, PoissonBatchSampler) else 0
-
-    def check_size(self, samples: int) -> None:
-        """Raise an error unless a batch has as many samples as examples were drawn for it.
-
-        Raises:
-            DefenseError: something between the loader and the training step changed the batch.
-        """
-        sampler, size = self.loader.batch_sampler, self.loader.batch_size
-        foreign = isinstance(sampler, PoissonBatchSampler) and not sampler.claim(samples)
-        if foreign or (size is not None and samples > size):
-            raise DefenseError(
-                f"DPSGD: training_step gets a batch of {samples} samples, and the loader made none "
-                "of that size. A hook (on_after_batch_transfer?) or callback that adds rows to a "
-                "batch, repeats or cuts them, or another loader, makes an example count "
-                "otherwise than is accounted. Let each batch keep one row for each example drawn."
-            )
-
-    def check_turn(self, row: int, samples: int) -> None:
-        """Raise an error for a batch that was drawn for another step of its mechanism.
-
-        Raises:
-            DefenseError: a batch was left out, or came twice.
-        """
-        sampler = self.loader.batch_sampler
-        if self.groups == 1 or not isinstance(sampler, PoissonBatchSampler):
-            return
-        if not sampler.claim_turn(row, samples):
-            raise DefenseError(
-                f"DPSGD: a batch of {samples} samples comes in step {row} that was not drawn for "
-                "it: one was left out, or came twice. With correlated noise each example has its "
-                "own steps. Let every batch have one release, in the order in which they are drawn."
-            )
-
-    def users_in(self, samples: int) -> list[int] | None:
-        """Return how many rows each user has in the next batch; None where examples are drawn.
-
-        Raises:
-            DefenseError: the batch is not the one that was drawn.
-        """
-        sampler = self.loader.batch_sampler
-        if not isinstance(sampler, UserBatchSampler):
-            return None
-        counts = sampler.claim_users(samples)
-        if counts is None:
-            raise DefenseError(
-                f"DPSGD: training_step gets a batch of {samples} rows, and the next that was drawn "
-                "has another number: whose rows they are is not known. Let batches come in the "
-                "order in which the loader makes them (in_order=True), each once."
-            )
-        return counts
-
-    def placeholder(self) -> Any:
-        """Return a batch of one example that was not drawn and must not count."""
-        assert isinstance(self.loader.collate_fn, EmptyCollate)
-        return self.loader.collate_fn.placeholder()
+LEAST_ENTROPY = 16  # bytes; 128 bits cannot be guessed
+_ALREADY = (
+    "DP-SGD samples each example independently and replaces the sampler, or with "
+    "poisson_sampling=False counts each example once in a batch: it must know the sampler's rule."
+)
 
 
 def sampling_of(
@@ -150,7 +78,7 @@ def sampling_of(
             that does not keep the order of their rows.
     """
     check_torch_loader(dataloader)
-    examples, batch_size = sizes_of(dataloader)
+    examples, batch_size = len(dataloader.dataset), dataloader.batch_size
     replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
     if context.clients > 1 and not is_sharded(dataloader):
         warnings.warn(overlap_warning(context.clients, release.trust), stacklevel=3)
@@ -179,7 +107,7 @@ def sampling_of(
     )
     assert isinstance(loader.batch_sampler, PoissonBatchSampler)
     if rows is not None:
-        _check_order(loader)
+        check_order(loader)
     shard = loader.batch_sampler.shard
     places = None
     if mechanism != "independent":
@@ -249,106 +177,6 @@ def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
         )
 
 
-def _check_order(loader: DataLoader[Any]) -> None:
-    """Raise an error for a dataset or collate function that changes the order of examples.
-
-    The user of a row follows from its place. A few examples are collated twice in one order and
-    once in another. Tensors that are equal in the first two must be reordered in the third, which
-    depends on the collate function and not on the examples. Global random states do not change.
-
-    Raises:
-        DefenseError: it sorts or shuffles, or makes a row of several examples.
-    """
-    with preserve_process():
-        places = _unlike(loader)
-        count = len(places)
-        # Sorting, reversing and rotating do not undo this order.
-        order = [*range(1, count - 1), 0, count - 1] if count > 2 else [*range(count)][::-1]
-        first, second, permuted = (
-            _collated(loader, chosen) for chosen in (places, places, [places[i] for i in order])
-        )
-        conclusive = False
-        for tensor, repeated, reordered in zip(first, second, permuted, strict=False):
-            if len(tensor) != count:
-                continue
-            if _equal(tensor, repeated):
-                # Or it is the same whatever the examples are: their numbers in the batch, say.
-                keeps_order = _equal(tensor[order], reordered) or any(
-                    _equal(tensor, constant) for constant in _collated(loader, places[:1] * count)
-                )
-                conclusive = conclusive or not _equal(tensor, tensor[:1].expand_as(tensor))
-            else:
-                keeps_order = not _is_shuffled(tensor, repeated)
-            if not keeps_order:
-                raise DefenseError(
-                    "DPSGD: with unit=Users() the user of a row follows from its place in the "
-                    f"batch, and the collate function ({_collate_name(loader)}) or the dataset's "
-                    "`__getitems__` sorts or shuffles rows, or makes a row of several examples: "
-                    "one user's rows would be clipped as another's. Let row i of every tensor be "
-                    "of example i (pack_padded_sequence takes enforce_sorted=False)."
-                )
-    if count > 1 and not conclusive:
-        warnings.warn(
-            "DPSGD: with unit=Users() the user of a row follows from its place in the batch. "
-            f"Whether the collate function ({_collate_name(loader)}) keeps the order of examples "
-            "could not be checked: its batches are random, or the same for all examples. It is "
-            "trusted.",
-            stacklevel=4,
-        )
-
-
-def _unlike(loader: DataLoader[Any]) -> list[int]:
-    """Return places of a few examples, from the shortest to the longest of many."""
-    dataset: Any = loader.dataset
-    last = len(dataset) - 1
-    places = sorted({last * i // (CANDIDATES - 1) for i in range(CANDIDATES)})
-    places.sort(key=lambda place: _length(dataset[place]))
-    ranks = sorted({(len(places) - 1) * i // (ORDERED - 1) for i in range(ORDERED)})
-    return [places[rank] for rank in ranks]
-
-
-def _length(value: Any) -> int:
-    """Return how many letters and nonzero numbers an example has; padding is often zero."""
-    if isinstance(value, Mapping):
-        return sum(map(_length, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(_length, value))
-    if isinstance(value, Tensor | np.ndarray):
-        return int((value != 0).sum())
-    return len(value) if isinstance(value, str | bytes) else bool(value)
-
-
-def _collated(loader: DataLoader[Any], places: list[int]) -> list[Tensor]:
-    """Return the tensors of a batch of these examples, fetched as a DataLoader does."""
-    dataset: Any = loader.dataset
-    fetch = getattr(dataset, "__getitems__", None)
-    examples = fetch(places) if fetch else [dataset[place] for place in places]
-    return [tensor for tensor in tensors_of(loader.collate_fn(examples)) if tensor.dim()]
-
-
-def _equal(first: Tensor, second: Tensor) -> bool:
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    if first.is_floating_point() or first.is_complex():
-        return torch.allclose(first, second, equal_nan=True)
-    return torch.equal(first, second)
-
-
-def _is_shuffled(first: Tensor, second: Tensor) -> bool:
-    """Return whether they hold the same rows, each once, in another order."""
-    if first.shape != second.shape:
-        return False
-    rows = [sorted(repr(row) for row in tensor.tolist()) for tensor in (first, second)]
-    return rows[0] == rows[1] and len(set(rows[0])) == len(first)
-
-
-def _collate_name(loader: DataLoader[Any]) -> str:
-    collate: Any = loader.collate_fn
-    if isinstance(collate, EmptyCollate):
-        collate = collate.collate
-    return str(getattr(collate, "__name__", type(collate).__name__))
-
-
 def check_same_data(loader: DataLoader[Any], team: Team, *, poisson: bool) -> None:
     """Raise an error for processes of one client whose parts may overlap; a collective.
 
@@ -390,111 +218,205 @@ def _digest(dataset: Any) -> int:
     return int.from_bytes(digest[:6], "big")
 
 
-# ---- users ----------------------------------------------------------------------------------
+def poisson_loader(
+    loader: DataLoader[Any],
+    rate: float,
+    draws: Draws,
+    *,
+    clients: int,
+    steps: int | None = None,
+    users: Sequence[Sequence[int]] | None = None,
+    rows_per_user: int | None = None,
+) -> DataLoader[Any]:
+    """Return a loader's dataset, collate function and workers with Poisson sampling.
 
-
-def users_of(dataset: Any, group_by: GroupBy) -> list[list[int]]:
-    """Return the rows of every user, without the keys of :func:`rows_by_user`."""
-    return [*rows_by_user(dataset, group_by).values()]
-
-
-def rows_by_user(dataset: Any, group_by: GroupBy) -> dict[Any, list[int]]:
-    """Return the rows of every user by key, in the order of each user's first row.
+    Where a DistributedSampler splits the dataset (Lightning adds one under DDP) the shard is this
+    process's part, without shuffling and without the examples that it repeats to make shards equal
+    in size: each example belongs to exactly one process. Otherwise the shard is the whole dataset.
+    Processes with different shards draw different masks, of one client or of several.
 
     Args:
-        dataset: map-style.
-        group_by: the name of a column, a function of an example, or one key for each row.
+        loader: with a map-style dataset and a sampler of torch's own.
+        rate: chance of each example to be in a batch, in (0, 1]; mean batch size over size of the
+            shard.
+        draws: entropy, client and groups.
+        clients: number of clients.
+        steps: batches in an epoch; default ``round(1 / rate)``, so that each example is drawn once
+            an epoch on average.
+        users: the rows of every user, where users are drawn; then the rate is that of a user, and
+            processes share users.
+        rows_per_user: of one user in a batch; None for all.
+
+    Returns:
+        A new DataLoader; its ``batch_sampler`` is a :class:`PoissonBatchSampler`.
 
     Raises:
-        DefenseError: a row without a key, or not one key for each row; names the column.
+        DefenseError: a loader whose sampling cannot be replaced without changing what it loads, or
+            a value out of range; says what to change.
     """
-    keys = _keys(dataset, group_by)
-    if len(keys) != len(dataset):
+    check_sample_rate(rate)
+    check_integer("client", draws.client, at_least=0, at_most=clients - 1, error=DefenseError)
+    if len(draws.entropy) < LEAST_ENTROPY:
         raise DefenseError(
-            f"DPSGD: group_by gives {len(keys)} keys for {len(dataset)} rows; give one for each"
+            f"entropy of {len(draws.entropy)} bytes can be guessed: give at least {LEAST_ENTROPY} "
+            "of os.urandom"
         )
-    users: dict[Any, list[int]] = {}
-    for row, key in enumerate(keys):
-        try:
-            user = _comparable(key)
-            if user is not None:
-                users.setdefault(user, []).append(row)
-        except (TypeError, ValueError, RuntimeError) as error:  # also arrays, and pandas' NA
-            raise DefenseError(
-                f"DPSGD: row {row}'s {_name(group_by)} is a {type(key).__name__}, by which users "
-                "cannot be compared; give a number or a string"
-            ) from error
-        if user is None:
-            raise DefenseError(
-                f"DPSGD: row {row} has no {_name(group_by)} (it is {key!r}), so its user is not "
-                "known. Leave such rows out of the dataset, or give them a key."
-            )
-    return users
+    if steps is None:
+        steps = max(1, round(1 / rate))
+    check_count(steps, "steps")
+    check_torch_loader(loader)
+    _check_fetches_none(loader)
+    shard = _shard(loader)
+    if users is not None:
+        shard = range(shard.start, len(users), shard.step)
+    if not shard:
+        count = count_places(loader.dataset) if users is None else len(users)
+        raise DefenseError(
+            f"client {draws.client} has no {'examples' if users is None else 'users'}: the dataset "
+            f"holds {count} for all clients. Use fewer clients or more data."
+        )
+    if users is None:
+        sampler, first = PoissonBatchSampler(shard, rate, steps, draws), shard[0]
+    else:
+        sampler = UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
+        first = users[shard[0]][0]
+    loading: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+    collate = EmptyCollate(loader.collate_fn, loader.dataset, first)
+    return DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
 
 
-def digest_of(users: Sequence[Sequence[int]]) -> int:
-    """Return a digest, of 48 bits, of the rows of every user."""
-    text = ";".join(",".join(map(str, rows)) for rows in users)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return the same loader, which yields an example once in an epoch at most, as one row.
 
+    Under a DistributedSampler another process may repeat an example, in one batch of an epoch.
 
-def _comparable(key: Any) -> Any:
-    """Return a key by which users are compared; None for None, NaN, "" and what holds one of them.
+    Args:
+        loader: with a map-style dataset and a sampler of torch's own.
 
     Raises:
-        TypeError: it is equal to itself alone, or has no hash.
+        DefenseError: a loader that may yield an example twice, or with an unknown sampler.
     """
-    if isinstance(key, tuple | frozenset):
-        parts = [_comparable(part) for part in key]
-        kind = tuple if isinstance(key, tuple) else frozenset
-        return None if any(part is None for part in parts) else kind(parts)
-    key = key.item() if getattr(key, "shape", None) in ((), (1,)) else key
-    by_identity: Any = object.__hash__
-    if key is not None and type(key).__hash__ is by_identity:
-        raise TypeError("equal to itself alone")
-    missing = key is None or bool(key != key) or bool(key == "")
-    return None if missing else key
+    check_torch_loader(loader)
+    _shard(loader)
+    checked = copy.copy(loader)
+    checked._iterator = None
+    checked.collate_fn = RowCollate(loader.collate_fn)
+    return checked
 
 
-def _name(group_by: GroupBy) -> str:
-    return f"'{group_by}'" if isinstance(group_by, str) else "key (group_by)"
+def is_sharded(loader: Any) -> bool:
+    """Return whether a loader's sampler splits the dataset among processes."""
+    return isinstance(getattr(loader, "sampler", None), DistributedSampler)
 
 
-def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
-    if isinstance(dataset, Subset) and (isinstance(group_by, str) or callable(group_by)):
-        inner = _keys(dataset.dataset, group_by)
-        return [inner[i] for i in dataset.indices]
-    if callable(group_by):
-        return [group_by(dataset[row]) for row in range(len(dataset))]
-    if not isinstance(group_by, str):
-        ordered = hasattr(group_by, "__len__") and hasattr(group_by, "__getitem__")
-        if not ordered or isinstance(group_by, Mapping):
+def check_torch_loader(loader: DataLoader[Any]) -> None:
+    """Raise an error for a loader whose examples cannot be drawn one by one.
+
+    Raises:
+        DefenseError: says what to change.
+    """
+    if not isinstance(loader, DataLoader):
+        raise DefenseError(
+            f"DP-SGD needs a torch DataLoader, got {type(loader).__name__}. Return one "
+            "DataLoader from `train_dataloader`."
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise DefenseError(
+            f"{type(loader).__name__} makes batches in an `__iter__` of its own. {_ALREADY} Use a "
+            "plain DataLoader."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise DefenseError(
+            "an iterable dataset cannot be sampled by chance: it has no length and no index. Load "
+            "it into a map-style dataset (with `__len__` and `__getitem__`)."
+        )
+    if isinstance(loader.batch_sampler, PoissonBatchSampler):
+        raise DefenseError("this loader already samples by Poisson: give each loader once")
+    if loader.batch_sampler is None:
+        raise DefenseError(
+            "batch_size=None turns batching off, and Poisson sampling makes batches: give the "
+            "DataLoader a batch_size and single examples."
+        )
+    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        raise DefenseError(
+            f"the batch sampler {type(loader.batch_sampler).__name__} is one of your own. "
+            f"{_ALREADY} Pass batch_size=... instead of batch_sampler=..."
+        )
+    count_places(loader.dataset)
+
+
+def _check_fetches_none(loader: DataLoader[Any]) -> None:
+    """Raise an error unless a dataset that fetches several examples at once can fetch none."""
+    fetch = getattr(loader.dataset, "__getitems__", None)
+    if fetch is not None:
+        try:
+            count = len(fetch([]))
+        except Exception as error:
             raise DefenseError(
-                f"DPSGD: group_by is a {type(group_by).__name__}, whose keys have no order. "
-                "Give the name of a column, a function of an example, or a list with one key for "
-                "each row."
+                f"`{type(loader.dataset).__name__}.__getitems__([])` fails ({error!r}), but a "
+                "Poisson batch may be empty: let it return an empty list."
+            ) from error
+        if count:
+            raise DefenseError(
+                f"`{type(loader.dataset).__name__}.__getitems__([])` gives {count} examples "
+                "instead of none: a Poisson batch may be empty."
             )
-        return group_by
-    names = getattr(dataset, "column_names", None)
-    if names is not None:
-        if group_by not in names:
-            raise _no_column(group_by, names)
-        column: Sequence[Any] = dataset[group_by]
-        return column
-    keys = []
-    for row in range(len(dataset)):
-        example = dataset[row]
-        if not isinstance(example, Mapping) or group_by not in example:
-            names = [*example] if isinstance(example, Mapping) else []
-            raise _no_column(group_by, names, row)
-        keys.append(example[group_by])
-    return keys
 
 
-def _no_column(name: str, names: Sequence[Any], row: int | None = None) -> DefenseError:
-    owner = "the dataset has" if row is None else f"row {row} has"
-    columns = f"; {owner} {', '.join(map(repr, names))}" if names else ""
-    return DefenseError(
-        f"DPSGD: unit=Users() needs the user of each row, and {owner} no column '{name}'{columns}. "
-        "Give group_by the name of one, a function of an example, or one key for each row."
+def _shard(loader: DataLoader[Any]) -> range:
+    """Return the indices of this process's examples, each of which is in the dataset once."""
+    if isinstance(loader.dataset, Subset | ConcatDataset):
+        _check_once(loader.dataset)
+    size, sampler = count_places(loader.dataset), loader.sampler
+    # Of these classes exactly: one derived from them may choose or repeat any examples.
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        plain = sampler.num_samples == size
+    elif type(sampler) is DistributedSampler and sampler.dataset is loader.dataset:
+        return range(sampler.rank, size, sampler.num_replicas)
+    else:
+        plain = type(sampler) is SequentialSampler
+    if not plain:
+        inner = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
+        raise DefenseError(
+            f"the sampler {type(inner).__name__} chooses examples in its own way. {_ALREADY} Use "
+            "shuffle=True; to train on a part of the data pass torch.utils.data.Subset."
+        )
+    return range(size)
+
+
+def _check_once(dataset: Dataset[Any]) -> None:
+    """Raise an error where a Subset or ConcatDataset has an example at two places."""
+    sources, places = origins(dataset)
+    order = np.lexsort((places, sources))
+    repeated = (np.diff(sources[order]) == 0) & (np.diff(places[order]) == 0)
+    if repeated.any():
+        raise DefenseError(
+            f"{int(repeated.sum())} of the {len(places)} places in the dataset hold an example "
+            "that is at another place too (a Subset with an index twice, or a ConcatDataset of a "
+            "dataset with itself), and privacy is accounted for each place: such an example pays "
+            "several times. Let each occur once, and train for more epochs."
+        )
+
+
+def overlap_warning(clients: int, trust: str) -> str:
+    """Return the warning for several clients that may hold the same examples."""
+    central = (
+        " trust='central' also needs the same batch_size and noise on all of them."
+        if trust == "central"
+        else ""
+    )
+    return (
+        f"DPSGD: {clients} clients, and no DistributedSampler splits the training data among them. "
+        "The guarantee is for an example that one client alone holds: one that all of them hold "
+        "is in every client's releases, and pays for each. Leave use_distributed_sampler=True, or "
+        f"let each process load data of its own.{central}"
     )

@@ -1,15 +1,15 @@
-"""Settings of DP-SGD that are rarely changed, in groups."""
+"""Settings of DP-SGD: the rare ones in groups, their checks, and what they guarantee."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.dpsgd.clipped_sum import LayerNoise
+from lightning_fedleak.defenses.dpsgd.clipped_sum import LayerNoise, MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 from lightning_fedleak.validate import check_choice, check_integer, check_number
@@ -44,7 +44,7 @@ class ClipSettings:
 
     def __post_init__(self) -> None:
         _check_choice("form", self.form, ("auto", "per_sample", "ghost"))
-        check_number("DPSGD: gamma", self.gamma, above=0, error=DefenseError)
+        _check_number("gamma", self.gamma, above=0)
         _check_choice("layer_noise", self.layer_noise, ("equal", "by_clip"))
         _check_choice("loss", self.loss, ("checked", "trusted"))
 
@@ -80,7 +80,7 @@ class ReleaseSettings:
         _check_choice("trust", self.trust, ("local", "central"))
         _check_choice("mechanism", self.mechanism, ("independent", "banded", "banded_inverse"))
         _check_choice("on_budget", self.on_budget, ("stop", "raise"))
-        check_number("DPSGD: harden_factor", self.harden_factor, above=1, error=DefenseError)
+        _check_number("harden_factor", self.harden_factor, above=1)
         _check_integer("max_hardenings", self.max_hardenings, at_least=0, optional=True)
         if self.mechanism != "independent":
             hint = f"over how many steps {self.mechanism!r} correlates noise. 4 to 16 are usual"
@@ -117,23 +117,14 @@ Unit = Literal["example", "user"] | Users
 """What is added or removed; ``"user"`` is a spelling of 0.1.0."""
 
 
-CLIP_FIELDS = {
+GROUPS = {"clip": ClipSettings, "release": ReleaseSettings, "unit": Users}
+RENAMED = {
+    "poisson": "poisson_sampling",
+    "max_physical_batch": "max_physical_batch_size",
     "clipping": "form",
-    "gamma": "gamma",
-    "per_layer": "per_layer",
-    "layer_noise": "layer_noise",
-    "loss": "loss",
-}
-RELEASE_FIELDS = {
-    "trust": "trust",
-    "mechanism": "mechanism",
-    "bands": "bands",
-    "on_budget": "on_budget",
-    "harden_factor": "harden_factor",
     "most_notches": "max_hardenings",
 }
-USER_FIELDS = {"group_by": "group_by", "rows_per_user": "rows_per_user"}
-FLAT = {"poisson": "poisson_sampling", "max_physical_batch": "max_physical_batch_size"}
+"""Arguments of 0.1.0 that have another name now; the others kept theirs, in a group."""
 
 
 @dataclass(frozen=True)
@@ -170,64 +161,193 @@ class OldArguments:
             DefenseError: a value out of range, ``unit="user"`` without ``group_by``, or the other
                 way round.
         """
-        names = [name for name, value in vars(self).items() if value is not None]
-        users = self.group_by is not None or self.rows_per_user is not None
+        passed = {RENAMED.get(k, k): value for k, value in vars(self).items() if value is not None}
         if unit == "user" and self.group_by is None:
             raise DefenseError(
                 "DPSGD: unit='user' needs group_by: pass unit=Users(group_by), with the name of a "
                 "column, a function of an example, or one key for each row"
             )
-        if users and unit != "user":
+        if unit != "user" and not passed.keys().isdisjoint(_names_of(Users)):
             raise DefenseError(
                 "DPSGD: group_by and rows_per_user are for users, and the unit is an example. Pass "
                 "unit=Users(group_by, rows_per_user), or leave them out."
             )
-        if names:
+        if passed:
+            old = [name for name, value in vars(self).items() if value is not None]
             warnings.warn(
-                f"DPSGD({_spelled(names)}) is spelled DPSGD({_new_spelling(names)}) now. The old "
+                f"DPSGD({_spelled(old)}) is spelled DPSGD({_new_spelling(passed)}) now. The old "
                 "spelling works through 0.2.",
                 FutureWarning,
                 stacklevel=3,
             )
-        if self.poisson is not None:
-            poisson_sampling = self.poisson
-        if self.max_physical_batch is not None:
-            max_physical_batch_size = self.max_physical_batch
-        if self.group_by is not None:
-            unit = Users(self.group_by, self.rows_per_user)
         return (
-            poisson_sampling,
-            max_physical_batch_size,
-            replace(clip or ClipSettings(), **self._fields(CLIP_FIELDS)),
-            replace(release or ReleaseSettings(), **self._fields(RELEASE_FIELDS)),
-            unit,
+            passed.get("poisson_sampling", poisson_sampling),
+            passed.get("max_physical_batch_size", max_physical_batch_size),
+            replace(clip or ClipSettings(), **_part(passed, ClipSettings)),
+            replace(release or ReleaseSettings(), **_part(passed, ReleaseSettings)),
+            Users(**_part(passed, Users)) if unit == "user" else unit,
         )
 
-    def _fields(self, fields: Mapping[str, str]) -> dict[str, Any]:
-        values = {field: getattr(self, name) for name, field in fields.items()}
-        return {field: value for field, value in values.items() if value is not None}
+
+def _names_of(group: Any) -> list[str]:
+    return [field.name for field in fields(group)]
+
+
+def _part(arguments: Mapping[str, Any], group: Any) -> dict[str, Any]:
+    return {name: arguments[name] for name in _names_of(group) if name in arguments}
 
 
 def _spelled(names: Iterable[str]) -> str:
     return ", ".join(f"{name}=" for name in names)
 
 
-def _new_spelling(names: Sequence[str]) -> str:
-    """Return the arguments in which those of 0.1.0 are passed now."""
-    arguments = [_spelled([FLAT[name]]) for name in names if name in FLAT]
-    for group, fields in (
-        ("clip=ClipSettings", CLIP_FIELDS),
-        ("release=ReleaseSettings", RELEASE_FIELDS),
-        ("unit=Users", USER_FIELDS),
-    ):
-        if grouped := [fields[name] for name in names if name in fields]:
-            arguments.append(f"{group}({_spelled(grouped)})")
-    return ", ".join(arguments)
+def _new_spelling(arguments: Mapping[str, Any]) -> str:
+    """Return the call in which these arguments are passed now."""
+    groups = {argument: _part(arguments, group) for argument, group in GROUPS.items()}
+    grouped = {name for part in groups.values() for name in part}
+    flat = [_spelled([name]) for name in arguments if name not in grouped]
+    calls = [f"{a}={GROUPS[a].__name__}({_spelled(part)})" for a, part in groups.items() if part]
+    return ", ".join(flat + calls)
 
 
-def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    check_choice(f"DPSGD: {name}", value, choices, error=DefenseError)
+def check_budget(
+    noise_multiplier: float | None,
+    target_epsilon: float | None,
+    target_delta: float | None,
+    seed: int | None,
+    accountant: str,
+) -> None:
+    """Raise an error for numbers out of range, or that contradict each other.
+
+    With ``accountant="filter"`` the noise may be given beside the epsilon, which must be given.
+
+    Raises:
+        DefenseError: says which.
+    """
+    _check_choice("accountant", accountant, ("prv", "rdp", "filter"))
+    filtered = accountant == "filter"
+    if filtered and target_epsilon is None:
+        raise DefenseError(
+            "DPSGD: accountant='filter' keeps the run within a budget that is fixed before it. "
+            "Give target_epsilon and target_delta."
+        )
+    if not filtered and (noise_multiplier is None) == (target_epsilon is None):
+        count = "neither" if noise_multiplier is None else "both"
+        raise DefenseError(
+            f"DPSGD: {count} of noise_multiplier and target_epsilon given. Give one: the noise, or "
+            "the epsilon that the whole run may cost."
+        )
+    _check_number("noise_multiplier", noise_multiplier, at_least=0, optional=True)
+    _check_number("target_epsilon", target_epsilon, above=0, optional=True)
+    if target_epsilon is not None:
+        if target_delta is None:
+            raise DefenseError(
+                "DPSGD: target_epsilon means nothing without target_delta. Give one, below one "
+                "over the number of examples."
+            )
+        if seed is not None:
+            raise DefenseError(
+                "DPSGD: with a seed the noise can be guessed and no epsilon holds. Leave out seed "
+                "or target_epsilon."
+            )
+    _check_number("target_delta", target_delta, above=0, below=1, optional=True)
+
+
+def check_clip(max_grad_norm: MaxGradNorm, clip: ClipSettings) -> None:
+    """Raise an error for clip norms out of range, and settings of clipping that do nothing.
+
+    Raises:
+        DefenseError: says which.
+    """
+    by_name = isinstance(max_grad_norm, Mapping)
+    norms: Sequence[object] = () if max_grad_norm == "auto" else (max_grad_norm,)
+    if isinstance(max_grad_norm, Mapping):
+        norms = [*max_grad_norm.values()] or [max_grad_norm]
+    for norm in norms:
+        hint = "or 'auto', or such numbers by the names of layers"
+        _check_number("max_grad_norm", norm, above=0, hint=hint)
+    if by_name and clip.per_layer:
+        raise DefenseError(
+            "DPSGD: max_grad_norm names layers already; leave per_layer out, which gives each "
+            "layer an equal share of one norm"
+        )
+    if clip.layer_noise != "equal" and not (by_name or clip.per_layer):
+        raise DefenseError(
+            f"DPSGD: layer_noise={clip.layer_noise!r} shares noise among layers that are clipped "
+            "one by one: pass per_layer=True, or max_grad_norm by the names of layers"
+        )
+
+
+def check_sampling(
+    unit: Unit,
+    release: ReleaseSettings,
+    poisson: bool,
+    max_physical_batch_size: int | None,
+    accountant: str,
+) -> None:
+    """Raise an error for a size or unit out of range, and for what excludes correlated noise.
+
+    Raises:
+        DefenseError: says which.
+    """
+    hint = "the rows that are run at once"
+    _check_integer("max_physical_batch_size", max_physical_batch_size, optional=True, hint=hint)
+    if not isinstance(unit, Users):
+        _check_choice("unit", unit, ("example",), hint="or Users(group_by)")
+    elif not poisson:
+        raise DefenseError(
+            "DPSGD: users are drawn by chance, and poisson_sampling=False takes the loader's "
+            "batches as they are: leave it out"
+        )
+    if release.mechanism == "independent":
+        return
+    if not poisson:
+        raise DefenseError(
+            f"DPSGD: mechanism={release.mechanism!r} decides itself how batches are drawn, and "
+            "poisson_sampling=False takes the loader's as they are: leave it out"
+        )
+    if accountant == "filter":
+        raise DefenseError(
+            f"DPSGD: mechanism={release.mechanism!r} needs noise that is fixed before the run, and "
+            "accountant='filter' is there to turn it up. Use accountant='prv' or 'rdp'."
+        )
+
+
+def guarantee_of(
+    trust: Trust, poisson: bool, seed: int | None, fixed_budget: bool, unit: str = "example"
+) -> str:
+    """Return what DP-SGD with these settings guarantees, and against whom."""
+    if seed is not None:
+        return "none: with a seed the noise can be guessed and subtracted"
+    server = (
+        "whoever sees every client's shared updates"
+        if trust == "local"
+        else "whoever sees only the sum of all clients' updates (secure aggregation)"
+    )
+    change = "added or removed" if poisson else "put in the place of nothing"
+    protected = "one example" if unit == "example" else "one user with all of their rows,"
+    shared = "an example" if unit == "example" else "a user"
+    budget = (
+        "with the budget (`target_epsilon`, `target_delta`) that was fixed before the run, at "
+        "whatever step it ends, also where noise was turned up in sight of earlier releases"
+        if fixed_budget
+        else "with the epsilon that `privacy` gives"
+    )
+    return (
+        f"against {server}: (epsilon, delta)-differential privacy of {protected} {change}, for all "
+        f"releases together, {budget}. If several clients hold {shared}, add their epsilons. "
+        "Give each client separate data. Not covered: what is logged or sent otherwise, and "
+        "decisions taken in sight of the data."
+    )
+
+
+def _check_choice(name: str, value: object, choices: Sequence[object], hint: str = "") -> None:
+    check_choice(f"DPSGD: {name}", value, choices, hint=hint, error=DefenseError)
 
 
 def _check_integer(name: str, value: object, **limits: Any) -> None:
     check_integer(f"DPSGD: {name}", value, error=DefenseError, **limits)
+
+
+def _check_number(name: str, value: object, **limits: Any) -> None:
+    check_number(f"DPSGD: {name}", value, error=DefenseError, **limits)

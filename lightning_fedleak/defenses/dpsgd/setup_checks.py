@@ -1,27 +1,20 @@
-"""Checks of DP-SGD before the first step: settings, Trainer and model."""
+"""Checks of DP-SGD before the first step: the Trainer, the model, and how many steps there are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_fedleak.defenses.base import DefenseContext, DefenseError
-from lightning_fedleak.defenses.dpsgd.batch import trainer_of
-from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
-from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSettings, Unit, Users
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.defenses.processes import trainer_of
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 """Lightning's names of the precisions without a gradient scaler."""
-
-
-def _check_number(name: str, value: object, **limits: Any) -> None:
-    check_number(f"DPSGD: {name}", value, error=DefenseError, **limits)
 
 
 def check_trainer(context: DefenseContext, *, poisson: bool) -> None:
@@ -72,6 +65,22 @@ def check_trainer(context: DefenseContext, *, poisson: bool) -> None:
             f"overfit_batches={trainer.overfit_batches} would not repeat the same batches. Give "
             "the loader a few rows alone (torch.utils.data.Subset), or pass "
             "DPSGD(poisson_sampling=False)."
+        )
+
+
+def check_no_other_noise(trainer: Any, dpsgd: Defense) -> None:
+    """Raise an error where another defence changes the gradients that a :class:`DPAdamBC` gets.
+
+    Raises:
+        DefenseError: names the defence.
+    """
+    if not any(isinstance(optimizer, DPAdamBC) for optimizer in getattr(trainer, "optimizers", ())):
+        return
+    defenses = getattr(trainer.strategy, "defenses", ())
+    if names := [d.name for d in defenses if d is not dpsgd and d.acts_on_gradients]:
+        raise DefenseError(
+            f"DPAdamBC subtracts the variance of DPSGD's noise, and {', '.join(names)} changes the "
+            "gradients after it. Leave it out, or use AdamW."
         )
 
 
@@ -185,113 +194,3 @@ def planned_steps(context: DefenseContext, per_epoch: int, mechanism: str = "ind
             f"max_epochs or max_steps{alternative}."
         )
     return int(min(counts))
-
-
-def check_budget(
-    noise_multiplier: float | None,
-    target_epsilon: float | None,
-    target_delta: float | None,
-    seed: int | None,
-    accountant: str,
-) -> None:
-    """Raise an error for numbers out of range, or that contradict each other.
-
-    With ``accountant="filter"`` the noise may be given beside the epsilon, which must be given.
-
-    Raises:
-        DefenseError: says which.
-    """
-    choices = ("prv", "rdp", "filter")
-    check_choice("DPSGD: accountant", accountant, choices, error=DefenseError)
-    filtered = accountant == "filter"
-    if filtered and target_epsilon is None:
-        raise DefenseError(
-            "DPSGD: accountant='filter' keeps the run within a budget that is fixed before it. "
-            "Give target_epsilon and target_delta."
-        )
-    if not filtered and (noise_multiplier is None) == (target_epsilon is None):
-        count = "neither" if noise_multiplier is None else "both"
-        raise DefenseError(
-            f"DPSGD: {count} of noise_multiplier and target_epsilon given. Give one: the noise, or "
-            "the epsilon that the whole run may cost."
-        )
-    _check_number("noise_multiplier", noise_multiplier, at_least=0, optional=True)
-    _check_number("target_epsilon", target_epsilon, above=0, optional=True)
-    if target_epsilon is not None:
-        if target_delta is None:
-            raise DefenseError(
-                "DPSGD: target_epsilon means nothing without target_delta. Give one, below one "
-                "over the number of examples."
-            )
-        if seed is not None:
-            raise DefenseError(
-                "DPSGD: with a seed the noise can be guessed and no epsilon holds. Leave out seed "
-                "or target_epsilon."
-            )
-    _check_number("target_delta", target_delta, above=0, below=1, optional=True)
-
-
-def check_clip(max_grad_norm: MaxGradNorm, clip: ClipSettings) -> None:
-    """Raise an error for clip norms out of range, and settings of clipping that do nothing.
-
-    Raises:
-        DefenseError: says which.
-    """
-    by_name = isinstance(max_grad_norm, Mapping)
-    norms: Sequence[object] = () if max_grad_norm == "auto" else (max_grad_norm,)
-    if isinstance(max_grad_norm, Mapping):
-        norms = [*max_grad_norm.values()] or [max_grad_norm]
-    for norm in norms:
-        hint = "or 'auto', or such numbers by the names of layers"
-        _check_number("max_grad_norm", norm, above=0, hint=hint)
-    if by_name and clip.per_layer:
-        raise DefenseError(
-            "DPSGD: max_grad_norm names layers already; leave per_layer out, which gives each "
-            "layer an equal share of one norm"
-        )
-    if clip.layer_noise != "equal" and not (by_name or clip.per_layer):
-        raise DefenseError(
-            f"DPSGD: layer_noise={clip.layer_noise!r} shares noise among layers that are clipped "
-            "one by one: pass per_layer=True, or max_grad_norm by the names of layers"
-        )
-
-
-def check_sampling(
-    unit: Unit,
-    release: ReleaseSettings,
-    poisson: bool,
-    max_physical_batch_size: int | None,
-    accountant: str,
-) -> None:
-    """Raise an error for a size or unit out of range, and for what excludes correlated noise.
-
-    Raises:
-        DefenseError: says which.
-    """
-    check_integer(
-        "DPSGD: max_physical_batch_size",
-        max_physical_batch_size,
-        optional=True,
-        hint="the rows that are run at once",
-        error=DefenseError,
-    )
-    if not isinstance(unit, Users):
-        hint = "or Users(group_by)"
-        check_choice("DPSGD: unit", unit, ("example",), hint=hint, error=DefenseError)
-    elif not poisson:
-        raise DefenseError(
-            "DPSGD: users are drawn by chance, and poisson_sampling=False takes the loader's "
-            "batches as they are: leave it out"
-        )
-    if release.mechanism == "independent":
-        return
-    if not poisson:
-        raise DefenseError(
-            f"DPSGD: mechanism={release.mechanism!r} decides itself how batches are drawn, and "
-            "poisson_sampling=False takes the loader's as they are: leave it out"
-        )
-    if accountant == "filter":
-        raise DefenseError(
-            f"DPSGD: mechanism={release.mechanism!r} needs noise that is fixed before the run, and "
-            "accountant='filter' is there to turn it up. Use accountant='prv' or 'rdp'."
-        )

@@ -10,18 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
-from lightning_fedleak.defenses.dpsgd.batch import (
-    check_loader,
-    count_samples,
-    drawn_batch,
-    loss_with_graph,
-    on_device,
-    same_draw,
-    tensors_of,
-    trainer_of,
-)
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.dpsgd.logical import Piece, pieces_of, run_pieces
 from lightning_fedleak.defenses.dpsgd.loss_graph import (
@@ -30,11 +21,10 @@ from lightning_fedleak.defenses.dpsgd.loss_graph import (
     outputs_of,
     under_ddp,
 )
-from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
+from lightning_fedleak.defenses.dpsgd.poisson import Sampling, count_samples, tensors_of
 from lightning_fedleak.defenses.dpsgd.recorder import DISTINCT, Call, Layout, Recorder
-from lightning_fedleak.defenses.dpsgd.sampling import Sampling
 from lightning_fedleak.defenses.dpsgd.weights import Buffers, Moves, Weights
-from lightning_fedleak.defenses.processes import Team, unshard, whole_layers
+from lightning_fedleak.defenses.processes import Team, trainer_of, unshard, whole_layers
 from lightning_fedleak.model_runs import is_compiled, reset_compiled
 
 CHECK_EVERY = 100  # releases; costly checks are made in the first and then so often. Not tuned
@@ -63,9 +53,9 @@ class DrawnBatches:
         Raises:
             DefenseError: it was released already, or the one before it was not.
         """
-        check_loader(context)
-        self._current = drawn_batch(context, batch)
-        repeated = self._released is not None and same_draw(self._current, self._released)
+        _check_one_loader(context)
+        self._current = _number_of(batch, context)
+        repeated = self._released is not None and self._is_released()
         if self._poisson and repeated:
             raise DefenseError(
                 "DPSGD: this batch was released already (a second optimizer step on it, in an "
@@ -85,6 +75,12 @@ class DrawnBatches:
     def released(self) -> None:
         """Note that the current batch was released."""
         self._released, self._waiting = self._current, 0
+
+    def _is_released(self) -> bool:
+        numbers = self._current, self._released
+        if all(isinstance(number, int) for number in numbers):
+            return bool(numbers[0] == numbers[1])
+        return self._current is self._released
 
 
 class LossCheck:
@@ -182,7 +178,6 @@ class WatchedStep:
         root: the module that is trained; hooks are put on its layers.
         team: the processes of this client.
         clip: clip norms of the layers.
-        clipping: in which form per-sample gradients are kept.
         poisson: whether batches are Poisson samples.
         trusted: whether the user has proved that the loss is a mean of per-sample means.
         max_rows: rows that are run at once; None for all.
@@ -203,7 +198,6 @@ class WatchedStep:
         team: Team,
         *,
         clip: Clip,
-        clipping: Clipping,
         poisson: bool,
         trusted: bool,
         max_rows: int | None = None,
@@ -216,7 +210,6 @@ class WatchedStep:
         self.canaries = 0
         self._team = team
         self.clip = clip
-        self._clipping: Clipping = clipping
         self._batches = DrawnBatches(poisson)
         self._compilation = ExitStack()
         self._compilation.enter_context(_compiled_with_hooks(root))
@@ -240,7 +233,7 @@ class WatchedStep:
         self._stands_in, self._failure = False, None
         try:
             if count_samples(batch) == 0:
-                batch = on_device(sampling.placeholder(), context)
+                batch = _on_device(sampling.placeholder(), context)
                 self._stands_in = True
         except Exception as error:  # raised with the other processes, in `_begin`
             self._failure = error
@@ -361,7 +354,7 @@ class WatchedStep:
         with team.together():
             recorder.check()
             buffers.check_unchanged()
-            loss = loss_with_graph(output, samples)
+            loss = _loss_with_graph(output, samples)
             self.check.check_form(loss, recorder)
         self.check.check_graph(loss, recorder, releases, team, counts=not self._stands_in)
         recorder.calls = []
@@ -383,12 +376,9 @@ class WatchedStep:
                 _check_same(earlier.parameters, parameters)
             self._clipped = ClippedSum(
                 parameters,
-                recorder.parts,
-                recorder.samples,
+                recorder,
                 self.clip,
-                self._clipping,
                 context,
-                half=recorder.half,
                 weights=self.check.weights if recorder.samples else None,
                 earlier=earlier,
                 users=self._users,
@@ -478,3 +468,46 @@ def _compiled_with_hooks(root: nn.Module) -> Iterator[None]:
     with functorch.patch(donated_buffer=False):
         yield
     reset_compiled(root)
+
+
+def _on_device(batch: Any, context: DefenseContext) -> Any:
+    """Return a batch on the device of this process, converted as the Trainer does."""
+    trainer = trainer_of(context)
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = context.root._on_before_batch_transfer(batch, dataloader_idx=0)  # type: ignore[operator]
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def _loss_with_graph(output: Any, samples: int) -> Tensor:
+    """Return the loss in the output of ``training_step`` for a batch that is not empty.
+
+    Raises:
+        DefenseError: there is none, or it has no graph.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        return loss
+    returned = "a loss that needs no gradient" if isinstance(loss, Tensor) else "no loss"
+    raise DefenseError(
+        f"DPSGD: training_step returned {returned} for a batch of {samples} samples. If what a "
+        "batch holds decides whether it counts, one sample can remove what all others add, which "
+        "no clip bounds. Return a loss for every batch: filter the dataset instead, and let a "
+        "sample without labels count as zero, as mean_of_sample_means does."
+    )
+
+
+def _check_one_loader(context: DefenseContext) -> None:
+    """Raise a DefenseError where there are several training loaders at once."""
+    loaders = len(tree_leaves(getattr(trainer_of(context), "train_dataloader", None)))
+    if loaders > 1:
+        raise DefenseError(
+            f"DPSGD: {loaders} training loaders at once; an example is sampled from one. "
+            "Return one DataLoader (torch.utils.data.ConcatDataset joins datasets)."
+        )
+
+
+def _number_of(batch: Any, context: DefenseContext) -> Any:
+    """Return the number of a batch in the fit, or the batch itself without a Trainer."""
+    epoch_loop = getattr(getattr(trainer_of(context), "fit_loop", None), "epoch_loop", None)
+    progress = getattr(epoch_loop, "batch_progress", None)
+    return batch if progress is None else int(progress.total.ready)

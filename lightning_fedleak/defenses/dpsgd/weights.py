@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.base import DefenseError, parameter_name
 from lightning_fedleak.defenses.processes import Team, local_part
 
 SMALL = 1 << 20  # numbers in a buffer; larger ones are compared now and then. Not tuned
@@ -100,7 +100,7 @@ class Buffers:
         for name, buffer in self._root.named_buffers():
             original, version, copy = self._buffers.get(name, (None, 0, None))
             same = buffer is original and _version(buffer) == version
-            if not same or (copy is not None and not _equal(buffer, copy)):
+            if not same or (copy is not None and not _same_content(buffer, copy)):
                 raise DefenseError(
                     f"DPSGD: training_step changed the buffer '{name}', which leaves with the "
                     "model and which no noise covers. Put the layer that keeps it into eval mode, "
@@ -166,7 +166,7 @@ class Weights:
         if self._not_finite:
             raise DefenseError(
                 "DPSGD: weights are not finite after the last release "
-                f"({_names(self._not_finite, root)}). What was released is clipped and finite, so "
+                f"({_listed(self._not_finite, root)}). What was released is clipped and finite, so "
                 "the learning rate is too high for the noise, or for the weights' precision. Lower "
                 "it."
             )
@@ -186,7 +186,7 @@ class Weights:
         if changed:
             raise DefenseError(
                 "DPSGD: weights were written to since the optimizer's last step "
-                f"({_names([parameters[i] for i in changed], root)}), by a callback or hook "
+                f"({_listed([parameters[i] for i in changed], root)}), by a callback or hook "
                 "perhaps. Noise covers the optimizer's updates alone, and nothing was released. "
                 "Write to a copy of the weights, and swap averages out before the next batch."
             )
@@ -304,9 +304,8 @@ def _stacked(scalars: Iterable[Tensor]) -> Tensor:
     return torch.stack([scalar.to(scalars[0].device) for scalar in scalars])
 
 
-def _names(parameters: Sequence[nn.Parameter], root: nn.Module) -> str:
-    names = {p: name for name, p in root.named_parameters(remove_duplicate=False)}
-    texts = [f"'{names.get(p, tuple(p.shape))}'" for p in parameters[:5]]
+def _listed(parameters: Sequence[nn.Parameter], root: nn.Module) -> str:
+    texts = [f"'{parameter_name(p, root)}'" for p in parameters[:5]]
     return ", ".join(texts) + (" and others" if len(parameters) > 5 else "")
 
 
@@ -314,12 +313,11 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _equal(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors are equal bit for bit, with NaN equal to NaN."""
+def _same_content(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are equal number for number, with NaN equal to NaN."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     if torch.equal(first, second):
         return True
-    if not (first.is_floating_point() or first.is_complex()):
-        return False
-    return bool(((first == second) | (first.isnan() & second.isnan())).all())
+    floats = first.is_floating_point() or first.is_complex()
+    return floats and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_fedleak.defenses import DPSGD, ClipSettings, Users, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.per_sample import (
     Dense,
+    EmbeddingRows,
     Outer,
     Part,
-    Rows,
     in_form,
     in_full,
     probe,
@@ -264,7 +264,7 @@ def test_every_form_says_the_same(
             parts.append(Outer(normal(samples, length, 7), normal(samples, length, 3)))
         elif kind == "rows":
             ids = torch.randint(0, 7, (samples, length), generator=generator)
-            parts.append(Rows(ids, normal(samples, length, 3)))
+            parts.append(EmbeddingRows(ids, normal(samples, length, 3)))
         else:
             parts.append(Dense(normal(samples, *shape)))
     full = in_full(parts, shape)
@@ -311,10 +311,10 @@ def test_a_norm_of_positions_that_nearly_cancel_is_not_underestimated(
             left, right = [one, -near(one, by)], [other, near(other, by)]
             parts = [Outer(torch.cat(left, 1), torch.cat(right, 1))]
         elif kind == "rows":
-            parts = [Rows(torch.cat([ids, ids], 1), torch.cat([one, -near(one, by)], 1))]
+            parts = [EmbeddingRows(torch.cat([ids, ids], 1), torch.cat([one, -near(one, by)], 1))]
         else:
             one_hot = nn.functional.one_hot(ids, size).float()
-            parts = [Outer(one_hot, one), Rows(ids, -near(one, by))]
+            parts = [Outer(one_hot, one), EmbeddingRows(ids, -near(one, by))]
         exact: list[Part] = [
             type(part)(
                 **{k: v.double() if v.is_floating_point() else v for k, v in vars(part).items()}

@@ -33,8 +33,8 @@ from lightning_fedleak.defenses.dpsgd.poisson import (
     Draws,
     EmptyCollate,
     PoissonBatchSampler,
-    poisson_loader,
 )
+from lightning_fedleak.defenses.dpsgd.sampling import poisson_loader
 
 SECRET = bytes(range(32))
 

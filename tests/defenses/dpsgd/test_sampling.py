@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
-from lightning_fedleak.defenses.dpsgd.poisson import Draws
-from lightning_fedleak.defenses.dpsgd.sampling import Sampling, sampling_of
+from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
+from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
 from lightning_fedleak.defenses.dpsgd.settings import ReleaseSettings, Users
 
 

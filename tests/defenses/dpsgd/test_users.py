@@ -21,8 +21,9 @@ from lightning_fedleak.defenses import (
     mean_of_sample_means,
 )
 from lightning_fedleak.defenses.dpsgd import per_sample
-from lightning_fedleak.defenses.dpsgd.poisson import Draws, UserBatchSampler, poisson_loader
-from lightning_fedleak.defenses.dpsgd.sampling import users_of
+from lightning_fedleak.defenses.dpsgd.poisson import Draws, UserBatchSampler
+from lightning_fedleak.defenses.dpsgd.sampling import poisson_loader
+from lightning_fedleak.defenses.dpsgd.users import rows_by_user
 from tests.defenses.dpsgd.test_clip import GROUPS, split
 from tests.defenses.dpsgd.test_dpsgd import CLIP, data
 from tests.defenses.dpsgd.test_logical import Pieces
@@ -93,12 +94,12 @@ def brute(run: Pieces, batch: Any, rows: list[int], name: str = "") -> Tensor:
 )
 @pytest.mark.parametrize("kind", [Keyed, Columns])
 def test_whose_a_row_is_is_told_by_a_column_a_function_or_keys(kind: Any, group_by: Any) -> None:
-    users = users_of(kind(), group_by)
+    users = [*rows_by_user(kind(), group_by).values()]
     assert len(users) == len(set(KEYS)) == 15
     assert users[0] == [i for i, key in enumerate(KEYS) if key == "a"]
     assert sorted(row for rows in users for row in rows) == [*range(40)]
     if not isinstance(group_by, list | Tensor):
-        part = users_of(Subset(kind(), [5, 4, 6, 2]), group_by)
+        part = [*rows_by_user(Subset(kind(), [5, 4, 6, 2]), group_by).values()]
         assert part == [[0, 2], [1], [3]]
 
 
@@ -130,12 +131,12 @@ def test_a_row_that_is_nobodys_is_refused_with_the_columns_name(
     dataset: Any, group_by: Any, word: str
 ) -> None:
     with pytest.raises(DefenseError, match=word):
-        users_of(dataset, group_by)
+        rows_by_user(dataset, group_by)
 
 
 def test_keys_of_several_parts_are_compared_by_their_values() -> None:
     keys = [("de", torch.tensor(3)), ("de", torch.tensor(3)), ("fr", np.int64(3)), ("de", 3)]
-    assert users_of([*range(4)], keys) == [[0, 1, 3], [2]]
+    assert [*rows_by_user([*range(4)], keys).values()] == [[0, 1, 3], [2]]
 
 
 @pytest.mark.parametrize("most", [None, 12, 4, 1])
@@ -270,7 +271,7 @@ def test_releases_of_examples_and_of_users_are_not_added_up(tmp_path: Path) -> N
 
 
 def test_users_are_poisson_sampled_with_all_rows_or_some_at_random() -> None:
-    users = users_of(data(), KEYS)
+    users = [*rows_by_user(data(), KEYS).values()]
     sampler = UserBatchSampler(users, range(15), 3, 0.3, 4000, Draws(b"e" * 32))
     inside, rows = Counter[int](), Counter[int]()
     for step in range(4000):
@@ -289,7 +290,7 @@ def test_users_are_poisson_sampled_with_all_rows_or_some_at_random() -> None:
 
 def test_processes_share_users_not_rows() -> None:
     dataset, seen = data(), []
-    users = users_of(dataset, KEYS)
+    users = [*rows_by_user(dataset, KEYS).values()]
     for rank in range(2):
         split_ = DistributedSampler(dataset, 2, rank, shuffle=False)
         loader: Any = poisson_loader(

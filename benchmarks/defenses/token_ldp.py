@@ -21,7 +21,7 @@ import time
 import torch
 from torch import nn
 
-from lightning_fedleak.defenses import DefenseContext, TokenLDP
+from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
 from lightning_fedleak.defenses.token_ldp.reference import reference_sample
 
@@ -43,9 +43,16 @@ def speed(args: argparse.Namespace) -> None:
     batch = {"input_ids": ids, "labels": ids}
     where = context(nn.Identity())
     domain = range(args.vocabulary)
+    causal = BatchForm(kind="causal")
     defenses = {
         (m, per, memoize): TokenLDP(
-            m, 10.0, per, domain=domain, special_ids=[], kind="causal", memoize=memoize
+            m,
+            10.0,
+            per,
+            domain=domain,
+            special_ids=[],
+            form=causal,
+            memoize=memoize,
         )
         for m in MECHANISMS
         for per in ("token", "sequence")

@@ -55,7 +55,7 @@ from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.defenses import DefenseContext, TokenLDP
+from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
 from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
 from lightning_fedleak.studies.membership import PLANTED
 from lightning_fedleak.studies.models import find_model
@@ -96,7 +96,7 @@ class Job:
 
 
 def defense_of(job: Job, tokenizer: object) -> TokenLDP:
-    settings = {"special_ids": tokenizer, "kind": "causal"}
+    settings = {"special_ids": tokenizer, "form": BatchForm(kind="causal")}
     if job.rule == "published":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

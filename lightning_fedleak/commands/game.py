@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,13 @@ from lightning_fedleak.anatomy import Anatomy, AnatomyError, Kind
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.commands.options import GameOptions
 from lightning_fedleak.commands.tables import print_table
-from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, TokenLDP
+from lightning_fedleak.defenses import (
+    BatchForm,
+    Defense,
+    DefenseContext,
+    DefenseError,
+    TokenLDP,
+)
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
@@ -154,8 +160,9 @@ class GameCommand(GameOptions):
                 f"{' and '.join(sorted(reserved))} out"
             )
         # The batch is ids alone, from which a client's loss reads its labels.
-        settings = {"memoize": False, **specs[0].settings}
-        defense = TokenLDP(**settings, special_ids=tokenizer, kind="causal")
+        arguments = {"memoize": False, **specs[0].arguments}
+        form = replace(arguments.pop("form", BatchForm()), kind="causal")
+        defense = TokenLDP(**arguments, special_ids=tokenizer, form=form)
         try:
             defense.before_setup(self._context(anatomy))
         except DefenseError as error:

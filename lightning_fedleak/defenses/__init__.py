@@ -24,13 +24,15 @@ from lightning_fedleak.defenses.dpsgd.loss_graph import mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSettings, Users
 from lightning_fedleak.defenses.freeze import Freeze
 from lightning_fedleak.defenses.gradient_noise import GradientNoise
-from lightning_fedleak.defenses.token_ldp.token_ldp import TokenLDP
+from lightning_fedleak.defenses.token_ldp.token_ldp import LDPProtocol, TokenLDP
+from lightning_fedleak.defenses.token_ldp.words import BatchForm
 
 __all__ = [
     "DPSGD",
     "Accountant",
     "ActivationCompression",
     "ActivationNoise",
+    "BatchForm",
     "BudgetSpent",
     "CanaryGradient",
     "ClipSettings",
@@ -40,6 +42,7 @@ __all__ = [
     "DefenseError",
     "Freeze",
     "GradientNoise",
+    "LDPProtocol",
     "Privacy",
     "ReleaseSettings",
     "RenyiFilter",

@@ -141,7 +141,7 @@ class NoiseGauge:
 
 
 def allowed_hardenings(
-    owner: str, max_hardenings: int | None, most_notches: int | None
+    owner: str, max_hardenings: int | None, most_notches: int | None = None
 ) -> int | None:
     """Return how often a defence may be hardened, also from the argument of 0.1.0.
 

@@ -6,9 +6,10 @@ import ast
 import inspect
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, get_args, get_type_hints
 
 from lightning_fedleak import defenses as known
 from lightning_fedleak.defenses import Defense, DefenseError, TokenLDP
@@ -47,6 +48,17 @@ class DefenseSpec:
         settings = ",".join(f"{name}={_written(value)}" for name, value in self.settings.items())
         return f"{self.kind}:{settings}" if settings else self.kind
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the class, with the settings that it groups in their groups."""
+        groups = _groups(defense_kinds()[self.kind])
+        arguments: dict[str, Any] = {}
+        grouped = defaultdict[tuple[str, type], dict[str, Any]](dict)
+        for name, value in self.settings.items():
+            values = grouped[groups[name]] if name in groups else arguments
+            values[name] = value
+        return arguments | {name: kind(**values) for (name, kind), values in grouped.items()}
+
     def build(self) -> list[Defense]:
         """Return a new defence, for one run; an empty list for ``none``.
 
@@ -56,7 +68,7 @@ class DefenseSpec:
         if self.kind == NONE:
             return []
         try:
-            return [defense_kinds()[self.kind](**self.settings)]
+            return [defense_kinds()[self.kind](**self.arguments)]
         except (DefenseError, ValueError, TypeError) as error:
             raise SpecError(f"'{self}' cannot be built: {error}{_grid(self.kind)}") from error
 
@@ -108,7 +120,8 @@ def parse_defenses(text: str) -> list[DefenseSpec]:
 
 
 def _settings(kind: str, defense: type[Defense], text: str) -> dict[str, list[Any]]:
-    allowed = [name for name in inspect.signature(defense).parameters if name != "self"]
+    parameters = inspect.signature(defense).parameters.values()
+    allowed = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD] + [*_groups(defense)]
     settings: dict[str, list[Any]] = {}
     for part in text.split(",") if text else []:
         name, equals, values = part.strip().partition("=")
@@ -123,6 +136,17 @@ def _settings(kind: str, defense: type[Defense], text: str) -> dict[str, list[An
             raise SpecError(f"'{name}' is given twice in '{kind}:{text}'; write {name}=a/b")
         settings[name] = [_value(value) for value in values.split("/")]
     return settings
+
+
+def _groups(defense: type[Defense]) -> dict[str, tuple[str, type]]:
+    """Return each setting in a dataclass that a defence takes: its argument, and the class."""
+    return {
+        field.name: (argument, kind)
+        for argument, hint in get_type_hints(defense.__init__).items()
+        for kind in get_args(hint)
+        if isinstance(kind, type) and is_dataclass(kind)
+        for field in fields(kind)
+    }
 
 
 def _check_complete(kind: str, defense: type[Defense], settings: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_fedleak.defenses import Freeze, GradientNoise
+from lightning_fedleak.defenses import Freeze, GradientNoise, LDPProtocol
 from lightning_fedleak.studies.defense_specs import (
     MECHANISMS,
     NONE,
@@ -47,6 +47,14 @@ def test_a_mechanism_is_a_word_for_token_ldp() -> None:
     ]
     with pytest.raises(SpecError, match="'mechanism' is given twice"):
         parse_defenses("grr:mechanism=the,epsilon=1")
+
+
+def test_settings_in_groups_are_written_like_the_others() -> None:
+    specs = parse_defenses("dpsgd:max_grad_norm=1,noise_multiplier=2,mechanism=banded,bands=2/4")
+    first, second = (spec.build()[0].settings() for spec in specs)
+    assert (first["bands"], second["bands"]) == (2, 4)
+    (rappor,) = parse_defenses("rappor:epsilon=1,decode=first,keep_special=false")
+    assert rappor.arguments["protocol"] == LDPProtocol("first", keep_special=False)
 
 
 @pytest.mark.parametrize("kind", defense_kinds())

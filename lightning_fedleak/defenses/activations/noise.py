@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lightning_fedleak.defenses.noise import (
     standard_normal,
 )
 from lightning_fedleak.defenses.processes import SHARD_BITS
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.validate import check_integer, check_names, check_number
 
 _REMEMBERED = 4096  # forwards of one step that a recomputation may repeat; older ones are refused
 _SAMPLES = 64  # entries that distinguish hidden states; not tuned
@@ -44,7 +45,9 @@ class ActivationNoise(ActivationDefense):
     of :mod:`~lightning_fedleak.defenses.noise`. The base is fresh entropy of the operating system
     in every fit or evaluation and is never saved, so that no noise is used twice. Where gradient
     checkpointing runs a forward again, the states are recognised and get the noise of the first
-    time, else the gradient would be wrong; states that are not recognised are refused.
+    time, else the gradient would be wrong. On a CPU states that are not recognised are refused. The
+    kernels of other devices may not repeat themselves to the last bit: there the nearest states of
+    the step count, so that no text decides whether a run goes on.
 
     Examples:
         >>> from lightning_fedleak import ActivationNoise, DefendedStrategy
@@ -69,7 +72,7 @@ class ActivationNoise(ActivationDefense):
         harden_factor: what a notch of a gate (:meth:`harden`) multiplies the noise by. Epsilon
             counts the first sigma: how much was added depended on the data.
         max_hardenings: how often it may be turned up; None for no limit.
-        most_notches: the old name of ``max_hardenings``, through 0.2.
+        old: ``most_notches``, as 0.1.0 spelled ``max_hardenings``; it warns, and works through 0.2.
 
     Raises:
         DefenseError: a setting out of range; ``relative`` with ``clip``, with a defence that works
@@ -89,8 +92,11 @@ class ActivationNoise(ActivationDefense):
         *,
         harden_factor: float = 2.0,
         max_hardenings: int | None = None,
-        most_notches: int | None = None,
+        **old: Any,
     ) -> None:
+        check_names(
+            "ActivationNoise", old, [*signature(ActivationNoise).parameters, "most_notches"]
+        )
         super().__init__(layer, inference=inference, anatomy=anatomy)
         hint = "None is for no clipping"
         check_number("ActivationNoise: sigma", sigma, at_least=0, error=DefenseError)
@@ -104,7 +110,7 @@ class ActivationNoise(ActivationDefense):
             )
         check_number("ActivationNoise: harden_factor", harden_factor, above=1, error=DefenseError)
         self.harden_factor = harden_factor
-        self.max_hardenings = allowed_hardenings("ActivationNoise", max_hardenings, most_notches)
+        self.max_hardenings = allowed_hardenings("ActivationNoise", max_hardenings, **old)
         self.notches = 0
         self.sigma = sigma
         self.relative = relative
@@ -200,7 +206,7 @@ class ActivationNoise(ActivationDefense):
         first.
         """
         if recomputed:
-            return self._remembered.find(states, self.layer)
+            return self._remembered.find(states, self.layer, exact=states.device.type == "cpu")
         kind = "training" if training else "inference"
         number = self._forwards[kind]
         self._forwards[kind] = number + 1
@@ -264,27 +270,35 @@ class _Remembered:
     def add(self, number: int, states: Tensor) -> None:
         self._forwards.append(_Forward(number, states.shape, states.dtype, _marks(states)))
 
-    def find(self, states: Tensor, layer: int) -> int:
+    def find(self, states: Tensor, layer: int, *, exact: bool) -> int:
         """Return the number of the forward that had these states; of several, of the latest.
 
         That is the order in which backward comes to them.
+
+        Args:
+            states: of the recomputation.
+            layer: where they pass, for the message.
+            exact: whether kernels repeat themselves, so that other states are a mistake. Otherwise
+                the nearest states count, whatever they hold.
+
+        Raises:
+            DefenseError: no forward had states of this shape or, with ``exact``, these states.
         """
         marks, task = _marks(states), torch._C._current_graph_task_id()
         forwards = [f for f in self._forwards if (f.shape, f.dtype) == (states.shape, states.dtype)]
-        matches = [f for f in forwards if torch.equal(f.marks, marks)]
-        if not matches:  # a device whose kernels do not repeat themselves to the last bit
-            matches = [f for f in forwards if torch.allclose(f.marks, marks, rtol=1e-3, atol=1e-6)]
-            matches = matches if len(matches) == 1 else []
-        unused = [f for f in matches if task not in f.used_in] if len(matches) > 1 else matches
-        if not unused:
+        if exact:
+            forwards = [f for f in forwards if torch.allclose(f.marks, marks, 1e-3, 1e-6)]
+        if not forwards:
             raise DefenseError(
                 f"ActivationNoise: backward runs the model again, and its hidden states at layer "
                 f"{layer} are not those of one forward of this training step, so that their noise "
                 "is unknown. Run forwards and their backward within one training step, or switch "
                 "gradient checkpointing off below the layer."
             )
-        unused[-1].used_in.add(task)
-        return unused[-1].number
+        unused = [f for f in forwards if task not in f.used_in] or forwards
+        nearest = min(reversed(unused), key=lambda f: float((f.marks - marks).abs().sum()))
+        nearest.used_in.add(task)
+        return nearest.number
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
-"""Local differential privacy on the words of a text."""
+"""Local differential privacy on the tokens of a batch, before the model sees them."""
 
-from lightning_fedleak.defenses.token_ldp.token_ldp import TokenLDP
+from lightning_fedleak.defenses.token_ldp.token_ldp import LDPProtocol, TokenLDP
+from lightning_fedleak.defenses.token_ldp.words import BatchForm
 
-__all__ = ["TokenLDP"]
+__all__ = ["BatchForm", "LDPProtocol", "TokenLDP"]

@@ -67,7 +67,7 @@ def _salt(example: int) -> bytes:
     return example.to_bytes(16, "big", signed=True)
 
 
-def draw(
+def draw_replacements(
     randomizer: Randomizer,
     index: Tensor,
     outside: Tensor | None,

@@ -5,22 +5,21 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from inspect import signature
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Kind
-from lightning_fedleak.batches import BatchAdapter, BatchWriter
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, Privacy, State
 from lightning_fedleak.defenses.noise import base_of
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
 from lightning_fedleak.defenses.token_ldp.randomness import (
     Implementation,
     batch_key,
-    draw,
+    draw_replacements,
     row_digests,
     row_keys,
 )
@@ -28,94 +27,59 @@ from lightning_fedleak.defenses.token_ldp.reference import clients
 from lightning_fedleak.defenses.token_ldp.words import (
     PUBLIC_FIELDS,
     BatchForm,
-    TextError,
     Words,
     public_set,
+    refused,
     text_of,
     words_of,
 )
-from lightning_fedleak.validate import check_choice, check_number
+from lightning_fedleak.validate import (
+    check_choice,
+    check_names,
+    check_number,
+    group_old_arguments,
+)
 
 Per = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True)
-class Promise:
-    """The settings that a guarantee depends on.
+class LDPProtocol:
+    """What published code does otherwise than :class:`TokenLDP`.
 
     Attributes:
-        epsilon: of one release of one token or row, see ``per``.
-        per: which of the two.
-        in_batch: whether tokens are replaced among the ids of their own batch.
-        labels: ``"replaced"`` or ``"original"``.
-        memoized: whether a row keeps its replacement for the fit.
-        example_ids: whether rows of equal words can be distinguished.
-        implementation: what draws.
-        seeded: whether the randomness follows from a seed.
+        decode: how a vector becomes a token: ``"uniform"``, ``"first"``, ``"argmax"``; None for
+            ``"argmax"`` with ``the``, else ``"uniform"``.
+        keep_special: False randomises special tokens and padding like words.
+        implementation: ``"multi-freq-ldpy"`` draws by that package's clients: for comparison only,
+            slow, and from a generator with a seed of 32 bits.
+
+    Raises:
+        DefenseError: an unknown implementation, or one that is not installed.
     """
 
-    epsilon: float
-    per: Per
-    in_batch: bool
-    labels: str
-    memoized: bool
-    example_ids: bool
-    implementation: Implementation
-    seeded: bool
+    decode: Decode | None = None
+    keep_special: bool = True
+    implementation: Implementation = "torch"
 
-    @property
-    def guarantee(self) -> str:
-        """Return one sentence; it begins with "none" where nothing is guaranteed."""
-        if self.in_batch:
-            return (
-                f"none: every token is randomised with epsilon={self.epsilon:g}, but among the ids "
-                "of its own batch, so that whoever sees the batch knows which words occur in it"
-            )
-        if self.labels == "original":
-            return "none: the inputs are randomised, but the labels hold the original words"
-        if self.seeded:
-            return "none: whoever knows or guesses `seed` can take the replacement back (for tests)"
+    def __post_init__(self) -> None:
+        names = get_args(Implementation)
+        check_choice("TokenLDP: implementation", self.implementation, names, error=DefenseError)
         if self.implementation == "multi-freq-ldpy":
-            return "none: the generator has a seed of 32 bits, which can be tried out"
-        unit, total = (
-            ("row of a batch", "")
-            if self.per == "sequence"
-            else ("token", ", that is, words x epsilon for a row")
-        )
-        releases = (
-            "once in a fit by each client that has the row, which keeps its replacement (rows of "
-            "equal words show as equal"
-            + (" unless their example ids differ)" if self.example_ids else ")")
-            if self.memoized
-            else "again in every epoch: epsilons add up"
-        )
-        return (
-            f"against whoever sees anything computed of the batch, {self.epsilon:g}-local "
-            f"differential privacy for each {unit}{total}; spent {releases}. Public: lengths and "
-            "special tokens. Not covered: labels of a classifier"
-        )
+            try:
+                clients()
+            except ImportError as error:
+                raise refused(str(error)) from error
 
-    @property
-    def warnings(self) -> list[str]:
-        """Return warnings for settings that void the guarantee."""
-        messages = []
-        if self.in_batch:
-            messages.append(
-                "domain='batch' holds no guarantee: which words occur in the batch is visible, and "
-                f"with per='token' a row of 32 would cost 32 x {self.epsilon:g} in any case. For "
-                "comparison with published figures only; use domain='vocabulary'."
-            )
-        if self.labels == "original":
-            messages.append(
-                "labels='original' voids the guarantee: a language model's labels are the text. "
-                "Leave `labels` out."
-            )
-        if self.implementation == "multi-freq-ldpy":
-            messages.append(
-                "implementation='multi-freq-ldpy' draws from a generator with a seed of 32 bits, "
-                "which can be tried out. For comparison only; leave `implementation` out."
-            )
-        return messages
+
+@dataclass(frozen=True)
+class OldTokenArguments(BatchForm, LDPProtocol):
+    """Arguments that 0.1.0 took one by one, which work through 0.2."""
+
+    def fields_of(self, group: type[BatchForm | LDPProtocol]) -> dict[str, Any]:
+        """Return those of a group that differ from their defaults."""
+        values = {field.name: getattr(self, field.name) for field in fields(group)}
+        return {f.name: values[f.name] for f in fields(group) if values[f.name] != f.default}
 
 
 class ReleaseCounter:
@@ -252,25 +216,15 @@ class TokenLDP(Defense):
         special_ids: ids that are no words: a collection, or a tokenizer (whose unknown token is
             taken for a word, unless it is another special token too). None: those in the model's
             config, which names them for causal and encoder-decoder models alone.
-        keep_special: False randomises special tokens and padding like words (the published code).
-        decode: how a vector becomes a token: ``"uniform"``, ``"first"``, ``"argmax"``; None for
-            ``"argmax"`` with ``the``, else ``"uniform"``.
         buckets: b of dBitFlipPM; None for one per token.
         bits: d of dBitFlipPM; None for all.
         memoize: whether a row keeps its replacement for the fit; None: yes, except with
             ``domain="batch"``, where it is impossible.
-        example_ids: name of a field of the batch with one public integer for each row, that
-            distinguishes rows of equal words.
-        kind: what the labels mean, see :data:`~lightning_fedleak.anatomy.Kind`; None: as the model
-            says.
-        public_fields: further fields of the batch that hold nothing private.
-        batch_adapter: reads a batch of the user's own form; with ``batch_writer``.
-        batch_writer: gives a copy of such a batch with the ids and labels of a TokenBatch. The
-            copy is read again and must hold them.
-        implementation: ``"multi-freq-ldpy"`` draws by that package's clients: for comparison only,
-            slow, and from a generator with a seed of 32 bits.
+        protocol: decoding rule, special tokens and implementation, where published code differs.
+        form: of the batches, where it is not read by itself.
         seed: for tests only: whoever knows it can take the replacement back, so nothing is
             guaranteed.
+        old: arguments as 0.1.0 spelled them; they warn, and work through 0.2.
 
     Raises:
         DefenseError: a setting out of range.
@@ -287,71 +241,59 @@ class TokenLDP(Defense):
         labels: Literal["replaced", "original"] = "replaced",
         *,
         special_ids: Collection[int] | Any = None,
-        keep_special: bool = True,
-        decode: Decode | None = None,
         buckets: int | None = None,
         bits: int | None = None,
         memoize: bool | None = None,
-        example_ids: str | None = None,
-        kind: Kind | None = None,
-        public_fields: Collection[str] = (),
-        batch_adapter: BatchAdapter | None = None,
-        batch_writer: BatchWriter | None = None,
-        implementation: Implementation = "torch",
+        protocol: LDPProtocol | None = None,
+        form: BatchForm | None = None,
         seed: int | None = None,
+        **old: Any,
     ) -> None:
+        known = [*signature(TokenLDP).parameters, *OldTokenArguments.__dataclass_fields__]
+        check_names("TokenLDP", old, known)
+        passed = OldTokenArguments(**old)
+        protocol = group_old_arguments(
+            "TokenLDP", "protocol", protocol or LDPProtocol(), passed.fields_of(LDPProtocol)
+        )
+        form = group_old_arguments(
+            "TokenLDP", "form", form or BatchForm(), passed.fields_of(BatchForm)
+        )
         check_number("TokenLDP: epsilon", epsilon, above=0, error=DefenseError)
-        for argument, value, choices in (
-            ("per", per, get_args(Per)),
-            ("labels", labels, ("replaced", "original")),
-            ("implementation", implementation, get_args(Implementation)),
-        ):
-            check_choice(f"TokenLDP: {argument}", value, choices, error=DefenseError)
-        check_choice("TokenLDP: kind", kind, get_args(Kind), optional=True, error=DefenseError)
+        check_choice("TokenLDP: per", per, get_args(Per), error=DefenseError)
+        check_choice("TokenLDP: labels", labels, ("replaced", "original"), error=DefenseError)
         if isinstance(domain, str) and domain not in ("vocabulary", "batch"):
-            raise _refused(
+            raise refused(
                 f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"
             )
         if domain == "batch" and memoize:
-            raise _refused(
+            raise refused(
                 "memoize=True cannot hold with domain='batch', which changes with the batch: use "
                 "domain='vocabulary', or leave `memoize` out"
             )
         if domain == "batch" and (buckets is not None or bits is not None):
-            raise _refused("buckets and bits need a fixed domain: domain='vocabulary'")
-        if (batch_adapter is None) != (batch_writer is None):
-            raise _refused(
-                "batch_adapter and batch_writer belong together: one reads your batch, the other "
-                "makes a copy with other ids"
-            )
-        if implementation == "multi-freq-ldpy":
-            try:
-                clients()
-            except ImportError as error:
-                raise _refused(str(error)) from error
+            raise refused("buckets and bits need a fixed domain: domain='vocabulary'")
         self.mechanism: Mechanism = mechanism
         self.epsilon = float(epsilon)
         self.per: Per = per
         self.domain = domain
         self.labels = labels
         self.special_ids = special_ids
-        self.keep_special = keep_special
+        self.keep_special = protocol.keep_special
         self.memoize = domain != "batch" if memoize is None else memoize
-        self.example_ids = example_ids
-        self.kind = kind
-        self.public_fields = frozenset(public_fields) | PUBLIC_FIELDS
-        self.implementation = implementation
+        self.example_ids = form.example_ids
+        self.kind = form.kind
+        self.public_fields = frozenset(form.public_fields) | PUBLIC_FIELDS
+        self.implementation = protocol.implementation
         self.seed = seed
-        self._settings = (decode, buckets, bits)
-        self._form = BatchForm(self.public_fields, example_ids, batch_adapter, batch_writer)
-        self._set = None if isinstance(domain, str) else _checked_set(domain)
+        self._settings = (protocol.decode, buckets, bits)
+        self._form = form
+        self._set = None if isinstance(domain, str) else public_set(domain)
         self._randomizer(max(2, buckets or bits or 2))  # checks the settings
         self._releases = ReleaseCounter()
         self._earlier = 0.0
         self._ready: Words | None = None
-        promise = self._promise()
-        self.guarantee = promise.guarantee
-        for warning in promise.warnings:
+        self.guarantee = self._guarantee()
+        for warning in self._warnings():
             warnings.warn(f"TokenLDP: {warning}", UserWarning, stacklevel=2)
 
     @classmethod
@@ -362,8 +304,9 @@ class TokenLDP(Defense):
         batch as the domain; the first set bit; nothing memoised. The paper says instead that the
         budget is applied once to the whole data set.
         """
-        rule = None if mechanism == "grr" else "argmax" if mechanism == "the" else "first"
-        published = {"per": "token", "domain": "batch", "keep_special": False, "decode": rule}
+        rules: dict[Mechanism, Decode] = {"the": "argmax", "rappor": "first", "dbitflip": "first"}
+        protocol = LDPProtocol(rules.get(mechanism), keep_special=False)
+        published = {"per": "token", "domain": "batch", "protocol": protocol}
         return cls(mechanism, epsilon, **{**published, **settings})
 
     @property
@@ -434,12 +377,6 @@ class TokenLDP(Defense):
         Raises:
             DefenseError: the batch cannot be read or copied, or it holds fields that may be text.
         """
-        try:
-            return self._on_batch(batch, context)
-        except TextError as error:
-            raise _refused(str(error)) from error
-
-    def _on_batch(self, batch: Any, context: DefenseContext) -> Any:
         ready = self._ready or self._prepare(context.root)
         self._ready = ready
         tokens = self._form.read(batch, ready.kind)
@@ -494,37 +431,78 @@ class TokenLDP(Defense):
         together = context.processes > 1 and not self.memoize
         self._releases.hear(torch.stack(counts).tolist(), add=together)
 
-    def _promise(self) -> Promise:
-        return Promise(
-            epsilon=self.epsilon,
-            per=self.per,
-            in_batch=isinstance(self.domain, str) and self.domain == "batch",
-            labels=self.labels,
-            memoized=self.memoize,
-            example_ids=self.example_ids is not None,
-            implementation=self.implementation,
-            seeded=self.seed is not None,
+    @property
+    def _in_batch(self) -> bool:
+        return isinstance(self.domain, str) and self.domain == "batch"
+
+    def _guarantee(self) -> str:
+        """Return one sentence; it begins with "none" where nothing is guaranteed."""
+        if self._in_batch:
+            return (
+                f"none: every token is randomised with epsilon={self.epsilon:g}, but among the ids "
+                "of its own batch, so that whoever sees the batch knows which words occur in it"
+            )
+        if self.labels == "original":
+            return "none: the inputs are randomised, but the labels hold the original words"
+        if self.seed is not None:
+            return "none: whoever knows or guesses `seed` can take the replacement back (for tests)"
+        if self.implementation == "multi-freq-ldpy":
+            return "none: the generator has a seed of 32 bits, which can be tried out"
+        unit, total = (
+            ("row of a batch", "")
+            if self.per == "sequence"
+            else ("token", ", that is, words x epsilon for a row")
         )
+        releases = (
+            "once in a fit by each client that has the row, which keeps its replacement (rows of "
+            "equal words show as equal"
+            + (" unless their example ids differ)" if self.example_ids is not None else ")")
+            if self.memoize
+            else "again in every epoch: epsilons add up"
+        )
+        return (
+            f"against whoever sees anything computed of the batch, {self.epsilon:g}-local "
+            f"differential privacy for each {unit}{total}; spent {releases}. Public: lengths and "
+            "special tokens. Not covered: labels of a classifier"
+        )
+
+    def _warnings(self) -> list[str]:
+        """Return warnings of settings that void the guarantee."""
+        messages = []
+        if self._in_batch:
+            messages.append(
+                "domain='batch' holds no guarantee: which words occur in the batch is visible, and "
+                f"with per='token' a row of 32 would cost 32 x {self.epsilon:g} in any case. For "
+                "comparison with published figures only; use domain='vocabulary'."
+            )
+        if self.labels == "original":
+            messages.append(
+                "labels='original' voids the guarantee: a language model's labels are the text. "
+                "Leave `labels` out."
+            )
+        if self.implementation == "multi-freq-ldpy":
+            messages.append(
+                "implementation='multi-freq-ldpy' draws from a generator with a seed of 32 bits, "
+                "which can be tried out. For comparison only; leave `implementation` out."
+            )
+        return messages
 
     def _randomizer(self, k: int) -> Randomizer:
         decode, buckets, bits = self._settings
         try:
             return Randomizer.with_defaults(self.mechanism, k, decode, buckets, bits)
         except ValueError as error:
-            raise _refused(str(error)) from error
+            raise refused(str(error)) from error
 
     def _prepare(self, root: nn.Module) -> Words:
-        try:
-            words = words_of(
-                root,
-                kind=self.kind,
-                special_ids=self.special_ids,
-                keep_special=self.keep_special,
-                domain=self._set,
-                per_batch=self.domain == "batch",
-            )
-        except TextError as error:
-            raise _refused(str(error)) from error
+        words = words_of(
+            root,
+            kind=self.kind,
+            special_ids=self.special_ids,
+            keep_special=self.keep_special,
+            domain=self._set,
+            per_batch=self._in_batch,
+        )
         if words.domain is not None:
             self._randomizer(len(words.domain))
         return words
@@ -552,7 +530,7 @@ class TokenLDP(Defense):
         if self.per == "sequence":
             epsilon = (self.epsilon / n_words.double()).repeat_interleave(n_words)
         randomizer = self._randomizer(len(domain))
-        indices = draw(
+        indices = draw_replacements(
             randomizer, index, outside, epsilon, keys, counts, implementation=self.implementation
         )
         return torch.index_select(domain, 0, indices)
@@ -566,14 +544,3 @@ class TokenLDP(Defense):
             return row_keys(base, client, digests, self.name), n_words.tolist()
         key = batch_key(base, client, self.batches, context.process, self.name)
         return [key], [int(n_words.sum())]
-
-
-def _checked_set(domain: Iterable[int] | Tensor) -> Tensor:
-    try:
-        return public_set(domain)
-    except TextError as error:
-        raise _refused(str(error)) from error
-
-
-def _refused(reason: str) -> DefenseError:
-    return DefenseError(f"TokenLDP: {reason}")

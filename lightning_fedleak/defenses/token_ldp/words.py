@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from lightning_fedleak.batches import (
     read_batch,
     write_batch,
 )
+from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.validate import check_choice
 
 _SPECIAL = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
 
@@ -31,8 +33,9 @@ PUBLIC_FIELDS = frozenset(
 """Fields of a batch that hold the positions of words, not the words: they pass unchanged."""
 
 
-class TextError(ValueError):
-    """The text cannot be randomised as it is; says what to change, never contents."""
+def refused(reason: str) -> DefenseError:
+    """Return the error of a text that cannot be randomised; it never holds contents."""
+    return DefenseError(f"TokenLDP: {reason}")
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,11 @@ class Words:
         """Return the index of each id in the domain, and whether it is in there; (n,) each.
 
         Raises:
-            TextError: an id that the model does not have.
+            DefenseError: an id that the model does not have.
         """
         low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
         if self.size is not None and not 0 <= low <= high + 1 <= self.size:
-            raise TextError(
+            raise refused(
                 f"the batch holds ids outside of the model's {self.size} words: it was made with "
                 "another model's tokenizer"
             )
@@ -100,22 +103,22 @@ def words_of(
         per_batch: whether each batch's own ids are the domain.
 
     Raises:
-        TextError: something is neither an argument nor known from the model, or the domain is too
-            small.
+        DefenseError: something is neither an argument nor known from the model, or the domain is
+            too small.
     """
     anatomy = None
     if kind is None or special_ids is None or domain is None:
         try:
             anatomy = find_anatomy(root, kind=kind)
         except AnatomyError as error:
-            raise TextError(
+            raise refused(
                 f"the model could not be read ({error}). Give kind=, special_ids= and domain= "
                 "(the ids of a public set, range(vocabulary size) say)"
             ) from error
     kind = kind or (anatomy.kind if anatomy else "causal")
     special = special_of(special_ids, kind, keep_special, anatomy)
     if not keep_special and kind not in ("causal", "classifier"):
-        raise TextError(
+        raise refused(
             f"keep_special=False would randomise mask or start tokens that a {kind} model "
             "needs: leave it out"
         )
@@ -128,18 +131,18 @@ def words_of(
     elif size is not None:
         ids = torch.arange(size)
     else:
-        raise TextError(
+        raise refused(
             "the size of the vocabulary cannot be read from the model: give domain=range(size)"
         )
     if size is not None and int(ids.max()) >= size:
-        raise TextError(
+        raise refused(
             f"domain holds the id {int(ids.max())}, but the model has {size} words: give ids "
             f"from 0 to {size - 1}"
         )
     if keep_special:
         ids = ids[~torch.isin(ids, special)]
     if len(ids) < 2:
-        raise TextError(
+        raise refused(
             f"domain holds {len(ids)} ids that are not special and needs at least 2: give more"
         )
     return Words(kind, special, ids, size)
@@ -151,11 +154,11 @@ def special_of(
     """Return (s,) int64 ascending ids that are no words; ``source`` may be a tokenizer.
 
     Raises:
-        TextError: there is no source, and the model's config does not name them.
+        DefenseError: there is no source, and the model's config does not name them.
     """
     if source is None:
         if kind in ("masked", "classifier") and keep_special:
-            raise TextError(
+            raise refused(
                 f"special_ids must be given for a {kind} model, whose config does not name "
                 "them: pass the tokenizer, or [] where there are none"
             )
@@ -171,13 +174,13 @@ def public_set(domain: Iterable[int] | Tensor) -> Tensor:
     """Return the ids of a public set, (k,) int64 ascending.
 
     Raises:
-        TextError: these are no distinct token ids.
+        DefenseError: these are no distinct token ids.
     """
     ids = torch.as_tensor(domain if isinstance(domain, Tensor) else list(domain)).cpu()
     if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise TextError("domain must be 'vocabulary', 'batch' or a list of token ids")
+        raise refused("domain must be 'vocabulary', 'batch' or a list of token ids")
     if int(ids.min()) < 0 or len(torch.unique(ids)) < len(ids):
-        raise TextError("domain must hold token ids of at least 0, each once")
+        raise refused("domain must hold token ids of at least 0, each once")
     return torch.sort(ids.long()).values
 
 
@@ -244,7 +247,7 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
     """Return the true text of a batch.
 
     Raises:
-        TextError: labels of a causal model that are not its inputs.
+        DefenseError: labels of a causal model that are not its inputs.
     """
     ids = tokens.input_ids.to("cpu", torch.int64)
     visible = torch.ones_like(ids, dtype=torch.bool)
@@ -258,7 +261,7 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
         elif words.kind == "masked":
             ids, visible = torch.where(looked_at, labels, ids), visible | looked_at
         elif bool((looked_at & (labels != ids)).any()):
-            raise TextError(
+            raise refused(
                 "the labels of a causal model must be its inputs (-100 where the loss looks away), "
                 "so that both are replaced alike. Labels that are shifted already need "
                 "batch_adapter= and batch_writer=, which join and part the two"
@@ -276,39 +279,55 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
 
 @dataclass(frozen=True)
 class BatchForm:
-    """The form of the user's batches.
+    """The form of the user's batches, for :class:`~lightning_fedleak.TokenLDP`.
 
     Attributes:
-        public_fields: fields besides ids, mask and labels that may pass as they are.
-        example_ids: name of a field with one integer for each row; None where there is none.
-        adapter: reads a batch of the user's own form; None for the forms that are known.
-        writer: gives a copy of such a batch with the ids and labels of a TokenBatch; None
-            together with ``adapter``.
+        kind: what the labels mean, see :data:`~lightning_fedleak.anatomy.Kind`; None: as the model
+            says.
+        example_ids: name of a field with one public integer for each row, that distinguishes rows
+            of equal words.
+        public_fields: further fields that hold nothing private.
+        batch_adapter: reads a batch of the user's own form; with ``batch_writer``.
+        batch_writer: gives a copy of such a batch with the ids and labels of a TokenBatch. The copy
+            is read again and must hold them.
+
+    Raises:
+        DefenseError: an unknown kind, or an adapter without a writer.
     """
 
-    public_fields: frozenset[str]
-    example_ids: str | None
-    adapter: BatchAdapter | None
-    writer: BatchWriter | None
+    kind: Kind | None = None
+    example_ids: str | None = None
+    public_fields: Collection[str] = ()
+    batch_adapter: BatchAdapter | None = None
+    batch_writer: BatchWriter | None = None
+
+    def __post_init__(self) -> None:
+        kinds = get_args(Kind)
+        check_choice("TokenLDP: kind", self.kind, kinds, optional=True, error=DefenseError)
+        if (self.batch_adapter is None) != (self.batch_writer is None):
+            raise refused(
+                "batch_adapter and batch_writer belong together: one reads your batch, the other "
+                "makes a copy with other ids"
+            )
 
     def read(self, batch: Any, kind: Kind) -> TokenBatch:
         """Return ids, mask and labels of a batch.
 
         Raises:
-            TextError: it cannot be read, or it holds fields that may be text.
+            DefenseError: it cannot be read, or it holds fields that may be text.
         """
         try:
-            if self.adapter is not None:
-                return self.adapter(batch)
+            if self.batch_adapter is not None:
+                return self.batch_adapter(batch)
             tokens = read_batch(batch, kind)
-            allowed = self.public_fields | ({self.example_ids} if self.example_ids else set())
+            allowed = {*PUBLIC_FIELDS, *self.public_fields, self.example_ids}
             unknown = [name for name in other_fields(batch) if name not in allowed]
         except BatchError as error:
-            raise TextError(
+            raise refused(
                 f"the batch cannot be read ({error}). Give batch_adapter= and batch_writer="
             ) from error
         if unknown:
-            raise TextError(
+            raise refused(
                 f"the batch holds the fields {', '.join(unknown)}, which would reach the model as "
                 "they are. Take them out of the batch, or, if they say nothing about the text, "
                 f"name them in public_fields={unknown}"
@@ -319,21 +338,21 @@ class BatchForm:
         """Return a copy of ``batch`` with the ids and labels of ``tokens``.
 
         Raises:
-            TextError: it cannot be copied, or the user's writer does not put them in.
+            DefenseError: it cannot be copied, or the user's writer does not put them in.
         """
         try:
-            if self.writer is None or self.adapter is None:
+            if self.batch_writer is None or self.batch_adapter is None:
                 return write_batch(batch, tokens)
-            copy = self.writer(batch, tokens)
-            read = self.adapter(copy)
+            copy = self.batch_writer(batch, tokens)
+            read = self.batch_adapter(copy)
         except BatchError as error:
-            raise TextError(
+            raise refused(
                 f"the batch cannot be copied ({error}). Give batch_adapter= and batch_writer="
             ) from error
         pairs = [(read.input_ids, tokens.input_ids), (read.labels, tokens.labels)]
         for copied, expected in pairs:
             if expected is not None and (copied is None or not torch.equal(copied, expected)):
-                raise TextError(
+                raise refused(
                     "batch_writer gave a batch that batch_adapter reads other ids or labels from "
                     "than it was given: it must put both in"
                 )
@@ -343,14 +362,14 @@ class BatchForm:
         """Return one integer for each row; None where no field is named.
 
         Raises:
-            TextError: the field does not hold them.
+            DefenseError: the field does not hold them.
         """
         if self.example_ids is None:
             return None
         get = batch.get if hasattr(batch, "get") else lambda name: getattr(batch, name, None)
         ids = get(self.example_ids)
         if not isinstance(ids, Tensor) or ids.shape != (rows,) or ids.is_floating_point():
-            raise TextError(
+            raise refused(
                 f"example_ids='{self.example_ids}' must name a field with one integer for each of "
                 f"the batch's {rows} rows"
             )

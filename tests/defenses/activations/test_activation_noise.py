@@ -153,7 +153,7 @@ def test_what_the_test_above_is_about(reentrant: bool, monkeypatch) -> None:
     defense = ActivationNoise(0, SIGMA)
     noised(plain, defense)
     expected = step(plain, batch(), defense=defense)
-    monkeypatch.setattr(_Remembered, "find", lambda *_: 17)
+    monkeypatch.setattr(_Remembered, "find", lambda *_, **__: 17)
     model = checkpointed(tiny_gpt2(layers=3, dropout=0.0).train(), reentrant)
     again = ActivationNoise(0, SIGMA)
     noised(model, again)
@@ -169,6 +169,29 @@ def test_a_recomputation_of_unknown_states_is_refused() -> None:
     defense.on_training_step(lambda: model(**batch(2)).loss, None, root)
     with pytest.raises(DefenseError, match="not those of one forward of this training step"):
         loss.backward()
+
+
+def test_states_that_do_not_repeat_themselves_are_the_nearest_and_never_refused() -> None:
+    """What a text holds decides nothing: near twins, numbers that overflow, far rounding."""
+    states = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
+    seen = [states, states + 1e-5, 100 * states, torch.full_like(states, math.inf), -states]
+    remembered = _Remembered()
+    for number, tensor in enumerate(seen):
+        remembered.add(number, tensor)
+    for number, tensor in [*enumerate(seen)][::-1]:
+        assert remembered.find(tensor * (1 + 1e-7), 1, exact=False) == number
+    assert remembered.find(0.9 * states, 1, exact=False) in (0, 1)
+    for tensor, exact in ((0.9 * states, True), (states[:2], False)):
+        with pytest.raises(DefenseError, match="not those of one forward of this training step"):
+            remembered.find(tensor, 1, exact=exact)
+
+
+def test_twins_may_be_computed_more_often_than_they_were_sent() -> None:
+    remembered = _Remembered()
+    for number in range(2):
+        remembered.add(number, torch.ones(1, 2, 3))
+    found = [remembered.find(torch.ones(1, 2, 3), 1, exact=True) for _ in range(3)]
+    assert found == [1, 0, 1]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

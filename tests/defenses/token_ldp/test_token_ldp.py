@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import re
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +16,19 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.defenses import DefenseContext, DefenseError, TokenLDP
+from lightning_fedleak.batches import BatchWriter, TokenBatch
+from lightning_fedleak.defenses import (
+    BatchForm,
+    Defense,
+    DefenseContext,
+    DefenseError,
+    LDPProtocol,
+    TokenLDP,
+)
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
 from lightning_fedleak.defenses.token_ldp.words import special_of
 from lightning_fedleak.strategies import DefendedStrategy
@@ -54,6 +64,10 @@ def context(
         "entropy": entropy,
     }
     return DefenseContext(**{**defaults, **fields})
+
+
+def package() -> LDPProtocol:
+    return LDPProtocol(implementation="multi-freq-ldpy")
 
 
 def rows(n: int, length: int, seed: int = 0) -> Tensor:
@@ -146,9 +160,7 @@ def test_the_reference_path_has_the_same_law(gpt2: nn.Module) -> None:
     ids[:, 0] = 30
     for memoize in (True, False):
         with pytest.warns(UserWarning, match="seed of 32 bits"):
-            defense = TokenLDP(
-                "grr", 20.0, implementation="multi-freq-ldpy", memoize=memoize, seed=3
-            )
+            defense = TokenLDP("grr", 20.0, protocol=package(), memoize=memoize, seed=3)
         drawn = defended(defense, gpt2, ids)
         law = Randomizer.with_defaults("grr", VOCAB - 3).law(4.0)
         expected = torch.cat([torch.zeros(3, dtype=torch.float64), law[30 - 3]])
@@ -161,7 +173,7 @@ def test_what_can_be_guessed_guarantees_nothing(gpt2: nn.Module) -> None:
     found = [TokenLDP("grr", 4.0, seed=0)]
     if importlib.util.find_spec("multi_freq_ldpy"):
         with pytest.warns(UserWarning, match="seed of 32 bits"):
-            found.append(TokenLDP("grr", 4.0, implementation="multi-freq-ldpy"))
+            found.append(TokenLDP("grr", 4.0, protocol=package()))
     for defense in found:
         defended(defense, gpt2, rows(2, 5))
         assert defense.guarantee.startswith("none")
@@ -239,7 +251,7 @@ def test_whatever_the_batch_holds(
         per,
         domain=range(3, 90),
         special_ids=SPECIAL,
-        kind="causal",
+        form=BatchForm(kind="causal"),
         memoize=memoize,
     )
     new = defended(defense, nn.Identity(), batch)
@@ -343,7 +355,7 @@ def test_memoised_rows_keep_their_replacement(gpt2: nn.Module) -> None:
 def test_equal_rows_are_told_apart_by_example_ids(gpt2: nn.Module) -> None:
     ids = rows(1, 40).expand(2, 40)
     assert torch.equal(*defended(TokenLDP("grr", 40.0), gpt2, ids))
-    defense = TokenLDP("grr", 40.0, example_ids="idx")
+    defense = TokenLDP("grr", 40.0, form=BatchForm(example_ids="idx"))
     batch = {"input_ids": ids, "idx": torch.tensor([5, 6])}
     new = defended(defense, gpt2, batch)
     assert not torch.equal(*new["input_ids"])
@@ -435,15 +447,19 @@ def shifted_writer(batch: dict[str, Tensor], tokens: TokenBatch) -> dict[str, Te
     return {"x": tokens.input_ids[:, :-1], "y": tokens.input_ids[:, 1:]}
 
 
+def shifted_form(writer: BatchWriter) -> BatchForm:
+    return BatchForm(batch_adapter=shifted_adapter, batch_writer=writer)
+
+
 def test_labels_that_are_shifted_need_an_adapter(gpt2: nn.Module) -> None:
     text = rows(4, 9)
     with pytest.raises(DefenseError, match="shifted already need batch_adapter"):
         defended(TokenLDP("grr", 1.0), gpt2, (text[:, :-1], text[:, 1:]))
-    defense = TokenLDP("grr", 1.0, batch_adapter=shifted_adapter, batch_writer=shifted_writer)
+    defense = TokenLDP("grr", 1.0, form=shifted_form(shifted_writer))
     new = defended(defense, gpt2, {"x": text[:, :-1], "y": text[:, 1:]})
     assert torch.equal(new["x"][:, 1:], new["y"][:, :-1])
     assert not torch.equal(new["x"], text[:, :-1])
-    lazy = TokenLDP("grr", 1.0, batch_adapter=shifted_adapter, batch_writer=lambda batch, _: batch)
+    lazy = TokenLDP("grr", 1.0, form=shifted_form(lambda batch, _: batch))
     with pytest.raises(DefenseError, match="batch_writer gave a batch that batch_adapter reads"):
         defended(lazy, gpt2, {"x": text[:, :-1], "y": text[:, 1:]})
 
@@ -452,7 +468,7 @@ def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:
     batch = {"input_ids": rows(2, 4), "text": ["a b", "c d"], "position_ids": rows(2, 4)}
     with pytest.raises(DefenseError, match=r"the fields text, which .* public_fields=\['text'\]"):
         defended(TokenLDP("grr", 1.0), gpt2, batch)
-    new = defended(TokenLDP("grr", 1.0, public_fields=["text"]), gpt2, batch)
+    new = defended(TokenLDP("grr", 1.0, form=BatchForm(public_fields=["text"])), gpt2, batch)
     assert new["text"] is batch["text"]
 
 
@@ -486,6 +502,49 @@ def test_settings_out_of_range(arguments: dict[str, Any], message: str) -> None:
         TokenLDP(**{"mechanism": "grr", "epsilon": 1.0, **arguments})
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"decode": "first"}, {"protocol": LDPProtocol("first")}),
+        ({"keep_special": False}, {"protocol": LDPProtocol(keep_special=False)}),
+        ({"example_ids": "idx"}, {"form": BatchForm(example_ids="idx")}),
+        ({"kind": "masked"}, {"form": BatchForm("masked")}),
+        ({"public_fields": ["text"]}, {"form": BatchForm(public_fields=["text"])}),
+        (
+            {"batch_adapter": shifted_adapter, "batch_writer": shifted_writer},
+            {"form": shifted_form(shifted_writer)},
+        ),
+    ],
+)
+def test_arguments_of_0_1_0_warn_and_mean_what_they_did(old: Any, new: Any) -> None:
+    [(argument, group)] = new.items()
+    names = ", ".join(f"{name}=" for name in old)
+    spelling = re.escape(f"TokenLDP({argument}={type(group).__name__}({names}))")
+    with pytest.warns(FutureWarning, match=f"is spelled {spelling} now") as warned:
+        before = TokenLDP("rappor", 1.0, **old)
+    assert warned[0].filename == __file__
+    after = TokenLDP("rappor", 1.0, **new)
+    assert before.settings() == after.settings()
+    assert before.guarantee == after.guarantee
+    assert before._form == after._form
+    assert before._settings == after._settings
+    with pytest.raises(TypeError, match=r"Did you mean memoize=\?"):
+        TokenLDP("rappor", 1.0, memoise=True)
+
+
+def test_a_config_may_spell_both() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--defense", type=Defense)
+    for settings_of in ({"decode": "first"}, {"protocol": {"decode": "first"}}):
+        arguments = {"mechanism": "rappor", "epsilon": 1.0, **settings_of}
+        path = "lightning_fedleak.defenses.TokenLDP"
+        config = {"defense": {"class_path": path, "init_args": arguments}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            defense = parser.instantiate_classes(parser.parse_object(config)).defense
+        assert defense._settings == ("first", None, None)
+
+
 def test_models_that_do_not_fit_are_refused(gpt2: nn.Module) -> None:
     where = context(gpt2)
     for arguments, message in (
@@ -499,12 +558,16 @@ def test_models_that_do_not_fit_are_refused(gpt2: nn.Module) -> None:
         with pytest.raises(DefenseError, match=message):
             TokenLDP(**{"mechanism": "grr", "epsilon": 1.0, **arguments}).before_setup(where)
     with pytest.raises(DefenseError, match="keep_special=False would randomise mask"):
-        TokenLDP("grr", 1.0, keep_special=False).before_setup(context(tiny_bert_mlm()))
+        TokenLDP("grr", 1.0, protocol=LDPProtocol(keep_special=False)).before_setup(
+            context(tiny_bert_mlm())
+        )
     with pytest.raises(DefenseError, match="special_ids must be given for a masked"):
         TokenLDP("grr", 1.0).before_setup(context(tiny_bert_mlm()))
     with pytest.raises(DefenseError, match="the model could not be read"):
         TokenLDP("grr", 1.0).before_setup(context(nn.Linear(2, 2)))
-    given_all = TokenLDP("grr", 1.0, domain=range(50), special_ids=[0], kind="causal")
+    given_all = TokenLDP(
+        "grr", 1.0, domain=range(50), special_ids=[0], form=BatchForm(kind="causal")
+    )
     assert defended(given_all, nn.Linear(2, 2), rows(2, 4)).shape == (2, 4)
     with pytest.raises(DefenseError, match="outside of the model's 97 words"):
         defended(TokenLDP("grr", 1.0), gpt2, torch.tensor([[5, VOCAB]]))

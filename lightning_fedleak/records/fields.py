@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
@@ -102,9 +102,10 @@ def as_json(value: object) -> Any:
 
 
 @cache
-def _readers(record: type) -> Mapping[str, FieldReader]:
-    hints = get_type_hints(record, include_extras=True)
-    return {one.name: reader_of(hints[one.name]) for one in fields(record) if one.init}
+def _readers(kind: type) -> Mapping[str, FieldReader]:
+    """Return the readers of a record, a named tuple or a TypedDict, by the names of its fields."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: reader_of(hint) for name, hint in hints.items()}
 
 
 def reader_of(hint: Any) -> FieldReader:
@@ -124,32 +125,28 @@ def reader_of(hint: Any) -> FieldReader:
     if issubclass(hint, Record):
         from_json: FieldReader = hint.from_json
         return from_json
-    return number_if(is_number) if hint is float else _typed(hint)
+    if issubclass(hint, tuple):
+        return _row_of(hint)
+    return number_if(is_number) if hint is float else _reader_if(partial(_is_of, hint))
 
 
 def number_if(holds: Callable[[Any], bool]) -> FieldReader:
     """Return a reader of numbers for which a condition holds."""
-
-    def read(value: Any, path: str) -> float:
-        if not (is_number(value) and holds(value)):
-            raise OddField(path)
-        return float(value)
-
-    return read
+    return _reader_if(lambda value: is_number(value) and holds(value), float)
 
 
-def _typed(kind: type) -> FieldReader:
-    """Return a reader of strings, truth values or integers."""
+def _reader_if(holds: Callable[[Any], bool], convert: type | None = None) -> FieldReader:
+    """Return a reader of values for which a condition holds."""
 
     def read(value: Any, path: str) -> Any:
-        if not _is_of(value, kind):
+        if not holds(value):
             raise OddField(path)
-        return value
+        return value if convert is None else convert(value)
 
     return read
 
 
-def _is_of(value: Any, kind: type) -> bool:
+def _is_of(kind: type, value: Any) -> bool:
     """Return whether a value is of a type; True is no integer, and no integer is endless."""
     return (
         isinstance(value, kind)
@@ -184,6 +181,34 @@ def _list_of(reader: FieldReader) -> FieldReader:
     return read
 
 
+def _row_of(kind: type) -> FieldReader:
+    """Return a reader of a named tuple, which is a list in JSON."""
+    readers = _readers(kind).values()
+
+    def read(value: Any, path: str) -> Any:
+        if not isinstance(value, list) or len(value) != len(readers):
+            raise OddField(path)
+        return kind(*(reader(one, path) for reader, one in zip(readers, value, strict=True)))
+
+    return read
+
+
+def keys_of(kind: type) -> FieldReader:
+    """Return a reader of an object that checks the keys of a TypedDict and leaves the others."""
+    readers = {
+        name: reader_of(hint) for name, hint in get_type_hints(kind, None, None, True).items()
+    }
+
+    def read(value: Any, path: str) -> JsonObject:
+        if not isinstance(value, dict):
+            raise OddField(path)
+        for name in [name for name in readers if name in value]:
+            readers[name](value[name], f"{path}/{name}")
+        return value
+
+    return read
+
+
 def _mapping_to(reader: FieldReader) -> FieldReader:
     def read(value: Any, path: str) -> dict[str, object]:
         if not isinstance(value, dict):
@@ -207,10 +232,16 @@ def _or_infinite(reader: FieldReader) -> FieldReader:
 
 Share = Annotated[float, number_if(lambda value: 0 <= value <= 1)]
 """A number from 0 to 1."""
-Amount = Annotated[float, _or_infinite(number_if(lambda value: 0 <= value <= LARGEST))]
+Size = Annotated[float, number_if(lambda value: 0 <= value <= LARGEST)]
+"""A number of 0 or above."""
+Amount = Annotated[float, _or_infinite(reader_of(Size))]
 """A number of 0 or above, or infinity."""
 Limit = Annotated[float, _or_infinite(number_if(is_number))]
 """A number, or infinity."""
+
+
+Count = Annotated[int, _reader_if(lambda value: _is_of(int, value) and value >= 0)]
+"""An integer of 0 or above."""
 
 
 class Releases(NamedTuple):
@@ -222,22 +253,10 @@ class Releases(NamedTuple):
         number: how many there were.
     """
 
-    noise_multiplier: float
-    sample_rate: float
-    number: int
+    noise_multiplier: Size
+    sample_rate: Share
+    number: Count
 
 
-def _read_releases(value: Any, path: str) -> Releases:
-    if (
-        isinstance(value, list)
-        and len(value) == 3
-        and all(is_number(one) and 0 <= one <= LARGEST for one in value)
-        and value[1] <= 1
-        and isinstance(value[2], int)
-    ):
-        return Releases(*value)
-    raise OddField(path)
-
-
-History = Annotated[tuple[Releases, ...], _list_of(_read_releases)]
+History = tuple[Releases, ...]
 """All releases of an account: ``[noise multiplier, sample rate, count]`` each."""

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Annotated, TypedDict
 
 from lightning_fedleak.records.families import Family, standard_family
 from lightning_fedleak.records.fields import (
     OTHER_KEYS,
     SCHEMA,
     Amount,
-    FieldReader,
     History,
     JsonObject,
     Limit,
-    OddField,
     Record,
     Share,
+    keys_of,
     named,
-    reader_of,
 )
 
 
@@ -43,26 +41,19 @@ class RunLine(Record):
 # ---- a fit begins -------------------------------------------------------------------------------
 
 
-def _settings_reader() -> FieldReader:
-    """Return what checks the settings of a defence that a report uses; others are anything."""
-    amount = reader_of(Amount | None)
-    kinds: dict[str, FieldReader] = {
-        **dict.fromkeys(("trust", "unit", "sampling", "accountant", "ledger"), reader_of(str)),
-        **dict.fromkeys(("target_epsilon", "clip"), amount),
-        "max_grad_norm": reader_of(Amount | str | None),  # "auto", or norms by layers
-        "clients": reader_of(int),
-        "poisson": reader_of(bool | None),
-    }
+class _DefenseSettings(TypedDict):
+    """The settings of a defence that a report uses; others are anything."""
 
-    def read(value: Any, path: str) -> JsonObject:
-        if not isinstance(value, dict):
-            raise OddField(path)
-        for name, reader in kinds.items():
-            if name in value:
-                reader(value[name], f"{path}/{name}")
-        return value
-
-    return read
+    trust: str
+    unit: str
+    sampling: str
+    accountant: str
+    ledger: str
+    target_epsilon: Amount | None
+    clip: Amount | None
+    max_grad_norm: Amount | str | None  # "auto", or norms by layers
+    clients: int
+    poisson: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +70,7 @@ class DefenseFacts(Record):
     name: str
     class_name: str | None = named("class", default=None)
     guarantee: str | None = None
-    settings: Annotated[JsonObject, _settings_reader()] | None = None
+    settings: Annotated[JsonObject, keys_of(_DefenseSettings)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,10 +234,8 @@ class BeginLine(RunLine):
     def family_of(self, attack: str) -> Family | None:
         """Return the family of an attack by its name; None where it is not recorded."""
         name = next((one.family for one in self.attacks if one.name == attack), "")
-        if not name:
-            return None
-        recorded = (family for family in self.families if family.name == name)
-        return next(recorded, standard_family(name))
+        recorded = {family.name: family for family in self.families}
+        return recorded.get(name) or standard_family(name) if name else None
 
 
 # ---- while it goes on ---------------------------------------------------------------------------
@@ -353,10 +342,6 @@ class EndLine(RunLine):
 
 
 RUN_LINES: Mapping[str, type[RunLine]] = {
-    "begin": BeginLine,
-    "defense": DefenseLine,
-    "look": LookLine,
-    "gate": GateLine,
-    "end": EndLine,
+    line.kind: line for line in (BeginLine, DefenseLine, LookLine, GateLine, EndLine)
 }
 """By the kind of the line."""

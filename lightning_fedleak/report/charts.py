@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from markupsafe import Markup, escape
 
 from lightning_fedleak.report.attacks import AttackSummary
 
 Points = Sequence[tuple[float, float | None]]
+Scale = Callable[[float], float]
+"""Returns the pixel of a value."""
 
 WIDTH = 420
 """Pixels of a picture, which the page scales. The margins hold the numbers at the axes."""
@@ -79,10 +81,11 @@ def lines(
     if not values:
         return Markup('<p class="unknown">nothing is known</p>')
     low, high = span or _span(values)
-    first, last = min(x for x, _ in points), max(x for x, _ in points)
-    x_scale = _scale(first, max(last, first + 1), MARGIN, WIDTH - RIGHT)
+    first = min(x for x, _ in points)
+    last = max(first + 1, *(x for x, _ in points))
+    x_scale = _scale(first, last, MARGIN, WIDTH - RIGHT)
     y_scale = _scale(low, high, height - BOTTOM, TOP)
-    parts = [_axes(height, low, high, y_scale, first, max(last, first + 1), x_scale)]
+    parts = [*_axes(height, _ticks(low, high), y_scale, _ticks(first, last), x_scale)]
     if level is not None:
         parts.append(_dashed(MARGIN, y_scale(level), WIDTH - RIGHT, y_scale(level), "level"))
     for event, steps in (marks or {}).items():
@@ -152,7 +155,7 @@ def _dashed(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     return f'<line class="{kind}" {ends}/>'
 
 
-def _drawn(line: Points, name: str, colour: str, x_scale: _Scale, y_scale: _Scale) -> Iterator[str]:
+def _drawn(line: Points, name: str, colour: str, x_scale: Scale, y_scale: Scale) -> Iterator[str]:
     """Yield the stretches of a line between unknown values; one of a single value is a dot."""
     title = f"<title>{escape(name)}</title>"
     for run in _known_runs(_thinned(line)):
@@ -165,39 +168,22 @@ def _drawn(line: Points, name: str, colour: str, x_scale: _Scale, y_scale: _Scal
 
 
 def _axes(
-    height: int,
-    low: float,
-    high: float,
-    y_scale: _Scale,
-    first: float,
-    last: float,
-    x_scale: _Scale,
-) -> str:
-    parts = []
-    for value in _ticks(low, high):
+    height: int, values: Sequence[float], y_scale: Scale, steps: Sequence[float], x_scale: Scale
+) -> Iterator[str]:
+    """Yield a line for each of some values, and the numbers at both axes."""
+    for value in values:
         y = y_scale(value)
-        parts.append(
-            f'<line class="grid" x1="{MARGIN}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
-        parts.append(f'<text x="{MARGIN - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
-    for step in (one for one in _ticks(first, last) if one == int(one)):
+        yield f'<line class="grid" x1="{MARGIN}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text x="{MARGIN - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>'
+    for step in (one for one in steps if one == int(one)):
         x = x_scale(step)
-        parts.append(f'<text x="{x:.1f}" y="{height - 10}" text-anchor="middle">{step:g}</text>')
-    return "".join(parts)
+        yield f'<text x="{x:.1f}" y="{height - 10}" text-anchor="middle">{step:g}</text>'
 
 
-class _Scale:
-    """Maps values to pixels."""
-
-    def __init__(self, low: float, high: float, start: float, end: float) -> None:
-        self._low, self._factor, self._start = low, (end - start) / (high - low), start
-
-    def __call__(self, value: float) -> float:
-        return self._start + self._factor * (value - self._low)
-
-
-def _scale(low: float, high: float, start: float, end: float) -> _Scale:
-    return _Scale(low, high if high > low else low + 1.0, start, end)
+def _scale(low: float, high: float, start: float, end: float) -> Scale:
+    high = high if high > low else low + 1.0
+    factor = (end - start) / (high - low)
+    return lambda value: start + factor * (value - low)
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from lightning_fedleak.records import (
@@ -16,8 +19,8 @@ from lightning_fedleak.records import (
     Spending,
     named,
 )
+from lightning_fedleak.records.files import first_of
 from lightning_fedleak.report.attacks import Points
-from lightning_fedleak.report.ledgers import read_ledgers
 from lightning_fedleak.report.logs import FitLog
 from lightning_fedleak.report.wording import (
     NOT_RECORDED,
@@ -176,7 +179,7 @@ def _account(
     series, delta, most = _largest(spendings)
     correlated, poisson = _sampling(kind, settings)
     ledgers = [(one.settings or {}).get("ledger") for one in defenses] if settings else []
-    hashes, counts = read_ledgers(ledgers, problems)
+    hashes, counts = _read_ledgers(ledgers, problems)
     clients = log.begin.monitor.clients if log.begin and log.begin.monitor else 1
     default_accountant = "basic composition" if kind == TOKENS else NOT_RECORDED
     by_fixed_draws = settings.get("sampling") == "fixed" and settings.get("trust") == "central"
@@ -400,3 +403,49 @@ def _statement(account: Account) -> str:
         f"{text}{account.trusted} {limit}It does not cover the leakage logs, validation metrics, "
         "the choice of settings, or decisions that people or gates took in sight of private data."
     )
+
+
+# ---- ledgers: files that know every release, also of a fit that was killed ----------------------
+
+
+def _read_ledgers(
+    paths: Sequence[str | None], problems: list[str]
+) -> tuple[dict[str, str], dict[str, int]]:
+    """Return SHA-256 and releases of ledgers, by their names.
+
+    Args:
+        paths: of one defence, of which each client may have a ledger of its own; None has none.
+        problems: gets a sentence for each ledger with lines that are no releases.
+    """
+    hashes: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for place in (Path(path) for path in dict.fromkeys(paths) if path):
+        try:
+            parts = place.parent.glob(f"{glob.escape(place.name)}.*-of-*")
+            files = [place] if place.is_file() else sorted(parts)
+            for file in files:
+                content = file.read_bytes()
+                hashes[file.name] = hashlib.sha256(content).hexdigest()
+                counts[file.name], odd = _count_releases(content)
+                if odd:
+                    problems.append(
+                        f"{len(odd)} of the lines of the ledger {file.name} are no releases: "
+                        f"{first_of(odd)}"
+                    )
+            if not files:
+                hashes[place.name] = "the file is not there"
+        except (OSError, ValueError) as error:
+            hashes[place.name] = f"cannot be read: {type(error).__name__}"
+    return hashes, counts
+
+
+def _count_releases(ledger: bytes) -> tuple[int, list[int]]:
+    """Return how many releases the lines count (noise, rate, count), and numbers of odd lines."""
+    releases, odd = 0, []
+    for number, line in enumerate(ledger.splitlines(), 1):
+        try:
+            _, _, count = map(float, line.split())
+            releases += int(count)
+        except (ValueError, OverflowError):
+            odd.append(number)
+    return releases, odd

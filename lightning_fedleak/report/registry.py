@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
-from typing import Any
 
 import yaml
 
@@ -21,16 +21,44 @@ from lightning_fedleak.report.findings import Findings
 from lightning_fedleak.report.privacy import CLIENT, TOKENS, Account
 from lightning_fedleak.report.wording import NOT_RECORDED
 
-_TEXT: Mapping[str, object] = {"type": "string"}
-_TEXTS: Mapping[str, Any] = {"type": "array"}
+PARAMETERS = ("epsilon", "delta", "rho")
 
 
-def _one_of(*words: str) -> Mapping[str, Any]:
-    return {"type": "string", "enum": words}
+@dataclass(frozen=True)
+class Kind:
+    """What a field holds: in words, and whether a value is that."""
+
+    words: str
+    holds: Callable[[object], bool]
 
 
-_SECTORS = ("Technology", "Healthcare", "Education", "Government", "Energy", "Finance")
-FIELDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+def _is_date(value: object) -> bool:
+    try:
+        date.fromisoformat(str(value))
+    except ValueError:
+        return False
+    return True
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_text, value))
+
+
+def _is_parameters(value: object) -> bool:
+    return isinstance(value, Mapping) and set(value) <= set(PARAMETERS)
+
+
+def _one_of(*words: str) -> Kind:
+    return Kind(", ".join(words), lambda value: value in words)
+
+
+_TEXT = Kind("a string", _is_text)
+_TEXTS = Kind("a list of strings", _is_texts)
+FIELDS: Mapping[str, Mapping[str, Kind]] = {
     "basic": {
         "name": _TEXT,
         "data_curators": _TEXTS,
@@ -45,8 +73,10 @@ FIELDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         ),
         "data_product_region": _TEXT,
         "description": _TEXT,
-        "publication_date": {"type": "string", "format": "date"},
-        "data_product_sector": _one_of(*_SECTORS),
+        "publication_date": Kind("a date as 2026-01-31", _is_date),
+        "data_product_sector": _one_of(
+            "Technology", "Healthcare", "Education", "Government", "Energy", "Finance"
+        ),
     },
     "dp_variant": {
         "variant_name": _one_of(
@@ -58,7 +88,7 @@ FIELDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "privacy_loss": {
         "privacy_unit": _TEXT,
         "privacy_unit_details": _TEXT,
-        "privacy_parameters": {"type": "object"},
+        "privacy_parameters": Kind(f"a table of {', '.join(PARAMETERS)}", _is_parameters),
         "privacy_parameters_details": _TEXT,
     },
     "deployment_model": {
@@ -80,7 +110,7 @@ FIELDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "administrative": {"sources": _TEXT, "notes": _TEXT, "registry_authors": _TEXTS},
 }
-"""Sections of an entry, their fields, and what a field holds."""
+"""Sections of an entry, and what each of their fields holds."""
 
 REQUIRED = (
     *("name", "data_curators", "description", "intended_use"),
@@ -88,7 +118,6 @@ REQUIRED = (
 )
 """Fields of the section ``basic`` that an entry must have."""
 
-PARAMETERS = ("epsilon", "delta", "rho")
 _PEOPLE = ("basic", "administrative")
 _NUMBERS = {"privacy_parameters", "variant_name"}
 
@@ -106,7 +135,7 @@ def entry(findings: Findings) -> str:
     """
     accounts = [account for fit in findings.runs for account in fit.privacy]
     is_private = _is_private(findings, accounts)
-    sections: dict[str, dict[str, Any]] = {"basic": _basic(findings)}
+    sections: dict[str, dict[str, object]] = {"basic": _basic(findings)}
     if is_private:
         sections |= _privacy(findings, accounts)
     by_runs = {section: set(sections[section]) for section in sections if section not in _PEOPLE}
@@ -170,30 +199,8 @@ def _check(section: str, fields: object) -> None:
                 f"report.toml: '{section}' has no field '{name}'; it has: "
                 f"{', '.join(FIELDS[section])}"
             )
-        fits = {
-            "array": isinstance(value, list) and bool(value) and all(map(_is_text, value)),
-            "object": isinstance(value, Mapping) and set(value) <= set(PARAMETERS),
-        }.get(kind["type"], _is_text(value))
-        if "format" in kind:
-            fits = _is_date(value)
-        if not fits or ("enum" in kind and value not in kind["enum"]):
-            allowed = ", ".join(kind.get("enum", ())) or {
-                "array": "a list of strings",
-                "object": f"a table of {', '.join(PARAMETERS)}",
-            }.get(kind["type"], "a date as 2026-01-31" if "format" in kind else "a string")
-            raise ValueError(f"report.toml: {section}.{name} is {value!r}; it takes: {allowed}")
-
-
-def _is_date(value: object) -> bool:
-    try:
-        date.fromisoformat(str(value))
-    except ValueError:
-        return False
-    return True
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+        if not kind.holds(value):
+            raise ValueError(f"report.toml: {section}.{name} is {value!r}; it takes: {kind.words}")
 
 
 def _basic(findings: Findings) -> dict[str, object]:
@@ -219,14 +226,10 @@ def _privacy(findings: Findings, accounts: Sequence[Account]) -> dict[str, dict[
     # A text that a sampler moves between clients is released by each of them.
     times = max(account.clients for account in accounts) if worst.is_of_tokens else 1
     total: Account | JointAccount = joint or worst
-    parameters = {
-        name: value
-        for name, value in (
-            ("epsilon", _times(total.epsilon, times)),
-            ("delta", total.delta),
-        )
-        if isinstance(value, int | float)
-    }
+    numbers = {"epsilon": total.epsilon, "delta": total.delta}
+    parameters = {name: one for name, one in numbers.items() if isinstance(one, int | float)}
+    if "epsilon" in parameters:
+        parameters["epsilon"] *= times
     versions = next((fit.versions for fit in findings.runs if fit.versions), {})
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
     guarantees = " ".join(dict.fromkeys(account.guarantee for account in accounts))
@@ -261,10 +264,6 @@ def _privacy(findings: Findings, accounts: Sequence[Account]) -> dict[str, dict[
     }
 
 
-def _times(epsilon: float | str | None, times: int) -> float | str | None:
-    return epsilon * times if isinstance(epsilon, int | float) else epsilon
-
-
 def _composition(worst: Account, joint: JointAccount | None, times: int) -> str:
     """Return how epsilon was composed."""
     accountant = "basic composition" if worst.is_of_tokens else worst.accountant
@@ -287,12 +286,10 @@ def _releases(account: Account) -> str:
             f"{account.releases} accounted mechanisms in training. Noise is correlated over steps "
             f"({account.correlated}), and one mechanism covers several."
         )
-    counted = "one each step."
-    if account.is_of_clients:
-        counted = "one each round."
-    elif account.is_of_tokens:
-        counted = "counted for the text that was released most often."
-    return f"{account.releases} releases in training, {counted}"
+    counted = "one each round" if account.is_of_clients else "one each step"
+    if account.is_of_tokens:
+        counted = "counted for the text that was released most often"
+    return f"{account.releases} releases in training, {counted}."
 
 
 def _unit(accounts: Sequence[Account]) -> str:

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from lightning_fedleak.commands.options import FederateOptions
 from lightning_fedleak.commands.parser import parse
@@ -15,6 +15,16 @@ from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError, check_model_source
 from lightning_fedleak.finetuning.texts import check_text_source
 from lightning_fedleak.studies.names import check_defense
+
+_CLASSES = {
+    "demo": ("demo", "Demo"),
+    "game": ("game", "GameCommand"),
+    "invert": ("invert", "InvertCommand"),
+    "sweep": ("sweep", "SweepCommand"),
+    "capacity": ("capacity", "CapacityCommand"),
+    "federate": ("federate", "FederateCommand"),
+}
+"""Module and class of each subcommand that measures something."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,61 +41,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["fit"]:
         return _fit(None if argv is None else arguments)
     options = parse(arguments)
-    run = {
-        "demo": _demo,
-        "game": _game,
-        "invert": _invert,
-        "sweep": _sweep,
-        "capacity": _capacity,
-        "federate": _federate,
-        "report": _report,
-        "compare": _compare,
-        "recipes": _recipes,
-        "completion": _completion,
-    }[options.command]
+    command = options.command
     del options.command
-    return run(options)
+    try:
+        if command in _CLASSES:
+            return _run(*_CLASSES[command], options)
+        return _LIGHT_COMMANDS[command](options)
+    except SourceError as error:
+        return _fail(error)
+    except KeyboardInterrupt:
+        print("fedleak: interrupted", file=sys.stderr)
+        return 130
 
 
-def _demo(options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("tensorboard") is None:
-        print(
-            f"fedleak: 'demo' writes TensorBoard logs: {install('demo')}",
-            file=sys.stderr,
-        )
-        return 1
-    return _run("lightning_fedleak.commands.demo.run", "Demo", options)
-
-
-def _game(options: argparse.Namespace) -> int:
-    return _run("lightning_fedleak.commands.game", "GameCommand", options)
-
-
-def _sweep(options: argparse.Namespace) -> int:
-    return _run("lightning_fedleak.commands.sweep", "SweepCommand", options)
-
-
-def _capacity(options: argparse.Namespace) -> int:
-    return _run("lightning_fedleak.commands.capacity", "CapacityCommand", options)
-
-
-def _federate(options: argparse.Namespace) -> int:
-    home = "lightning_fedleak.commands.federate.command"
-    return _run(home, "FederateCommand", options, FederateOptions(**vars(options)).check)
-
-
-def _invert(options: argparse.Namespace) -> int:
-    return _run("lightning_fedleak.commands.invert", "InvertCommand", options)
+def _fail(error: object) -> int:
+    print(f"fedleak: {error}", file=sys.stderr)
+    return 1
 
 
 def _recipes(options: argparse.Namespace) -> int:
-    from lightning_fedleak.commands.recipes import run
+    from lightning_fedleak.commands.recipes import list_or_copy
 
-    try:
-        return run(options.names, options.to)
-    except SourceError as error:
-        print(f"fedleak: {error}", file=sys.stderr)
-        return 1
+    return list_or_copy(options.names, options.to)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -95,8 +72,7 @@ def _report(options: argparse.Namespace) -> int:
         for path in write(options.runs, options.out, options.about, options.reveal):
             print(path)
     except ReportError as error:
-        print(f"fedleak: {error}", file=sys.stderr)
-        return 1
+        return _fail(error)
     return 0
 
 
@@ -107,8 +83,7 @@ def _compare(options: argparse.Namespace) -> int:
     try:
         compare(options.before, options.after)
     except ReportError as error:
-        print(f"fedleak: {error}", file=sys.stderr)
-        return 1
+        return _fail(error)
     return 0
 
 
@@ -119,36 +94,37 @@ def _completion(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(
-    module: str,
-    command: str,
-    options: argparse.Namespace,
-    check: Callable[[], None] = lambda: None,
-) -> int:
-    """Run a command's class and print errors that a user can mend; ``check`` loads no library."""
-    try:
-        _check_sources(options)
-        check()
-    except SourceError as error:
-        print(f"fedleak: {error}", file=sys.stderr)
-        return 1
+_LIGHT_COMMANDS = {
+    "recipes": _recipes,
+    "report": _report,
+    "compare": _compare,
+    "completion": _completion,
+}
+
+
+def _run(module: str, name: str, options: argparse.Namespace) -> int:
+    """Run a command's class, and print errors that a user can mend."""
+    # What needs no library is checked before libraries load, which is slow.
+    _check_sources(options)
+    if name == "FederateCommand":
+        FederateOptions(**vars(options)).check()
+    if name == "Demo" and importlib.util.find_spec("tensorboard") is None:
+        return _fail(f"'demo' writes TensorBoard logs: {install('demo')}")
     # Threads that spin while they wait starve each other where other programs use the cores too;
     # OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    home = importlib.import_module(module)
+    from lightning_fedleak.commands.printing import USER_ERRORS
+
+    command = getattr(importlib.import_module(f"lightning_fedleak.commands.{module}"), name)
     try:
-        status: int = getattr(home, command)(**vars(options)).run()
-    except home.UserError as error:
-        print(f"fedleak: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("fedleak: interrupted", file=sys.stderr)
-        return 130
+        status: int = command(**vars(options)).run()
+    except USER_ERRORS as error:
+        return _fail(error)
     return status
 
 
 def _check_sources(options: argparse.Namespace) -> None:
-    """Raise an error for missing defences, models and texts before libraries load, which is slow.
+    """Raise an error for missing defences, models and texts.
 
     Raises:
         SourceError: what is wrong with which of them.
@@ -187,8 +163,7 @@ def _fit(arguments: Sequence[str] | None) -> int:
     except ValueError as error:
         if not _is_meant_for_users(error):
             raise
-        print(f"fedleak: {error}", file=sys.stderr)
-        return 1
+        return _fail(error)
     return 0
 
 
@@ -202,5 +177,4 @@ def _is_meant_for_users(error: ValueError) -> bool:
 
 
 def _without_lightning_cli() -> int:
-    print(f"fedleak: 'fit' needs LightningCLI: {install('cli')}", file=sys.stderr)
-    return 1
+    return _fail(f"'fit' needs LightningCLI: {install('cli')}")

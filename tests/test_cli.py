@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.demo.run import Demo
+from lightning_fedleak.commands.demo import Demo
 from lightning_fedleak.extras import install
 
 

@@ -59,6 +59,8 @@ ALLOWED = {
     "studies.sweep": GROUND
     | {"attacks", "metrics", "defenses", "strategies", "callbacks", "looks", "finetuning"}
     | {"records"},
+    "studies.federation": GROUND
+    | {"attacks", "defenses", "federation", "looks", "records", "finetuning"},
     "records": GROUND,
     "report": {"records", "auditing", "defenses"},
     # "" is the package itself, whose version a stored calibration names.

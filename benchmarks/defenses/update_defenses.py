@@ -61,8 +61,8 @@ from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.studies.defense_specs import parse_defenses
 from lightning_fedleak.studies.sweep.cell import (
-    Cell,
     CellResult,
+    GridCell,
     Leakage,
     Setting,
     leakage_of,
@@ -287,7 +287,7 @@ def utility(args: argparse.Namespace) -> None:
         for seed in args.seeds
     ]
     specs = [spec for text in CELLS for spec in parse_defenses(text)]
-    grid = Grid([Cell(s, spec) for s in settings for spec in specs], args.out)
+    grid = Grid([GridCell(s, spec) for s in settings for spec in specs], args.out)
     chosen = [c for c in grid.cells if args.cells is None or specs.index(c.defense) in args.cells]
     Grid(chosen, args.out).run(
         lambda cell, folder: run_one(cell, folder, public),
@@ -341,7 +341,7 @@ def untied_copy(model: str, folder: Path) -> tuple[str, bool]:
     return str(folder), True
 
 
-def run_one(cell: Cell, folder: Path, public: PublicText) -> CellResult:
+def run_one(cell: GridCell, folder: Path, public: PublicText) -> CellResult:
     """As :func:`~lightning_fedleak.studies.sweep.cell.run_cell`, with public text that is not the
     model's.
 

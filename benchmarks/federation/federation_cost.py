@@ -250,7 +250,7 @@ def one_federation(args: argparse.Namespace) -> None:
     """Runs one, and prints what it has cost as JSON."""
     from rich.console import Console
 
-    from lightning_fedleak.commands.federate.command import FederateCommand
+    from lightning_fedleak.commands.federate import FederateCommand
 
     began, started = processor_seconds(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

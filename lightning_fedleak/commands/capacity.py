@@ -10,18 +10,15 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fedleak.anatomy import AnatomyError
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.commands.options import CapacityOptions
-from lightning_fedleak.commands.tables import print_table
+from lightning_fedleak.commands.printing import print_table
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.studies.capacity import CapacityStudy, Trial
 from lightning_fedleak.studies.models import find_model, with_lora
-
-UserError = (SourceError, AnatomyError)
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class CapacityCommand(CapacityOptions):
             SourceError: model, text or settings cannot be used.
             AnatomyError: the model's parts could not be found.
         """
-        console = console or Console()
+        console = console or Console(highlight=False)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         size, length = map(int, self.batch.split("x"))
         tokenizer = load_tokenizer(self.model)
@@ -61,23 +58,21 @@ class CapacityCommand(CapacityOptions):
         console.print(
             f"An update shares {study.rows} rows of {study.known_input.width} numbers that reveal "
             "which tokens the first block reads, out of "
-            f"{anatomy.vocab_size}: {', '.join(m.name for m in study.maps)}.",
-            highlight=False,
+            f"{anatomy.vocab_size}: {', '.join(m.name for m in study.maps)}."
         )
         capacity = study.planted(self.seconds)
         missed = "" if capacity.failed is None else f", {capacity.failed} were not"
         console.print(
             f"Distinct tokens that these rows reveal: about {capacity.predicted:.0f} by rule; "
-            f"planted at random, {capacity.types} were all found{missed}.\n",
-            highlight=False,
+            f"planted at random, {capacity.types} were all found{missed}.\n"
         )
         trials = study.trials(PublicText(texts, tokenizer), size)
-        print_table(console, table(trials, length))
-        console.print(explanation(trials, length), highlight=False)
+        print_table(console, trial_table(trials, length))
+        console.print(explain_trials(trials, length))
         return 0
 
 
-def table(trials: Sequence[Trial], length: int) -> Table:
+def trial_table(trials: Sequence[Trial], length: int) -> Table:
     """Return a table with a row for each trial.
 
     Args:
@@ -96,8 +91,8 @@ def table(trials: Sequence[Trial], length: int) -> Table:
     return rows
 
 
-def explanation(trials: Sequence[Trial], length: int) -> str:
-    """Return what the table means, in sentences; arguments as :func:`table` takes them."""
+def explain_trials(trials: Sequence[Trial], length: int) -> str:
+    """Return what the table means, in sentences; arguments as :func:`trial_table` takes them."""
     first_missed = next((trial for trial in trials if not trial.exact), None)
     if first_missed is None:
         result = (

@@ -26,7 +26,7 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
     Raises:
         NothingToReport: one of them holds no run.
     """
-    console = console or Console()
+    console = console or Console(highlight=False)
     runs = [_runs(place) for place in (before, after)]
     first, second = (listed[-1] for listed in runs)
     table = Table(show_lines=True)
@@ -43,20 +43,15 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
     console.print(table)
     for place, listed in zip((before, after), runs, strict=True):
         if len(listed) > 1:
-            console.print(
-                f"{escape(str(place))} holds {len(listed)} runs: the newest is compared.",
-                highlight=False,
-            )
+            console.print(f"{escape(str(place))} holds {len(listed)} runs: the newest is compared.")
     if None not in (first.steps, second.steps) and first.steps != second.steps:
         console.print(
             f"Last measured at {first.unit} {first.steps} and at {second.unit} {second.steps}: a "
-            "change may come from the length of training.",
-            highlight=False,
+            "change may come from the length of training."
         )
     console.print(
         "Leakage: mean of all measurements, then the latest result with its 95% interval. Where "
-        "intervals overlap, the difference may be chance.",
-        highlight=False,
+        "intervals overlap, the difference may be chance."
     )
 
 

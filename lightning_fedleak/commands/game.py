@@ -16,10 +16,15 @@ from rich.progress import Progress, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from lightning_fedleak.anatomy import Anatomy, AnatomyError, Kind
+from lightning_fedleak.anatomy import Anatomy, Kind
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.commands.options import GameOptions
-from lightning_fedleak.commands.tables import print_table
+from lightning_fedleak.commands.printing import (
+    model_name,
+    print_table,
+    text_name,
+    unwritable,
+)
 from lightning_fedleak.defenses import (
     BatchForm,
     Defense,
@@ -30,7 +35,7 @@ from lightning_fedleak.defenses import (
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
-from lightning_fedleak.games import GameConfig, GameError, GameResult, SentencePool, play
+from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
 from lightning_fedleak.games.challenges import AUTHORS_POSITION
 from lightning_fedleak.games.play import Adversary, Defend
 from lightning_fedleak.metrics.rates import Rate
@@ -44,8 +49,6 @@ from lightning_fedleak.studies.membership import (
 )
 from lightning_fedleak.studies.models import PRECISIONS, find_model, with_lora
 from lightning_fedleak.studies.names import SpecError
-
-UserError = (SourceError, AnatomyError, GameError)
 
 _PUBLIC_SHARE = 0.25  # of --text that the server gets; not tuned, more leaves fewer sentences
 _PUBLIC_TEXTS = 200  # texts that the server calibrates on, at most; not tuned, more take longer
@@ -83,7 +86,7 @@ class GameCommand(GameOptions):
             AnatomyError: the model's parts could not be found.
             GameError: model, text, layer and settings do not go together.
         """
-        console = console or Console()
+        console = console or Console(highlight=False)
         if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
             raise SourceError(f"--json {self.json} is no file in an existing folder")
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -123,7 +126,6 @@ class GameCommand(GameOptions):
             console.print(
                 f"Before it is trained on, its text is randomised ({self.defense}). "
                 f"Guarantee: {defense.guarantee}.",
-                highlight=False,
                 soft_wrap=True,
             )
         defend = None if defense is None else self._defend(defense, anatomy)
@@ -131,11 +133,11 @@ class GameCommand(GameOptions):
             console, anatomy, attacks, pool, config, self._planted(tokenizer), defend
         )
         fitted = defense is not None and self.protocol == "game"
-        print_table(console, table(results, fitted))
-        console.print(explanation(results, fitted), highlight=False)
+        print_table(console, game_table(results, fitted))
+        console.print(explain_games(results, fitted))
         if self.json is not None:
             self._write(results, pool, defense)
-            console.print(f"\nWritten to {self.json}.", highlight=False, soft_wrap=True)
+            console.print(f"\nWritten to {self.json}.", soft_wrap=True)
         return 0
 
     def _defense(self, anatomy: Anatomy, tokenizer: Any) -> TokenLDP | None:
@@ -245,16 +247,15 @@ class GameCommand(GameOptions):
         return torch.tensor(ids)
 
     def _introduce(self, console: Console, pool: SentencePool) -> None:
-        model = "the embedded model" if self.model is None else self.model
-        text = "the embedded messages of a bank's customers" if self.text is None else self.text
+        model = model_name(self.model)
         trained = model if self.lora_r == 0 else f"a LoRA of rank {self.lora_r} on {model}"
         servers = _ADDS if any(name not in PASSIVE for name in self.attack) else ""
         servers += _READS if any(name in PASSIVE for name in self.attack) else ""
         console.print(
             f"A client trains {trained} ({self.precision}) on a batch of {self.batch} out of "
-            f"{len(pool)} different sentences of {text}, each of at most {self.tokens} tokens "
-            f"({pool.duplicates} repeats and {pool.short} too short ones left out). {servers}",
-            highlight=False,
+            f"{len(pool)} different sentences of {text_name(self.text)}, each of at most "
+            f"{self.tokens} tokens ({pool.duplicates} repeats and {pool.short} too short "
+            f"ones left out). {servers}"
         )
 
     def _play(
@@ -298,13 +299,10 @@ class GameCommand(GameOptions):
         try:
             self.json.write_text(json.dumps(content, indent=1) + "\n")
         except OSError as error:
-            raise SourceError(
-                f"'{self.json}' cannot be written to ({error.strerror}): name another file with "
-                "--json."
-            ) from error
+            raise unwritable(self.json, error, "file with --json") from error
 
 
-def table(results: Sequence[GameResult], fitted: bool = False) -> Table:
+def game_table(results: Sequence[GameResult], fitted: bool = False) -> Table:
     """Return each adversary's rates with their 95% intervals; once more without collisions, if any.
 
     Args:
@@ -332,7 +330,7 @@ def table(results: Sequence[GameResult], fitted: bool = False) -> Table:
     for name in names:
         columns.add_column(_COLUMNS[name])
     for (label, result), rates_of_row in zip(rows, rates, strict=True):
-        columns.add_row(label, str(len(result)), *(_cell(rates_of_row[name]) for name in names))
+        columns.add_row(label, str(len(result)), *(_interval(rates_of_row[name]) for name in names))
     return columns
 
 
@@ -340,7 +338,7 @@ def _is_known(rate: Rate) -> bool:
     return not math.isnan(rate.value)
 
 
-def _cell(rate: Rate) -> str:
+def _interval(rate: Rate) -> str:
     if not _is_known(rate):
         return "unknown"
     value, low, high = (_short(v) for v in (rate.value, rate.low, rate.high))
@@ -352,7 +350,7 @@ def _short(value: float) -> str:
     return "1" if value == 1 else f"{value:.3f}".replace("0.", ".", 1)
 
 
-def explanation(results: Sequence[GameResult], fitted: bool = False) -> str:
+def explain_games(results: Sequence[GameResult], fitted: bool = False) -> str:
     """Return what the table means, in sentences."""
     lines = [
         "",

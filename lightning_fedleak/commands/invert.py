@@ -20,11 +20,18 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_fedleak.anatomy import Anatomy, AnatomyError
+from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import place_of
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.commands.options import InvertOptions
-from lightning_fedleak.commands.tables import print_table
+from lightning_fedleak.commands.printing import (
+    INTERRUPTED,
+    make_folder,
+    model_name,
+    print_table,
+    text_name,
+    unwritable,
+)
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
@@ -46,8 +53,6 @@ from lightning_fedleak.studies.invert.plots import Axis, draw, worth_drawing
 from lightning_fedleak.studies.models import PRECISIONS, find_model, with_lora
 from lightning_fedleak.studies.names import GRADIENT_ATTACKS, INVERT_ATTACKS
 
-UserError = (SourceError, AnatomyError)
-INTERRUPTED = 130  # exit status after SIGINT, as shells have it
 PLOTS: dict[Axis, str] = {"sigma": "noise.png", "length": "length.png"}
 
 UTILITY_TEXTS = 16  # texts that measure the task, at least; not tuned
@@ -102,9 +107,9 @@ class InvertCommand(InvertOptions):
             SourceError: model, text and settings do not go together.
             AnatomyError: the model's parts could not be found.
         """
-        console = console or Console()
+        console = console or Console(highlight=False)
         self._check_options()
-        self._make_folder()
+        make_folder(self.out, self.out)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = load_tokenizer(self.model)
         anatomy = find_model(self.model, PRECISIONS[self.precision])
@@ -113,15 +118,15 @@ class InvertCommand(InvertOptions):
         return self._carried_out(console, self._of_activations(anatomy, tokenizer))
 
     def _carried_out(self, console: Console, study: _Study[C]) -> int:
-        console.print(study.introduction, highlight=False)
+        console.print(study.introduction)
         cells, interrupted = self._measure(console, study)
         if cells:
             print_table(console, study.table(cells), keys=4)
-            console.print(study.explanation(cells), highlight=False)
+            console.print(study.explanation(cells))
             self._plot(console, [c for c in cells if isinstance(c, Cell)])
-            console.print(f"Results: {self._file}", highlight=False, soft_wrap=True)
+            console.print(f"Results: {self._file}", soft_wrap=True)
         if interrupted:
-            console.print(f"Interrupted after {len(cells)} cells.", highlight=False)
+            console.print(f"Interrupted after {len(cells)} cells.")
             return INTERRUPTED
         return 0 if any(c.rates for c in cells) else 1
 
@@ -134,11 +139,11 @@ class InvertCommand(InvertOptions):
         makers = self._makers(attacks, tokenizer)
         unit = " standard deviations of each dimension" if self.relative else ""
         return _Study(
-            f"A client holds {self._model} ({self.precision}) up to block "
+            f"A client holds {model_name(self.model)} ({self.precision}) up to block "
             f"{' or '.join(map(str, layers))} of {len(anatomy.blocks)}, and sends the hidden "
-            f"states of {self.texts} texts of {self._text}, each of {_listed(rows)} tokens, with "
-            f"Gaussian noise of {_listed(self._sigmas)}{unit}. The server has the same weights, "
-            "and reads the texts.",
+            f"states of {self.texts} texts of {text_name(self.text)}, each of {_listed(rows)} "
+            f"tokens, with Gaussian noise of {_listed(self._sigmas)}{unit}. The server has the "
+            "same weights, and reads the texts.",
             lambda announce: run_cells(
                 anatomy,
                 rows,
@@ -154,8 +159,8 @@ class InvertCommand(InvertOptions):
             ),
             len(layers) * len(makers) * len(rows) * len(self._sigmas),
             {"steps": self.steps},
-            table,
-            explanation,
+            activation_table,
+            explain_activations,
         )
 
     def _of_gradients(
@@ -175,11 +180,12 @@ class InvertCommand(InvertOptions):
         if self.lora_r:
             # Of the longest, which begin behind all that is attacked at any length.
             step_of_adamw(anatomy, rows[max(rows)][attacked:])
+        model = f"{model_name(self.model)} ({self.precision})"
         adapted = (
-            f"A client trains a LoRA of rank {self.lora_r} on {self._model} ({self.precision}), "
-            "one step of AdamW behind its start"
+            f"A client trains a LoRA of rank {self.lora_r} on {model}, one step of AdamW behind "
+            "its start"
             if self.lora_r
-            else f"A client trains {self._model} ({self.precision})"
+            else f"A client trains {model}"
         )
         unit = " times the root mean square of all gradients" if self.relative else ""
         noise = ""
@@ -187,8 +193,8 @@ class InvertCommand(InvertOptions):
             noise = f", with Gaussian noise of {_listed(self._sigmas)}{unit}"
         return _Study(
             f"{adapted}, and shares the gradient of one batch (texts in it: {_listed(sizes)}) of "
-            f"{self._text}, each text of {_listed(rows)} tokens{noise}. The server has the same "
-            "weights, and reads the texts.",
+            f"{text_name(self.text)}, each text of {_listed(rows)} tokens{noise}. The server has "
+            "the same weights, and reads the texts.",
             lambda announce: run_gradient_cells(
                 anatomy,
                 {length: ids[:attacked] for length, ids in rows.items()},
@@ -203,16 +209,8 @@ class InvertCommand(InvertOptions):
             len(attacks) * len(rows) * len(sizes) * len(self._sigmas),
             {"lora_r": self.lora_r, "targets": self.targets},
             gradient_table,
-            gradient_explanation,
+            explain_gradients,
         )
-
-    @property
-    def _model(self) -> str:
-        return "the embedded model" if self.model is None else self.model
-
-    @property
-    def _text(self) -> str:
-        return "the embedded messages of a bank's customers" if self.text is None else self.text
 
     @property
     def _sigmas(self) -> list[float]:
@@ -241,14 +239,6 @@ class InvertCommand(InvertOptions):
                     f"--attack {attack} reads {unused}, and this is --from {self.from_}: give "
                     f"{' or '.join(ATTACKS[self.from_])}, or --from {unused}"
                 )
-
-    def _make_folder(self) -> None:
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SourceError(
-                f"--out {self.out} is no folder that can be made ({error.strerror}): name another"
-            ) from error
 
     def _layers(self, anatomy: Anatomy) -> list[int]:
         blocks = len(anatomy.blocks)
@@ -368,10 +358,7 @@ class InvertCommand(InvertOptions):
             part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
             part.replace(self._file)
         except OSError as error:
-            raise SourceError(
-                f"'{self._file}' cannot be written ({error.strerror}): name another folder with "
-                "--out."
-            ) from error
+            raise unwritable(self._file, error, "folder with --out") from error
 
     def _plot(self, console: Console, cells: Sequence[Cell]) -> None:
         for name in PLOTS.values():  # of an earlier run, with other numbers
@@ -379,40 +366,42 @@ class InvertCommand(InvertOptions):
         if not cells:
             return
         if importlib.util.find_spec("matplotlib") is None:
-            console.print(
-                f"No plots: they need matplotlib ({escape(install('plots'))}).", highlight=False
-            )
+            console.print(f"No plots: they need matplotlib ({escape(install('plots'))}).")
             return
         model = "embedded model" if self.model is None else Path(self.model).name
         for axis, name in PLOTS.items():
             if worth_drawing(cells, axis):
                 draw(cells, axis, self.out / name, model=model)
-                console.print(f"Plot: {self.out / name}", highlight=False, soft_wrap=True)
+                console.print(f"Plot: {self.out / name}", soft_wrap=True)
 
 
 def _listed(values: Any) -> str:
     return ", ".join(f"{v:g}" for v in sorted(set(values)))
 
 
-def table(cells: Sequence[Cell]) -> Table:
+def activation_table(cells: Sequence[Cell]) -> Table:
     """Return a row for each cell; the token accuracy with its 95% interval."""
-    budget = _budget(cells, "the texts of a line")
-    title = f"what the hidden states at the split give away\n{budget}"
-    rows = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    rows.add_column("attack", no_wrap=True)
-    for column in ("split", "len", "noise"):
-        rows.add_column(column, justify="right", no_wrap=True)
-    rows.add_column("token accuracy", no_wrap=True)
-    for column in ("exact", "ROUGE", "task", "ppl", "ms"):
-        rows.add_column(column, justify="right", no_wrap=True)
+    title = (
+        f"what the hidden states at the split give away\n{_budget(cells, 'the texts of a line')}"
+    )
+    names = (
+        "attack",
+        "split",
+        "len",
+        "noise",
+        "token accuracy",
+        "exact",
+        "ROUGE",
+        "task",
+        "ppl",
+        "ms",
+    )
+    rows = _table_of(title, names)
     for cell in cells:
         useful = cell.utility
         perplexity = None if useful is None else useful.perplexity
         rows.add_row(
-            cell.attack + ("" if cell.finished or not cell.rates else "*"),
-            str(cell.layer),
-            str(cell.length),
-            f"{cell.sigma:g}",
+            *_keys(cell, cell.layer),
             *_rates(cell, "failed"),
             "unknown" if useful is None else _short(useful.accuracy),
             "" if perplexity is None else f"{perplexity:.3g}",
@@ -424,29 +413,34 @@ def table(cells: Sequence[Cell]) -> Table:
 def gradient_table(cells: Sequence[GradientCell]) -> Table:
     """Return a row for each cell; the share in place with its 95% interval."""
     title = f"what the gradient of a batch gives away\n{_budget(cells, 'a batch')}"
-    rows = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    rows.add_column("attack", no_wrap=True)
-    for column in ("batch", "len", "noise"):
-        rows.add_column(column, justify="right", no_wrap=True)
-    rows.add_column("in place", no_wrap=True)
-    for column in ("exact", "certified", "s"):
-        rows.add_column(column, justify="right", no_wrap=True)
+    names = ("attack", "batch", "len", "noise", "in place", "exact", "certified", "s")
+    rows = _table_of(title, names)
     for cell in cells:
         batches = cell.batches - cell.unknown
-        certified = "" if cell.certified is None else f"{cell.certified}/{batches}"
         rows.add_row(
-            cell.attack + ("" if cell.finished or not cell.rates else "*"),
-            str(cell.batch),
-            str(cell.length),
-            f"{cell.sigma:g}",
+            *_keys(cell, cell.batch),
             *_rates(cell, "unknown")[:2],
-            certified,
+            "" if cell.certified is None else f"{cell.certified}/{batches}",
             f"{cell.seconds:.3g}" if cell.rates else "",
         )
     return rows
 
 
-def gradient_explanation(cells: Sequence[GradientCell]) -> str:
+def _table_of(title: str, names: Sequence[str]) -> Table:
+    """Return a table without rows: four columns name a cell, and the fifth holds an interval."""
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for number, name in enumerate(names):
+        table.add_column(name, justify="left" if number in (0, 4) else "right", no_wrap=True)
+    return table
+
+
+def _keys(cell: Cell | GradientCell, place: int) -> tuple[str, str, str, str]:
+    """Return what names a cell: attack (with a star where it was cut off), place, length, noise."""
+    star = "" if cell.finished or not cell.rates else "*"
+    return cell.attack + star, str(place), str(cell.length), f"{cell.sigma:g}"
+
+
+def explain_gradients(cells: Sequence[GradientCell]) -> str:
     """Return what the table means, in sentences."""
     unit = " in root mean squares of all gradients" if cells[0].relative else ""
     lines = [
@@ -512,7 +506,7 @@ def _short(value: float, digits: int = 3) -> str:
     return f"{value:.0f}" if value in (0, 1) else f"{value:.{digits}f}".replace("0.", ".", 1)
 
 
-def explanation(cells: Sequence[Cell]) -> str:
+def explain_activations(cells: Sequence[Cell]) -> str:
     """Return what the table means, in sentences."""
     lines = [
         "",

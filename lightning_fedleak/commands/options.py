@@ -1,14 +1,15 @@
 """The settings of ``fedleak``'s subcommands, and the options made from them.
 
-A field of these dataclasses is an option: its name, default and type are the option's, and
-:func:`_option` holds the rest. This module imports nothing that a subcommand needs.
+A field of these dataclasses is an option: its name, default and type are the option's, the values
+of a ``Literal`` its choices, and :func:`_option` holds the rest. This module imports nothing that
+a subcommand needs.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -194,23 +195,19 @@ class GameOptions:
     protocol: Literal["game", "authors"] = _option(
         "game",
         "the game of the paper's Fig. 2, or what the authors' published code does",
-        choices=("game", "authors"),
     )
     relation: Literal["replace_one", "add_remove"] = _option(
         "replace_one",
         "what replaces a target that is not in the batch: another sentence, or nothing",
-        choices=("replace_one", "add_remove"),
     )
     gradients: Literal["closed_form", "autograd"] = _option(
         "closed_form",
         "by the attack's formula, or by backward through layers that are really inserted",
-        choices=("closed_form", "autograd"),
     )
-    forwards: Literal["fresh", "pooled"] | None = _option(
+    forwards: Literal["pooled", "fresh"] | None = _option(
         None,
         "the client computes each sentence once, in some batch (default in closed form), or "
         "every batch again (always by autograd)",
-        choices=("pooled", "fresh"),
         default=argparse.SUPPRESS,
     )
     targets_per_batch: int = _count(
@@ -239,7 +236,6 @@ class InvertOptions:
     from_: Literal["activations", "gradients"] = _option(
         "activations",
         "what the client sends: hidden states at a split, or the gradient of a batch of texts",
-        choices=("activations", "gradients"),
     )
     model: str | None = _option(None, "language model: a folder or a name on the hub", "NAME")
     text: str | None = _option(None, f"the client's text: {_SOURCE}", "SOURCE")
@@ -337,9 +333,7 @@ class SweepOptions:
     length: int = _count(64, "tokens a text, at most", 2)
     every_n_steps: int = _count(5, "steps between two looks")
     lr: float = _option(1e-4, "learning rate of AdamW", "X", type=_POSITIVE)
-    peft: Literal["lora", "bitfit"] | None = _option(
-        None, "train only a part of the model", choices=("lora", "bitfit")
-    )
+    peft: Literal["lora", "bitfit"] | None = _option(None, "train only a part of the model")
     budget_seconds: float = _option(
         10.0, "time that prefix and descent may take for one look", "S", type=_POSITIVE
     )
@@ -387,24 +381,21 @@ class FederateOptions:
         "how texts are dealt to clients: at random; all texts of a speaker to one client; or each "
         "client with its own shares of the kinds of text in --partition-by, or else of the "
         "whole. By default 'speaker' with --partition-by, 'iid' without",
-        choices=("iid", "speaker", "dirichlet"),
     )
     alpha: float = _option(
         0.5, "for 'dirichlet': the smaller, the less alike clients are", "X", type=_POSITIVE
     )
     peft: Literal["lora"] | None = _option(
-        None, "clients train low-rank adapters; by default the whole model", choices=("lora",)
+        None, "clients train low-rank adapters; by default the whole model"
     )
     lora_r: int | None = _option(None, "rank of --peft lora (8)", "N", type=_at_least(1))
     targets: str | None = _option(None, _TARGETS, "NAMES")
-    optimizer: Literal["sgd", "momentum", "adamw"] = _option(
-        "adamw", "optimizer of the clients", choices=("sgd", "momentum", "adamw")
-    )
+    optimizer: Literal["sgd", "momentum", "adamw"] = _option("adamw", "optimizer of the clients")
     lr: float | None = _option(None, "its learning rate (0.1, of adamw 3e-4)", "X", type=_POSITIVE)
     batch_size: int = _count(4, "texts a batch")
     length: int = _count(32, "tokens a text, at most", 2)
     attack: Literal["auto", "none"] = _option(
-        "auto", "every attack that can read these updates, or none", choices=("auto", "none")
+        "auto", "every attack that can read these updates, or none"
     )
     members: int = _count(
         16,
@@ -425,7 +416,7 @@ class FederateOptions:
         "NAME",
     )
     action: Literal["withhold", "harden", "raise", "warn"] = _option(
-        "withhold", "what the gate does", choices=("withhold", "harden", "raise", "warn")
+        "withhold", "what the gate does"
     )
     epsilon: float | None = _option(
         None,
@@ -441,10 +432,9 @@ class FederateOptions:
     trust: Literal["central", "local", "secure_aggregation"] = _option(
         "central",
         "who adds the noise: the server; each client all of it; each client its share",
-        choices=("central", "local", "secure_aggregation"),
     )
     sampling: Literal["all", "poisson", "fixed"] = _option(
-        "all", "which clients take part in a round", choices=("all", "poisson", "fixed")
+        "all", "which clients take part in a round"
     )
     per_round: float | None = _option(
         None, "for 'poisson' and 'fixed': how many (on average)", "N", type=_POSITIVE
@@ -453,7 +443,6 @@ class FederateOptions:
         "local",
         "one client after the other in this process, or Flower's simulation (the extra 'flower'); "
         "both give the same model",
-        choices=("local", "flower"),
     )
     seed: int = _seed("seed of split, order, adapters and calibration")
     out: Path = _folder("fedleak_runs/federation", "folder of the logs")
@@ -464,73 +453,79 @@ class FederateOptions:
         Raises:
             SourceError: says which option to add, to change or to leave out.
         """
-
-        def first_changed(*names: str) -> str:
-            changed = [n for n in names if getattr(self, n) != getattr(FederateOptions, n)]
-            return f"--{changed[0].replace('_', '-')}" if changed else ""
-
-        private = self.epsilon is not None or self.noise_multiplier is not None
-        gates = first_changed("watch", "action")
-        noises = first_changed("clip", "delta", "trust", "sampling", "per_round")
-        for wrong, text in (
-            (
-                self.peft is None and first_changed("lora_r", "targets"),
-                "--lora-r and --targets set adapters: give --peft lora too.",
-            ),
-            (
-                self.partition == "speaker" and self.partition_by is None,
-                "--partition speaker deals texts by speaker: name the column that holds it with "
-                "--partition-by. (Each embedded message has another customer, so that 'iid' deals "
-                "these by speaker.)",
-            ),
-            (
-                self.partition == "iid" and self.partition_by is not None,
-                "--partition iid deals texts at random: leave --partition-by out.",
-            ),
-            (self.gate is None and gates, f"{gates} sets a gate: give --gate too, such as 0.5."),
-            (
-                self.gate is not None and self.attack == "none",
-                "--gate needs attacks whose results it watches: leave --attack none out.",
-            ),
-            (
-                self.watch is not None and not self.watch.startswith("leakage/"),
-                f"--watch {self.watch}: a gate watches a name in the logs, as leakage/worst/words",
-            ),
-            (
-                self.gate is not None
-                and "membership" in (self.watch or "membership")
-                and self.local_steps * self.batch_size < LEAST_TEXTS,
-                f"--gate watches membership{'' if self.watch else ' by default'}, and a round has "
-                f"{self.local_steps * self.batch_size} texts of a client: no update is judged with "
-                f"fewer than {LEAST_TEXTS}. Give more --local-steps or a larger --batch-size, or "
-                "watch words alone (--watch leakage/worst/words).",
-            ),
-            (
-                self.action == "harden" and (self.epsilon is None or self.trust != "local"),
-                "--action harden turns up the noise that clients add themselves: give --epsilon "
-                "and --trust local too.",
-            ),
-            (
-                not private and noises,
-                f"{noises} sets client-level differential privacy: give --epsilon or "
-                "--noise-multiplier too.",
-            ),
-            (
-                self.sampling != "all" and self.per_round is None,
-                f"--sampling {self.sampling} draws some clients: give their number with "
-                "--per-round.",
-            ),
-            (
-                self.delta * self.clients >= 1,
-                f"--delta {self.delta:g} must be below 1 / {self.clients}, one over --clients: "
-                "otherwise publishing one client's data at random would count as private.",
-            ),
-            (
-                self.engine == "flower" and importlib.util.find_spec("flwr") is None,
-                f"--engine flower needs Flower: {install('flower')}. It needs older packages than "
-                "the rest: install it in an environment of its own. --engine local trains the same "
-                "model without it.",
-            ),
-        ):
+        for wrong, text in (*self._of_training(), *self._of_gate(), *self._of_privacy()):
             if wrong:
                 raise SourceError(text)
+
+    def _first_changed(self, *names: str) -> str:
+        """Return the first of some options that has another value than its default."""
+        changed = [n for n in names if getattr(self, n) != getattr(FederateOptions, n)]
+        return f"--{changed[0].replace('_', '-')}" if changed else ""
+
+    def _of_training(self) -> Iterator[tuple[object, str]]:
+        """Yield whether options of texts and training contradict each other, and the message."""
+        yield (
+            self.peft is None and self._first_changed("lora_r", "targets"),
+            "--lora-r and --targets set adapters: give --peft lora too.",
+        )
+        yield (
+            self.partition == "speaker" and self.partition_by is None,
+            "--partition speaker deals texts by speaker: name the column that holds it with "
+            "--partition-by. (Each embedded message has another customer, so that 'iid' deals "
+            "these by speaker.)",
+        )
+        yield (
+            self.partition == "iid" and self.partition_by is not None,
+            "--partition iid deals texts at random: leave --partition-by out.",
+        )
+        yield (
+            self.engine == "flower" and importlib.util.find_spec("flwr") is None,
+            f"--engine flower needs Flower: {install('flower')}. It needs older packages than the "
+            "rest: install it in an environment of its own. --engine local trains the same model "
+            "without it.",
+        )
+
+    def _of_gate(self) -> Iterator[tuple[object, str]]:
+        if self.gate is None:
+            changed = self._first_changed("watch", "action")
+            yield changed, f"{changed} sets a gate: give --gate too, such as 0.5."
+        yield (
+            self.gate is not None and self.attack == "none",
+            "--gate needs attacks whose results it watches: leave --attack none out.",
+        )
+        yield (
+            self.watch is not None and not self.watch.startswith("leakage/"),
+            f"--watch {self.watch}: a gate watches a name in the logs, as leakage/worst/words",
+        )
+        texts = self.local_steps * self.batch_size
+        watches_membership = self.gate is not None and "membership" in (self.watch or "membership")
+        yield (
+            watches_membership and texts < LEAST_TEXTS,
+            f"--gate watches membership{'' if self.watch else ' by default'}, and a round has "
+            f"{texts} texts of a client: no update is judged with fewer than {LEAST_TEXTS}. Give "
+            "more --local-steps or a larger --batch-size, or watch words alone (--watch "
+            "leakage/worst/words).",
+        )
+        yield (
+            self.action == "harden" and (self.epsilon is None or self.trust != "local"),
+            "--action harden turns up the noise that clients add themselves: give --epsilon and "
+            "--trust local too.",
+        )
+
+    def _of_privacy(self) -> Iterator[tuple[object, str]]:
+        if self.epsilon is None and self.noise_multiplier is None:
+            changed = self._first_changed("clip", "delta", "trust", "sampling", "per_round")
+            yield (
+                changed,
+                f"{changed} sets client-level differential privacy: give --epsilon or "
+                "--noise-multiplier too.",
+            )
+        yield (
+            self.sampling != "all" and self.per_round is None,
+            f"--sampling {self.sampling} draws some clients: give their number with --per-round.",
+        )
+        yield (
+            self.delta * self.clients >= 1,
+            f"--delta {self.delta:g} must be below 1 / {self.clients}, one over --clients: "
+            "otherwise publishing one client's data at random would count as private.",
+        )

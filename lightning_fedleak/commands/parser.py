@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from lightning_fedleak.commands.options import (
     CapacityOptions,
@@ -128,12 +128,20 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
             description=description,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
+        hints = get_type_hints(options)
         for option in fields(options):
             default = option.default
-            default = list(default) if isinstance(default, tuple) else default
+            settings = {"default": list(default) if isinstance(default, tuple) else default}
+            literals = [
+                kind
+                for kind in (hints[option.name], *get_args(hints[option.name]))
+                if get_origin(kind) is Literal
+            ]
+            if literals and "type" not in option.metadata:
+                settings["choices"] = get_args(literals[0])
             spelled = option.name.rstrip("_").replace("_", "-")  # from_, as Python has a 'from'
             command.add_argument(
-                f"--{spelled}", dest=option.name, **{"default": default, **option.metadata}
+                f"--{spelled}", dest=option.name, **{**settings, **option.metadata}
             )
     report = commands.add_parser(
         "report",

@@ -43,7 +43,7 @@ def _first_sentence(path: Traversable) -> str:
     return comment.partition(". ")[0].removesuffix(".") + "."
 
 
-def run(names: Sequence[str], to: Path) -> int:
+def list_or_copy(names: Sequence[str], to: Path) -> int:
     """List all recipes, or copy those that are named.
 
     Args:

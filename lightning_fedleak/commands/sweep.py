@@ -5,24 +5,25 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_fedleak.anatomy import AnatomyError, find_anatomy
+from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.commands.options import SweepOptions
-from lightning_fedleak.commands.tables import print_table
+from lightning_fedleak.commands.printing import INTERRUPTED, make_folder, print_table
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.finetuning.lightning import CausalLMFineTuning
 from lightning_fedleak.studies.defense_specs import parse_defenses
 from lightning_fedleak.studies.sweep.cell import (
-    Cell,
     CellResult,
+    GridCell,
     Leakage,
     Setting,
+    data_of,
     loss_before,
     quiet,
     run_cell,
@@ -30,7 +31,7 @@ from lightning_fedleak.studies.sweep.cell import (
 from lightning_fedleak.studies.sweep.grid import Grid
 from lightning_fedleak.studies.sweep.plots import plot_pareto
 
-UserError = (SourceError, AnatomyError)
+_SHARED = {one.name for one in fields(Setting)}
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,15 @@ class SweepCommand(SweepOptions):
             AnatomyError: the model's parts could not be found.
             SpecError: a defence that cannot be meant.
         """
-        console = console or Console()
+        console = console or Console(highlight=False)
         setting = self._setting()
         specs = [spec for text in self.defense for spec in parse_defenses(text)]
         self._check(setting)
-        grid = Grid([Cell(setting, spec) for spec in specs], self.out)
+        grid = Grid([GridCell(setting, spec) for spec in specs], self.out)
         todo = grid.todo()
         console.print(
             f"{len(grid.cells)} cells, {len(grid.cells) - len(todo)} of them done before; results "
             f"in {self.out}. An interrupt loses nothing: the same command continues.",
-            highlight=False,
             soft_wrap=True,
         )
         interrupted = False
@@ -68,11 +68,11 @@ class SweepCommand(SweepOptions):
             before = self._loss_before(setting)
             with console.status("") as status:
 
-                def start(cell: Cell) -> None:
+                def start(cell: GridCell) -> None:
                     status.update(f"{todo.index(cell) + 1} of {len(todo)}: {cell.defense}")
 
-                def report(cell: Cell, result: CellResult) -> None:
-                    console.print(_line(cell, result), highlight=False, soft_wrap=True)
+                def report(cell: GridCell, result: CellResult) -> None:
+                    console.print(_line(cell, result), soft_wrap=True)
 
                 grid.run(run_cell, start, report)
         except KeyboardInterrupt:
@@ -81,31 +81,13 @@ class SweepCommand(SweepOptions):
         return self._finish(console, grid, before, interrupted)
 
     def _setting(self) -> Setting:
-        return Setting(
-            model=self.model,
-            text=self.text,
-            column=self.column,
-            attacks=tuple(dict.fromkeys(self.attack)),
-            layer=self.layer,
-            steps=self.steps,
-            batch_size=self.batch_size,
-            length=self.length,
-            every_n_steps=self.every_n_steps,
-            lr=self.lr,
-            peft=self.peft,
-            budget_seconds=self.budget_seconds,
-            seed=self.seed,
-        )
+        """Return what all cells have in common: the options of the same names."""
+        shared = {name: value for name, value in vars(self).items() if name in _SHARED}
+        return Setting(**shared, attacks=tuple(dict.fromkeys(self.attack)))
 
     def _check(self, setting: Setting) -> None:
         """Raise an error that would make every cell fail before the first of them runs."""
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SourceError(
-                f"'{self.out}' cannot be written to ({error.strerror}): name another folder with "
-                "--out."
-            ) from error
+        make_folder(self.out, self.out)
         with quiet():
             anatomy = find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft))
         blocks = len(anatomy.blocks)
@@ -113,15 +95,7 @@ class SweepCommand(SweepOptions):
             raise SourceError(
                 f"--layer {setting.layer}: the model has {blocks} blocks; give 0 to {blocks}"
             )
-        data = TextDataModule(
-            text=setting.text,
-            column=setting.column,
-            tokenizer=setting.model,
-            batch_size=setting.batch_size,
-            length=setting.length,
-            seed=setting.seed,
-        )
-        data.setup()
+        data_of(setting).setup()
 
     def _loss_before(self, setting: Setting) -> float:
         path = self.out / "before.json"
@@ -143,22 +117,22 @@ class SweepCommand(SweepOptions):
         results = grid.results()
         grid.write(self.out / "results.json")
         if results:
-            print_table(console, table(results, before))
-            console.print(explanation(results), highlight=False)
+            print_table(console, defense_table(results, before))
+            console.print(explain_defenses(results))
         paths = [str(self.out / "results.json")]
         if any(r.val_loss is not None for _, r in results):
             if importlib.util.find_spec("matplotlib") is None:
-                console.print(f"No plot: {escape(install('plots'))}", highlight=False)
+                console.print(f"No plot: {escape(install('plots'))}")
             else:
                 plot_pareto(results, self.out / "pareto.png", loss_before=before)
                 paths.append(str(self.out / "pareto.png"))
-        console.print(f"\nWritten: {', '.join(paths)}", highlight=False, soft_wrap=True)
+        console.print(f"\nWritten: {', '.join(paths)}", soft_wrap=True)
         if interrupted:
-            return 130
+            return INTERRUPTED
         return 1 if any(r.error is not None for _, r in results) else 0
 
 
-def table(results: Sequence[tuple[Cell, CellResult]], before: float | None) -> Table:
+def defense_table(results: Sequence[tuple[GridCell, CellResult]], before: float | None) -> Table:
     """Return a row for each defence: loss, epsilon, each attack's headline and interval."""
     title = "utility and leakage" + ("" if before is None else f" (loss before: {before:.3f})")
     rows = Table(title=title)
@@ -174,12 +148,12 @@ def table(results: Sequence[tuple[Cell, CellResult]], before: float | None) -> T
         row = [str(cell.defense), "failed" if result.val_loss is None else f"{result.val_loss:.3f}"]
         if with_epsilon:
             row.append(_epsilon(result))
-        row += [_cell(result.leakage.get(name)) for name in attacks]
+        row += [_leakage(result.leakage.get(name)) for name in attacks]
         rows.add_row(*row)
     return rows
 
 
-def explanation(results: Sequence[tuple[Cell, CellResult]]) -> str:
+def explain_defenses(results: Sequence[tuple[GridCell, CellResult]]) -> str:
     """Return what the table's words mean, and what failed and why."""
     lines = [
         "",
@@ -205,7 +179,7 @@ def explanation(results: Sequence[tuple[Cell, CellResult]]) -> str:
     return "\n".join(lines)
 
 
-def _line(cell: Cell, result: CellResult) -> str:
+def _line(cell: GridCell, result: CellResult) -> str:
     if result.error is not None:
         return f"{cell.defense}: failed, {result.error}"
     loss = "unknown" if result.val_loss is None else f"{result.val_loss:.3f}"
@@ -219,7 +193,7 @@ def _epsilon(result: CellResult) -> str:
     return "inf" if epsilon is None else f"{epsilon:.3g}"
 
 
-def _cell(leakage: Leakage | None) -> str:
+def _leakage(leakage: Leakage | None) -> str:
     if leakage is None:
         return ""
     if not leakage.exposed:

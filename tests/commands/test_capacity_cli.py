@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.capacity import CapacityCommand, explanation
+from lightning_fedleak.commands.capacity import CapacityCommand, explain_trials
 from lightning_fedleak.studies.capacity import Trial
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
@@ -66,7 +66,7 @@ def test_errors_say_what_to_change(
 
 def test_an_end_that_was_not_reached_is_said() -> None:
     trials = [Trial(1, 8, 1.0, True, 0.1), Trial(2, 15, 1.0, True, 0.1)]
-    assert "up to 2 texts of 8 tokens; where that ends was not reached" in explanation(trials, 8)
-    assert "Exact recovery ends before 1 text of 8 tokens (8 distinct)" in explanation(
+    assert "up to 2 texts of 8 tokens; where that ends was not reached" in explain_trials(trials, 8)
+    assert "Exact recovery ends before 1 text of 8 tokens (8 distinct)" in explain_trials(
         [Trial(1, 8, None, False, 0.1)], 8
     )

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForMaskedLM
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.cli import main
 from lightning_fedleak.commands import invert as invert_cli
-from lightning_fedleak.commands.invert import InvertCommand, explanation
+from lightning_fedleak.commands.invert import InvertCommand, explain_activations
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.studies.invert import Cell, Utility
@@ -201,13 +201,13 @@ def test_the_budget_is_told_in_the_table_and_in_the_results(
     assert "budget: none" in ran(unbounded)
     content = json.loads((tmp_path / "inversion.json").read_text())
     assert [c["budget_seconds"] for c in content["cells"]] == [None]
-    cut = explanation([replace(line, budget_seconds=0.5, finished=False)])
+    cut = explain_activations([replace(line, budget_seconds=0.5, finished=False)])
     assert "*: cut off by the budget of 0.5 s" in cut
 
 
 def shown(*cells: Cell) -> str:
     console = Console(file=io.StringIO(), width=80)
-    console.print(invert_cli.table(cells))
+    console.print(invert_cli.activation_table(cells))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -219,9 +219,9 @@ def test_says_what_is_read_where_half_of_the_task_is_left() -> None:
         )
         for sigma, task, read in ((0.0, 0.4, 1.0), (0.5, 0.2, 0.75), (1.0, 0.19, 0.25))
     ]  # fmt: skip
-    said = explanation(cells)
+    said = explain_activations(cells)
     assert "at noise 0.5" in said
     assert "prefix .750." in said
     cells[1] = replace(cells[1], finished=False)
-    assert "prefix* .750." in explanation(cells)
-    assert "half" not in explanation([replace(c, sigma=c.sigma + 1) for c in cells])
+    assert "prefix* .750." in explain_activations(cells)
+    assert "half" not in explain_activations([replace(c, sigma=c.sigma + 1) for c in cells])

@@ -22,7 +22,7 @@ from lightning_fedleak.attacks.texts.base import NOTHING, TextAttack, TextGuess
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.cli import main
 from lightning_fedleak.commands import invert as invert_cli
-from lightning_fedleak.commands.invert import InvertCommand, gradient_explanation
+from lightning_fedleak.commands.invert import InvertCommand, explain_gradients
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.snapshots import UnusableObservation
 from lightning_fedleak.studies.invert import (
@@ -268,10 +268,10 @@ def test_a_batch_without_an_answer_counts_in_no_number() -> None:
     [cell] = cells(made, Known(says, certified=True), tokens)
     assert (cell.batches, cell.unknown, cell.texts, cell.certified) == (2, 1, 2, 1)
     assert cell.rates["token_accuracy"].value == 1
-    said = gradient_explanation([cell])
+    said = explain_gradients([cell])
     assert "1 of 2 batches, which count in no number" in said
     assert "UnusableObservation: no word stands out" in said
-    cut = gradient_explanation([replace(cell, finished=False, budget_seconds=0.5)])
+    cut = explain_gradients([replace(cell, finished=False, budget_seconds=0.5)])
     assert "*: cut off by the budget of 0.5 s" in cut
 
 

@@ -9,14 +9,14 @@ from rich.console import Console
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.commands.options import DEFENSES
-from lightning_fedleak.commands.sweep import SweepCommand, explanation
+from lightning_fedleak.commands.sweep import SweepCommand, explain_defenses
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.records import MetricValue, ResultLine
 from lightning_fedleak.studies.defense_specs import parse_defenses
 from lightning_fedleak.studies.names import SWEEP_ATTACKS
 from lightning_fedleak.studies.sweep.cell import (
-    Cell,
     CellResult,
+    GridCell,
     Setting,
     _leakage,
     run_cell,
@@ -73,13 +73,13 @@ def test_a_grid_is_run_written_plotted_and_gone_on_with(
 def test_what_the_package_warns_of_is_told(model: str, text: str, tmp_path: Path) -> None:
     (spec,) = parse_defenses("freeze:part=head+embeddings")
     setting = Setting(model=model, text=text, attacks=("flatchat",), steps=1, length=12)
-    result = run_cell(Cell(setting, spec), tmp_path)
+    result = run_cell(GridCell(setting, spec), tmp_path)
     (told,) = result.warnings
     assert "which is not shared in this run" in told
     assert not result.leakage["flatchat"].exposed
     again = CellResult.from_dict(json.loads(json.dumps(result.to_dict())))
     assert again == result
-    assert f"{spec} warns: {told}" in explanation([(Cell(setting, spec), result)])
+    assert f"{spec} warns: {told}" in explain_defenses([(GridCell(setting, spec), result)])
 
 
 def test_the_command_line_and_the_class_agree(

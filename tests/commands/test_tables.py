@@ -13,7 +13,7 @@ from rich.table import Table
 from lightning_fedleak.commands import capacity, game
 from lightning_fedleak.commands import invert as invert
 from lightning_fedleak.commands import sweep as sweep
-from lightning_fedleak.commands.tables import print_table
+from lightning_fedleak.commands.printing import print_table
 from lightning_fedleak.games import GameResult
 from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.studies.capacity import Trial
@@ -28,7 +28,7 @@ RATES = {
 
 def of_hidden_states() -> Table:
     useful = Utility("next-token accuracy", 0.4567, 12345.6)
-    return invert.table(
+    return invert.activation_table(
         [
             Cell(
                 name, 11, 12, 1024, 0.00123, True, 64, useful, RATES,
@@ -56,7 +56,7 @@ def of_games() -> Table:
     coins = torch.arange(n) % 2 == 0
     nowhere, zeros = coins & (torch.arange(n) % 7 == 0), torch.zeros(n, dtype=torch.long)
     scores = torch.linspace(-1, 1, n).double() + coins
-    return game.table(
+    return game.game_table(
         [
             GameResult(
                 f"{name}@{layer}", layer, "token", coins, scores > 0.3, scores, nowhere, zeros,
@@ -73,14 +73,14 @@ def of_a_sweep() -> Table:
     names = ("flatchat", "aligned_flatchat", "fc_membership", "prefix_inversion", "descent")
     result = sweep_cell.CellResult(12.3456, {"epsilon": 123.456}, dict.fromkeys(names, known))
     long = DefenseSpec("dpsgd", {"max_grad_norm": 1.25, "noise_multiplier": 0.75, "poisson": True})
-    return sweep.table(
-        [(sweep_cell.Cell(setting, spec), result) for spec in (DefenseSpec("none", {}), long)],
+    return sweep.defense_table(
+        [(sweep_cell.GridCell(setting, spec), result) for spec in (DefenseSpec("none", {}), long)],
         12.3456,
     )
 
 
 def of_capacity() -> Table:
-    return capacity.table([Trial(4096, 123456, 0.9876, True, 12345.6)], 2048)
+    return capacity.trial_table([Trial(4096, 123456, 0.9876, True, 12345.6)], 2048)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ pytest.importorskip("ray")
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from lightning_fedleak.commands.federate.command import FederateCommand
+from lightning_fedleak.commands.federate import FederateCommand
 from tests.federation.test_observer import lines
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
@@ -65,12 +65,12 @@ def test_both_engines_train_the_same_model(tmp_path: Path, caplog, capfd) -> Non
 def test_a_client_tells_its_number_and_nothing_else_beside_training(
     tmp_path: Path, trust: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_fedleak.commands.federate.on_flower import _client_app
-    from lightning_fedleak.commands.federate.setting import Setting
+    from lightning_fedleak.studies.federation import Federation
+    from lightning_fedleak.studies.federation.simulation import _client_app
 
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
-    app = _client_app(Setting(noise_multiplier=2.0, trust=trust), tmp_path)  # type: ignore[arg-type]
+    app = _client_app(Federation(noise_multiplier=2.0, trust=trust), tmp_path)  # type: ignore[arg-type]
     where = Context(1, 7, {"partition-id": 3}, RecordDict(), {})
     asked = Message(RecordDict(), dst_node_id=7, message_type="query")
     reply = app(asked, where)

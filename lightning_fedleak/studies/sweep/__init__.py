@@ -2,14 +2,14 @@
 
 from lightning_fedleak.studies.defense_specs import DefenseSpec, parse_defenses
 from lightning_fedleak.studies.names import SpecError
-from lightning_fedleak.studies.sweep.cell import Cell, CellResult, Leakage, Setting, run_cell
+from lightning_fedleak.studies.sweep.cell import CellResult, GridCell, Leakage, Setting, run_cell
 from lightning_fedleak.studies.sweep.grid import Grid
 
 __all__ = [
-    "Cell",
     "CellResult",
     "DefenseSpec",
     "Grid",
+    "GridCell",
     "Leakage",
     "Setting",
     "SpecError",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
+import hashlib
+import json
 import math
 import shutil
 import time
@@ -36,9 +37,9 @@ from lightning_fedleak.records import ResultLine, read_results
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.studies.defense_specs import DefenseSpec
 from lightning_fedleak.studies.names import SWEEP_ATTACKS
+from lightning_fedleak.studies.quiet import TRAINING, quiet_logs
 
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
-_CHATTY = ("lightning.pytorch", "lightning.fabric", "transformers")
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,17 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridCell:
     """A setting and a defence."""
 
     setting: Setting
     defense: DefenseSpec
+
+    @property
+    def key(self) -> str:
+        """Return the name of the cell's files: a hash of all its settings."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -149,7 +156,7 @@ class CellResult:
         return cls(**{**values, "leakage": leakage, "warnings": tuple(values["warnings"])})
 
 
-def run_cell(cell: Cell, folder: Path) -> CellResult:
+def run_cell(cell: GridCell, folder: Path) -> CellResult:
     """Fine-tune a model under a defence, attack it as it trains, and return what was measured.
 
     The loss is a mean over texts of each text's mean, as DP-SGD needs it, in every cell.
@@ -212,7 +219,7 @@ def loss_before(setting: Setting) -> float:
         trainer = L.Trainer(
             devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
         )
-        metrics = trainer.validate(module, datamodule=_data(setting), verbose=False)
+        metrics = trainer.validate(module, datamodule=data_of(setting), verbose=False)
     return float(metrics[0]["val_loss"])
 
 
@@ -301,7 +308,8 @@ def _student(values: Sequence[float]) -> tuple[float, float | None, float | None
     return mean, max(0.0, mean - half), min(1.0, mean + half)
 
 
-def _data(setting: Setting) -> TextDataModule:
+def data_of(setting: Setting) -> TextDataModule:
+    """Return the texts of a setting in batches."""
     return TextDataModule(
         text=setting.text,
         column=setting.column,
@@ -314,7 +322,7 @@ def _data(setting: Setting) -> TextDataModule:
 
 def _fit(trainer: L.Trainer, module: L.LightningModule, setting: Setting) -> None:
     try:
-        trainer.fit(module, datamodule=_data(setting))
+        trainer.fit(module, datamodule=data_of(setting))
     except SystemExit as end:  # Lightning tidies up after an interrupt, then exits
         raise KeyboardInterrupt from end
     if trainer.interrupted:
@@ -324,17 +332,12 @@ def _fit(trainer: L.Trainer, module: L.LightningModule, setting: Setting) -> Non
 @contextmanager
 def quiet() -> Iterator[list[str]]:
     """Keep notices out of the table; yield a list that holds this package's warnings in the end."""
-    levels = {name: logging.getLogger(name).level for name in _CHATTY}
     messages: list[str] = []
-    with warnings.catch_warnings(record=True) as records:
+    with quiet_logs(TRAINING), warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
-        for name in levels:
-            logging.getLogger(name).setLevel(logging.ERROR)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
             yield messages
         finally:
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
             texts = (str(w.message) for w in records if "lightning_fedleak" in w.filename)
             messages += [text for text in texts if "gave no result" not in text]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from lightning_fedleak.studies.sweep.cell import Cell, CellResult
+from lightning_fedleak.studies.sweep.cell import CellResult, GridCell
 
 SCHEMA = 1  # version of the files of results
 
@@ -25,30 +24,30 @@ class Grid:
         folder: of the results; is made.
     """
 
-    def __init__(self, cells: Iterable[Cell], folder: Path) -> None:
-        self.cells = list({key_of(cell): cell for cell in cells}.values())
+    def __init__(self, cells: Iterable[GridCell], folder: Path) -> None:
+        self.cells = list({cell.key: cell for cell in cells}.values())
         self.folder = folder
 
-    def path(self, cell: Cell) -> Path:
+    def path(self, cell: GridCell) -> Path:
         """Return the path of a cell's result."""
-        return self.folder / "cells" / f"{key_of(cell)}.json"
+        return self.folder / "cells" / f"{cell.key}.json"
 
-    def result(self, cell: Cell) -> CellResult | None:
+    def result(self, cell: GridCell) -> CellResult | None:
         """Return the result of a cell, None before it was run."""
         path = self.path(cell)
         if not path.exists():
             return None
         return CellResult.from_dict(json.loads(path.read_text(encoding="utf-8"))["result"])
 
-    def todo(self) -> list[Cell]:
+    def todo(self) -> list[GridCell]:
         """Return the cells that were not run, or failed."""
         return [c for c in self.cells if (r := self.result(c)) is None or r.error is not None]
 
     def run(
         self,
-        run: Callable[[Cell, Path], CellResult],
-        on_start: Callable[[Cell], None] = lambda cell: None,
-        on_result: Callable[[Cell, CellResult], None] = lambda cell, result: None,
+        run: Callable[[GridCell, Path], CellResult],
+        on_start: Callable[[GridCell], None] = lambda cell: None,
+        on_result: Callable[[GridCell, CellResult], None] = lambda cell, result: None,
     ) -> None:
         """Run the cells that are left.
 
@@ -61,7 +60,7 @@ class Grid:
         """
         for cell in self.todo():
             on_start(cell)
-            logs = self.folder / "runs" / key_of(cell)
+            logs = self.folder / "runs" / cell.key
             try:
                 result = run(cell, logs)
             except Exception as error:  # one failed cell must not lose the rest
@@ -69,7 +68,7 @@ class Grid:
             self._keep(cell, result)
             on_result(cell, result)
 
-    def results(self) -> list[tuple[Cell, CellResult]]:
+    def results(self) -> list[tuple[GridCell, CellResult]]:
         """Return every cell that has a result, in the order of the grid."""
         pairs = ((cell, self.result(cell)) for cell in self.cells)
         return [(cell, result) for cell, result in pairs if result is not None]
@@ -77,20 +76,14 @@ class Grid:
     def write(self, path: Path) -> None:
         """Write all results to one file of JSON."""
         rows = [{**cell.to_dict(), "result": r.to_dict()} for cell, r in self.results()]
-        _write(path, json.dumps({"schema": SCHEMA, "cells": rows}, indent=1) + "\n")
+        _replace_file(path, json.dumps({"schema": SCHEMA, "cells": rows}, indent=1) + "\n")
 
-    def _keep(self, cell: Cell, result: CellResult) -> None:
+    def _keep(self, cell: GridCell, result: CellResult) -> None:
         content = {"schema": SCHEMA, **cell.to_dict(), "result": result.to_dict()}
-        _write(self.path(cell), json.dumps(content, indent=1) + "\n")
+        _replace_file(self.path(cell), json.dumps(content, indent=1) + "\n")
 
 
-def key_of(cell: Cell) -> str:
-    """Return the name of a cell: a hash of all its settings."""
-    text = json.dumps(cell.to_dict(), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _write(path: Path, text: str) -> None:
+def _replace_file(path: Path, text: str) -> None:
     """Write a file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")

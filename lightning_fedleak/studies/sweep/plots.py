@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_fedleak.studies.sweep.cell import Cell, CellResult
+from lightning_fedleak.studies.sweep.cell import CellResult, GridCell
 from lightning_fedleak.studies.sweep.grid import pareto
 
 
 def plot_pareto(
-    results: Sequence[tuple[Cell, CellResult]], path: Path, *, loss_before: float | None = None
+    results: Sequence[tuple[GridCell, CellResult]], path: Path, *, loss_before: float | None = None
 ) -> None:
     """Draw validation loss against leakage; cells that no other beats in both are joined.
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fedleak.studies.defense_specs import parse_defenses
-from lightning_fedleak.studies.sweep.cell import Cell, CellResult, Leakage, Setting
-from lightning_fedleak.studies.sweep.grid import Grid, key_of, pareto
+from lightning_fedleak.studies.sweep.cell import CellResult, GridCell, Leakage, Setting
+from lightning_fedleak.studies.sweep.grid import Grid, pareto
 
 SPECS = parse_defenses("gradient_noise:clip=1,sigma=0/1/2")
-CELLS = [Cell(Setting(), spec) for spec in SPECS]
+CELLS = [GridCell(Setting(), spec) for spec in SPECS]
 
 
 def result(loss: float) -> CellResult:
@@ -24,7 +24,7 @@ class Runner:
     def __init__(self, *, fails: int | None = None, stops: int | None = None) -> None:
         self.fails, self.stops, self.ran = fails, stops, []  # type: ignore[var-annotated]
 
-    def __call__(self, cell: Cell, folder: Path) -> CellResult:
+    def __call__(self, cell: GridCell, folder: Path) -> CellResult:
         number = CELLS.index(cell)
         self.ran.append(number)
         if number == self.fails:
@@ -58,16 +58,16 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
 
 def test_a_column_makes_other_cells_and_none_leaves_the_names_of_old_ones() -> None:
     assert "column" not in CELLS[0].to_dict()["setting"]
-    named = Cell(Setting(text="a.csv", column="review"), SPECS[0])
+    named = GridCell(Setting(text="a.csv", column="review"), SPECS[0])
     assert named.to_dict()["setting"]["column"] == "review"
-    assert key_of(named) != key_of(Cell(Setting(text="a.csv"), SPECS[0]))
+    assert named.key != GridCell(Setting(text="a.csv"), SPECS[0]).key
 
 
 def test_other_settings_are_other_cells(tmp_path: Path) -> None:
     Grid(CELLS, tmp_path).run(Runner())
-    other = Cell(Setting(steps=61), SPECS[0])
+    other = GridCell(Setting(steps=61), SPECS[0])
     assert Grid([other], tmp_path).todo() == [other]
-    assert len({key_of(c) for c in [*CELLS, other]}) == 4
+    assert len({c.key for c in [*CELLS, other]}) == 4
     assert len(Grid([*CELLS, *CELLS], tmp_path).cells) == 3
 
 

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -22,11 +22,15 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from lightning_fedleak.commands.federate.local import Closed, account_of, unwatched
-from lightning_fedleak.commands.federate.server import Server
-from lightning_fedleak.commands.federate.setting import Setting
 from lightning_fedleak.federation import ClientDP, RoundObserver
 from lightning_fedleak.federation.flower import ROUND, WEIGHT, FedLeakMod
+from lightning_fedleak.studies.federation.federation import Federation
+from lightning_fedleak.studies.federation.rounds import (
+    Closed,
+    Server,
+    end_recorded,
+    release_unwatched,
+)
 
 _AT_ONCE = 2  # workers of Ray; more need more memory
 _RAY = {
@@ -41,28 +45,27 @@ _RAY = {
 _WAIT_SECONDS = 3600.0  # for the clients of a round; later replies do not count
 
 
-def run(setting: Setting, folder: Path, closed: Closed) -> Server:
-    """Train all rounds; see :func:`~lightning_fedleak.commands.federate.local.run`.
+def simulate(federation: Federation, folder: Path, closed: Closed) -> Server:
+    """Train all rounds as :func:`~lightning_fedleak.studies.federation.rounds.train_in_process`.
 
     Raises:
         RuntimeError: the engine ended before the server returned.
     """
-    settings = Setting(**{f.name: getattr(setting, f.name) for f in fields(Setting)})
     ended: list[Server | Exception] = []
     app = ServerApp()
 
     @app.main()  # type: ignore[untyped-decorator, unused-ignore]
     def main(grid: Grid, context: Context) -> None:
         try:
-            ended.append(_serve(settings, folder, closed, grid))
+            ended.append(_serve(federation, folder, closed, grid))
         except Exception as error:  # the engine's own call would return as if all were well
             ended.append(error)
 
-    with _quiet():
+    with _silence_flower():
         run_simulation(
             app,
-            _client_app(settings, folder.resolve()),
-            num_supernodes=setting.clients,
+            _client_app(replace(federation), folder.resolve()),  # a copy: nothing is cached in it
+            num_supernodes=federation.clients,
             backend_config=_RAY,
         )
     if not ended:
@@ -73,7 +76,7 @@ def run(setting: Setting, folder: Path, closed: Closed) -> Server:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_flower() -> Iterator[None]:
     """Silence Flower's notices between the lines of the table; errors are still shown."""
     log = logging.getLogger("flwr")
     level, propagates = log.level, log.propagate
@@ -86,16 +89,15 @@ def _quiet() -> Iterator[None]:
         log.propagate = propagates
 
 
-def _serve(setting: Setting, folder: Path, closed: Closed, grid: Grid) -> Server:
-    server = Server(setting, folder)
+def _serve(federation: Federation, folder: Path, closed: Closed, grid: Grid) -> Server:
+    server = Server(federation, folder)
     closed(0, server, {})
-    observer = (
-        setting.observer(folder / "server", folder.name) if setting.attack != "none" else None
-    )
-    outcome = "KeyboardInterrupt"
-    try:
-        nodes = _nodes(grid, setting.clients)
-        for round_ in range(1, setting.rounds + 1):
+    observer = None
+    if federation.attack != "none":
+        observer = federation.observer(folder / "server", folder.name)
+    with end_recorded(observer):
+        nodes = _nodes(grid, federation.clients)
+        for round_ in range(1, federation.rounds + 1):
             clients = server.draw_clients()
             config = ConfigRecord({ROUND: round_, "threads": torch.get_num_threads()})
             content = RecordDict({"arrays": ArrayRecord(server.state), "config": config})
@@ -116,13 +118,6 @@ def _serve(setting: Setting, folder: Path, closed: Closed, grid: Grid) -> Server
                     returned[client] = reply.content["arrays"].to_torch_state_dict()
             silent = server.close(round_, returned, observer)
             closed(round_, server, silent | failed)
-        outcome = "finished"
-    except Exception as error:
-        outcome = type(error).__name__
-        raise
-    finally:
-        if observer is not None:
-            observer.end(outcome)
     return server
 
 
@@ -137,48 +132,52 @@ def _nodes(grid: Grid, clients: int) -> dict[int, int]:
     }
 
 
-def _client_app(setting: Setting, folder: Path) -> ClientApp:
+def _client_app(federation: Federation, folder: Path) -> ClientApp:
+    def make_observer(context: Context) -> RoundObserver:
+        return federation.observer(folder / f"clients_{os.getpid()}", folder.name)
+
+    def make_account(context: Context) -> ClientDP | None:
+        return federation.client_account(folder, _number_of(context))
+
     mods = []
-    if setting.attack != "none":
-        dp = None if setting.trust == "central" else partial(_account, setting, folder)
-        summed = setting.trust == "secure_aggregation"  # which is played here
-        make = partial(_observer, setting, folder)
-        # A query is answered with the client's number alone.
+    if federation.attack != "none":
         mods = [
-            FedLeakMod(make, setting.gates(), dp, secure_aggregation=summed, uncovered=("query",))
+            FedLeakMod(
+                make_observer,
+                federation.gates(),
+                make_account,
+                secure_aggregation=federation.trust == "secure_aggregation",  # which is played here
+                uncovered=("query",),  # which is answered with the client's number alone
+            )
         ]
     app = ClientApp(mods=mods)
     app.query()(_answer)
-    app.train()(partial(_train, setting, folder))
+    app.train()(partial(_train, federation, folder))
     return app
 
 
-def _observer(setting: Setting, folder: Path, context: Context) -> RoundObserver:
-    return setting.observer(folder / f"clients_{os.getpid()}", folder.name)
-
-
-def _account(setting: Setting, folder: Path, context: Context) -> ClientDP | None:
-    return account_of(setting, folder, int(context.node_config["partition-id"]))
+def _number_of(context: Context) -> int:
+    return int(context.node_config["partition-id"])
 
 
 def _answer(message: Message, context: Context) -> Message:
-    number = MetricRecord({"number": int(context.node_config["partition-id"])})
+    number = MetricRecord({"number": _number_of(context)})
     return Message(RecordDict({"client": number}), reply_to=message)
 
 
-def _train(setting: Setting, folder: Path, message: Message, context: Context) -> Message:
+def _train(federation: Federation, folder: Path, message: Message, context: Context) -> Message:
     config = message.content["config"]
     torch.set_num_threads(int(config["threads"]))  # sums of other parts round otherwise
-    client = int(context.node_config["partition-id"])
+    client = _number_of(context)
     sent = message.content["arrays"].to_torch_state_dict()
-    state, _ = setting.train(_model(setting), sent, client, int(config[ROUND]))
-    if setting.attack == "none":
-        state = unwatched(account_of(setting, folder, client), sent, state)
+    state, _ = federation.train(_model(federation), sent, client, int(config[ROUND]))
+    if federation.attack == "none":
+        state = release_unwatched(federation.client_account(folder, client), sent, state)
     content = {"arrays": ArrayRecord(state), "metrics": MetricRecord({WEIGHT: 1.0})}
     return Message(RecordDict(content), reply_to=message)
 
 
 @cache
-def _model(setting: Setting) -> nn.Module:
+def _model(federation: Federation) -> nn.Module:
     """Return the worker's model, which gets the weights of every round."""
-    return setting.make_model()
+    return federation.make_model()

@@ -1,14 +1,64 @@
-"""Tables of results that fit the terminal: wide ones continue below, no number is cut."""
+"""What commands share: tables, errors, folders of results, and names of what is embedded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from lightning_fedleak.anatomy import AnatomyError
+from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.games import GameError
+from lightning_fedleak.taps.gradients import UpdateError
+from lightning_fedleak.threats import ThreatModelError
+
+USER_ERRORS = (
+    *(SourceError, AnatomyError, ThreatModelError),
+    *(DefenseError, UpdateError, GameError),
+)
+"""Errors whose message says what to change: a command prints it alone."""
+INTERRUPTED = 130  # exit status after SIGINT, as shells have it
+
 _ANY_WIDTH = 100_000  # characters, more than any table has
+
+
+def model_name(model: str | None) -> str:
+    """Return how a sentence names a model."""
+    return "the embedded model" if model is None else model
+
+
+def text_name(text: str | None) -> str:
+    """Return how a sentence names a text."""
+    return "the embedded messages of a bank's customers" if text is None else text
+
+
+def three_digits(value: float) -> str:
+    """Return a number in a table; NaN is unknown."""
+    return "unknown" if math.isnan(value) else f"{value:.3f}"
+
+
+def make_folder(folder: Path, out: Path) -> None:
+    """Make a folder of results, which is below ``--out``.
+
+    Raises:
+        SourceError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(out, error, "folder with --out") from error
+
+
+def unwritable(path: Path, error: OSError, alternative: str) -> SourceError:
+    """Return the error of a place that cannot be written to; it says what to name instead."""
+    return SourceError(
+        f"'{path}' cannot be written to ({error.strerror}): name another {alternative}."
+    )
 
 
 def print_table(console: Console, table: Table, keys: int = 1) -> None:

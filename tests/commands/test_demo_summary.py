@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fedleak.commands.demo.summary import Reading, read_back, summary
+from lightning_fedleak.commands.demo import Reading, explain_readings, read_readings
 
 
 def reading(attack: str, step: int, recall: float | None, **other) -> Reading:
@@ -14,7 +14,7 @@ def reading(attack: str, step: int, recall: float | None, **other) -> Reading:
 
 
 def test_headline_is_the_mean_of_the_best_attack() -> None:
-    text = summary(
+    text = explain_readings(
         [
             reading("weak", 0, 0.1),
             reading("greedy", 0, 1.0, precision=0.01),
@@ -31,24 +31,26 @@ def test_headline_is_the_mean_of_the_best_attack() -> None:
 
 
 def test_unknown_is_neither_zero_nor_safe() -> None:
-    text = summary([reading("a", 0, 0.5), reading("a", 5, None), reading("b", 0, None)], 8)
+    text = explain_readings([reading("a", 0, 0.5), reading("a", 5, None), reading("b", 0, None)], 8)
     assert "  a: recall 50% (50% to 50%), precision 50% (50% to 50%); no result at 1 looks" in text
     assert "  b: unknown" in text
-    nothing = summary([reading("a", 0, None)], 8)
+    nothing = explain_readings([reading("a", 0, None)], 8)
     assert "'unknown', not 'safe'" in nothing
     assert "%" not in nothing
-    assert "%" not in summary([], 8)
+    assert "%" not in explain_readings([], 8)
 
 
 def test_a_surface_that_is_not_shared_is_said() -> None:
     hidden = reading("a", 0, 0.0, exposed=False)
-    assert "does not share it" in summary([hidden], 8)
-    assert "a: nothing, because it reads a gradient" in summary([hidden, reading("b", 0, 0.5)], 8)
+    assert "does not share it" in explain_readings([hidden], 8)
+    assert "a: nothing, because it reads a gradient" in explain_readings(
+        [hidden, reading("b", 0, 0.5)], 8
+    )
 
 
 def test_reads_back_the_shared_stage_only(tmp_path: Path) -> None:
     path = tmp_path / "leakage.jsonl"
-    assert read_back(path) == []
+    assert read_readings(path) == []
     line = {
         "attack": "a",
         "step": 5,
@@ -59,7 +61,7 @@ def test_reads_back_the_shared_stage_only(tmp_path: Path) -> None:
     rows = [line | {"stage": "local"}, line | {"stage": "shared"}, line | {"stage": "aggregate"}]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     expected = Reading(attack="a", step=5, n=7, recall=0.25, precision=None, exposed=True)
-    assert read_back(path) == [expected]
+    assert read_readings(path) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,6 @@ def test_reads_back_the_shared_stage_only(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_all_is_not_said_to_be_all(share: float, shown: str) -> None:
-    text = summary([Reading("a", 0, 10, share, 0.5, True)], 8)
+    text = explain_readings([Reading("a", 0, 10, share, 0.5, True)], 8)
     assert f"could have read {shown} of the private words" in text
     assert f"recall {shown} ({shown} to {shown})" in text

@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.commands import options
-from lightning_fedleak.commands.federate.command import FederateCommand, summary
-from lightning_fedleak.commands.federate.table import Round, RoundsTable
+from lightning_fedleak.commands.federate import FederateCommand, RoundsTable, explain_rounds
 from lightning_fedleak.commands.options import FederateOptions
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.looks.channels.membership import LEAST_MEMBERS
+from lightning_fedleak.records import MEMBERSHIP, WORDS, Family
+from lightning_fedleak.studies.federation import FamilyLeakage, Round
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 
@@ -81,7 +82,7 @@ def test_a_gate_holds_updates_back(tmp_path: Path, given: dict, capsys) -> None:
     assert "(" in next(line for line in said.splitlines() if "words, F1" in line)
     gates = [x for x in lines(folder, "run.jsonl") if x["kind"] == "gate"]
     assert [x["did"] for x in gates] == ["withheld"] * 2
-    untouched = FederateCommand(**given).make_model().state_dict()
+    untouched = FederateCommand(**given).federation().make_model().state_dict()
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(tensor, untouched[name])
 
@@ -132,7 +133,8 @@ def test_epsilon_is_shown_and_kept(tmp_path: Path, given: dict, trust: str) -> N
         if trust != "central"
         else {"server.ledger"}
     )
-    same = FederateCommand(**given, **private).account(folder / sorted(ledgers)[0])  # type: ignore[arg-type]
+    federation = FederateCommand(**given, **private).federation()  # type: ignore[arg-type]
+    same = federation.account(folder / sorted(ledgers)[0])
     assert same.privacy.releases == 2
     assert same.privacy.epsilon == pytest.approx(spent[1], abs=0.01)
 
@@ -141,9 +143,9 @@ def test_what_a_table_says_of_many_clients_and_of_what_is_unknown() -> None:
     nan = float("nan")
     console = Console(file=io.StringIO(), width=160)
     with RoundsTable(console, 20, private=True) as table:
-        found: dict[str, dict[str | int, float]] = {"f1": {c: c / 20 for c in range(20)}}
-        read = {"f1": found["f1"] | {"sum": nan}}
-        table.add(Round(1, 2.5, read, frozenset({3}), {}, 1.5, 52.73))
+        values: dict[str | int, float] = {c: c / 20 for c in range(20)}
+        read = [FamilyLeakage(WORDS, values | {"sum": nan})]
+        table.add(Round(1, 2.5, read, frozenset({3}), epsilon=1.5, noise=52.73))
     header, row = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert header.split() == [
         "round",
@@ -170,17 +172,20 @@ def test_what_a_table_says_of_many_clients_and_of_what_is_unknown() -> None:
     ]
     console = Console(file=io.StringIO(), width=160)
     with RoundsTable(console, 2, private=False) as table:
-        table.add(Round(1, 2.5, {"f1": {0: nan, 1: nan}}, frozenset({0}), {}, None))
+        table.add(Round(1, 2.5, [FamilyLeakage(WORDS, {0: nan, 1: nan})], frozenset({0})))
     row = console.file.getvalue().splitlines()[1]  # type: ignore[attr-defined]
     assert row.split()[-3:] == ["(unknown)", "unknown", "-"]
-    told = summary(
-        [Round(1, 2.0, {"auc": {0: nan, 1: 0.7, "sum": nan}}, frozenset(), {0: "gone"}, None)], 2
-    )
+    member = FamilyLeakage(MEMBERSHIP, {0: nan, 1: 0.7, "sum": nan})
+    told = explain_rounds([Round(1, 2.0, [member], absent={0: "gone"})], 2)
     assert (
         "from an update 0.70 in the median, 0.70 at most (unknown in 1 of 2); unknown from the sum"
         in told
     )
     assert "Client 0 counted for nothing in round 1: gone." in told
+    assert "Guessing gives an AUC of .5; 1 is certainty." in told
+    echoes = Family(name="echoes", headline="echo_rate")  # of somebody else's channel
+    told = explain_rounds([Round(1, 2.0, [FamilyLeakage(echoes, {0: 0.25})])], 1)
+    assert "echoes, ECHO RATE: from an update 0.25 in the median" in told
 
 
 def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:

@@ -1,6 +1,6 @@
-"""A federation as its options describe it: model, texts, local training, observer, account.
+"""A federation by its settings: model, texts, local training, observer, gates and account.
 
-Everything follows from the options, so that each process of an engine builds the same objects.
+Everything follows from the settings, so that each process of an engine builds the same objects.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.callbacks import Games
-from lightning_fedleak.commands.federate.partition import alike, by_dirichlet, by_speaker
-from lightning_fedleak.commands.options import FederateOptions
 from lightning_fedleak.federation import (
     ClientDP,
     RoundGate,
@@ -27,10 +24,13 @@ from lightning_fedleak.federation import (
     trained_on,
     trained_state,
 )
+from lightning_fedleak.federation.client_dp import ClientSampling, Trusted
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
 from lightning_fedleak.finetuning.module import load_model
 from lightning_fedleak.finetuning.texts import read_labelled, read_texts
+from lightning_fedleak.looks.channels import Games
+from lightning_fedleak.studies.federation.partition import alike, by_dirichlet, by_speaker
 from lightning_fedleak.studies.models import with_lora
 
 OPTIMIZERS = {
@@ -49,8 +49,76 @@ _LEAST_TEXTS = 10  # below it a fifth would be one text
 
 
 @dataclass(frozen=True)
-class Setting(FederateOptions):
-    """What all processes of a federation know; a round's data follow from it too."""
+class Federation:
+    """What all processes of a federation know; a round's data follow from it too.
+
+    Attributes:
+        clients: of the federation.
+        rounds: that are trained.
+        local_steps: optimizer steps of a client in a round.
+        model: causal language model, a folder or a name on the hub; None for the embedded one.
+        text: the clients' texts as :func:`~lightning_fedleak.finetuning.texts.read_texts` takes
+            them; None for the embedded messages.
+        column: the field that holds the text; None as there.
+        partition_by: the column with the speaker, or the kind, of each text.
+        partition: how texts are dealt; None: by speaker where there are speakers.
+        alpha: of the Dirichlet distribution; the smaller, the less alike clients are.
+        peft: ``"lora"`` trains low-rank adapters; None the whole model.
+        lora_r: rank of the adapters; None for 8.
+        targets: modules with adapters, see :func:`~lightning_fedleak.studies.models.with_lora`.
+        optimizer: of the clients, a key of ``OPTIMIZERS``.
+        lr: its learning rate; None for the one that stands there.
+        batch_size: texts a batch.
+        length: tokens a text, at most.
+        attack: ``"auto"`` for every attack that can read these updates, or ``"none"``.
+        members: texts of a round in its membership games.
+        gate: the highest watched value at which an update leaves; None for no gate.
+        watch: what the gate watches; None for the worst of the families that can be known.
+        action: what the gate does.
+        epsilon: what all rounds together may cost; None for no budget.
+        noise_multiplier: noise on the sum over ``clip``, in place of ``epsilon``.
+        clip: largest norm of a client's update.
+        delta: of the guarantee.
+        trust: who adds the noise.
+        sampling: which clients take part in a round.
+        per_round: how many do, where not all.
+        seed: of split, order, adapters and calibration.
+    """
+
+    clients: int = 4
+    rounds: int = 3
+    local_steps: int = 10
+    model: str | None = None
+    text: str | None = None
+    column: str | None = None
+    partition_by: str | None = None
+    partition: Literal["iid", "speaker", "dirichlet"] | None = None
+    alpha: float = 0.5
+    peft: Literal["lora"] | None = None
+    lora_r: int | None = None
+    targets: str | None = None
+    optimizer: Literal["sgd", "momentum", "adamw"] = "adamw"
+    lr: float | None = None
+    batch_size: int = 4
+    length: int = 32
+    attack: Literal["auto", "none"] = "auto"
+    members: int = 16
+    gate: float | None = None
+    watch: str | None = None
+    action: Literal["withhold", "harden", "raise", "warn"] = "withhold"
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    clip: float = 1.0
+    delta: float = 1e-5
+    trust: Trusted = "central"
+    sampling: ClientSampling = "all"
+    per_round: float | None = None
+    seed: int = 0
+
+    @property
+    def is_private(self) -> bool:
+        """Return whether there is client-level differential privacy."""
+        return self.epsilon is not None or self.noise_multiplier is not None
 
     # ---- model ------------------------------------------------------------------------------
 
@@ -230,7 +298,7 @@ class Setting(FederateOptions):
     @cached_property
     def words_hidden(self) -> str | None:
         """Return why words are never known here, so that no gate watches them by default."""
-        return self.observer(self.out, gated=False).never_judged(WORDS)
+        return self.observer(Path(), gated=False).never_judged(WORDS)
 
     @property
     def watched(self) -> tuple[str, ...]:
@@ -266,9 +334,8 @@ class Setting(FederateOptions):
         Raises:
             DefenseError: settings that hold no guarantee.
         """
-        if self.epsilon is None and self.noise_multiplier is None:
+        if not self.is_private:
             return None
-        filtered = self.action == "harden"
         return ClientDP(
             self.clip,
             self.noise_multiplier,
@@ -279,9 +346,21 @@ class Setting(FederateOptions):
             trust=self.trust,
             sampling=self.sampling,
             per_round=self.per_round,
-            accountant="filter" if filtered else None,
+            accountant="filter" if self.action == "harden" else None,
             ledger=ledger,
         )
+
+    def client_account(self, folder: Path, client: int) -> ClientDP | None:
+        """Return a client's own account where clients add noise; None elsewhere."""
+        if self.trust == "central":
+            return None
+        return self.account(folder / f"client_{client}.ledger")
+
+    def epsilon_spent(self, folder: Path) -> float:
+        """Return the epsilon of the client that has released most, by its ledger below a folder."""
+        ledgers = {path.read_bytes(): path for path in folder.glob("client_*.ledger")}
+        accounts = [self.account(path) for path in ledgers.values()]
+        return max((a.privacy.epsilon for a in accounts if a is not None), default=0.0)
 
 
 def _mixed(seed: int, client: int, round_: int) -> int:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from lightning_fedleak.commands.demo import run as run_module
-from lightning_fedleak.commands.demo.run import INTERRUPTED, Demo
+from lightning_fedleak.commands import demo as run_module
+from lightning_fedleak.commands.demo import INTERRUPTED, Demo
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.finetuning.lightning import CausalLMFineTuning
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm

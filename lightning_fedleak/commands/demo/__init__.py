@@ -1,1 +1,0 @@
-"""The command ``fedleak demo``: two fine-tuning runs, one watched, one with a gate."""

@@ -1,1 +1,0 @@
-"""A federation in one command: what each client's update and their sum give away."""

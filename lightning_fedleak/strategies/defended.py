@@ -221,25 +221,11 @@ class DefendedStrategy(EitherStrategy):
         """Raise an error: known once a Trainer has the strategy."""
         _not_attached()
 
-    def model_to_device(self) -> None:
+    def model_to_device(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an error: possible once a Trainer has the strategy."""
         _not_attached()
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Raise an error: possible once a Trainer has the strategy."""
-        _not_attached()
-
-    def barrier(self, name: str | None = None) -> None:
-        """Raise an error: possible once a Trainer has the strategy."""
-        _not_attached()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Raise an error: possible once a Trainer has the strategy."""
-        _not_attached()
-
-    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Raise an error: possible once a Trainer has the strategy."""
-        _not_attached()
+    reduce = barrier = broadcast = all_gather = model_to_device
 
 
 def _seam_of(inner: type) -> type:

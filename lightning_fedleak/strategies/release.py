@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from lightning_fedleak.validate import check_choice
 Client = Literal["rank", "world"]
 Tap = Callable[[Stage, Optimizer], None]
 CanaryHook = Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None]
+Function = TypeVar("Function")
 
 CHECKPOINT_KEY = "lightning_fedleak_defenses"
 """Where a checkpoint keeps the defences' states, by defence name."""
@@ -73,9 +74,8 @@ class Release:
         self._paused = False
         self._context: DefenseContext | None = None
         self._step: Callable[[], int] | None = None
-        self._taps: dict[int, Tap] = {}
-        self._canaries: dict[int, CanaryHook] = {}
-        self._next_tap = 0
+        self._taps: dict[object, Tap] = {}
+        self._canaries: dict[object, CanaryHook] = {}
         self._removers: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
         self._watch: RemovableHandle | None = None
         self._just_released: set[int] = set()
@@ -83,23 +83,11 @@ class Release:
 
     def add_tap(self, fn: Tap) -> Callable[[], None]:
         """Register ``fn``; return a function that removes it."""
-        number, self._next_tap = self._next_tap, self._next_tap + 1
-        self._taps[number] = fn
-
-        def remove() -> None:
-            self._taps.pop(number, None)
-
-        return remove
+        return _added(self._taps, fn)
 
     def add_canaries(self, fn: CanaryHook) -> Callable[[], None]:
         """Register ``fn``; return a function that removes it."""
-        number, self._next_tap = self._next_tap, self._next_tap + 1
-        self._canaries[number] = fn
-
-        def remove() -> None:
-            self._canaries.pop(number, None)
-
-        return remove
+        return _added(self._canaries, fn)
 
     @property
     def is_open(self) -> bool:
@@ -307,6 +295,17 @@ class Release:
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
         for fn in tuple(self._taps.values()):
             fn(stage, optimizer)
+
+
+def _added(functions: dict[object, Function], fn: Function) -> Callable[[], None]:
+    """Add a function; return one that removes it, and may be called twice."""
+    key = object()
+    functions[key] = fn
+
+    def remove() -> None:
+        functions.pop(key, None)
+
+    return remove
 
 
 def _logical(

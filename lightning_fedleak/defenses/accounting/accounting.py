@@ -43,6 +43,7 @@ from lightning_fedleak.defenses.accounting.ledger import (
     Ledger,
     check_count,
     check_noise_multiplier,
+    check_release,
     check_sample_rate,
 )
 from lightning_fedleak.defenses.accounting.renyi import (
@@ -280,9 +281,7 @@ class Accountant:
             DefenseError: a value out of range.
         """
         _check_delta(delta)
-        check_noise_multiplier(noise_multiplier)
-        check_sample_rate(sample_rate)
-        check_count(count, "count")
+        check_release(noise_multiplier, sample_rate, count)
         event = noise_multiplier, sample_rate
         others = tuple(row for row in self.history if row[:2] != event)
         total = count + sum(row[2] for row in self.history if row[:2] == event)
@@ -327,10 +326,8 @@ def epsilon_of(
     """
     _check_kind(kind, sampling)
     _check_delta(delta)
-    for noise_multiplier, sample_rate, count in history:
-        check_noise_multiplier(noise_multiplier)
-        check_sample_rate(sample_rate)
-        check_count(count, "count")
+    for row in history:
+        check_release(*row)
     if not history:
         return 0.0
     if min(row[0] for row in history) < LEAST_NOISE:

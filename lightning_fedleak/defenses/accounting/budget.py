@@ -21,7 +21,7 @@ from lightning_fedleak.defenses.accounting.groups import group_epsilon
 from lightning_fedleak.defenses.accounting.ledger import check_count, client_path
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
-from lightning_fedleak.defenses.base import DefenseError, Privacy, State
+from lightning_fedleak.defenses.base import Defense, DefenseError, Privacy, State
 
 EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; saves calls of PRV
 _ACCOUNT = "accountant/"
@@ -394,3 +394,54 @@ class Budget:
                 self.target_epsilon, self.target_delta, None, ledger, sampling=self._sampling
             )
         return Accountant(self.kind, ledger, sampling=self._sampling)
+
+
+class BudgetedDefense(Defense):
+    """A defence whose releases a :class:`Budget` accounts; a subclass sets it as ``_budget``."""
+
+    _budget: Budget
+
+    @property
+    def accountant(self) -> AnyAccountant:
+        """Return what counts the releases."""
+        return self._budget.accountant
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """Return sigma at the beginning of the run; None until it is found."""
+        return self._budget.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, sigma: float) -> None:
+        self._budget.noise_multiplier = sigma
+
+    @property
+    def notches(self) -> int:
+        """Return how often the noise was turned up."""
+        return self._budget.notches
+
+    @property
+    def privacy(self) -> Privacy:
+        """Return epsilon and delta of the releases so far, and the noise of the next.
+
+        With ``accountant="filter"`` epsilon is ``target_epsilon``, however much of it is spent.
+
+        Raises:
+            DefenseError: before the training data are known.
+        """
+        return self._budget.privacy
+
+    @property
+    def share_spent(self) -> float | None:
+        """Return the Renyi divergence so far over the filter's budget; None without a filter."""
+        return self._budget.share_spent
+
+    @property
+    def noise_multiplier_now(self) -> float:
+        """Return sigma of the next release; raises a DefenseError before it is found."""
+        return self._budget.noise_now
+
+    @property
+    def can_harden(self) -> bool:
+        """Return whether noise may be turned up: the other accountants need it fixed before."""
+        return self._budget.can_harden

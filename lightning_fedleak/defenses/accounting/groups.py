@@ -21,11 +21,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     LEAST_NOISE,
     check_delta_for,
 )
-from lightning_fedleak.defenses.accounting.ledger import (
-    check_count,
-    check_noise_multiplier,
-    check_sample_rate,
-)
+from lightning_fedleak.defenses.accounting.ledger import check_count, check_release
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, Floats, epsilons_of_rdp
 
 MOST_TERMS = 1 << 26  # terms of a release's divergences; orders that need more are not computed
@@ -51,10 +47,8 @@ def group_epsilon(history: Sequence[tuple[float, float, int]], delta: float, row
     """
     check_count(rows, "rows")
     check_delta_for(delta, 1)
-    for noise_multiplier, sample_rate, count in history:
-        check_noise_multiplier(noise_multiplier)
-        check_sample_rate(sample_rate)
-        check_count(count, "count")
+    for row in history:
+        check_release(*row)
     if not history:
         return 0.0
     if min(row[0] for row in history) < LEAST_NOISE:

@@ -78,9 +78,7 @@ class Ledger:
             DefenseError: a value out of range, or the file cannot be written or has changed;
                 nothing is counted.
         """
-        check_noise_multiplier(noise_multiplier)
-        check_sample_rate(sample_rate)
-        check_count(count, "count")
+        check_release(noise_multiplier, sample_rate, count)
         event, count = (float(noise_multiplier), float(sample_rate)), int(count)
         total = _added(self._counts, event, count)
         if self.path is not None:
@@ -111,8 +109,7 @@ class Ledger:
                 "(K, 3): the checkpoint is not one of this version"
             )
         for sigma, rate, count in rows.tolist():
-            check_noise_multiplier(sigma)
-            check_sample_rate(rate)
+            check_release(sigma, rate)
             check_count(count, "a count in the accountant's state")
             _added({}, (sigma, rate), int(count))
         for sigma, rate, count in rows.tolist():
@@ -176,6 +173,13 @@ def check_sample_rate(value: float) -> None:
     """Raise a DefenseError unless the value is a probability above 0."""
     hint = "the chance of each example to be in a batch: mean batch size over number of examples"
     check_number("sample_rate", value, above=0, at_most=1, hint=hint, error=DefenseError)
+
+
+def check_release(noise_multiplier: float, sample_rate: float, count: float = 1) -> None:
+    """Raise a DefenseError unless these are the numbers of releases of one kind."""
+    check_noise_multiplier(noise_multiplier)
+    check_sample_rate(sample_rate)
+    check_count(count, "count")
 
 
 def check_count(value: float, name: str) -> None:
@@ -278,9 +282,7 @@ def _release(line: bytes) -> tuple[Event, int]:
     """
     sigma, rate, count = line.decode("ascii").removesuffix("\n").removesuffix("\r").split(" ")
     event, more = (float(sigma), float(rate)), int(count)
-    check_noise_multiplier(event[0])
-    check_sample_rate(event[1])
-    check_count(more, "count")
+    check_release(*event, more)
     if [repr(event[0]), repr(event[1]), str(more)] != [sigma, rate, count]:
         raise ValueError("the same numbers, written by something else")
     return event, more
@@ -336,7 +338,7 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
         finally:
             os.close(descriptor)
         if not expected:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
     except OSError as error:
         raise DefenseError(
             f"ledger={str(path)!r} cannot be written ({error}): the release was not made. Give a "
@@ -355,8 +357,8 @@ def _changed(path: Path) -> DefenseError:
     )
 
 
-def _sync_folder(folder: Path) -> None:
-    """Write a new file's name to the disk; do nothing where folders cannot be opened (Windows)."""
+def sync_folder(folder: Path) -> None:
+    """Write a folder's names to the disk; do nothing where folders cannot be opened (Windows)."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

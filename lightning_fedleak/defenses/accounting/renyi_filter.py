@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.defenses.accounting.accounting import LEAST_NOISE, History
-from lightning_fedleak.defenses.accounting.ledger import (
-    Ledger,
-    check_count,
-    check_noise_multiplier,
-    check_sample_rate,
-)
+from lightning_fedleak.defenses.accounting.ledger import Ledger, check_release
 from lightning_fedleak.defenses.accounting.renyi import (
     ORDERS,
     Floats,
@@ -117,9 +112,7 @@ class RenyiFilter:
         Raises:
             DefenseError: a value out of range.
         """
-        check_noise_multiplier(noise_multiplier)
-        check_sample_rate(sample_rate)
-        check_count(count, "count")
+        check_release(noise_multiplier, sample_rate, count)
         spent = self._spent()
         return self._share(spent + count * self._rdp(noise_multiplier, sample_rate)) <= 1
 
@@ -222,8 +215,7 @@ def best_order(
     Raises:
         DefenseError: not one release fits at any order.
     """
-    check_noise_multiplier(noise_multiplier)
-    check_sample_rate(sample_rate)
+    check_release(noise_multiplier, sample_rate)
     budget = epsilon - conversion(delta)
     with np.errstate(invalid="ignore", divide="ignore"):
         rdp = rdp_of(noise_multiplier, sample_rate, sampling)

@@ -44,6 +44,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
+from lightning_fedleak.defenses.accounting.ledger import sync_folder
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.defenses.dpsgd.factorization import (
     Factorization,
@@ -452,7 +453,7 @@ class StepNoise:
         assert self._file is not None
         try:
             self._file.unlink()
-            _sync(self._file.parent)
+            sync_folder(self._file.parent)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -543,7 +544,7 @@ class StepNoise:
             save_file(tensors, draft, metadata=metadata)
             os.chmod(draft, 0o600)
             os.replace(draft, path)
-            _sync(path.parent)
+            sync_folder(path.parent)
         except OSError as error:
             draft.unlink(missing_ok=True)
             raise DefenseError(
@@ -607,13 +608,3 @@ def _delete_unfinished(folder: Path) -> None:
                 draft.unlink()
         except OSError:  # another run deleted it, or the file is another user's
             continue
-
-
-def _sync(folder: Path) -> None:
-    """Write a folder's names to the disk; do nothing where folders cannot be opened (Windows)."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -18,10 +18,9 @@ from lightning_fedleak.defenses.accounting.accounting import (
     check_delta_for,
     effective_noise_multiplier,
 )
-from lightning_fedleak.defenses.accounting.budget import Account, AnyAccountant, Budget
+from lightning_fedleak.defenses.accounting.budget import Account, Budget, BudgetedDefense
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
-    Defense,
     DefenseContext,
     DefenseError,
     Privacy,
@@ -40,6 +39,7 @@ from lightning_fedleak.defenses.dpsgd.settings import (
     Users,
     check_budget,
     check_clip,
+    check_continued,
     check_sampling,
     guarantee_of,
 )
@@ -50,7 +50,7 @@ from lightning_fedleak.defenses.dpsgd.setup_checks import (
     check_trainer,
     planned_steps,
 )
-from lightning_fedleak.defenses.dpsgd.step import WatchedStep
+from lightning_fedleak.defenses.dpsgd.step import WatchedStep, check_same_clip
 from lightning_fedleak.defenses.noise import NoiseGauge, base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.processes import Team, reshard, trainer_of
 from lightning_fedleak.validate import check_names
@@ -59,7 +59,7 @@ from lightning_fedleak.validate import check_names
 CLIP_ATTRIBUTES = ("max_grad_norm", "gamma", "per_layer", "layer_noise")
 
 
-class DPSGD(Defense):
+class DPSGD(BudgetedDefense):
     """Differentially private SGD (Abadi et al. 2016) in the local or central model.
 
     Every optimizer step releases ``(sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2)) / L``: g_i is
@@ -193,36 +193,6 @@ class DPSGD(Defense):
             settings["max_grad_norm"] = f"{math.hypot(*self.max_grad_norm.values()):g}, by layers"
         return settings
 
-    @property
-    def accountant(self) -> AnyAccountant:
-        """Return what counts the releases."""
-        return self._budget.accountant
-
-    @property
-    def noise_multiplier(self) -> float | None:
-        """Return sigma at the beginning of the run; None until it is found."""
-        return self._budget.noise_multiplier
-
-    @noise_multiplier.setter
-    def noise_multiplier(self, sigma: float) -> None:
-        self._budget.noise_multiplier = sigma
-
-    @property
-    def notches(self) -> int:
-        """Return how often the noise was turned up."""
-        return self._budget.notches
-
-    @property
-    def privacy(self) -> Privacy:
-        """Return epsilon and delta of the releases so far, and the noise of the next.
-
-        With ``accountant="filter"`` epsilon is ``target_epsilon``, however much of it is spent.
-
-        Raises:
-            DefenseError: before the training data are known.
-        """
-        return self._budget.privacy
-
     def group_privacy(self, rows: int) -> Privacy:
         """Return the cost of the releases so far to a group of examples.
 
@@ -242,21 +212,6 @@ class DPSGD(Defense):
             DefenseError: ``rows`` is below 1, or the training data are not known yet.
         """
         return self._budget.group_privacy(rows, independent=self.mechanism == "independent")
-
-    @property
-    def share_spent(self) -> float | None:
-        """Return the Renyi divergence so far over the filter's budget; None without a filter."""
-        return self._budget.share_spent
-
-    @property
-    def noise_multiplier_now(self) -> float:
-        """Return sigma of the next release; raises a DefenseError before it is found."""
-        return self._budget.noise_now
-
-    @property
-    def can_harden(self) -> bool:
-        """Return whether noise may be turned up: the other accountants need it fixed before."""
-        return self._budget.can_harden
 
     def harden(self) -> str | None:
         """Multiply the noise by ``harden_factor``, from the next release on."""
@@ -420,7 +375,7 @@ class DPSGD(Defense):
             releases=self.releases,
             max_grad_norm=step.clip.sensitivity,
         )
-        self._check_clip()
+        check_same_clip(self._fixed, self._clip_settings())
         with team.together():
             step.weights.check(parameters, context.root)
             clipped = step.clipped(parameters, context)
@@ -477,7 +432,7 @@ class DPSGD(Defense):
                 "DPSGD: noise on the sum of samples cannot be clipped sample by sample"
             )
         step, sampling = self._in_fit()
-        self._check_clip()
+        check_same_clip(self._fixed, self._clip_settings())
         clipped = step.clipped(parameters, context)
         released = clipped.with_canary(canary.samples, sampling.expected)
         std = self.noise_std(context)
@@ -533,21 +488,8 @@ class DPSGD(Defense):
             self._budget.seeded = False
             return
         releases = int(state["releases"])
-        if releases and state.get("trust", self.trust) == "central" and self.trust == "local":
-            raise DefenseError(
-                f"DPSGD: the checkpoint's {releases} releases were made under trust='central', in "
-                "which each client adds a share of the noise: whoever sees each client's updates "
-                "learns more than is accounted. Go on with trust='central', or begin a new run."
-            )
-        unit = state.get("unit", "example")
-        if releases and unit != self.unit:
-            raise DefenseError(
-                f"DPSGD: the checkpoint's {releases} releases were made with unit={unit!r}, and "
-                f"this run has unit={self.unit!r}. What is added or removed is clipped as a whole "
-                "in the one and not in the other, so no epsilon would hold for both. Go on with "
-                f"unit={unit!r}, or begin a new run from a model that this data did not train."
-            )
         if releases:
+            check_continued(state, releases, self.trust, self.unit)
             self._noise.load_state_dict(state)
         self._checkpointed = self._budget.load_state_dict(state, releases)
         self.releases = max(self.releases, releases)
@@ -626,17 +568,6 @@ class DPSGD(Defense):
 
     def _clip_settings(self) -> dict[str, object]:
         return {name: copy.copy(getattr(self, name)) for name in CLIP_ATTRIBUTES}
-
-    def _check_clip(self) -> None:
-        for name, fixed in self._fixed.items():
-            current = getattr(self, name)
-            if current != fixed:
-                raise DefenseError(
-                    f"DPSGD: {name} was {fixed} when the fit began and is {current} now. "
-                    "Samples are clipped by the first, and noise would follow the second, less of "
-                    f"it than is accounted. Leave {name} as it is during a fit; nothing was "
-                    "released."
-                )
 
     def _client_noise(self, context: DefenseContext) -> float:
         """Return the noise multiplier of this client's noise."""

@@ -247,8 +247,7 @@ def _rows(value: Any, rows: slice, samples: int) -> Any:
     if isinstance(value, list | tuple):
         if len(value) == samples and not any(tensor.dim() for tensor in tensors_of(value)):
             return value[rows]
-        parts = [_rows(item, rows, samples) for item in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return rebuilt(value, [_rows(item, rows, samples) for item in value])
     shape = getattr(value, "shape", None)
     return value[rows] if isinstance(shape, tuple) and shape[:1] == (samples,) else value
 

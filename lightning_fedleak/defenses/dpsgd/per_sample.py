@@ -12,6 +12,7 @@ All shapes have the samples first, B of them. T counts positions of a sample, of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -435,17 +436,8 @@ def refusal(name: str, module: nn.Module) -> str:
         return f"'{name}' is a {kind}; use opacus.layers.DP{kind}, or freeze it."
     if isinstance(module, nn.EmbeddingBag):
         return f"'{name}' is an EmbeddingBag, which is not supported. Use nn.Embedding."
-    return _embedding_refusal(name, module) if isinstance(module, nn.Embedding) else ""
-
-
-def _embedding_refusal(name: str, embedding: nn.Embedding) -> str:
-    settings = {
-        "max_norm": embedding.max_norm is not None,
-        "scale_grad_by_freq": embedding.scale_grad_by_freq,
-        "sparse": embedding.sparse,
-    }
-    for setting, enabled in settings.items():
-        if enabled:
+    for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if isinstance(module, nn.Embedding) and getattr(module, setting) not in (None, False):
             return (
                 f"the embedding '{name}' has `{setting}`, which mixes samples or hides rows. Build "
                 "it without."
@@ -464,13 +456,8 @@ def parts_of(
         gradient: of its output.
         samples: B.
     """
-    rule = _RULES.get(plain_type(module))
-    if rule is None and _is_conv1d(module):
-        rule = _conv1d
-    if rule is not None:
-        yield from rule(module, source, gradient, samples)
-    else:
-        yield from _any(module, source, gradient, samples)
+    default = _conv1d if _is_conv1d(module) else _any
+    yield from _RULES.get(plain_type(module), default)(module, source, gradient, samples)
 
 
 def has_ghost_rule(module: nn.Module) -> bool:
@@ -487,23 +474,17 @@ def _positions(values: Tensor, samples: int) -> Tensor:
 
 
 def _linear(
-    module: nn.Linear, source: Tensor, gradient: Tensor, samples: int
+    module: Any, source: Tensor, gradient: Tensor, samples: int, *, transposed: bool = False
 ) -> Iterator[tuple[str, Part]]:
     gradient = _positions(gradient, samples)
     if module.weight.requires_grad:
-        yield "weight", Outer(gradient, _positions(source, samples))
+        source = _positions(source, samples)
+        yield "weight", Outer(source, gradient) if transposed else Outer(gradient, source)
     if module.bias is not None and module.bias.requires_grad:
-        yield "bias", Dense(_total(gradient))
+        yield "bias", Dense(_wide(gradient).sum(1))
 
 
-def _conv1d(
-    module: Any, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[str, Part]]:
-    gradient = _positions(gradient, samples)
-    if module.weight.requires_grad:
-        yield "weight", Outer(_positions(source, samples), gradient)
-    if module.bias.requires_grad:
-        yield "bias", Dense(_total(gradient))
+_conv1d = functools.partial(_linear, transposed=True)
 
 
 def _embedding(
@@ -573,10 +554,6 @@ def _any(
         module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
     for key, values in gradients.items():
         yield key, Dense(values)
-
-
-def _total(gradient: Tensor) -> Tensor:
-    return _wide(gradient).sum(1)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

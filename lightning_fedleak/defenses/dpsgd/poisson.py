@@ -277,30 +277,28 @@ def _emptied(once: Any, twice: Any) -> Any:
     if isinstance(once, np.ndarray):
         return _emptied(torch.from_numpy(once), torch.from_numpy(twice)).numpy()
     if isinstance(once, Mapping):
-        fields = {key: _emptied(value, twice[key]) for key, value in once.items()}
-        return rebuilt(once, fields)
+        return rebuilt(once, {key: _emptied(value, twice[key]) for key, value in once.items()})
     if isinstance(once, str | bytes):
         return once
     if isinstance(once, list | tuple):
         if len(once) != len(twice):
             return type(once)()
-        parts = [_emptied(a, b) for a, b in zip(once, twice, strict=True)]
-        if hasattr(once, "_fields"):
-            return type(once)(*parts)
-        return type(once)(parts)
+        return rebuilt(once, [_emptied(a, b) for a, b in zip(once, twice, strict=True)])
     return once
 
 
-def rebuilt(like: Mapping[Any, Any], fields: dict[Any, Any]) -> Any:
-    """Return fields in the same type of mapping (HF's BatchEncoding, say).
+def rebuilt(like: Any, fields: dict[Any, Any] | list[Any]) -> Any:
+    """Return fields in the same type of mapping (HF's BatchEncoding, say), list or tuple.
 
     Raises:
         DefenseError: the type cannot be made from a dict.
     """
     if type(like) is dict:
         return fields
+    if hasattr(like, "_fields"):
+        return type(like)(*fields)
     try:
-        return type(like)(fields)  # type: ignore[call-arg]
+        return type(like)(fields)
     except TypeError as error:
         raise DefenseError(
             f"the collate function returns a {type(like).__name__}, which cannot be made from a "

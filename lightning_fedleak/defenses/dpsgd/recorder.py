@@ -123,8 +123,9 @@ class Recorder:
             if not owns_parameters(module):
                 continue
             if isinstance(module, nn.Embedding):
-                hook = functools.partial(self._expand)
-                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                self._handles.append(
+                    module.register_forward_pre_hook(self._expand, with_kwargs=True)
+                )
             record: Callable[..., None] = functools.partial(self._on_call, name)
             self._handles.append(module.register_forward_hook(record, with_kwargs=True))
 
@@ -246,14 +247,14 @@ class Recorder:
         if not trains(module):
             self._record_frozen(name, output)
             return
+        if _ignored(module):
+            return
         if not isinstance(output, Tensor):
-            if _ignored(module):
-                return
             raise DefenseError(
                 f"DPSGD: '{name}' ({type(module).__name__}) returns {type(output).__name__}, not "
                 "one tensor, so its per-sample gradients cannot be read. Freeze it."
             )
-        if _ignored(module) or not output.requires_grad:
+        if not output.requires_grad:
             return
         reason = refusal(name, module)
         if reason:
@@ -264,8 +265,7 @@ class Recorder:
         if not self._counting:
             output.register_hook(self._to_zero)  # type: ignore[no-untyped-call]
             return
-        source = source.detach()
-        hook = functools.partial(self._record_gradient, module, source, self.parts)
+        hook = functools.partial(self._record_gradient, module, source.detach(), self.parts)
         output.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _record_frozen(self, name: str, output: Any) -> None:

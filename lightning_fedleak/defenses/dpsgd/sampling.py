@@ -44,6 +44,11 @@ from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.validate import check_integer
 
 COMPARED = 5  # examples that show whether processes have the same dataset. Not tuned
+LOADING = (
+    *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers"),
+)
+"""Settings of a DataLoader that the new one takes over."""
 LEAST_ENTROPY = 16  # bytes; 128 bits cannot be guessed
 _ALREADY = (
     "DP-SGD samples each example independently and replaces the sampler, or with "
@@ -280,16 +285,7 @@ def poisson_loader(
     else:
         sampler = UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
         first = users[shard[0]][0]
-    loading: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "generator": loader.generator,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }
+    loading = {name: getattr(loader, name) for name in LOADING}
     collate = EmptyCollate(loader.collate_fn, loader.dataset, first)
     return DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
 
@@ -356,20 +352,19 @@ def check_torch_loader(loader: DataLoader[Any]) -> None:
 
 def _check_fetches_none(loader: DataLoader[Any]) -> None:
     """Raise an error unless a dataset that fetches several examples at once can fetch none."""
-    fetch = getattr(loader.dataset, "__getitems__", None)
-    if fetch is not None:
-        try:
-            count = len(fetch([]))
-        except Exception as error:
-            raise DefenseError(
-                f"`{type(loader.dataset).__name__}.__getitems__([])` fails ({error!r}), but a "
-                "Poisson batch may be empty: let it return an empty list."
-            ) from error
-        if count:
-            raise DefenseError(
-                f"`{type(loader.dataset).__name__}.__getitems__([])` gives {count} examples "
-                "instead of none: a Poisson batch may be empty."
-            )
+    fetch = getattr(loader.dataset, "__getitems__", list)
+    call = f"`{type(loader.dataset).__name__}.__getitems__([])`"
+    try:
+        count = len(fetch([]))
+    except Exception as error:
+        raise DefenseError(
+            f"{call} fails ({error!r}), but a Poisson batch may be empty: let it return an empty "
+            "list."
+        ) from error
+    if count:
+        raise DefenseError(
+            f"{call} gives {count} examples instead of none: a Poisson batch may be empty."
+        )
 
 
 def _shard(loader: DataLoader[Any]) -> range:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from lightning_fedleak.defenses.accounting.accounting import Trust
-from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.defenses.dpsgd.clipped_sum import LayerNoise, MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
@@ -310,6 +310,29 @@ def check_sampling(
         raise DefenseError(
             f"DPSGD: mechanism={release.mechanism!r} needs noise that is fixed before the run, and "
             "accountant='filter' is there to turn it up. Use accountant='prv' or 'rdp'."
+        )
+
+
+def check_continued(state: State, releases: int, trust: Trust, unit: str) -> None:
+    """Raise an error for a checkpoint whose releases do not add up with those of this run.
+
+    Raises:
+        DefenseError: they were made under ``trust="central"`` and this run is under ``"local"``, or
+            for another unit of privacy.
+    """
+    if state.get("trust", trust) == "central" and trust == "local":
+        raise DefenseError(
+            f"DPSGD: the checkpoint's {releases} releases were made under trust='central', in "
+            "which each client adds a share of the noise: whoever sees each client's updates "
+            "learns more than is accounted. Go on with trust='central', or begin a new run."
+        )
+    earlier_unit = state.get("unit", "example")
+    if earlier_unit != unit:
+        raise DefenseError(
+            f"DPSGD: the checkpoint's {releases} releases were made with unit={earlier_unit!r}, "
+            f"and this run has unit={unit!r}. What is added or removed is clipped as a whole in "
+            "the one and not in the other, so no epsilon would hold for both. Go on with "
+            f"unit={earlier_unit!r}, or begin a new run from a model that this data did not train."
         )
 
 

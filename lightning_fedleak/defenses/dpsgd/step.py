@@ -431,6 +431,21 @@ def _check_same(earlier: Sequence[nn.Parameter], parameters: Sequence[nn.Paramet
         )
 
 
+def check_same_clip(fixed: Mapping[str, object], current: Mapping[str, object]) -> None:
+    """Raise an error where settings of clipping are not those with which the fit began.
+
+    Raises:
+        DefenseError: says which.
+    """
+    for name, value in fixed.items():
+        if current[name] != value:
+            raise DefenseError(
+                f"DPSGD: {name} was {value} when the fit began and is {current[name]} now. "
+                "Samples are clipped by the first, and noise would follow the second, less of "
+                f"it than is accounted. Leave {name} as it is during a fit; nothing was released."
+            )
+
+
 def is_ddp(context: DefenseContext) -> bool:
     """Return whether DistributedDataParallel runs ``training_step``."""
     strategy = getattr(trainer_of(context), "strategy", None)

@@ -6,7 +6,7 @@ leaves with it uncovered, so each class here compares contents and refuses such 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -299,8 +299,7 @@ def _first_numbers(parameters: Sequence[nn.Parameter]) -> Tensor:
     return torch.cat([numbers.to(device, torch.float32) for numbers in firsts])
 
 
-def _stacked(scalars: Iterable[Tensor]) -> Tensor:
-    scalars = list(scalars)
+def _stacked(scalars: Sequence[Tensor]) -> Tensor:
     return torch.stack([scalar.to(scalars[0].device) for scalar in scalars])
 
 

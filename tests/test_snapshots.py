@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_fedleak.snapshots import GradientSnapshot, NotYet, Observation, Stage
-from lightning_fedleak.taps.gradients import GradientTap, HeadOwnPart, UpdateTap
+from lightning_fedleak.taps.gradients import GradientTap, TiedHeadTap, UpdateTap
 
 
 def updates_by_hand(kind, gradients, lr):
@@ -110,11 +110,13 @@ def test_kept_gradient_is_the_sum_over_micro_batches_and_survives_overwriting():
         layer(x).square().sum().backward()
     expected = sum(2 * (x @ layer.weight.detach().T).T @ x for x in inputs)
     layer.weight.grad.zero_()
-    kept = tap.view(0, Stage.LOCAL, kept=True).tensors["head.weight"]
+    kept = tap.view(0, Stage.LOCAL, copies=True).tensors["head.weight"]
     torch.testing.assert_close(kept, expected)
     tap.disarm()
     layer(inputs[0]).sum().backward()
-    torch.testing.assert_close(tap.view(0, Stage.LOCAL, kept=True).tensors["head.weight"], expected)
+    torch.testing.assert_close(
+        tap.view(0, Stage.LOCAL, copies=True).tensors["head.weight"], expected
+    )
     tap.close()
     assert not layer.weight._post_accumulate_grad_hooks
 
@@ -125,8 +127,15 @@ def test_kept_gradient_divides_out_the_loss_scale():
     tap.keep_local()
     tap.arm()
     (layer(torch.ones(1, 2)).sum() * 1024).backward()
-    got = tap.view(0, Stage.LOCAL, kept=True, scale=1024.0).tensors["w"]
+    got = tap.view(0, Stage.LOCAL, copies=True, scale=1024.0).tensors["w"]
     torch.testing.assert_close(got, torch.ones(3, 2))
+
+
+def test_view_takes_the_old_spelling_with_a_warning():
+    layer = nn.Linear(2, 3, bias=False)
+    tap = GradientTap({"w": layer.weight})
+    with pytest.warns(FutureWarning, match="copies="):
+        assert not tap.view(0, Stage.LOCAL, kept=True).tensors
 
 
 def test_the_loss_scale_is_divided_out_once_however_often_it_is_viewed():
@@ -138,7 +147,7 @@ def test_the_loss_scale_is_divided_out_once_however_often_it_is_viewed():
         tap.arm()
         (layer(torch.ones(1, 2)).sum() * 1024).backward()
         for _ in range(2):
-            got = tap.view(0, Stage.LOCAL, kept=True, scale=1024.0).tensors["w"]
+            got = tap.view(0, Stage.LOCAL, copies=True, scale=1024.0).tensors["w"]
         torch.testing.assert_close(got, torch.ones(3, 2))
 
 
@@ -172,7 +181,7 @@ def test_head_own_part_is_the_head_only_gradient_and_training_is_bit_identical()
     plain, tapped = Tied(), Tied()
     tapped.load_state_dict(plain.state_dict())
     ids = torch.randint(0, 11, (9,))
-    own = HeadOwnPart(tapped.head)
+    own = TiedHeadTap(tapped.head)
     own.arm()
     for model in (plain, tapped):
         for _ in range(2):
@@ -191,14 +200,14 @@ def test_head_own_part_is_the_head_only_gradient_and_training_is_bit_identical()
 
 def test_head_own_part_refuses_heads_whose_forward_it_does_not_know():
     with pytest.raises(TypeError, match=r"plain nn\.Linear"):
-        HeadOwnPart(nn.Sequential(nn.Linear(2, 2)))
+        TiedHeadTap(nn.Sequential(nn.Linear(2, 2)))
 
 
 def test_head_own_part_refuses_a_forward_that_somebody_else_has_replaced():
     head = nn.Linear(2, 2)
     head.forward = lambda x: x
     with pytest.raises(TypeError, match="replaced"):
-        HeadOwnPart(head)
+        TiedHeadTap(head)
 
 
 def test_observation_names_what_it_holds():

@@ -27,7 +27,7 @@ import torch
 from sklearn.mixture import GaussianMixture
 from torch import Tensor
 
-from lightning_fedleak.attacks.words.flatchat import REGULARIZATION, flatchat
+from lightning_fedleak.attacks.words.flatchat import MixtureSettings, flatchat
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians, tail_start
 
 SMOKE = ("--repeats 1 --vocabulary 2000 --shapes 2000x16",)
@@ -92,7 +92,7 @@ def sklearn_fit(x: Tensor, tol: float, regularization: float, start: Mixture | N
 
 
 def compare_fits(name: str, s: Tensor, repeats: int) -> None:
-    for regularization in (REGULARIZATION, 0.0):
+    for regularization in (MixtureSettings().regularization, 0.0):
         start = tail_start(s)
         ours = fit_two_gaussians(s, regularization=regularization)
         ways: dict[str, tuple[float, Mixture | None]] = {

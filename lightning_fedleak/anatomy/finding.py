@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from inspect import signature
 from itertools import takewhile
 from typing import get_args
@@ -12,8 +13,8 @@ from lightning_fedleak.anatomy.blocks import block_lists, find_blocks, find_side
 from lightning_fedleak.anatomy.named_layers import (
     Named,
     count_rows,
+    describe_layers,
     find_layers,
-    listed_layers,
     missing_part_error,
     outermost,
     path_in,
@@ -70,7 +71,7 @@ def find_embedding(root: nn.Module, model: nn.Module) -> nn.Module:
         root,
         "input embeddings",
         f"what get_input_embeddings() of {type(model).__name__} gives, if it is inside the module",
-        listed_layers(root, (nn.Embedding,)),
+        describe_layers(find_layers(root, (nn.Embedding,))),
         "embedding",
     )
 
@@ -127,34 +128,35 @@ def find_head(
     Raises:
         AnatomyError: a required head is missing, or there are several.
     """
-    inner = {id(m) for _, blocks in block_lists(model) for m in blocks.modules()}
-    outer = [(n, m) for n, m in find_layers(model, (nn.Linear,)) if id(m) not in inner]
+    layer = None if kind == "classifier" else call_getter(model, "get_output_embeddings")
+    if layer is not None and find_path(root, layer) is not None:
+        _check_rows(root, model, embedding, layer)
+        return layer
+    inner = _module_ids(block_lists(model))
+    outer = [m for _, m in find_layers(model, (nn.Linear,), inner)]
     if kind == "classifier":
         classes = getattr(getattr(model, "config", None), "num_labels", None)
-        fitting = [m for _, m in outer if classes in (None, count_rows(m))][-1:]
+        fitting = [m for m in outer if classes in (None, count_rows(m))][-1:]
     else:
-        layer = call_getter(model, "get_output_embeddings")
-        if layer is not None and find_path(root, layer) is not None:
-            _check_rows(root, model, embedding, layer)
-            return layer
-        words = count_rows(embedding)
-        fitting = [m for _, m in outer if count_rows(m) == words]
+        fitting = [m for m in outer if count_rows(m) == count_rows(embedding)]
     if len(fitting) == 1:
         return fitting[0]
-    model_ids = {id(m) for m in root.modules()} & {id(m) for m in model.modules()}
-    neighbours = [m for _, m in find_layers(root, (nn.Linear,)) if id(m) not in model_ids]
-    if not required and not fitting and len(neighbours) == 1:
-        return neighbours[0]
-    if not required and not fitting and not neighbours:
-        return None
+    neighbours = [m for _, m in find_layers(root, (nn.Linear,), _module_ids([("", model)]))]
+    if not required and not fitting and len(neighbours) <= 1:
+        return next(iter(neighbours), None)
     raise missing_part_error(
         root,
         "output head" if not fitting and not neighbours else "single output head",
         f"get_output_embeddings() of {type(model).__name__}, a linear layer at its end, one linear "
         "layer beside it",
-        listed_layers(root, (nn.Linear,), exclude=inner),
+        describe_layers(find_layers(root, (nn.Linear,), inner)),
         "head",
     )
+
+
+def _module_ids(parts: Iterable[Named]) -> set[int]:
+    """Return the ids of all modules inside some parts."""
+    return {id(m) for _, part in parts for m in part.modules()}
 
 
 def _check_rows(root: nn.Module, model: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
@@ -308,16 +310,12 @@ def _plain_parts(
     """
     if embedding is not None and head is not None:
         return embedding, head
-    inner = {
-        id(m)
-        for _, blocks in block_lists(scope)
-        if not find_layers(blocks, (nn.Embedding,))
-        for m in blocks.modules()
-    }
-    embeddings = [(n, m) for n, m in find_layers(scope, (nn.Embedding,)) if id(m) not in inner]
+    lists = block_lists(scope)
+    inner = _module_ids(part for part in lists if not find_layers(part[1], (nn.Embedding,)))
+    embeddings = find_layers(scope, (nn.Embedding,), inner)
     if embedding is not None:
         embeddings = [(path_in(root, embedding, "embedding"), embedding)]
-    linears = [(n, m) for n, m in find_layers(scope, (nn.Linear,)) if id(m) not in inner]
+    linears = find_layers(scope, (nn.Linear,), inner)
     if head is not None:
         linears = [(path_in(root, head, "head"), head)]
     if kind == "classifier" and len(embeddings) == 1 and linears:
@@ -333,7 +331,7 @@ def _plain_parts(
         "a Hugging Face or PEFT model, a module with get_input_embeddings(), one nn.Embedding and "
         "one nn.Linear with the same number of rows",
         [f"'{e}' with '{h}' ({count_rows(m)} rows)" for (e, m), (h, _) in pairs]
-        or listed_layers(scope, (nn.Embedding, nn.Linear), exclude=inner),
+        or describe_layers(find_layers(scope, (nn.Embedding, nn.Linear), inner)),
         "embedding",
         "head",
     )

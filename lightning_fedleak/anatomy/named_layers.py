@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
@@ -39,28 +39,23 @@ def resolve_module(
     )
 
 
-def find_layers(root: nn.Module, types: tuple[type[nn.Module], ...]) -> list[Named]:
-    """Return the layers of these types in use, in order of registration, with PEFT wrappers."""
-    visited: set[int] = set()
-    layers: list[Named] = []
+def find_layers(
+    root: nn.Module, types: tuple[type[nn.Module], ...], exclude: Collection[int] = ()
+) -> list[Named]:
+    """Return the layers of these types in use, in order of registration, with PEFT wrappers.
+
+    Modules whose ids are in ``exclude`` are left out.
+    """
+    layers: dict[int, Named] = {}
     for name, module in walk(root):
-        layer = leaf(module)
-        if isinstance(layer, types) and id(layer) not in visited:
-            visited.add(id(layer))
-            layers.append((name, module))
-    return layers
+        if isinstance(leaf(module), types):
+            layers.setdefault(id(leaf(module)), (name, module))
+    return [(n, m) for n, m in layers.values() if id(m) not in exclude]
 
 
-def listed_layers(
-    root: nn.Module, types: tuple[type[nn.Module], ...], exclude: Iterable[int] = ()
-) -> list[str]:
-    """Return layers of these types in words, for an error, without the ids in ``exclude``."""
-    skip = set(exclude)
-    return [
-        f"'{n}' ({type(leaf(m)).__name__}, {count_rows(m)} rows)"
-        for n, m in find_layers(root, types)
-        if id(m) not in skip
-    ]
+def describe_layers(layers: Iterable[Named]) -> list[str]:
+    """Return layers in words, for an error."""
+    return [f"'{n}' ({type(leaf(m)).__name__}, {count_rows(m)} rows)" for n, m in layers]
 
 
 def weight_shape(module: nn.Module, argument: str) -> tuple[int, int]:

@@ -59,14 +59,14 @@ def leaf(module: nn.Module) -> nn.Module:
         module = module.get_submodule(path)
 
 
-def walk(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield ``(name, module)`` for the modules in use, outermost first, each once.
 
     Unlike ``named_modules`` it enters only the active branch of a PEFT layer, and so no frozen
     originals, inactive adapters and low-rank factors.
     """
     visited: set[int] = set()
-    stack = [(prefix, root)]
+    stack = [("", root)]
     while stack:
         name, module = stack.pop()
         if id(module) in visited:
@@ -74,11 +74,9 @@ def walk(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
         visited.add(id(module))
         yield name, module
         active = active_child(module)
-        children = (
-            [(active, module.get_submodule(active))]
-            if active is not None
-            else [(n, m) for n, m in module._modules.items() if m is not None]
-        )
+        children = [(n, m) for n, m in module._modules.items() if m is not None]
+        if active is not None:
+            children = [(active, module.get_submodule(active))]
         stack.extend((f"{name}.{n}" if name else n, m) for n, m in reversed(children))
 
 

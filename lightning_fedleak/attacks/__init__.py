@@ -33,6 +33,7 @@ from lightning_fedleak.attacks.words.direct import BagOfWords, BiasSign
 from lightning_fedleak.attacks.words.flatchat import (
     FlatChat,
     FlatChatGuess,
+    MixtureSettings,
     TypeCountRegressor,
     rank_types,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "MatchingSettings",
     "MembershipAttack",
     "MembershipGuess",
+    "MixtureSettings",
     "PassiveMembership",
     "PrefixInversion",
     "PrefixSettings",

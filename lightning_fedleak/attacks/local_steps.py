@@ -61,6 +61,17 @@ def check_fresh(facts: RunFacts, snapshot: GradientSnapshot) -> None:
             steps.check_fresh(False)
 
 
+def rounding_error(weight: Tensor) -> float:
+    """Return the standard deviation of the error of storing ``weight`` (V, d), in its worst rows.
+
+    It is that of a uniform error of one unit in the last place, at the 90% quantile of the rows.
+    """
+    exponent = torch.frexp(weight.float()).exponent - 1
+    unit = torch.finfo(weight.dtype).eps * torch.exp2(exponent.float())
+    rows = (unit.square().mean(1) / 12).sqrt()
+    return float(rows.kthvalue(1 + (len(rows) - 1) * 9 // 10).values)
+
+
 @dataclass(frozen=True)
 class LocalSteps:
     """A round, as the server prescribes it.

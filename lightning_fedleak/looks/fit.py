@@ -404,7 +404,7 @@ class Fit:
                     self._tap.view(
                         look.step,
                         next(s for s in stages if s in self._stages),
-                        kept=kept,
+                        copies=kept,
                         client=self.run.number,
                         scale=scale if kept else 1.0,
                     ),

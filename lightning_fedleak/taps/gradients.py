@@ -22,6 +22,7 @@ from lightning_fedleak.snapshots import (
     UpdateSnapshot,
     whole_tensor,
 )
+from lightning_fedleak.validate import warn_of_old_spelling
 
 # Prefixes of operations that compare with targets, look words up, or normalise over classes: a term
 # with one of them depends on the batch. Custom functions (fused losses, checkpointing, compiled
@@ -93,39 +94,38 @@ class GradientTap:
         step: int,
         stage: Stage,
         *,
-        kept: bool = False,
+        copies: bool = False,
         client: int = 0,
         scale: float = 1.0,
+        kept: bool | None = None,
     ) -> GradientSnapshot:
         """Return views of the present gradients.
 
         Args:
             step: optimizer step that they lead to.
             stage: the stage that they are at.
-            kept: read the copies of :meth:`keep_local` in place of ``p.grad``.
+            copies: read the copies of :meth:`keep_local` in place of ``p.grad``.
             client: rank of the client.
-            scale: loss scale still in the kept gradients (fp16's GradScaler); divided out.
+            scale: loss scale still in the copies (fp16's GradScaler); divided out.
+            kept: ``copies``, as 0.1.0 spelled it, with a warning.
 
         Returns:
             A snapshot without the roles that have no gradient.
         """
-        tensors: dict[str, Tensor] = {}
+        if kept is not None:
+            copies = kept
+            warn_of_old_spelling("GradientTap.view(kept=)", "copies=")
         gradients: dict[int, Tensor] = {}
-        for role, parameter in self._parameters.items():
-            key = id(parameter)
-            if key not in gradients:
-                if kept:
-                    if key not in self._scales:
-                        continue
-                    gradients[key] = self._buffers[key]
-                    if self._scales[key] != scale:
-                        gradients[key].div_(scale / self._scales[key])
-                        self._scales[key] = scale
-                elif parameter.grad is not None:
-                    gradients[key] = _dense(parameter.grad)
-                else:
-                    continue
-            tensors[role] = gradients[key]
+        for key, parameter in {id(p): p for p in self._parameters.values()}.items():
+            if copies and key in self._scales:
+                gradients[key] = self._buffers[key]
+                if self._scales[key] != scale:
+                    gradients[key].div_(scale / self._scales[key])
+                    self._scales[key] = scale
+            elif not copies and parameter.grad is not None:
+                gradients[key] = _dense(parameter.grad)
+        keys = {role: id(p) for role, p in self._parameters.items()}
+        tensors = {role: gradients[key] for role, key in keys.items() if key in gradients}
         return GradientSnapshot(step, stage, tensors, self._tied, client)
 
     def close(self) -> None:
@@ -199,8 +199,8 @@ class UpdateTap:
         )
 
 
-class HeadOwnPart:
-    """The head's part of a tied matrix's gradient: a local diagnostic of the worst case.
+class TiedHeadTap:
+    """A tap of the head's part of a tied matrix's gradient: a local diagnostic of the worst case.
 
     No adversary sees it, because the sum with the embedding's part is shared. The head's forward is
     replaced by the same product on an alias of its weight, and a hook on the alias receives the

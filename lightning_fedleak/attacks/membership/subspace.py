@@ -30,6 +30,7 @@ from lightning_fedleak.attacks.membership.whitening import whitening_matrix
 from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.row_space.dictionary import factor_rows, orthonormal
 from lightning_fedleak.attacks.row_space.linear_maps import (
+    NO_GRADIENT_YET,
     SharedInput,
     block_name,
     find_linear_maps,
@@ -37,7 +38,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     input_states,
 )
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
-from lightning_fedleak.attacks.words.subspace import NO_GRADIENT_YET, SubspaceWords
+from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.snapshots import (
     NotYet,
     Observation,

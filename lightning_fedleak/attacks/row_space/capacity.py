@@ -57,7 +57,7 @@ def measure_capacity(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) 
         seed: of the sets.
     """
     generator = torch.Generator().manual_seed(seed)
-    usable = _distinct(atoms, generator)
+    usable = _unlike_tokens(atoms, generator)
     room = atoms.width - len(atoms.beside)
     guess = predict_capacity(room, len(usable), rank)
     low, high = 0, min(room, len(usable))
@@ -82,7 +82,7 @@ def planted_set_seconds(width: int, tokens: int, rank: int) -> float:
     return predict_capacity(width, tokens, rank) / 8 * (4 * width * tokens / 1e10)
 
 
-def _distinct(atoms: Atoms, generator: torch.Generator) -> torch.Tensor:
+def _unlike_tokens(atoms: Atoms, generator: torch.Generator) -> torch.Tensor:
     """Return the (n,) tokens whose atoms equal no other's in eight random directions."""
     directions = torch.randn(atoms.width, _DIRECTIONS, generator=generator)
     cells = (atoms.screen @ directions.to(atoms.screen.device) * _GRID).round()

@@ -32,6 +32,9 @@ from lightning_fedleak.snapshots import whole_tensor
 
 _TOLERANCE = 1e-5  # relative difference up to which two float32 inputs are equal; not tuned
 _LOW_RANK = ("lora_A", "lora_B")
+NO_GRADIENT_YET = (
+    "LoRA's A has no gradient until B (of AdaLoRA: E) has moved; with warm-up from 0 that is step 2"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +175,7 @@ class KnownInput(SharedInput):
 
 def find_shared_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[SharedInput]:
     """Return the inputs that maps of one block share, in the order of the forward."""
-    ids = _distinct(anatomy, 8).view(2, 4)
+    ids = _distant_tokens(anatomy, 8).view(2, 4)
     inputs = _inputs(anatomy, [m.reader for m in maps], ids)
     groups = _group_by_input([m for m in maps if id(m.reader) in inputs], inputs)
     order = {key: place for place, key in enumerate(inputs)}
@@ -207,7 +210,7 @@ def find_known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[Known
         anatomy: the model.
         maps: result of :func:`find_linear_maps`.
     """
-    tokens = _distinct(anatomy, 12)
+    tokens = _distant_tokens(anatomy, 12)
     ids, neighbours = tokens[:8].view(2, 4), tokens[:8].view(2, 4).clone()
     neighbours[:, ::2] = tokens[8:].view(2, 2)
     same = ids[:1, 1:2].expand(2, 4).contiguous()
@@ -218,13 +221,13 @@ def find_known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[Known
         a, b, c = (inputs.get(id(linear.reader)) for inputs in (first, second, third))
         if a is None or b is None or c is None:
             continue
-        if _equal(a[:, 1::2], b[:, 1::2]) and not _equal(a[:, 1], a[:, 3]):
+        if _same_states(a[:, 1::2], b[:, 1::2]) and not _same_states(a[:, 1], a[:, 3]):
             token_maps.append(linear)
     known_inputs = []
     lone = lone_token_maps(anatomy, token_maps)
     for x, members in _group_by_input(token_maps, first):
         repeated = third[id(members[0].reader)]
-        positional = not _equal(repeated[:, 1], repeated[:, 3])
+        positional = not _same_states(repeated[:, 1], repeated[:, 3])
         dropouts = _dropouts_before(anatomy, members[0].reader, ids)
         names = lone & {m.name for m in members}
         known_inputs.append(KnownInput(tuple(members), x.shape[-1], positional, names, dropouts))
@@ -245,7 +248,7 @@ def lone_token_maps(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[st
         anatomy: the model.
         maps: result of :func:`find_linear_maps`.
     """
-    ids = _distinct(anatomy, 1)[None]
+    ids = _distant_tokens(anatomy, 1)[None]
     layers = {id(m.layer): m.layer for m in maps}
     with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):
         run = to_last_block(anatomy, model)
@@ -298,7 +301,7 @@ def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[
     return tuple(dict.fromkeys(calls))
 
 
-def _distinct(anatomy: Anatomy, n: int) -> Tensor:
+def _distant_tokens(anatomy: Anatomy, n: int) -> Tensor:
     """Return (n,) token ids far from the mean embedding: untrained tokens are nearly equal."""
     weight = anatomy.parameter(EMBEDDING_WEIGHT)
     rows = vocabulary_size(anatomy)
@@ -317,13 +320,18 @@ def block_name(name: str) -> str:
     return ".".join(parts[: last + 1])
 
 
+def in_decoder(name: str) -> bool:
+    """Return whether a parameter of this name is inside a decoder."""
+    return ".decoder." in f".{name}"
+
+
 def vocabulary_size(anatomy: Anatomy) -> int:
     """Return the number of token ids that the model reads."""
     weight = anatomy.parameter(EMBEDDING_WEIGHT)
     return anatomy.vocab_size if weight is None else int(weight.shape[0])
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _same_states(one: Tensor, other: Tensor) -> bool:
     scale = float(one.abs().max())
     return scale > 0 and float((one - other).abs().max()) <= _TOLERANCE * scale
 

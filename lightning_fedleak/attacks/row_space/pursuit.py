@@ -171,14 +171,14 @@ class Atoms:
     def rows(self, types: Tensor) -> Tensor:
         """Return (n, d) float64 unit atoms."""
         x = self._raw[types].double()
-        return _unit(x - (x @ self.beside.T) @ self.beside)
+        return _normalize(x - (x @ self.beside.T) @ self.beside)
 
     def whitened(self, types: Tensor) -> Tensor:
         """Return (n, d) float64 unit atoms after whitening."""
-        return _unit(self.rows(types) @ self.whitening)
+        return _normalize(self.rows(types) @ self.whitening)
 
 
-def _unit(rows: Tensor) -> Tensor:
+def _normalize(rows: Tensor) -> Tensor:
     return torch.nn.functional.normalize(rows, dim=1, eps=1e-300)
 
 
@@ -329,7 +329,7 @@ def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: 
     twins, candidates = twins[:, has_twin], candidates[has_twin]
     basis = torch.linalg.qr(chosen.T).Q
     residual = _project_off(shared.whole, basis)
-    further = _unit(_project_off(candidates, basis))
+    further = _normalize(_project_off(candidates, basis))
     noise = max(len(residual) ** 0.5, float(residual.norm()) / atoms.width**0.5)
     if float((residual @ further.T).norm(dim=0).max()) > _SETTINGS.twin_gain * noise:
         return False

@@ -16,12 +16,16 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import Place, states_in, text_blocks
 from lightning_fedleak.anatomy.wrappers import unwrap
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.attacks.local_steps import rounding_error
 from lightning_fedleak.attacks.membership.whitening import whitening_matrix
-from lightning_fedleak.attacks.row_space.linear_maps import LinearMap, SharedInput, block_name
+from lightning_fedleak.attacks.row_space.linear_maps import (
+    NO_GRADIENT_YET,
+    LinearMap,
+    SharedInput,
+    block_name,
+)
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.attacks.words.aligned_rows import rounding_error
-from lightning_fedleak.attacks.words.subspace import NO_GRADIENT_YET
 from lightning_fedleak.model_runs import stop_at
 from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
 

@@ -21,16 +21,15 @@ from lightning_fedleak.attacks.base import (
     WordGuess,
 )
 from lightning_fedleak.attacks.clipping import ROUNDED, cut_size
-from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks.local_steps import LocalSteps, rounding_error
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words.aligned_direction import turn, turn_on_long_rows
-from lightning_fedleak.attacks.words.aligned_readout import Calibration, best_count, rehearse
+from lightning_fedleak.attacks.words.aligned_readout import HeadCalibration, best_count, rehearse
 from lightning_fedleak.attacks.words.aligned_rows import (
     ExpectedRows,
     RowSummary,
     Units,
     plausible,
-    rounding_error,
     row_features,
     separating_direction,
     significant,
@@ -42,19 +41,12 @@ from lightning_fedleak.attacks.words.aligned_updates import (
 )
 from lightning_fedleak.attacks.words.public_gradients import (
     GradientParts,
-    gradient_parts,
     head_inputs,
     head_parameters,
     head_surface,
 )
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.progress import track
-from lightning_fedleak.snapshots import (
-    GradientSnapshot,
-    Observation,
-    UpdateSnapshot,
-    whole_tensor,
-)
+from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_choice, check_integer
 
@@ -197,7 +189,7 @@ class AlignedFlatChat(Attack):
         self.calibration_seconds = 0.0
         self._u: Tensor | None = None
         self._rounding = 0.0
-        self._calibration: Calibration | None = None
+        self._calibration: HeadCalibration | None = None
         self._aligned_at = 0
 
     def meet(self, facts: RunFacts) -> None:
@@ -250,9 +242,14 @@ class AlignedFlatChat(Attack):
             self._keep_weights(anatomy)
         self.calibration_seconds = time.perf_counter() - start
 
-    def _calibrate(self, anatomy: Anatomy, generator: torch.Generator) -> Calibration:
+    def _calibrate(self, anatomy: Anatomy, generator: torch.Generator) -> HeadCalibration:
         parts = self._parts(anatomy)
         steps = self._adaptive_steps
+        if parts.n_sentences < 4:
+            raise ValueError(
+                f"a learned readout needs at least 4 public texts, got {parts.n_sentences}: give "
+                f"more public text{', or use readout=' + repr('sign') if steps is None else ''}"
+            )
         if steps is None:
             weight, bias = head_parameters(anatomy)
             k = self.n_directions
@@ -311,7 +308,7 @@ class AlignedFlatChat(Attack):
         if self._calibration is None:
             self.prepare(anatomy)
             return
-        calibration = self._calibration.to(anatomy.device)
+        calibration = self._calibration.on_device(anatomy.device)
         before = calibration.expected
         parts = self._parts(anatomy, inputs=False)
         states = parts.states
@@ -347,22 +344,28 @@ class AlignedFlatChat(Attack):
         """
         gradient = whole_tensor(view.gradient(self._role))
         last = view.gradients[-1]
+        rounding, steps = 0.0, self._adaptive_steps
         if isinstance(last, UpdateSnapshot):
             gradient = self._readable(gradient, last)
+            rounding = self._rounding * last.local_steps**0.5 / last.learning_rate
+            if steps is not None and self.readout == "learned":
+                return self._read_update(gradient)
         if self.readout == "sign":
-            rounding = 0.0
-            if isinstance(last, UpdateSnapshot):
-                rounding = self._rounding * last.local_steps**0.5 / last.learning_rate
-            return _refuse_silence(self._read_signs(gradient, rounding), last)
-        steps = self._adaptive_steps
-        if isinstance(last, UpdateSnapshot) and steps is not None:
-            return self._read_update(gradient)
-        if steps is not None:
+            guess = self._read_signs(gradient, rounding)
+        elif steps is None:
+            guess = self._read_gradient(gradient)
+        else:
             raise UnusableObservation(
                 f"the readout is fitted on updates of {steps.optimizer.__name__}, and "
                 "this is a gradient: leave local_steps out to read gradients"
             )
-        return _refuse_silence(self._read_gradient(gradient), last)
+        if not len(guess.types) and not last.noise_std > 0:
+            raise UnusableObservation(
+                "the rows of the head's gradient are not zero, but none could be assigned to a "
+                "used type, and no defence says that it added noise: it is unknown what they give "
+                "away"
+            )
+        return guess
 
     def _readable(self, update: Tensor, snapshot: UpdateSnapshot) -> Tensor:
         """Return an update as the readout was fitted on it: for SGD a sum of gradients."""
@@ -392,7 +395,7 @@ class AlignedFlatChat(Attack):
     def _read_update(self, update: Tensor) -> WordGuess:
         if self._calibration is None or self._before is None:
             raise RuntimeError(self._not_prepared())
-        model = self._calibration = self._calibration.to(update.device)
+        model = self._calibration = self._calibration.on_device(update.device)
         features = update_features(update, self._before.float(), model.directions, model.expected)
         odds = model.readout.logits(features)
         used = odds.sigmoid()
@@ -417,7 +420,7 @@ class AlignedFlatChat(Attack):
             raise UnusableObservation(self._why_not_fitted)
         if self._calibration is None:
             raise RuntimeError(self._not_prepared())
-        calibration = self._calibration = self._calibration.to(gradient.device)
+        calibration = self._calibration = self._calibration.on_device(gradient.device)
         directions, expected = calibration.directions, calibration.expected
         summary = RowSummary.read(gradient, directions.u)
         self._check_clip(gradient, summary.norms)
@@ -489,24 +492,21 @@ class AlignedFlatChat(Attack):
             self._u = state["u"]
             self._rounding = float(state["rounding"])
         else:
-            self._calibration = Calibration.from_tensors(state)
+            self._calibration = HeadCalibration.from_tensors(state)
 
     def calibration_inputs(self) -> dict[str, object]:
         """Return the settings, and the public text."""
-        mask = getattr(self.tokenizer, "mask_token_id", None)
         steps = self._adaptive_steps
-        return (
-            self.config()
-            | self._clip
-            | {
-                "steps": None if steps is None else sorted(steps.describe().items()),
-                "updates": self.updates,
-                "batch_texts": self.batch_texts,
-                "lengths": self.lengths,
-                "public_text": PublicText.label(self.public_text),
-                "mask": mask,
-            }
-        )
+        return {
+            **self.config(),
+            **self._clip,
+            "steps": None if steps is None else sorted(steps.describe().items()),
+            "updates": self.updates,
+            "batch_texts": self.batch_texts,
+            "lengths": self.lengths,
+            "public_text": PublicText.label(self.public_text),
+            "mask": getattr(self.tokenizer, "mask_token_id", None),
+        }
 
     def arguments(self) -> dict[str, object]:
         """Return the settings, and what makes the updates that the readout is fitted on."""
@@ -540,14 +540,8 @@ class AlignedFlatChat(Attack):
         return float((states @ self._u > 0).float().mean())
 
     def _parts(self, anatomy: Anatomy, inputs: bool = True) -> GradientParts:
-        return GradientParts.concatenate(
-            [
-                gradient_parts(anatomy, batch, inputs=inputs)
-                for batch in track(
-                    self._batches(anatomy, self.calibration_tokens), "gradients of public text"
-                )
-            ]
-        )
+        batches = self._batches(anatomy, self.calibration_tokens)
+        return GradientParts.compute(anatomy, batches, inputs=inputs)
 
     def _lengths(self, anatomy: Anatomy) -> list[int]:
         """Return the lengths of public texts that the model can read."""
@@ -574,17 +568,3 @@ class AlignedFlatChat(Attack):
             for i, length in enumerate(lengths)
             if order[i * n_texts : (i + 1) * n_texts]
         ]
-
-
-def _refuse_silence(guess: WordGuess, snapshot: GradientSnapshot) -> WordGuess:
-    """Return the guess, unless it names no type of a gradient without declared noise.
-
-    Raises:
-        UnusableObservation: no type is named, and no defence says that it added noise.
-    """
-    if not len(guess.types) and not snapshot.noise_std > 0:
-        raise UnusableObservation(
-            "the rows of the head's gradient are not zero, but none could be assigned to a used "
-            "type, and no defence says that it added noise: it is unknown what they give away"
-        )
-    return guess

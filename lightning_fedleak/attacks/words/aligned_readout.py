@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,8 +26,14 @@ from lightning_fedleak.attacks.words.public_gradients import GradientParts
 from lightning_fedleak.progress import track
 from lightning_fedleak.snapshots import UnusableObservation
 
-_LAYERS = 3  # layers of the classifier
+_HIDDEN = 64  # width of the classifier's two hidden layers; not tuned
+_BATCH = 1024  # rows of a step of the classifier's fit; not tuned
+_PEAK_RATE = 6e-3  # largest learning rate of that fit; not tuned
+_WEIGHT_DECAY = 1e-2  # of AdamW in that fit; not tuned
+_WARMUP = 0.25  # share of that fit in which the learning rate rises; not tuned
 _CLUSTERS = 32  # clusters of hidden states whose mass is refitted to a gradient; not tuned
+_SIZES = 9  # sizes of rehearsed batches at most; more cost time, not tuned
+_REPEATS = 12  # rehearsed batches of one size at most; more cost time, not tuned
 _FREQUENT = 4096  # likely types that every rehearsal holds; more cost memory, not tuned
 _RANDOM = 2048  # other types drawn for a rehearsal; more cost memory, not tuned
 _MAX_IMPORTANCE = 10.0  # largest weight of a drawn type in the loss; not tuned
@@ -40,19 +46,24 @@ class Readout:
     Attributes:
         mean: (F,) mean of the features in training.
         deviation: (F,) their standard deviation.
-        weights: of the layers, (F, h), (h, h), (h, 1).
-        biases: of the layers.
+        weight0: (F, h) of the first layer, and so on: (h, h), (h, 1).
+        bias0: (h,) of the first layer, and so on: (h,), (1,).
     """
 
     mean: Tensor
     deviation: Tensor
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor, ...]
+    weight0: Tensor
+    weight1: Tensor
+    weight2: Tensor
+    bias0: Tensor
+    bias1: Tensor
+    bias2: Tensor
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the log odds (k,) of *used* for (k, F) features."""
         x = ((features - self.mean) / self.deviation).clamp(-6, 6)
-        return _network(x, self.weights, self.biases)
+        weights = (self.weight0, self.weight1, self.weight2)
+        return _network(x, weights, (self.bias0, self.bias1, self.bias2))
 
     @classmethod
     def fit(
@@ -61,12 +72,7 @@ class Readout:
         used: Tensor,
         importance: Tensor,
         generator: torch.Generator,
-        *,
-        hidden: int = 64,
         passes: int = 20,
-        batch_size: int = 1024,
-        peak_rate: float = 6e-3,
-        weight_decay: float = 1e-2,
     ) -> Readout:
         """Return a classifier fitted by AdamW on a weighted logistic loss, with a one-cycle rate.
 
@@ -75,29 +81,25 @@ class Readout:
             used: (n,) booleans.
             importance: (n,) how many rows each row represents.
             generator: CPU generator of the initial weights and the order.
-            hidden: width of the layers.
             passes: over the rows.
-            batch_size: rows of a step.
-            peak_rate: largest learning rate.
-            weight_decay: of AdamW.
         """
         device, n = features.device, len(features)
         mean, deviation = features.mean(0), features.std(0) + 1e-6
         x = ((features - mean) / deviation).clamp(-6, 6)
-        sizes = [features.shape[1], hidden, hidden, 1]
+        sizes = [features.shape[1], _HIDDEN, _HIDDEN, 1]
         weights = [
             (torch.randn(i, o, generator=generator) * (2 / i) ** 0.5).to(device).requires_grad_()
             for i, o in itertools.pairwise(sizes)
         ]
         biases = [torch.zeros(o, device=device, requires_grad=True) for o in sizes[1:]]
         parameters = [*weights, *biases]
-        optimizer = torch.optim.AdamW(parameters, lr=peak_rate, weight_decay=weight_decay)
-        steps = passes * -(-n // batch_size)
+        optimizer = torch.optim.AdamW(parameters, lr=_PEAK_RATE, weight_decay=_WEIGHT_DECAY)
+        steps = passes * -(-n // _BATCH)
         schedule = LambdaLR(optimizer, lambda step: _one_cycle(step / steps))
         with torch.enable_grad():
             for _ in track(range(passes), "fitting the readout"):
                 order = torch.randperm(n, generator=generator).to(device)
-                for rows in torch.split(order, batch_size):
+                for rows in torch.split(order, _BATCH):
                     losses = F.binary_cross_entropy_with_logits(
                         _network(x[rows], weights, biases), used[rows].float(), reduction="none"
                     )
@@ -105,25 +107,7 @@ class Readout:
                     (losses * importance[rows]).mean().backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
                     schedule.step()
-        return cls(
-            mean, deviation, tuple(w.detach() for w in weights), tuple(b.detach() for b in biases)
-        )
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name."""
-        layers = {f"weight{i}": w for i, w in enumerate(self.weights)}
-        layers |= {f"bias{i}": b for i, b in enumerate(self.biases)}
-        return {"mean": self.mean, "deviation": self.deviation, **layers}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Readout:
-        """Return the readout whose :meth:`tensors` these are."""
-        return cls(
-            tensors["mean"],
-            tensors["deviation"],
-            tuple(tensors[f"weight{i}"] for i in range(_LAYERS)),
-            tuple(tensors[f"bias{i}"] for i in range(_LAYERS)),
-        )
+        return cls(mean, deviation, *(p.detach() for p in parameters))
 
 
 def _network(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
@@ -132,10 +116,10 @@ def _network(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> 
     return (x @ weights[-1] + biases[-1])[:, 0]
 
 
-def _one_cycle(progress: float, warmup: float = 0.25) -> float:
-    if progress < warmup:
-        return 0.04 + 0.96 * progress / warmup
-    return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
+def _one_cycle(progress: float) -> float:
+    if progress < _WARMUP:
+        return 0.04 + 0.96 * progress / _WARMUP
+    return 0.5 * (1 + math.cos(math.pi * (progress - _WARMUP) / (1 - _WARMUP)))
 
 
 def best_count(probabilities: Tensor) -> Tensor:
@@ -156,7 +140,7 @@ def best_count(probabilities: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class HeadCalibration:
     """All that a learned readout needs to attack.
 
     Attributes:
@@ -174,12 +158,12 @@ class Calibration:
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name."""
         tensors = {"clusters": self.clusters}
-        for group, value in (("directions", self.directions), ("expected", self.expected)):
-            tensors |= {f"{group}.{f.name}": getattr(value, f.name) for f in fields(value)}
-        return tensors | {f"readout.{k}": v for k, v in self.readout.tensors().items()}
+        for group in ("directions", "expected", "readout"):
+            tensors |= {f"{group}.{name}": t for name, t in vars(getattr(self, group)).items()}
+        return tensors
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> HeadCalibration:
         """Return the calibration whose :meth:`tensors` these are."""
         groups: dict[str, dict[str, Tensor]] = {"directions": {}, "expected": {}, "readout": {}}
         for name, tensor in tensors.items():
@@ -190,10 +174,10 @@ class Calibration:
             Directions(**groups["directions"]),
             tensors["clusters"],
             ExpectedRows(**groups["expected"]),
-            Readout.from_tensors(groups["readout"]),
+            Readout(**groups["readout"]),
         )
 
-    def to(self, device: torch.device) -> Calibration:
+    def on_device(self, device: torch.device) -> HeadCalibration:
         """Return the calibration on a device."""
         if self.clusters.device == device:
             return self
@@ -207,10 +191,9 @@ def rehearse(
     generator: torch.Generator,
     *,
     n_directions: int,
-    n_principal: int = 64,
     clip_value: float | None = None,
     steps: int = 1,
-) -> Calibration:
+) -> HeadCalibration:
     """Return a readout fitted on batches of public sentences.
 
     The expectations of unused rows come from one half of the sentences and the batches from the
@@ -222,34 +205,43 @@ def rehearse(
         bias: (V,) or None.
         generator: CPU generator.
         n_directions: centres of hidden states that rows are projected on.
-        n_principal: principal directions of hidden states that rows are projected on.
         clip_value: size that entries of each step's gradient are cut to; None without clipping.
         steps: number of steps whose clipped gradients are added.
 
     Raises:
-        ValueError: too few sentences.
         UnusableObservation: clipping leaves nothing to fit on.
     """
-    if parts.n_sentences < 4:
-        raise ValueError(
-            f"a learned readout needs at least 4 public texts, got {parts.n_sentences}: give more "
-            "public text, or use readout='sign'"
-        )
-    directions = Directions.fit(parts, n_directions, n_principal, generator)
+    directions = Directions.fit(parts, n_directions, generator)
     unit = F.normalize(parts.states, dim=1)
     clusters = cluster_centres(unit, _CLUSTERS, generator)
     order = torch.randperm(parts.n_sentences, generator=generator).to(parts.labels.device)
-    half = len(order) // 2
-    first, second = parts.select(order[:half]), parts.select(order[half:])
-    first_expected = ExpectedRows.compute(first, weight, bias, directions, clusters)
-    second_expected = ExpectedRows.compute(second, weight, bias, directions, clusters)
-    rows = [
-        rehearsal
-        for public, expected in ((second, first_expected), (first, second_expected))
-        for rehearsal in _rehearse_batches(
-            public, weight, bias, directions, expected, generator, clip_value, steps
-        )
-    ]
+    middle = len(order) // 2
+    halves = [parts.select(half) for half in (order[:middle], order[middle:])]
+    expected = [ExpectedRows.compute(h, weight, bias, directions, clusters) for h in halves]
+    rows: list[tuple[Tensor, Tensor, Tensor]] = []
+    for public, other_half in zip(reversed(halves), expected, strict=True):
+        for batch in _draw_batches(public, generator):
+            types, importance = _draw_types(batch, other_half, generator)
+            gradient = batch.clipped_gradient(weight, bias, types, clip_value, steps)
+            token = directions.norm * abs(parts.logit_map.scale) / len(batch.labels)
+            gradient += _draw_noise(gradient, token, generator)
+            summary = RowSummary.read(gradient, directions.u)
+            place = torch.full((len(weight),), -1, device=types.device)
+            place[types] = torch.arange(len(types), device=types.device)
+            reference = place[other_half.reference]
+            summary, _ = turn(gradient, summary, directions.u, reference)
+            units = Units.estimate(summary, other_half, reference)
+            if units is None:
+                continue
+            some = plausible(summary, units).nonzero()[:, 0]
+            features = row_features(
+                gradient[some],
+                summary.select(some),
+                units,
+                directions,
+                other_half.rows(types[some]),
+            )
+            rows.append((features, torch.isin(types[some], batch.labels), importance[some]))
     if not rows:
         raise UnusableObservation(
             f"clipping by value at {clip_value:g} leaves every row of a public gradient the same "
@@ -257,61 +249,25 @@ def rehearse(
             "(gradient_clip_algorithm='norm')"
         )
     features, used, importance = (torch.cat(c) for c in zip(*rows, strict=True))
-    expected = ExpectedRows.average(first_expected, second_expected)
-    return Calibration(
-        directions, clusters, expected, Readout.fit(features, used, importance, generator)
-    )
+    readout = Readout.fit(features, used, importance, generator)
+    return HeadCalibration(directions, clusters, ExpectedRows.average(*expected), readout)
 
 
-def batch_sizes(n_sentences: int, sizes: int = 9, repeats: int = 12) -> list[int]:
-    """Return the sizes of rehearsed batches: from 1 to all sentences, evenly in the logarithm.
+def _draw_batches(parts: GradientParts, generator: torch.Generator) -> Iterator[GradientParts]:
+    """Yield batches of 1 to all sentences, evenly in the logarithm, that have a label to predict.
 
     Small batches are repeated, so that each size takes about the same work.
     """
-    steps = {round(n_sentences ** (i / (sizes - 1))) for i in range(sizes)}
-    return [
-        b for b in sorted(steps) for _ in range(max(1, min(repeats, 2 * n_sentences // (3 * b))))
-    ]
-
-
-def _rehearse_batches(
-    parts: GradientParts,
-    weight: Tensor,
-    bias: Tensor | None,
-    directions: Directions,
-    expected: ExpectedRows,
-    generator: torch.Generator,
-    clip_value: float | None,
-    steps: int,
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return (features, used, importance) of the plausible rows of each batch."""
-    rehearsals = []
-    by_length = torch.bincount(parts.sentence, minlength=parts.n_sentences).argsort().cpu()
-    for size in track(batch_sizes(parts.n_sentences), "rehearsing updates"):
+    n = parts.n_sentences
+    sizes = {round(n ** (i / (_SIZES - 1))) for i in range(_SIZES)}
+    batch_sizes = [b for b in sorted(sizes) for _ in range(max(1, min(_REPEATS, 2 * n // (3 * b))))]
+    by_length = torch.bincount(parts.sentence, minlength=n).argsort().cpu()
+    for size in track(batch_sizes, "rehearsing updates"):
         pool = _draw_pool(by_length, size, generator)
         sentences = pool[torch.randperm(len(pool), generator=generator)[:size]]
         batch = parts.select(sentences.to(parts.labels.device))
-        if len(batch.labels) == 0:
-            continue
-        types, importance = _draw_types(batch, expected, generator)
-        gradient = batch.clipped_gradient(weight, bias, types, clip_value, steps)
-        token = directions.norm * abs(parts.logit_map.scale) / len(batch.labels)
-        gradient += _draw_noise(gradient, token, generator)
-        summary = RowSummary.read(gradient, directions.u)
-        place = torch.full((len(weight),), -1, device=types.device)
-        place[types] = torch.arange(len(types), device=types.device)
-        reference = place[expected.reference]
-        summary, _ = turn(gradient, summary, directions.u, reference)
-        units = Units.estimate(summary, expected, reference)
-        if units is None:
-            continue
-        rows = plausible(summary, units).nonzero()[:, 0]
-        features = row_features(
-            gradient[rows], summary.select(rows), units, directions, expected.rows(types[rows])
-        )
-        used = torch.isin(types[rows], batch.labels)
-        rehearsals.append((features, used, importance[rows]))
-    return rehearsals
+        if len(batch.labels):
+            yield batch
 
 
 def _draw_pool(by_length: Tensor, size: int, generator: torch.Generator) -> Tensor:

@@ -23,6 +23,7 @@ from lightning_fedleak.attacks.words.public_gradients import GradientParts
 
 _TOKENS_AT_ONCE = 1024  # tokens whose probabilities are computed at once, which bounds the memory
 _ROWS_AT_ONCE = 512  # rows converted to float32 at once, which bounds the memory
+_ERROR = 0.25  # variance of the relative error of expected rows; not tuned
 _TINY = 1e-4  # added to numbers in used tokens before a logarithm or a division; not tuned
 
 
@@ -51,7 +52,7 @@ class Directions:
 
     @classmethod
     def fit(
-        cls, parts: GradientParts, n_centres: int, n_principal: int, generator: torch.Generator
+        cls, parts: GradientParts, n_centres: int, generator: torch.Generator, n_principal: int = 64
     ) -> Directions:
         """Return the directions of public text."""
         states = parts.states
@@ -215,30 +216,23 @@ class ExpectedRows:
 
     def rows(self, types: Tensor) -> ExpectedRows:
         """Return the expectations of some types; ``reference`` is empty."""
-        return ExpectedRows(
-            **{
-                f.name: getattr(self, f.name)[types]
-                for f in fields(self)
-                if f.name not in ("reference", "share")
-            },
-            share=self.share,
-            reference=self.reference[:0],
-        )
+        columns = {
+            f.name: getattr(self, f.name)[types]
+            for f in fields(self)
+            if f.name not in ("reference", "share")
+        }
+        return replace(self, **columns, reference=self.reference[:0])
 
-    def weights(
-        self, observed: Tensor, noise: Tensor, prior: float = 1.0, error: float = 0.25
-    ) -> Tensor:
+    def weights(self, observed: Tensor, noise: Tensor) -> Tensor:
         """Return factors on the clusters' mass, fitted to a gradient's rows of the reference types.
 
         The number of tokens n is fitted first, then ``observed_t ~ n sum_c x_c mass_tc`` with
-        relative error and noise, a prior at ``x_c = 1``, and ``x_c >= 0``. Outliers, which may be
-        used types, are left out.
+        relative error and noise, a prior at ``x_c = 1`` of variance 1, and ``x_c >= 0``. Outliers,
+        which may be used types, are left out.
 
         Args:
             observed: (R,) rows of the reference types along ``u``, one used token being -1.
             noise: () standard deviation of noise on ``observed``.
-            prior: variance of ``x_c``.
-            error: variance of the relative error.
 
         Returns:
             (C,); all zero if fewer than 8 rows are usable.
@@ -253,14 +247,14 @@ class ExpectedRows:
         if not bool(n > 0):
             return mass.new_zeros(mass.shape[1])
         predicted = n * expected
-        variance = error + (noise / predicted) ** 2
+        variance = _ERROR + (noise / predicted) ** 2
         ratio = observed / predicted
         near = (ratio - 1).abs() < 3.5 * variance.sqrt() + 1.75
         precision = torch.where(near, 1 / variance, 0.0)
         share = mass / expected[:, None]
         k = mass.shape[1]
-        gram = share.T @ (share * precision[:, None]) + torch.eye(k, device=mass.device) / prior
-        target = share.T @ (ratio * precision) + 1 / prior
+        gram = share.T @ (share * precision[:, None]) + torch.eye(k, device=mass.device)
+        target = share.T @ (ratio * precision) + 1
         return n * _non_negative(gram, target)
 
 
@@ -373,17 +367,6 @@ class RowSummary:
         return torch.maximum(squares - self.width * noise * noise, 0.05 * squares).sqrt()
 
 
-def rounding_error(weight: Tensor) -> float:
-    """Return the standard deviation of the error of storing ``weight`` (V, d), in its worst rows.
-
-    It is that of a uniform error of one unit in the last place, at the 90% quantile of the rows.
-    """
-    exponent = torch.frexp(weight.float()).exponent - 1
-    unit = torch.finfo(weight.dtype).eps * torch.exp2(exponent.float())
-    rows = (unit.square().mean(1) / 12).sqrt()
-    return float(kth_smallest(rows, 1 + (len(rows) - 1) * 9 // 10))
-
-
 def kth_smallest(values: Tensor, k: int) -> Tensor:
     """Return the k-th smallest of (n,) values without NaN, k from 1, as ().
 
@@ -463,11 +446,9 @@ def significant(projection: Tensor, noise: Tensor, rate: float = 0.05) -> Tensor
     Args:
         projection: (V,) projections on a unit vector.
         noise: () standard deviation of noise on each coordinate.
-        rate: share of the rows named that noise alone may account for.
+        rate: share of the rows named that noise alone may account for, below a half.
     """
-    negative = (projection < 0).nonzero()[
-        :, 0
-    ]  # positive rows are no evidence at rates below a half
+    negative = (projection < 0).nonzero()[:, 0]  # positive rows are no evidence at such rates
     ordered = projection[negative].double().sort()
     chance = torch.special.ndtr(ordered.values / noise.double().clamp(min=1e-300))
     k = torch.arange(1, len(negative) + 1, device=projection.device)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.local_steps import LocalSteps
-from lightning_fedleak.attacks.words.aligned_readout import Calibration, Readout
+from lightning_fedleak.attacks.words.aligned_readout import HeadCalibration, Readout
 from lightning_fedleak.attacks.words.aligned_rows import (
     Directions,
     ExpectedRows,
@@ -167,8 +167,7 @@ def rehearse_updates(
     updates: int,
     texts: Sequence[int],
     n_directions: int,
-    n_principal: int = 64,
-) -> Calibration:
+) -> HeadCalibration:
     """Return a readout fitted on public updates.
 
     For rounds of one step, expectations come from one half of the sentences and updates from the
@@ -183,36 +182,25 @@ def rehearse_updates(
         updates: number of public updates.
         texts: numbers of texts in a batch.
         n_directions: centres of hidden states that rows are projected on.
-        n_principal: principal directions of hidden states that rows are projected on.
-
-    Raises:
-        ValueError: too few sentences.
     """
-    if parts.n_sentences < 4:
-        raise ValueError(
-            f"a learned readout needs at least 4 public texts, got {parts.n_sentences}: give more"
-        )
     weight, bias = head_parameters(anatomy)
-    directions = Directions.fit(parts, n_directions, n_principal, generator)
+    directions = Directions.fit(parts, n_directions, generator)
     clusters = cluster_centres(F.normalize(parts.hidden, dim=1), _CLUSTERS, generator)
-
-    def expect(public: GradientParts) -> ExpectedRows:
-        return ExpectedRows.compute(public, weight, bias, directions, clusters)
-
+    halves = [parts]
     if steps.steps == 1:
         order = torch.randperm(parts.n_sentences, generator=generator).to(parts.labels.device)
         halves = [parts.select(half) for half in order.tensor_split(2)]
-        half_expected = [expect(half) for half in halves]
-        expected = ExpectedRows.average(*half_expected)
+    expected = [ExpectedRows.compute(h, weight, bias, directions, clusters) for h in halves]
+    if steps.steps == 1:
         sources = [
             (other, source)
-            for half, other in zip(halves, reversed(half_expected), strict=True)
+            for half, other in zip(halves, reversed(expected), strict=True)
             for source in [one_step_updates(half, weight, bias, steps, generator, texts)]
             * (updates // 2)
         ]
     else:
-        expected = expect(parts)
-        sources = [(expected, training_updates(anatomy, batch, steps, generator, texts))] * updates
+        training = training_updates(anatomy, batch, steps, generator, texts)
+        sources = [(expected[0], training)] * updates
     rehearsals = []
     for source_expected, source in track(sources, "rehearsing updates of the optimizer"):
         public = next(source)
@@ -221,7 +209,8 @@ def rehearse_updates(
         rehearsals.append((features[rows], public.used[rows], importance))
     features, used, importance = (torch.cat(column) for column in zip(*rehearsals, strict=True))
     readout = Readout.fit(features, used, importance, generator, passes=_PASSES)
-    return Calibration(directions, clusters, expected, readout)
+    mean = expected[0] if len(expected) == 1 else ExpectedRows.average(*expected)
+    return HeadCalibration(directions, clusters, mean, readout)
 
 
 def _draw_rows(

@@ -25,17 +25,36 @@ from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_s
 from lightning_fedleak.progress import track
 from lightning_fedleak.snapshots import Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel
-from lightning_fedleak.validate import check_choice, check_integer
+from lightning_fedleak.validate import check_choice, check_integer, group_old_arguments
 
 Scorer = Literal["gmm", "abs"]
 
 TAILS = (0.01, 0.03, 0.1, 0.003, 0.25)  # shares of rows that start in the wide cluster; not tuned
-REGULARIZATION = 1e-6  # added to variances of unit row sums: scikit-learn's reg_covar
 _ROWS_AT_ONCE = 512  # rows converted to float32 at once, which bounds the memory
 _ROWS_CHECKED = 33  # largest sums that show whether they are rounding: their median decides
 _ROUNDING_UNITS = 16.0  # rounding leaves up to 3 in the median row (measured), a row sum hundreds
 SHAPES = tuple((size, length) for size in (1, 2, 4, 8, 16, 32) for length in (25, 50, 100))
 """Sentences and tokens of the public batches that the regression is fitted on."""
+
+
+@dataclass(frozen=True)
+class MixtureSettings:
+    """How the clusters of row sums are told apart.
+
+    Real row sums have a sharper peak than a Gaussian, and the mixture of greatest likelihood puts
+    up to half of the vocabulary into the wide cluster. ``regularization`` bounds the variance of
+    the narrow cluster from below, so that the positive weight follows the number of types
+    (Remark 2).
+
+    Attributes:
+        regularization: added to both variances of the unit row sums; 1e-6 is scikit-learn's
+            ``reg_covar``.
+        min_ratio: of the variances, wide over narrow, from which they count as separated; not
+            tuned.
+    """
+
+    regularization: float = 1e-6
+    min_ratio: float = 4.0
 
 
 def flatten(gradient: Tensor) -> Tensor:
@@ -123,25 +142,15 @@ def _is_rounding(gradient: Tensor, sums: Tensor) -> bool:
 
 
 def separate_clusters(
-    s: Tensor,
-    *,
-    regularization: float = REGULARIZATION,
-    tails: Sequence[float] = TAILS,
-    min_ratio: float = 4.0,
+    s: Tensor, settings: MixtureSettings | None = None, tails: Sequence[float] = TAILS
 ) -> tuple[Mixture, int, bool]:
     """Return the first mixture whose positive cluster is wide enough (Remark 1).
 
-    Real row sums have a sharper peak than a Gaussian, and the mixture of greatest likelihood puts
-    up to half of the vocabulary into the wide cluster. ``regularization`` bounds the variance of
-    the narrow cluster from below, so that the positive weight follows the number of types
-    (Remark 2).
-
     Args:
         s: (V,) flattened gradient, of norm 1.
-        regularization: added to both variances; 1e-6 is scikit-learn's ``reg_covar``.
+        settings: of the mixture; their defaults if it is None.
         tails: shares of the values that start in the wide component, tried in this order until
             one succeeds (the paper re-runs with random starts).
-        min_ratio: of the variances, wide over narrow, from which they count as separated.
 
     Returns:
         The mixture (of the largest ratio if none reached ``min_ratio``), the number of fits, and
@@ -150,16 +159,16 @@ def separate_clusters(
     Raises:
         ValueError: ``s`` is non-finite or constant, or ``tails`` is empty.
     """
-    best: Mixture | None = None
-    for fits, tail in enumerate(tails, start=1):
-        mixture = fit_two_gaussians(s, start=tail, regularization=regularization)
-        if mixture.variance_ratio >= min_ratio:
-            return mixture, fits, True
-        if best is None or mixture.variance_ratio > best.variance_ratio:
-            best = mixture
-    if best is None:
+    if not tails:
         raise ValueError("tails is empty: give at least one share to start from")
-    return best, len(tails), False
+    settings = settings or MixtureSettings()
+    mixtures: list[Mixture] = []
+    for tail in tails:
+        mixture = fit_two_gaussians(s, start=tail, regularization=settings.regularization)
+        mixtures.append(mixture)
+        if mixture.variance_ratio >= settings.min_ratio:
+            return mixture, len(mixtures), True
+    return max(mixtures, key=lambda m: m.variance_ratio), len(tails), False
 
 
 def rank_types(s: Tensor, mixture: Mixture, scorer: Scorer = "gmm") -> Tensor:
@@ -242,10 +251,7 @@ def flatchat(
     gradient: Tensor,
     n_types: float | Callable[[Mixture], float],
     scorer: Scorer = "gmm",
-    *,
-    regularization: float = REGULARIZATION,
-    tails: Sequence[float] = TAILS,
-    min_ratio: float = 4.0,
+    settings: MixtureSettings | None = None,
 ) -> FlatChatGuess:
     """Return the guess of Algorithm 1 for one gradient.
 
@@ -254,17 +260,13 @@ def flatchat(
         n_types: how many types to name, or a function that estimates it from the mixture. It is
             rounded, to 1 at least and V at most.
         scorer: see :func:`rank_types`.
-        regularization: see :func:`separate_clusters`.
-        tails: see :func:`separate_clusters`.
-        min_ratio: see :func:`separate_clusters`.
+        settings: of the mixture; their defaults if it is None.
 
     Raises:
         UnusableObservation: the row sums are non-finite, all zero or equal, or rounding errors.
     """
     s = normalized_row_sums(gradient)
-    mixture, fits, separated = separate_clusters(
-        s, regularization=regularization, tails=tails, min_ratio=min_ratio
-    )
+    mixture, fits, separated = separate_clusters(s, settings)
     scores = rank_types(s, mixture, scorer)
     estimate = float(n_types(mixture) if callable(n_types) else n_types)
     top = scores.topk(min(max(round(estimate), 1), len(scores)))
@@ -298,10 +300,11 @@ class FlatChat(Attack):
         shapes: (sentences, length) of the public batches.
         batches_per_shape: public gradients for each shape (20 in the paper).
         mask_token_id: needed to calibrate a masked language model.
-        regularization: added to the clusters' variances, see :func:`separate_clusters`.
-        min_ratio: ratio of the clusters' variances from which they count as separated.
+        mixture: how the clusters are told apart; the defaults of :class:`MixtureSettings` if it is
+            None.
         seed: of the public batches.
         name: as in the logs.
+        old: fields of ``mixture``, as 0.1.0 took them one by one, with a warning.
 
     Raises:
         ValueError: an argument is out of range, or both numbers of types are set.
@@ -341,10 +344,10 @@ class FlatChat(Attack):
         shapes: Sequence[tuple[int, int]] = SHAPES,
         batches_per_shape: int = 1,
         mask_token_id: int | None = None,
-        regularization: float = REGULARIZATION,
-        min_ratio: float = 4.0,
+        mixture: MixtureSettings | None = None,
         seed: int = 0,
         name: str | None = None,
+        **old: Any,
     ) -> None:
         super().__init__(name)
         check_choice("scorer", scorer, ("gmm", "abs"))
@@ -364,8 +367,9 @@ class FlatChat(Attack):
         self.shapes = tuple(shapes)
         self.batches_per_shape = batches_per_shape
         self.mask_token_id = mask_token_id
-        self.regularization = regularization
-        self.min_ratio = min_ratio
+        self.mixture = group_old_arguments(
+            type(self).__name__, "mixture", mixture or MixtureSettings(), old
+        )
         self.seed = seed
         self.regressor: TypeCountRegressor | None = None
         self._role = HEAD_WEIGHT
@@ -416,9 +420,7 @@ class FlatChat(Attack):
             except UnusableObservation as error:
                 self._why_not_fitted = f"its regression on public text could not be fitted: {error}"
                 return
-            mixture, _, _ = separate_clusters(
-                s, regularization=self.regularization, min_ratio=self.min_ratio
-            )
+            mixture, _, _ = separate_clusters(s, self.mixture)
             weights.append(float(mixture.weights[1]))
             counts.append(float(len(torch.unique(batch.target_ids()))))
         self.regressor = TypeCountRegressor.fit(weights, counts, self.degree)
@@ -435,24 +437,14 @@ class FlatChat(Attack):
             UnusableObservation: row sums are non-finite, all zero or rounding errors, or there is
                 no regression to predict the number of types.
         """
-        n_types: float | Callable[[Mixture], float]
-        if self.oracle_n_types is not None:
-            oracle = self.oracle_n_types
-            n_types = oracle() if callable(oracle) else oracle
-        elif isinstance(self.n_types, str):
-            if self.regressor is None:
-                raise UnusableObservation(f"attack '{self.name}': {self._why_not_fitted}")
-            n_types = self.regressor
-        else:
-            n_types = self.n_types
-        guess = flatchat(
-            view.gradient(self._role),
-            n_types,
-            self.scorer,
-            regularization=self.regularization,
-            min_ratio=self.min_ratio,
-        )
-        return guess if self.oracle_n_types is None else replace(guess, n_types=None)
+        gradient, oracle = view.gradient(self._role), self.oracle_n_types
+        if oracle is not None:
+            number = oracle() if callable(oracle) else oracle
+            return replace(flatchat(gradient, number, self.scorer, self.mixture), n_types=None)
+        n_types = self.regressor if isinstance(self.n_types, str) else self.n_types
+        if n_types is None:
+            raise UnusableObservation(f"attack '{self.name}': {self._why_not_fitted}")
+        return flatchat(gradient, n_types, self.scorer, self.mixture)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the fitted regression, if there is one."""
@@ -471,7 +463,7 @@ class FlatChat(Attack):
             "shapes": self.shapes,
             "batches_per_shape": self.batches_per_shape,
             "mask": self.mask_token_id,
-            "min_ratio": self.min_ratio,
+            "min_ratio": self.mixture.min_ratio,
             "seed": self.seed,
             "public_text": PublicText.label(self.public_text),
         }
@@ -486,5 +478,5 @@ class FlatChat(Attack):
             "scorer": self.scorer,
             "n_types": source,
             "degree": self.degree,
-            "regularization": self.regularization,
+            "regularization": self.mixture.regularization,
         }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +39,7 @@ from lightning_fedleak.model_runs import (
     token_logits,
     undisturbed,
 )
+from lightning_fedleak.progress import track
 
 _SMALL = 0.01  # standard deviation of the values in place of zeros; not tuned
 
@@ -266,7 +267,7 @@ def log_partitions(
 
 def _head(anatomy: Anatomy) -> nn.Module:
     if anatomy.head is None:
-        raise ValueError("this model has no output head, so it has no states that feed one")
+        raise ValueError("this model has no output head whose gradient could be read")
     return anatomy.head
 
 
@@ -313,17 +314,16 @@ class GradientParts:
         place = _places(sentences.to(self.labels.device), self.n_sentences)
         tokens = place[self.sentence] >= 0
         inputs = place[self.input_sentence] >= 0
-        return GradientParts(
-            self.hidden[tokens],
-            self.labels[tokens],
-            place[self.sentence[tokens]],
-            self.log_partition[tokens],
-            self.input_ids[inputs],
-            self.input_grads[inputs],
-            place[self.input_sentence[inputs]],
-            self.input_first[inputs],
-            self.logit_map,
-            self.projection,
+        return replace(
+            self,
+            hidden=self.hidden[tokens],
+            labels=self.labels[tokens],
+            sentence=place[self.sentence[tokens]],
+            log_partition=self.log_partition[tokens],
+            input_ids=self.input_ids[inputs],
+            input_grads=self.input_grads[inputs],
+            input_sentence=place[self.input_sentence[inputs]],
+            input_first=self.input_first[inputs],
         )
 
     def gradient(self, weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> Tensor:
@@ -371,25 +371,28 @@ class GradientParts:
     @classmethod
     def concatenate(cls, parts: Sequence[GradientParts]) -> GradientParts:
         """Return the parts of all sentences of several batches."""
-        first, numbers = 0, []
+        first, renumbered = 0, []
         for part in parts:
-            numbers.append((part.sentence + first, part.input_sentence + first))
+            sentence, input_sentence = part.sentence + first, part.input_sentence + first
+            renumbered.append(replace(part, sentence=sentence, input_sentence=input_sentence))
             first += part.n_sentences
-        columns = _concatenate_fields(parts)
-        columns["sentence"] = torch.cat([s for s, _ in numbers])
-        columns["input_sentence"] = torch.cat([s for _, s in numbers])
-        logit_map = _most_reliable_map(parts)
-        return cls(**columns, logit_map=logit_map, projection=parts[0].projection)
+        return _join(renumbered)
+
+    @classmethod
+    def compute(
+        cls, anatomy: Anatomy, batches: Sequence[TokenBatch], *, inputs: bool = True
+    ) -> GradientParts:
+        """Return the parts of all rows of several batches; see :func:`gradient_parts`."""
+        tracked = track(batches, "gradients of public text")
+        return cls.concatenate([gradient_parts(anatomy, b, inputs=inputs) for b in tracked])
 
 
-def _concatenate_fields(parts: Sequence[GradientParts]) -> dict[str, Tensor]:
+def _join(parts: Sequence[GradientParts]) -> GradientParts:
+    """Return parts whose sentences have different numbers as one, with the surest logit map."""
     names = [f.name for f in fields(GradientParts) if f.name not in ("logit_map", "projection")]
-    return {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
-
-
-def _most_reliable_map(parts: Sequence[GradientParts]) -> LogitMap:
-    """Return the logit map that was fitted to the most tokens."""
-    return max(parts, key=lambda p: len(p.labels)).logit_map
+    columns = {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
+    surest = max(parts, key=lambda p: len(p.labels))
+    return GradientParts(**columns, logit_map=surest.logit_map, projection=surest.projection)
 
 
 def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) -> GradientParts:
@@ -404,8 +407,7 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
         ValueError: the model has no head, a tied embedding that does more than look up rows, or
             logits that differ from the head's output by more than scale, shift and softcap.
     """
-    if anatomy.head is None:
-        raise ValueError("this model has no output head whose gradient could be read")
+    head = _head(anatomy)
     weight, bias = head_parameters(anatomy)
     projection = head_surface(anatomy).projection
     width = weight.shape[1] if projection is None else len(projection)
@@ -414,7 +416,7 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
     tied = inputs and anatomy.tied and projection is None
     with undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
         for part in micro_batches(anatomy, batch):
-            with inputs_of(anatomy.head) as head_calls, _lookups(anatomy, tied) as lookups:
+            with inputs_of(head) as head_calls, _lookups(anatomy, tied) as lookups:
                 all_logits = run_logits(model, part, frozen)
             logits, labels = predicting(all_logits, part)
             states, _ = predicting(head_calls[-1].detach(), part)
@@ -434,12 +436,11 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
                     input_rows.to(labels.device) + first,
                     opening.to(labels.device),
                     logit_map,
+                    projection,
                 )
             )
             first += len(part.input_ids)
-    return GradientParts(
-        **_concatenate_fields(parts), logit_map=_most_reliable_map(parts), projection=projection
-    )
+    return _join(parts)
 
 
 def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
@@ -454,9 +455,8 @@ def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
     if weight is None:
         raise ValueError("this model has no output head whose gradient could be read")
     whole = weight.detach().float()
-    if (adapter := _head_adapter(anatomy)) is not None and not getattr(
-        anatomy.head, "merged", False
-    ):
+    adapter = _head_adapter(anatomy)
+    if adapter is not None and not getattr(anatomy.head, "merged", False):
         whole = whole + adapter.b.detach().float() @ adapter.projection
     return whole, None if bias is None else bias.detach().float()
 

@@ -22,7 +22,7 @@ from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.model_runs import sees_no_later
 from lightning_fedleak.records import WORDS
 from lightning_fedleak.snapshots import Stage
-from lightning_fedleak.taps.gradients import HeadOwnPart
+from lightning_fedleak.taps.gradients import TiedHeadTap
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class WordsChannel(Channel):
 
     def __init__(self, attacks: Sequence[Attack], settings: Settings) -> None:
         super().__init__(attacks, settings)
-        self._own_part: HeadOwnPart | None = None
+        self._own_part: TiedHeadTap | None = None
         self._truth: WordTruth | None = None
         self._one_way = False
         self._own_series: dict[str, Series] = {}
@@ -132,7 +132,7 @@ class WordsChannel(Channel):
                 "head_own_part=True is for a tied head only; here the head's gradient is its "
                 "own and is attacked as it is shared"
             )
-        self._own_part = HeadOwnPart(model.head)
+        self._own_part = TiedHeadTap(model.head)
 
     def open(self, run: Run) -> None:
         """Find out whether a classifier's tokens see later ones."""

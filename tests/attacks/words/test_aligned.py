@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.local_steps import rounding_error
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.aligned_readout import Readout, _draw_pool, best_count
 from lightning_fedleak.attacks.words.aligned_rows import (
     cluster_centres,
-    rounding_error,
     separating_direction,
     significant,
 )

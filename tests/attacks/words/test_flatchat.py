@@ -21,7 +21,12 @@ from lightning_fedleak.attacks import (
     gradient_of,
     rank_types,
 )
-from lightning_fedleak.attacks.words.flatchat import flatchat, flatten, separate_clusters
+from lightning_fedleak.attacks.words.flatchat import (
+    MixtureSettings,
+    flatchat,
+    flatten,
+    separate_clusters,
+)
 from lightning_fedleak.attacks.words.mixture import Mixture
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers.models import tiny_gpt2, tiny_llama
@@ -130,7 +135,7 @@ def test_refits_until_the_clusters_separate_and_says_when_they_do_not() -> None:
     assert (fits, separated) == (3, False)
     ratios = [separate_clusters(s, tails=(t,))[0].variance_ratio for t in (0.01, 0.1, 0.25)]
     assert mixture.variance_ratio == max(ratios) < 4
-    assert separate_clusters(s, tails=(0.01, 0.1, 0.25), min_ratio=1.0)[1:] == (1, True)
+    assert separate_clusters(s, MixtureSettings(min_ratio=1.0), (0.01, 0.1, 0.25))[1:] == (1, True)
     with pytest.raises(ValueError, match="tails is empty"):
         separate_clusters(s, tails=())
 
@@ -299,6 +304,15 @@ def test_a_given_number_needs_no_public_text() -> None:
 def test_arguments_are_checked(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FlatChat(**arguments)
+
+
+def test_arguments_of_0_1_0_warn_with_the_new_spelling() -> None:
+    spelling = r"FlatChat\(mixture=MixtureSettings\(regularization=, min_ratio=\)\)"
+    with pytest.warns(FutureWarning, match=spelling):
+        attack = FlatChat(regularization=1e-5, min_ratio=3.0)
+    assert attack.mixture == MixtureSettings(1e-5, 3.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ratio'"):
+        FlatChat(ratio=3.0)
 
 
 def test_a_prediction_without_public_text_is_refused_at_setup() -> None:

@@ -347,7 +347,7 @@ def test_dropout_in_training_takes_the_certificate_away() -> None:
 def test_dropout_of_the_embeddings_is_known(family) -> None:
     model = ready(family())
     attack, anatomy = prepared(model)
-    (known,) = (r.known for r in attack._readable if r.known.width == 64)
+    (known,) = (r.known_input for r in attack._readable if r.known_input.width == 64)
     names = {m: n for n, m in model.named_modules()}
     assert all("embeddings" in names[m] or names[m].endswith(".drop") for m in known.dropouts)
     assert known.dropouts
@@ -677,7 +677,7 @@ def test_public_text_makes_frequent_tokens_likelier() -> None:
     anatomy = find_anatomy(model)
     attack = SubspaceWords([[7, 8, 7, 9] * 20])
     attack.prepare(anatomy)
-    odds = attack._readable[0]._log_odds
+    odds = attack._readable[0].log_odds
     assert float(odds[7]) >= float(odds[9]) > float(odds[100])
     assert attack.config()["public_text"] != SubspaceWords().config()["public_text"]
 

@@ -1,0 +1,372 @@
+"""Word types from the gradients of the maps that read one known input.
+
+Entries of gradients may be unevenly accurate. A gradient that is computed back from a step of Adam
+(:meth:`~lightning_fedleak.attacks.local_steps.LocalSteps.invert`) is such a case: its small entries
+are exact, its largest are uncertain. Rows are combinations of few atoms. The atoms that explain the
+accurate entries predict the uncertain ones, and the completed rows give better atoms. Both steps
+alternate until the atoms stay the same (expectation and maximisation).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.clipping import WHY_CUT
+from lightning_fedleak.attacks.row_space.capacity import measure_capacity, planted_set_seconds
+from lightning_fedleak.attacks.row_space.dictionary import Dictionary, factor_rows
+from lightning_fedleak.attacks.row_space.linear_maps import (
+    NO_GRADIENT_YET,
+    KnownInput,
+    LinearMap,
+    dropout_variance,
+    in_decoder,
+    input_rows,
+)
+from lightning_fedleak.attacks.row_space.pursuit import Atoms, PursuitResult, SharedRows, explain
+from lightning_fedleak.snapshots import (
+    Inapplicable,
+    NotYet,
+    Observation,
+    UnusableObservation,
+    explain_weight_term,
+    whole_tensor,
+)
+
+_PROBED = 32  # tokens whose inputs are compared to see whether the model has changed; not tuned
+_LENGTH = 32  # positions that count as known when the capacity is measured; not tuned
+_UNCHANGED = 5e-7  # relative change of inputs that float32 explains (it rounds to 1e-7)
+_UNEXPLAINED = 1e-3  # share of the norm of uncut entries: rounding leaves less, a missed type more
+_ROUNDS = 10  # alternations at most: a limit of time, not tuned
+_MOST_ROWS = 256  # rows per map, the most accurate ones: a limit of time, not tuned
+_RIDGE = 1e-9  # share of a Gram matrix's mean diagonal that makes it invertible; not tuned
+_ACCURATE = 0.9  # quantile of errors up to which entries measure the misfit; not tuned
+_SPARE = 1.5  # known entries per atom from which a fit of a row can fail; not tuned
+
+Finder = Callable[[Sequence[Tensor], Sequence[float]], tuple[PursuitResult, Tensor]]
+"""Explains rows whose noise has these standard deviations: the result, its atoms (k, d) float64."""
+
+
+@dataclass(eq=False)
+class ReadableInput:
+    """A known input whose maps are trained, with the atom of every token.
+
+    Attributes:
+        known_input: the input.
+        maps: the maps that read it and are trained, at least one.
+        dictionary: what every token looks like there.
+        log_odds: (V,) prior of each token being in the batch.
+    """
+
+    known_input: KnownInput
+    maps: tuple[LinearMap, ...]
+    dictionary: Dictionary
+    log_odds: Tensor
+    _factors: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _atoms: tuple[tuple[int, frozenset[str]], Atoms] | None = field(default=None, init=False)
+
+    @property
+    def decoder(self) -> bool:
+        """Return whether the input is of an encoder-decoder's decoder."""
+        return in_decoder(self.maps[0].name)
+
+    @property
+    def is_factor_b(self) -> bool:
+        """Return whether only factors B of low-rank adapters read the input."""
+        return all(m.factor == "B" for m in self.maps)
+
+    def follow(self, anatomy: Anatomy) -> None:
+        """Store the current factors A, whose rows a loss term may add to gradients."""
+        self._factors = factor_rows(anatomy, self.maps)
+        if self._atoms is not None and self._atoms[0][1]:
+            self._atoms = None
+
+    def is_current(self, anatomy: Anatomy, autocast: torch.dtype | None) -> bool:
+        """Return whether the inputs of some tokens are unchanged."""
+        step = max(1, len(self.dictionary.rows) // _PROBED)
+        ids = torch.arange(0, len(self.dictionary.rows), step, device=anatomy.device)
+        rows = input_rows(anatomy, self.known_input, ids[:, None], autocast=autocast)[:, 0]
+        change = (rows - self.dictionary.rows[ids]).abs().max()
+        return float(change) <= _UNCHANGED * float(rows.abs().max())
+
+    def capacity(self, seconds: float, seed: int) -> float | None:
+        """Return how many types its rows can tell apart; None if one set takes longer on a CPU.
+
+        The positions of texts of 32 tokens count as known.
+        """
+        beside = {m.name: self._factors[m.name] for m in self.maps if m.regularised}
+        atoms = self._atoms_beside(_LENGTH if self.dictionary.positions is not None else 0, beside)
+        rows = sum(m.rows for m in self.maps if self.is_factor_b or m.factor != "B")
+        tokens, width = self.dictionary.rows.shape
+        if atoms.screen.device.type == "cpu" and planted_set_seconds(width, tokens, rows) > seconds:
+            return None
+        return float(measure_capacity(atoms, rows, seconds=seconds, seed=seed).types)
+
+    def read(
+        self,
+        view: Observation,
+        noise: Mapping[str, float],
+        autocast: torch.dtype | None,
+        errors: Mapping[str, Tensor] | None = None,
+        *,
+        clipped: bool = False,
+    ) -> PursuitResult:
+        """Return the types that explain the gradients of these maps.
+
+        Args:
+            view: the shared gradients.
+            noise: standard deviation of what was added to each entry, by parameter.
+            autocast: dtype that the client's forward is cast to.
+            errors: standard deviation of each entry's error, by parameter, if they differ.
+            clipped: whether clipping by value has cut entries; all others must be explained then.
+
+        Raises:
+            UnusableObservation: the gradients cannot be read, see
+                :meth:`~lightning_fedleak.attacks.words.subspace.SubspaceWords.run`.
+        """
+        by_map = self._gradients(view)
+        gradients = list(by_map.values())
+        beside = self._rows_of_loss_terms(by_map, view.gradients[-1].loss_terms)
+        dtypes = [g.dtype for g in (*gradients, self.dictionary.rows)]
+        rounding = _rounding(dtypes, autocast)
+        positions = self.dictionary.count_positions(gradients, tuple(beside.values()))
+
+        def find(
+            rows: Sequence[Tensor], levels: Sequence[float], positions: int = positions
+        ) -> tuple[PursuitResult, Tensor]:
+            result = self._explain(rows, positions, rounding, levels, beside)
+            atoms = self._atoms_beside(positions, beside)
+            return result, torch.cat([atoms.rows(result.types), atoms.beside])
+
+        if errors is not None:
+            if self.is_factor_b:
+                raise Inapplicable(
+                    "in an update of Adam, LoRA's B alone has too few directions to tell words "
+                    "apart"
+                )
+            doubts = [errors[m.name] if m.axis == 1 else errors[m.name].T for m in by_map]
+            uneven = _explain_clipped if clipped else explain_uneven
+            result = self._words(uneven(gradients, doubts, find)[0])
+            cause = "what the optimizer's step left of the gradient"
+            if clipped:
+                cause = "what clipping by value left of the gradient"
+        else:
+            dropped = [self._dropout_noise(m, g) for m, g in by_map.items()]
+            levels = [
+                math.hypot(noise.get(m.name, 0.0), d) for m, d in zip(by_map, dropped, strict=True)
+            ]
+            cause = "what dropout adds" if any(dropped) else "the rounding of what was shared"
+            result, _ = find(gradients, levels)
+            if positions and not result.certified and not any(levels):
+                second, _ = find(gradients, levels, positions * 8 // 5 + 8)
+                result = second if second.certified else result
+            every_token = any(m.name in self.known_input.lone_token_maps for m in by_map)
+            result = replace(self._words(result), certified=result.certified and every_token)
+        # The declared noise is without the rounding of stored weights.
+        if not len(result.types) and (errors is not None or not view.gradients[-1].noise_std):
+            raise UnusableObservation(f"no token stands out of {cause}")
+        return result
+
+    def _gradients(self, view: Observation) -> dict[LinearMap, Tensor]:
+        """Return (n, d) gradients of the maps, without those that are all zero.
+
+        Raises:
+            UnusableObservation: one is not finite, or all are zero.
+        """
+        gradients = {}
+        for linear in self.maps:
+            g = whole_tensor(view.gradient(linear.name))
+            if not bool(g.isfinite().all()):
+                raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
+            if bool(g.any()):
+                gradients[linear] = g if linear.axis == 1 else g.T
+        if gradients:
+            return gradients
+        if any(m.factor == "A" for m in self.maps):
+            raise NotYet(NO_GRADIENT_YET)
+        raise UnusableObservation("the gradients of the first projections are all zero")
+
+    def _rows_of_loss_terms(
+        self, maps: Iterable[LinearMap], terms: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Return the rows that loss terms of parameters alone add to gradients, by parameter.
+
+        Raises:
+            UnusableObservation: a term is not of a low-rank factor.
+        """
+        names = [m.name for m in maps if m.regularised or m.name in terms]
+        for name in names:
+            if name not in self._factors:
+                raise UnusableObservation(explain_weight_term(name))
+        return {name: self._factors[name] for name in names}
+
+    def _dropout_noise(self, linear: LinearMap, gradient: Tensor) -> float:
+        """Return the standard deviation that dropout adds to an entry of a map's gradient."""
+        variance = dropout_variance((*self.known_input.dropouts, *linear.dropouts))
+        return math.sqrt(variance * float(gradient.double().square().mean()))
+
+    def _words(self, result: PursuitResult) -> PursuitResult:
+        """Return a result without the atoms that are no words."""
+        tokens = len(self.dictionary.rows)
+        words = result.types < tokens
+        return replace(
+            result,
+            types=result.types[words],
+            scores=result.scores[:tokens],
+            expected=max(0.0, result.expected - int((~words).sum())),
+        )
+
+    def _atoms_beside(self, positions: int, beside: Mapping[str, Tensor]) -> Atoms:
+        """Return the atoms with these first positions and rows projected off; the last are kept."""
+        key = (positions, frozenset(beside))
+        if self._atoms is None or self._atoms[0] != key:
+            self._atoms = (key, Atoms(*self.dictionary.atoms(positions, tuple(beside.values()))))
+        return self._atoms[1]
+
+    def _explain(
+        self,
+        gradients: Sequence[Tensor],
+        positions: int,
+        rounding: float,
+        noise: Sequence[float],
+        beside: Mapping[str, Tensor],
+    ) -> PursuitResult:
+        atoms = self._atoms_beside(positions, beside)
+        shared = SharedRows.stack(gradients, atoms.beside, rounding=rounding, noise=noise)
+        if beside and not any(noise) and shared.silent:
+            raise NotYet(NO_GRADIENT_YET)
+        room = atoms.width - len(atoms.beside)
+        if len(shared.principal) >= room - 1:
+            raise Inapplicable(
+                f"what was shared fills all {room} directions of the input: more types (and "
+                "positions) than can be told apart"
+            )
+        extra = atoms.screen.shape[0] - len(self.log_odds)
+        odds = torch.cat([self.log_odds, self.log_odds.new_zeros(extra)])
+        if not len(shared.principal):
+            none = torch.empty(0, dtype=torch.long, device=odds.device)
+            return PursuitResult(none, odds, 0.0, 1.0, False)
+        return explain(atoms, shared, odds)
+
+
+def _rounding(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> float:
+    """Return the relative error of an entry of a gradient.
+
+    It is about a quarter of an epsilon for a gradient that was rounded once, and a whole one for
+    the sums of single precision.
+    """
+    largest = max(torch.finfo(d).eps for d in (*dtypes, autocast) if d is not None)
+    single = torch.finfo(torch.float32).eps
+    if largest <= single:
+        reduced = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
+        return 2.0**-11 if reduced else single
+    return largest / 4
+
+
+def _explain_clipped(
+    rows: Sequence[Tensor], errors: Sequence[Tensor], find: Finder
+) -> tuple[PursuitResult, Tensor]:
+    """Return the types of rows with clipped entries: from unclipped rows, or from all rows.
+
+    Raises:
+        Inapplicable: neither explains all entries that were not clipped.
+    """
+    whole = [g[e.isfinite().all(1)] for g, e in zip(rows, errors, strict=True)]
+    uncut = [g for g in whole if bool(g.any())]
+    ways: list[Callable[[], tuple[PursuitResult, Tensor]]] = [
+        lambda: find(uncut, [0.0] * len(uncut)),
+        lambda: explain_uneven(rows, errors, find),
+    ]
+    for way in ways if uncut else ways[1:]:
+        result, atoms = way()
+        if unexplained_share(rows, errors, atoms) <= _UNEXPLAINED:
+            return replace(result, certified=False), atoms
+    raise Inapplicable(WHY_CUT)
+
+
+def explain_uneven(
+    rows: Sequence[Tensor], errors: Sequence[Tensor], find: Finder
+) -> tuple[PursuitResult, Tensor]:
+    """Return the types of rows with entries of uneven accuracy, and the latest atoms.
+
+    Args:
+        rows: each (n_i, d).
+        errors: standard deviations of their entries; infinite where only an entry's sign and a
+            lower bound of its size are known.
+        find: finds the atoms of rows that are evenly accurate.
+    """
+    measured = [_most_accurate(y.double(), e.double()) for y, e in zip(rows, errors, strict=True)]
+    current = [
+        y * (y.square() / (y.square() + e.square())).where(e.isfinite(), 0.5) for y, e in measured
+    ]
+    doubts = [torch.minimum(e, y.abs()) for y, (_, e) in zip(current, measured, strict=True)]
+    history: list[set[int]] = []
+    result: PursuitResult | None = None
+    for _ in range(_ROUNDS):
+        latest, atoms = find(current, [float(x.square().mean().sqrt()) for x in doubts])
+        types = set(latest.types.tolist())
+        result = latest if types or result is None else result
+        if not types or types in history or len(atoms) >= atoms.shape[1]:
+            break
+        history.append(types)
+        completed = [_complete(y, e, atoms) for y, e in measured]
+        current, doubts = [y for y, _ in completed], [e for _, e in completed]
+    assert result is not None  # there is at least one round
+    return result, atoms
+
+
+def _most_accurate(rows: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows with the smallest relative errors, and errors of at least their median."""
+    if len(rows) > _MOST_ROWS:
+        relative = (errors / rows.abs().clamp_min(1e-300)).clamp(max=1.0).mean(1)
+        best = relative.argsort()[:_MOST_ROWS]
+        rows, errors = rows[best], errors[best]
+    finite = errors[errors.isfinite()]
+    return rows, errors.clamp_min(float(finite.median()) if len(finite) else 0.0)
+
+
+def _complete(rows: Tensor, errors: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of measured and fitted rows, weighted by accuracy, and its errors."""
+    weights = errors.square().reciprocal()
+    k = len(atoms)
+    means, doubts = torch.empty_like(rows), torch.empty_like(rows)
+    for i, (row, error, weight) in enumerate(zip(rows, errors, weights, strict=True)):
+        if int((weight > 0).sum()) <= k:  # atoms could fit whatever the known entries are
+            means[i], doubts[i] = row, row.abs()
+            continue
+        weighed = atoms * weight
+        gram = weighed @ atoms.T
+        gram.diagonal().add_(_RIDGE * gram.diagonal().mean())
+        fit = torch.linalg.solve(gram, weighed @ row) @ atoms
+        finite = error.isfinite()
+        accurate = error <= error[finite].quantile(_ACCURATE)
+        spare = max(0.1, 1 - k / int(finite.sum()))
+        variance = (row - fit)[accurate].square().mean() / spare
+        trust = variance / (variance + error.square())
+        means[i] = torch.where(finite, trust * row + (1 - trust) * fit, fit)
+        doubts[i] = torch.where(finite, trust.sqrt() * error, variance.sqrt())
+    return means, doubts
+
+
+def unexplained_share(rows: Sequence[Tensor], errors: Sequence[Tensor], atoms: Tensor) -> float:
+    """Return the share of known entries' norm that atoms do not explain; 1 if too few are known.
+
+    Args:
+        rows: each (n_i, d).
+        errors: of their entries; infinite for an unknown entry.
+        atoms: (k, d) float64.
+    """
+    residual, whole = 0.0, 0.0
+    for y, e in (_most_accurate(y.double(), e.double()) for y, e in zip(rows, errors, strict=True)):
+        for row, finite in zip(y, e.isfinite(), strict=True):
+            if int(finite.sum()) > _SPARE * len(atoms):  # else atoms fit whatever it is
+                part = atoms[:, finite].T
+                fit = part @ torch.linalg.lstsq(part, row[finite][:, None]).solution
+                residual += float((row[finite] - fit[:, 0]).square().sum())
+                whole += float(row[finite].square().sum())
+    return (residual / whole) ** 0.5 if whole else 1.0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from inspect import Parameter, Signature
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -151,6 +152,35 @@ def group_old_arguments(
     grouped = f"{argument}={type(settings).__name__}({names})"
     warn_of_old_spelling(f"{owner}({names})", f"{owner}({grouped})")
     return replace(settings, **old)
+
+
+def old_spelling(settings: type[DataclassInstance], **more: Any) -> Callable[..., dict[str, Any]]:
+    """Return a function of a constructor's old arguments that drops those with their defaults.
+
+    LightningCLI reads its signature where a constructor passes ``**old`` to it, and then gives
+    each of these arguments to the constructor, whether the user named it or not.
+
+    Args:
+        settings: the dataclass that groups the arguments.
+        more: types of further arguments, by name; their default is None.
+    """
+    hints = get_type_hints(settings) | {name: kind | None for name, kind in more.items()}
+    defaults = {one.name: one.default for one in fields(settings)} | dict.fromkeys(more)
+
+    def drop_defaults(**old: Any) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in old.items()
+            if name not in defaults or value != defaults[name]
+        }
+
+    drop_defaults.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+            for name, default in defaults.items()
+        ]
+    )
+    return drop_defaults
 
 
 def check_names(owner: str, names: Iterable[str], known: Sequence[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ from lightning_fedleak.defenses.processes import (
     reduce_partial,
     shard_number,
 )
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.validate import check_integer, check_names, check_number
 
 
 class GradientNoise(Defense):
@@ -79,7 +81,7 @@ class GradientNoise(Defense):
             resumes from a checkpoint without this defence's state ignores the seed.
         harden_factor: what a notch multiplies the noise by.
         max_hardenings: how often it may be turned up; None for no limit.
-        most_notches: the old name of ``max_hardenings``, through 0.2.
+        old: ``most_notches``, as 0.1.0 spelled ``max_hardenings``; it warns, and works through 0.2.
 
     Attributes:
         notches: how often it was turned up.
@@ -105,8 +107,9 @@ class GradientNoise(Defense):
         *,
         harden_factor: float = 2.0,
         max_hardenings: int | None = None,
-        most_notches: int | None = None,
+        **old: Any,
     ) -> None:
+        check_names("GradientNoise", old, [*signature(GradientNoise).parameters, "most_notches"])
         hint = "None is for no clipping"
         check_number(
             "GradientNoise: clip", clip, above=0, optional=True, hint=hint, error=DefenseError
@@ -117,7 +120,7 @@ class GradientNoise(Defense):
         self.sigma = sigma
         self.seed = seed
         self.harden_factor = harden_factor
-        self.max_hardenings = allowed_hardenings("GradientNoise", max_hardenings, most_notches)
+        self.max_hardenings = allowed_hardenings("GradientNoise", max_hardenings, **old)
         self.notches = 0
         self.releases = 0
         self._precision = 0.0  # sum of 1 / sigma^2 over releases

@@ -54,6 +54,7 @@ from lightning_fedleak.validate import (
     check_integer,
     check_number,
     group_old_arguments,
+    old_spelling,
 )
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
@@ -192,6 +193,9 @@ class AttentionSettings:
         return "ladder" if gamma == "lemma" or self.readout == "token" else "band"
 
 
+_old_settings = old_spelling(AttentionSettings)
+
+
 class AttentionMembership(MembershipAttack):
     """Algorithm 1 of Vu et al. 2024 in closed form: two heads, few rows of W_O, a ladder of gamma.
 
@@ -276,7 +280,7 @@ class AttentionMembership(MembershipAttack):
     ) -> None:
         super().__init__(layer, "token", tokens, name)
         settings = group_old_arguments(
-            type(self).__name__, "attention", attention or AttentionSettings(), old
+            type(self).__name__, "attention", attention or AttentionSettings(), _old_settings(**old)
         )
         score = settings.resolved_score(gamma)
         check_positive_or("gamma", gamma, ("calibrated", "lemma"))

@@ -45,6 +45,7 @@ from lightning_fedleak.validate import (
     check_integer,
     check_number,
     group_old_arguments,
+    old_spelling,
 )
 
 TWIN_DISTANCE = 1e-2  # L1, over the target's norm, of a sample that is skipped; not tuned
@@ -270,6 +271,9 @@ def _separated(outputs: Tensor, margin: float) -> bool:
     return bool((outputs[0] > margin) & (outputs[1:] < -margin).all())
 
 
+_old_settings = old_spelling(TrainingSettings)
+
+
 class TrainedMembership(MembershipAttack):
     """AMI FC: two fully connected layers whose weights are trained to fire on the target only.
 
@@ -343,7 +347,7 @@ class TrainedMembership(MembershipAttack):
     ) -> None:
         super().__init__(layer, granularity, tokens, name)
         self.training = group_old_arguments(
-            type(self).__name__, "training", training or TrainingSettings(), old
+            type(self).__name__, "training", training or TrainingSettings(), _old_settings(**old)
         )
         check_integer("refresh_every", refresh_every)
         check_choice("threshold", threshold, ("midpoint", "trained"))

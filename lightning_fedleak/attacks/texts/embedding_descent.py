@@ -26,7 +26,12 @@ from lightning_fedleak.attacks.texts.descent import (
     Likeness,
 )
 from lightning_fedleak.attacks.texts.sweeps import high_errors, sweep
-from lightning_fedleak.validate import check_choice, check_integer, warn_of_old_spelling
+from lightning_fedleak.validate import (
+    check_choice,
+    check_integer,
+    old_spelling,
+    warn_of_old_spelling,
+)
 
 TEXTS, LENGTH = 64, 64  # random texts of a readout and their tokens; more cost time. Not tuned
 RIDGE = 1e-2  # of the mean variance of a hidden number; more shrinks what is read. Not tuned
@@ -102,6 +107,9 @@ class StateReadout:
         return words
 
 
+_old_settings = old_spelling(DescentSettings, init_token=int)
+
+
 class EmbeddingDescent(DescentAttack):
     """Zheng's attack: word embeddings whose hidden states are those sent (Eq. 3), by Adam.
 
@@ -163,10 +171,10 @@ class EmbeddingDescent(DescentAttack):
         name: str | None = None,
         **old: Any,
     ) -> None:
-        if "init_token" in old:
+        passed = _old_settings(**old)
+        if "init_token" in passed:
             warn_of_old_spelling("EmbeddingDescent(init_token=)", "EmbeddingDescent(initial=)")
-            token = old.pop("init_token")
-            initial = initial if token is None else token
+            initial = passed.pop("init_token")
         super().__init__(
             layer,
             steps=steps,
@@ -174,7 +182,7 @@ class EmbeddingDescent(DescentAttack):
             descent=descent,
             budget_seconds=budget_seconds,
             name=name,
-            old=old,
+            old=passed,
         )
         check_choice("likeness", likeness, LIKENESSES)
         if isinstance(initial, str):

@@ -30,6 +30,7 @@ from lightning_fedleak.validate import (
     check_integer,
     check_number,
     group_old_arguments,
+    old_spelling,
 )
 
 Distance = Literal["l2", "tag", "cosine"]
@@ -90,6 +91,9 @@ class MatchingSettings:
         check_integer("swaps", self.swaps, at_least=0)
         check_integer("swap_every", self.swap_every)
         check_integer("starts", self.starts)
+
+
+_old_settings = old_spelling(MatchingSettings)
 
 
 class GradientMatching(TextAttack):
@@ -193,7 +197,7 @@ class GradientMatching(TextAttack):
         self.distance: Distance = distance
         self.labels: Labels = labels
         self.matching = group_old_arguments(
-            type(self).__name__, "matching", matching or MatchingSettings(), old
+            type(self).__name__, "matching", matching or MatchingSettings(), _old_settings(**old)
         )
         self.steps = steps
         self.lr = lr

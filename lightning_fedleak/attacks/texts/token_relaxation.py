@@ -8,7 +8,9 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.texts.base import Sent
 from lightning_fedleak.attacks.texts.descent import DescentAttack, DescentSettings
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.validate import check_integer, check_number, old_spelling
+
+_old_settings = old_spelling(DescentSettings)
 
 
 class TokenRelaxation(DescentAttack):
@@ -63,7 +65,7 @@ class TokenRelaxation(DescentAttack):
             descent=descent,
             budget_seconds=budget_seconds,
             name=name,
-            old=old,
+            old=_old_settings(**old),
         )
         check_number("temperature", temperature, above=0)
         check_integer("most_weights", most_weights)

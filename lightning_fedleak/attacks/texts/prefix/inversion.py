@@ -24,7 +24,7 @@ from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.search import Recovered, search
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
-from lightning_fedleak.validate import check_integer, group_old_arguments
+from lightning_fedleak.validate import check_integer, group_old_arguments, old_spelling
 
 # None of the values was tuned.
 BY_SIDE = 256  # candidates in one run; bounds the memory
@@ -130,6 +130,9 @@ class PrefixSettings:
         check_integer("renew_table_every", self.renew_table_every)
 
 
+_old_settings = old_spelling(PrefixSettings)
+
+
 class PrefixInversion(InversionAttack):
     """The exact text of hidden states at the split, from left to right, for causal models.
 
@@ -199,7 +202,7 @@ class PrefixInversion(InversionAttack):
         self.noised = noised
         self.beam = beam
         self.settings = group_old_arguments(
-            type(self).__name__, "settings", settings or PrefixSettings(), old
+            type(self).__name__, "settings", settings or PrefixSettings(), _old_settings(**old)
         )
         self.seed = seed
         self._table: StateTable | None = None

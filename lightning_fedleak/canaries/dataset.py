@@ -21,7 +21,12 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.canaries.items import check_alike, digest_of, token_ids_of
-from lightning_fedleak.canaries.record import Game, InclusionMismatch, InclusionRecord, key_of
+from lightning_fedleak.canaries.record import (
+    Game,
+    InclusionMismatch,
+    InclusionRecord,
+    seed_key,
+)
 from lightning_fedleak.model_state import preserve_process
 
 
@@ -248,7 +253,7 @@ def _record(
         else:
             return fresh
     saved = InclusionRecord.load(file)
-    key = saved.key if seed is None else key_of(seed)
+    key = saved.key if seed is None else seed_key(seed)
     InclusionRecord(key, tuple(digests), probability, game).check_same(saved, f"the record {file}")
     return saved
 

@@ -31,9 +31,9 @@ def token_ids_of(item: Any, name: str) -> Tensor:
         ids, mask = item["input_ids"], item.get("attention_mask")
     else:
         ids = item[0] if isinstance(item, tuple) and item else item
-    row = _row(ids, name)
+    row = _token_row(ids, name)
     if mask is not None:
-        visible = _row(mask, f"{name}['attention_mask']")
+        visible = _token_row(mask, f"{name}['attention_mask']")
         if visible.shape != row.shape:
             raise ValueError(f"{name}: attention_mask and input_ids differ in length")
         row = row[visible != 0]
@@ -91,7 +91,7 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _row(ids: Any, name: str) -> Tensor:
+def _token_row(ids: Any, name: str) -> Tensor:
     try:
         row = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -86,7 +86,7 @@ class InclusionRecord:
         Raises:
             ValueError: an argument is out of its range.
         """
-        key = secrets.token_bytes(32) if seed is None else key_of(seed)
+        key = secrets.token_bytes(32) if seed is None else seed_key(seed)
         return cls(key, tuple(digests), probability, game)
 
     @property
@@ -259,7 +259,7 @@ class InclusionRecord:
         return type(self), (self.key, self.digests, self.probability, self.game)
 
 
-def key_of(seed: int) -> bytes:
+def seed_key(seed: int) -> bytes:
     """Return the key that a seed stands for.
 
     Raises:

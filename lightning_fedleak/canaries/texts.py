@@ -71,7 +71,7 @@ def new_token_canaries(
             ones, a model that is not causal, that PEFT wraps already, or that cannot be resized.
     """
     anatomy = _causal(model, "new_token_canaries")
-    _check_count(count)
+    check_integer("count", count)
     check_integer("length", length, at_least=3, hint="its own token twice, one between")
     check_number("row_norm", row_norm, above=0)
     _check_length(anatomy, length)
@@ -127,7 +127,7 @@ def high_temperature_canaries(
             texts after several tries.
     """
     anatomy = _causal(model, "high_temperature_canaries")
-    _check_count(count)
+    check_integer("count", count)
     check_integer("length", length, at_least=2)
     check_number("temperature", temperature, above=0)
     generator = torch.Generator().manual_seed(seed)
@@ -157,10 +157,6 @@ def _causal(model: nn.Module, function: str) -> Anatomy:
             "model: give with_canaries texts of your own"
         )
     return anatomy
-
-
-def _check_count(count: int) -> None:
-    check_integer("count", count)
 
 
 def _check_length(anatomy: Anatomy, length: int) -> None:

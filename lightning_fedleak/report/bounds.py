@@ -150,14 +150,14 @@ class _FitAccount:
     origin: str | None
     restored: Sequence[Releases]
 
-    def new_releases(self, elsewhere: Sequence[Releases]) -> list[Releases]:
-        """Return the releases without those from the checkpoint that are recorded elsewhere.
+    def new_releases(self, origin: _FitAccount | None) -> list[Releases]:
+        """Return the releases without those from the checkpoint that its own fit has recorded.
 
         A fit that was killed has recorded fewer than its last checkpoint holds: the rest stays
         here. Where the checkpoint's are no part of the history, nothing is taken off.
         """
-        counts = _by_kind(self.account.history)
-        restored, recorded = _by_kind(self.restored), _by_kind(elsewhere)
+        counts, restored = _by_kind(self.account.history), _by_kind(self.restored)
+        recorded = _by_kind(origin.account.history) if origin else {}
         if all(counts.get(kind, 0) >= count for kind, count in restored.items()):
             for kind, count in restored.items():
                 counts[kind] -= min(count, recorded.get(kind, 0))
@@ -196,7 +196,8 @@ def _releases(account: Account) -> int:
 
 def _joint(defense: str, fits: Mapping[str, _FitAccount]) -> JointAccount:
     accounts = [fit.account for fit in fits.values()]
-    added = _sum([account.epsilon for account in accounts])
+    epsilons = [account.epsilon for account in accounts if account.epsilon is not None]
+    added = rounded_up(math.fsum(epsilons)) if len(epsilons) == len(accounts) else None
     deltas = rounded_up(math.fsum(account.delta or 0.0 for account in accounts))
     delta = max(account.delta or 0.0 for account in accounts)
     epsilon: float | str | None = math.inf
@@ -224,17 +225,10 @@ def _composed(
     recorded = all(account.history for account in accounts)
     if not recorded or not accountants <= {"prv", "rdp"} or len(samplings) > 1:
         return None
-    history = [
-        release
-        for fit in fits.values()
-        for release in fit.new_releases(_history(fits.get(fit.origin or "")))
-    ]
+    origins = {name: fits.get(fit.origin or "") for name, fit in fits.items()}
+    history = [one for name, fit in fits.items() for one in fit.new_releases(origins[name])]
     kind = "prv" if accountants == {"prv"} else "rdp"
     return composed_epsilon(history, delta, kind, *samplings), delta
-
-
-def _history(fit: _FitAccount | None) -> Sequence[Releases]:
-    return fit.account.history if fit else ()
 
 
 def _common(units: set[str]) -> str:
@@ -242,8 +236,3 @@ def _common(units: set[str]) -> str:
     if len(units) == 1:
         return next(iter(units))
     return NOT_RECORDED if NOT_RECORDED in units else "example"
-
-
-def _sum(epsilons: Sequence[float | None]) -> float | None:
-    numbers = [epsilon for epsilon in epsilons if epsilon is not None]
-    return rounded_up(math.fsum(numbers)) if len(numbers) == len(epsilons) else None

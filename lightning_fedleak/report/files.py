@@ -63,7 +63,7 @@ def write(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
-            _write(path, text, private=bool(texts) and path.suffix == ".html")
+            _write_whole(path, text, private=bool(texts) and path.suffix == ".html")
     except OSError as error:
         raise ReportError(
             f"'{folder}' cannot be written to ({error.strerror}): name another folder with --out"
@@ -99,7 +99,7 @@ def _text(path: Path) -> str:
         raise ReportError(f"'{path}' is not UTF-8 text") from None
 
 
-def _write(path: Path, content: str, *, private: bool) -> None:
+def _write_whole(path: Path, content: str, *, private: bool) -> None:
     """Write a file whole or not at all; a private page is its owner's from its first byte on."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".report")  # mode 0600
     try:

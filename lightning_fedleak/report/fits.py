@@ -236,12 +236,9 @@ def _shared(begin: BeginLine | None, clients: int, spendings: Sequence[Account])
     monitor, model = begin.monitor or MonitorFacts(), begin.model
     update = "the gradient of every step"
     if monitor.local_steps:
-        steps = (
-            "optimizer step"
-            if monitor.local_steps == 1
-            else f"{monitor.local_steps} optimizer steps"
-        )
-        update = f"the weights' change after every {steps}"
+        count = "" if monitor.local_steps == 1 else f"{monitor.local_steps} "
+        steps = "step" if monitor.local_steps == 1 else "steps"
+        update = f"the weights' change after every {count}optimizer {steps}"
     if model is not None and model.trained_parameters and model.parameters:
         trained, total = model.trained_parameters, model.parameters
         update += f", of {'all' if trained == total else f'{trained:,} of'} {total:,} parameters"
@@ -321,8 +318,8 @@ def _rule(gate: GateFacts) -> GateRule:
     judged = "each measurement by its value"
     if gate.bound not in (None, "value"):
         judged = f"all measurements, {gate.bound} bound, alpha {digits(gate.alpha)}"
-    rule = f"{gate.metric} at most {digits(gate.at_most)}, else {digits(gate.action)}"
-    rule = f"{rule}; judges {judged}"
+    limit = f"{gate.metric} at most {digits(gate.at_most)}, else {digits(gate.action)}"
+    rule = f"{limit}; judges {judged}"
     return GateRule(gate.name, gate.metric, gate.at_most, gate.action, gate.bound, gate.alpha, rule)
 
 

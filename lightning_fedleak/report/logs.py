@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -280,13 +281,14 @@ def merge_monitors(logs: Sequence[FitLog]) -> FitLog:
         return logs[0]
     begin = _merge_begins([log.begin for log in logs if log.begin is not None])
     ends = [log.end for log in logs if log.end is not None]
-    decisions = sorted((line for log in logs for line in log.decisions), key=_step)
+    step = attrgetter("step")
+    decisions = sorted((line for log in logs for line in log.decisions), key=step)
     return FitLog(
         logs[0].folder,
         ", ".join(log.run for log in logs),
         begin,
-        sorted((line for log in logs for line in log.looks), key=_step),
-        sorted((line for log in logs for line in log.results), key=_step),
+        sorted((line for log in logs for line in log.looks), key=step),
+        sorted((line for log in logs for line in log.results), key=step),
         list({repr(replace(line, run="")): line for line in decisions}.values()),
         ends[-1] if ends and (len(ends) == len(logs) or begin.is_federation) else None,
         len(logs),
@@ -296,15 +298,16 @@ def merge_monitors(logs: Sequence[FitLog]) -> FitLog:
 def _merge_begins(begins: Sequence[BeginLine]) -> BeginLine:
     """Return what all monitors of a fit recorded of it, as one of them would have."""
     first = begins[0]
-    attacks = _by_name([begin.attacks for begin in begins])
-    not_played = _by_name([begin.not_played or () for begin in begins])
+    attacks = _each_once([begin.attacks for begin in begins])
+    played = {attack.name for attack in attacks}
+    not_played = _each_once([begin.not_played or () for begin in begins])
     monitors = [begin.monitor for begin in begins if begin.monitor is not None]
     return replace(
         first,
-        attacks=tuple(attacks.values()),
-        families=tuple(_by_name([begin.families for begin in begins]).values()),
-        not_played=tuple(one for one in not_played.values() if one.name not in attacks),
-        gates=tuple(_by_name([begin.gates or () for begin in begins]).values()),
+        attacks=attacks,
+        families=_each_once([begin.families for begin in begins]),
+        not_played=tuple(one for one in not_played if one.name not in played),
+        gates=_each_once([begin.gates or () for begin in begins]),
         defenses=tuple(defense for begin in begins for defense in begin.defenses),
         unread=_unread_by_all(begins),
         monitor=_merge_settings(monitors) if monitors else None,
@@ -336,9 +339,6 @@ class _Named(Protocol):
 N = TypeVar("N", bound=_Named)
 
 
-def _by_name(lists: Sequence[Sequence[N]]) -> dict[str, N]:
-    return {one.name: one for each in lists for one in each}
-
-
-def _step(line: LookLine | ResultLine | GateLine) -> int:
-    return line.step
+def _each_once(lists: Sequence[Sequence[N]]) -> tuple[N, ...]:
+    """Return the entries of all lists, of several with one name the last."""
+    return tuple({one.name: one for each in lists for one in each}.values())

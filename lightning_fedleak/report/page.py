@@ -37,20 +37,15 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {
-        "in_words": in_words,
-        "share": share,
-        "interval": interval,
-        "rates": _rates,
-    }
-    environment.filters["most"] = _most
-    environment.globals |= {"account": account_facts, "pictures": pictures, "terms": glossary}
-    environment.globals["questions"] = questions
+    environment.filters |= {"in_words": in_words, "share": share, "interval": interval}
+    environment.filters |= {"rates": _shown_rates, "most": _most}
+    environment.globals |= {"account": account_facts, "pictures": pictures}
+    environment.globals |= {"terms": glossary, "questions": questions}
     source = files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8")
     return environment.from_string(source)
 
 
-def _rates(rates: Mapping[str, MetricValue | None]) -> dict[str, object]:
+def _shown_rates(rates: Mapping[str, MetricValue | None]) -> dict[str, object]:
     """Return the rates of an attack; what it could not measure is unknown, and was recorded."""
     return {name: "unknown" if rate is None else rate for name, rate in rates.items()}
 
@@ -144,14 +139,11 @@ def account_facts(account: Account) -> list[tuple[str, object]]:
         ]  # fmt: skip
     if account.correlated:
         facts.append(("Noise correlated over steps", account.correlated))
-    noise, rate = in_words(account.noise_multiplier), in_words(account.sample_rate)
+    releases = (account.releases, account.noise_multiplier, account.sample_rate)
     facts += [
         ("Clip norm", account.clip_norm),
         ("Target", account.target_epsilon),
-        (
-            "Releases, noise multiplier, sample rate",
-            f"{in_words(account.releases)}, {noise}, {rate}",
-        ),
+        ("Releases, noise multiplier, sample rate", ", ".join(map(in_words, releases))),
         ("Accountant", account.accountant),
         ("Ledger", account.ledger),
     ]
@@ -198,25 +190,20 @@ def questions(findings: Findings) -> list[tuple[str, Answers]]:
     Opinion 28/2024 (what a controller documents of attacks and of residual risk).
     """
     implementation = findings.people.get("implementation") or {}
-    data: Answers = [
-        (
-            "Whose data, collected how",
-            (findings.people.get("dp_variant") or {}).get("data_domain"),
-        ),
-        (
-            "Use of the data before and beside this",
-            implementation.get("preprocessing_and_hyperparameter_tuning"),
-        ),
-    ]
-    mechanism = [
-        *_mechanism(findings),
-        ("Bias between groups", implementation.get("justification")),
-    ]
+    domain = (findings.people.get("dp_variant") or {}).get("data_domain")
+    earlier_use = implementation.get("preprocessing_and_hyperparameter_tuning")
+    bias = ("Bias between groups", implementation.get("justification"))
     return [
         ("The claim (NIST SP 800-226)", _claim(findings)),
-        ("Mechanism, utility, bias", mechanism),
+        ("Mechanism, utility, bias", [*_mechanism(findings), bias]),
         ("Trust and side channels", _trust(findings)),
-        ("Data collection", data),
+        (
+            "Data collection",
+            [
+                ("Whose data, collected how", domain),
+                ("Use of the data before and beside this", earlier_use),
+            ],
+        ),
         ("Attacks and residual risk (EDPB Opinion 28/2024)", _attempts(findings)),
     ]
 
@@ -263,11 +250,9 @@ def _trust(findings: Findings) -> Answers:
         if fit.gates is not None:
             rules += [gate.rule for gate in fit.gates] or ["none"]
     trusted = (account.trusted for fit in findings.runs for account in fit.privacy)
+    updates = (fit.shared.description for fit in findings.runs)
     return [
-        (
-            "What leaves a client",
-            _each(findings, (fit.shared.description for fit in findings.runs)),
-        ),
+        ("What leaves a client", _each(findings, updates)),
         ("Who sees it", _each(findings, (fit.shared.seen_by for fit in findings.runs))),
         ("Who is trusted", _each(findings, trusted)),
         ("Gates", _each(findings, rules)),

@@ -25,7 +25,7 @@ PARAMETERS = ("epsilon", "delta", "rho")
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldKind:
     """What a field holds: in words, and whether a value is that."""
 
     words: str
@@ -52,13 +52,13 @@ def _is_parameters(value: object) -> bool:
     return isinstance(value, Mapping) and set(value) <= set(PARAMETERS)
 
 
-def _one_of(*words: str) -> Kind:
-    return Kind(", ".join(words), lambda value: value in words)
+def _one_of(*words: str) -> FieldKind:
+    return FieldKind(", ".join(words), lambda value: value in words)
 
 
-_TEXT = Kind("a string", _is_text)
-_TEXTS = Kind("a list of strings", _is_texts)
-FIELDS: Mapping[str, Mapping[str, Kind]] = {
+_TEXT = FieldKind("a string", _is_text)
+_TEXTS = FieldKind("a list of strings", _is_texts)
+FIELDS: Mapping[str, Mapping[str, FieldKind]] = {
     "basic": {
         "name": _TEXT,
         "data_curators": _TEXTS,
@@ -73,7 +73,7 @@ FIELDS: Mapping[str, Mapping[str, Kind]] = {
         ),
         "data_product_region": _TEXT,
         "description": _TEXT,
-        "publication_date": Kind("a date as 2026-01-31", _is_date),
+        "publication_date": FieldKind("a date as 2026-01-31", _is_date),
         "data_product_sector": _one_of(
             "Technology", "Healthcare", "Education", "Government", "Energy", "Finance"
         ),
@@ -88,7 +88,7 @@ FIELDS: Mapping[str, Mapping[str, Kind]] = {
     "privacy_loss": {
         "privacy_unit": _TEXT,
         "privacy_unit_details": _TEXT,
-        "privacy_parameters": Kind(f"a table of {', '.join(PARAMETERS)}", _is_parameters),
+        "privacy_parameters": FieldKind(f"a table of {', '.join(PARAMETERS)}", _is_parameters),
         "privacy_parameters_details": _TEXT,
     },
     "deployment_model": {

@@ -1,0 +1,92 @@
+"""Draw the pictures of the README from a run of ``fedleak demo``: its terminal and its report.
+
+::
+
+    python tools/readme_pictures.py             # docs/demo.svg and docs/report.png; needs Chromium
+
+Takes as long as the demo. The terminal is drawn as text, in the reader's own fixed-width font.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.terminal_theme import DIMMED_MONOKAI
+from rich.text import Text
+
+from lightning_fedleak.commands.demo.run import Demo
+
+EVERY = 10  # steps between two looks: half of the demo's lines, so that the picture fits a screen
+COMMAND = f"fedleak demo --every-n-steps {EVERY}"
+COLUMNS = 96  # of the terminal, wide enough for the demo's table
+PAGE = (1000, 760)  # pixels of the report that are shown: its verdict, and the first pictures
+MOST_BYTES = 150_000  # of a picture, so that the README loads at once
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+
+
+def draw_terminal(console: Console) -> str:
+    """Return what a console has recorded as SVG, without fonts from other hosts.
+
+    It is printed once more, so that long lines are folded as in a terminal, and programs are named
+    without the place where they are installed here.
+    """
+    text = re.sub(r"\S+/tensorboard ", "tensorboard ", console.export_text(styles=True))
+    terminal = Console(record=True, width=COLUMNS, file=io.StringIO(), color_system="truecolor")
+    terminal.print(Text.from_ansi(text), overflow="fold")
+    picture = terminal.export_svg(title=COMMAND, theme=DIMMED_MONOKAI, unique_id="demo")
+    return re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)
+
+
+def draw_page(page: Path, picture: Path, folder: Path) -> None:
+    """Write the first screen of a page of HTML as PNG.
+
+    Args:
+        page: the report.
+        picture: file that is written.
+        folder: for what Chromium keeps.
+
+    Raises:
+        FileNotFoundError: Chromium is not on the PATH.
+    """
+    program = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if program is None:
+        raise FileNotFoundError(f"none of {', '.join(CHROMIUM)} is on the PATH")
+    subprocess.run(
+        [
+            *(program, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+            *(f"--user-data-dir={folder}", f"--window-size={PAGE[0]},{PAGE[1]}"),
+            *(f"--screenshot={picture.resolve()}", page.resolve().as_uri()),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+
+
+def main() -> None:
+    """Run the demo and write both pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="default: docs")
+    out = parser.parse_args().out.resolve()
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), color_system="truecolor")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # the demo names its files as they are seen from here
+        Demo(every_n_steps=EVERY).run(console)
+        [page] = Path(folder).rglob("report.html")
+        (out / "demo.svg").write_text(draw_terminal(console), encoding="utf-8")
+        draw_page(page, out / "report.png", Path(folder) / "chromium")
+    for name in ("demo.svg", "report.png"):
+        size = (out / name).stat().st_size
+        print(f"{name}: {size:,} bytes{' (too large)' if size > MOST_BYTES else ''}")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.conv import _ConvNd
 
 from lightning_fedleak.defenses.accounting.accounting import joint_noise_multiplier
 from lightning_fedleak.defenses.base import (
@@ -37,6 +36,8 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     Clipping,
     in_form,
     probe,
+    random_direction,
+    rounds_products,
     select_samples,
     squared_norms,
     squared_norms_of_users,
@@ -264,23 +265,20 @@ class EarlierPieces:
                     value, squares = probe(clipped.parts[parameter], left, right)
                     earlier = self.probes.get(parameter, (0.0, 0.0))
                     self.probes[parameter] = earlier[0] + float(value), earlier[1] + float(squares)
+        user_gradient = self._add_to_user(clipped, piece) if piece.user_rows else None
+
+        def addend(parameter: nn.Parameter, total: Tensor | None = None) -> Tensor:
+            if user_gradient is None:
+                return clipped.sum_of(parameter, total)
+            gradient = user_gradient.get(parameter)
+            if gradient is None:
+                return zeros_of(parameter) if total is None else total
+            return gradient if total is None else total.add_(gradient)
+
+        for parameter in clipped.parts if user_gradient is None else user_gradient:
+            if not isinstance(parameter, DTensor):
+                self.sums[parameter] = addend(parameter, self.sums.get(parameter))
         sharded = [p for p in parameters if isinstance(p, DTensor)]
-        user_gradient = self._add_to_user(clipped, piece) if piece.user_rows else {}
-
-        def addend(parameter: nn.Parameter) -> Tensor:
-            if not piece.user_rows:
-                return clipped.sum_of(parameter)
-            return user_gradient[parameter] if parameter in user_gradient else zeros_of(parameter)
-
-        for parameter in parameters:
-            total = self.sums.get(parameter)
-            if isinstance(parameter, DTensor):
-                continue
-            if parameter in user_gradient:
-                gradient = user_gradient[parameter]
-                self.sums[parameter] = gradient if total is None else total.add_(gradient)
-            elif parameter in clipped.parts and not piece.user_rows:
-                self.sums[parameter] = clipped.sum_of(parameter, total)
         for _, parameter, piece_sum in clipped.sums(sharded, team, addend):
             total = self.sums.get(parameter)
             self.sums[parameter] = piece_sum if total is None else total.add_(piece_sum)
@@ -352,10 +350,9 @@ class ClippedSum:
     ) -> None:
         samples, parts, device = recorder.samples, recorder.parts, context.device
         self.samples = samples if users is None else len(users)
-        batch_size = samples if earlier is None else earlier.samples
-        ones = torch.ones(samples, dtype=torch.float64)
-        weights = ones if weights is None else weights.double()
-        self.weights = batch_size * weights.to(device)
+        self._earlier = earlier or EarlierPieces(samples, device, probed=True)
+        weights = torch.ones(samples, dtype=torch.float64) if weights is None else weights.double()
+        self.weights = self._earlier.samples * weights.to(device)
         self.parts = {p: in_form(parts[p], p.shape, clip.form) for p in parameters if p in parts}
         self._users, row_weights, groups = users, self.weights, len(clip.norms)
         owners: Tensor | None = None
@@ -383,7 +380,6 @@ class ClippedSum:
             factors, self._finite = factors[..., owners], self._finite[owners]
         self.factors = row_weights * factors
         self.clip, self.half = clip, recorder.half
-        self._earlier = earlier
 
     def sum_of(self, parameter: nn.Parameter, target: Tensor | None = None) -> Tensor:
         """Return the clipped sum of these samples' gradients, float32 or float64, in whole shape.
@@ -393,9 +389,7 @@ class ClippedSum:
             target: a sum to which it is added in place; None for zeros.
         """
         if parameter not in self.parts:
-            if target is not None:
-                return target
-            return zeros_of(parameter)
+            return zeros_of(parameter) if target is None else target
         parts, factors = self.parts[parameter], self.factors
         if factors.dim() == 2:
             factors = factors[self.clip.group_of(parameter)]
@@ -424,10 +418,8 @@ class ClippedSum:
                 "DPSGD: with clip norms for each layer it is not defined what those of crafted "
                 "layers would be; clip all layers together (a plain max_grad_norm) to play canaries"
             )
-        norms, weights = self.norms, self.weights
-        if self._earlier is not None:
-            norms = torch.cat([self._earlier.norms, norms])
-            weights = torch.cat([self._earlier.weights, weights])
+        norms = torch.cat([self._earlier.norms, self.norms])
+        weights = torch.cat([self._earlier.weights, self.weights])
         if len(samples) != len(norms):
             raise DefenseError(
                 f"DPSGD: a canary of {len(samples)} samples in a batch of {len(norms)}"
@@ -461,7 +453,15 @@ class ClippedSum:
                 noise to the tensor in place.
             gauge: measures the noise.
         """
-        for index, parameter, total in self._all_sums(parameters, team):
+        earlier = self._earlier.sums
+
+        def addend(parameter: nn.Parameter) -> Tensor:
+            target = None if isinstance(parameter, DTensor) else earlier.pop(parameter, None)
+            return self.sum_of(parameter, target)
+
+        for index, parameter, total in self.sums(parameters, team, addend):
+            if isinstance(parameter, DTensor) and parameter in earlier:
+                total.add_(earlier.pop(parameter))
             relative = self.clip.relative_noise(parameter)
             exact = None if gauge is None else gauge.before(total, relative)
             if std:
@@ -472,21 +472,6 @@ class ClippedSum:
             torch.div(total, divisor, out=released)
             if gauge is not None and exact is not None:
                 gauge.after(exact, released, relative)
-
-    def _all_sums(
-        self, parameters: Sequence[nn.Parameter], team: Team
-    ) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
-        """Yield what :meth:`sums` does, with the sums of the pieces before."""
-        earlier = {} if self._earlier is None else self._earlier.sums
-
-        def addend(parameter: nn.Parameter) -> Tensor:
-            target = None if isinstance(parameter, DTensor) else earlier.pop(parameter, None)
-            return self.sum_of(parameter, target)
-
-        for index, parameter, total in self.sums(parameters, team, addend):
-            if isinstance(parameter, DTensor) and parameter in earlier:
-                total.add_(earlier.pop(parameter))
-            yield index, parameter, total
 
     def sums(
         self,
@@ -526,8 +511,7 @@ class ClippedSum:
         Raises:
             DefenseError: names the parameter.
         """
-        earlier = set() if self._earlier is None else self._earlier.used
-        used = team.largest([p in self.parts or p in earlier for p in parameters])
+        used = team.largest([p in self.parts or p in self._earlier.used for p in parameters])
         unused = [p for p, is_used in zip(parameters, used, strict=True) if not is_used]
         if not unused:
             return
@@ -559,8 +543,8 @@ class ClippedSum:
             rows = [self._components(i, p, team) for i, p in enumerate(parameters)]
         numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).to(context.device)
         sums = team.summed(numbers).tolist()
-        half = self.half or (self._earlier is not None and self._earlier.half)
-        coarse = half or context.precision.startswith("bf16") or _rounds_products(context)
+        coarse = self.half or self._earlier.half
+        coarse = coarse or context.precision.startswith("bf16") or rounds_products(context)
         tolerance = COARSE if team.largest([coarse])[0] else FINE
         pairs = zip(parameters, sums, strict=True)
         finite = [(p, row) for p, row in pairs if all(map(math.isfinite, row))]
@@ -586,7 +570,7 @@ class ClippedSum:
         """
         gradient = parameter.grad
         parts = self.parts.get(parameter, [])
-        probes = {} if self._earlier is None else self._earlier.probes
+        probes = self._earlier.probes
         if gradient is None or (team.size == 1 and not parts and parameter not in probes):
             return 0.0, 0.0, 0.0
         shard = local_part(gradient).to(where_whole(gradient))
@@ -612,28 +596,3 @@ def zeros_of(parameter: Tensor) -> Tensor:
     """Return zeros of a parameter's whole shape, float32 or float64 as clipped sums are."""
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     return torch.zeros(parameter.shape, dtype=dtype, device=where_whole(parameter))
-
-
-def random_direction(index: int, parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two random vectors, of a parameter's first and of its other dimensions.
-
-    They depend on ``index`` and the shape alone.
-    """
-    device = where_whole(parameter)
-    generator = torch.Generator(device).manual_seed(index)
-    wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    left, right = (
-        torch.randn(n, generator=generator, device=device, dtype=wide)
-        for n in (parameter.shape[0], parameter.shape[1:].numel())
-    )
-    return left, right
-
-
-def _rounds_products(context: DefenseContext) -> bool:
-    """Return whether products of float32 may be rounded (TF32, which is cuDNN's default)."""
-    try:
-        rounded = torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # a backend's setting contradicts the common one
-        rounded = True
-    on_card = context.device.type == "cuda"
-    return rounded or (on_card and any(isinstance(m, _ConvNd) for m in context.root.modules()))

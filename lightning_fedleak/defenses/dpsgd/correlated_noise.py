@@ -46,11 +46,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from lightning_fedleak.defenses.accounting.ledger import sync_folder
 from lightning_fedleak.defenses.base import DefenseError, State
-from lightning_fedleak.defenses.dpsgd.factorization import (
-    Factorization,
-    banded,
-    banded_inverse,
-)
+from lightning_fedleak.defenses.dpsgd.factorization import Factorization, banded, banded_inverse
 from lightning_fedleak.defenses.noise import add_standard_normal, noise_key, standard_normal
 from lightning_fedleak.model_state import preserve_process
 from lightning_fedleak.private_files import check_private, hash_tensors
@@ -82,10 +78,8 @@ class Places:
 
     def differ(self, other: Places) -> bool:
         """Return whether examples are at other places."""
-        common = self.contents.keys() & other.contents.keys()
-        return self.order != other.order or any(
-            self.contents[field] != other.contents[field] for field in common
-        )
+        moved = (other.contents.get(name, text) != text for name, text in self.contents.items())
+        return self.order != other.order or any(moved)
 
 
 def places_of(
@@ -229,14 +223,9 @@ class NoisePlan:
         Raises:
             DefenseError: says what differs.
         """
-        for name, label in (
-            ("mechanism", "mechanism"),
-            ("bands", "bands"),
-            ("steps", "number of steps"),
-            ("groups", "number of groups of examples"),
-            ("examples", "number of examples"),
-        ):
-            planned, current = getattr(self, name), getattr(other, name)
+        for name, planned in vars(self).items():
+            current = getattr(other, name)
+            label = f"number of {name}" if name in PLAN_NUMBERS else name
             if planned != current:
                 raise DefenseError(
                     f"DPSGD: the {label} was {planned} when the noise was planned, and is "

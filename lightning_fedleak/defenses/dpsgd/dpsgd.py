@@ -141,25 +141,25 @@ class DPSGD(BudgetedDefense):
         users = unit if isinstance(unit, Users) else None
         self._release, self._users = release, users
         self.max_grad_norm = max_grad_norm
-        self.clipping = clip.form
         self.gamma = clip.gamma
         self.per_layer = clip.per_layer
         self.layer_noise = clip.layer_noise
-        self.loss = clip.loss
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
+        self.clipping = clip.form
         self.poisson_sampling = poisson_sampling
-        self.max_physical_batch_size = max_physical_batch_size
         self.trust = release.trust
-        self.mechanism = release.mechanism
-        self.bands = release.bands
         self.on_budget = release.on_budget
+        self.loss = clip.loss
         self.seed = seed
+        self.max_physical_batch_size = max_physical_batch_size
         self.unit = "example" if users is None else "user"
         self.group_by = None if users is None else users.group_by
         self.rows_per_user = None if users is None else users.rows_per_user
         self.releases = 0
         self.measured_noise_multiplier = math.nan
+        self.mechanism = release.mechanism
+        self.bands = release.bands
         # With correlated noise an example's place decides which steps it may be in.
         independent = poisson_sampling and self.mechanism == "independent"
         self.guarantee = guarantee_of(

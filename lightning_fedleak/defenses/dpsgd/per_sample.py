@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, vjp, vmap
+from torch.nn.modules.conv import _ConvNd
 
-from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.processes import plain_type
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError
+from lightning_fedleak.defenses.processes import plain_type, where_whole
 
 Clipping = Literal["auto", "per_sample", "ghost"]
 
@@ -116,12 +117,7 @@ def merge(parts: Sequence[Part]) -> list[Part]:
     else:
         result += rows
     dense = [part.values for part in parts if isinstance(part, Dense)]
-    if dense:
-        total = dense[0]
-        for values in dense[1:]:
-            total = total + values
-        result.append(Dense(total))
-    return result
+    return [*result, Dense(functools.reduce(torch.add, dense))] if dense else result
 
 
 def in_form(parts: Sequence[Part], shape: torch.Size, clipping: Clipping) -> list[Part]:
@@ -342,6 +338,31 @@ def probe(parts: Sequence[Part], left: Tensor, right: Tensor) -> tuple[Tensor, T
             norms = _norms(part.values)
         value, squares = value + numbers.sum(), squares + norms.square().sum()
     return value, squares
+
+
+def random_direction(index: int, parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two random vectors, of a parameter's first and of its other dimensions.
+
+    They depend on ``index`` and the shape alone.
+    """
+    device = where_whole(parameter)
+    generator = torch.Generator(device).manual_seed(index)
+    wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    left, right = (
+        torch.randn(n, generator=generator, device=device, dtype=wide)
+        for n in (parameter.shape[0], parameter.shape[1:].numel())
+    )
+    return left, right
+
+
+def rounds_products(context: DefenseContext) -> bool:
+    """Return whether products of float32 may be rounded (TF32, which is cuDNN's default)."""
+    try:
+        rounded = torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # a backend's setting contradicts the common one
+        rounded = True
+    on_card = context.device.type == "cuda"
+    return rounded or (on_card and any(isinstance(m, _ConvNd) for m in context.root.modules()))
 
 
 def _norms(values: Tensor) -> Tensor:

@@ -129,12 +129,9 @@ def _check_form(member_scores: Floats, other_scores: Floats) -> None:
     p_values = [
         float(shapiro(values[:MOST_SCORES]).pvalue) for values in (member_scores, other_scores)
     ]
-    ratio = (
-        _squares(member_scores)
-        / (member_scores.size - 1)
-        / (_squares(other_scores) / (other_scores.size - 1))
-    )
-    tail = float(f.sf(max(ratio, 1 / ratio), *_freedom(member_scores, other_scores, ratio)))
+    sizes = member_scores.size - 1, other_scores.size - 1
+    ratio = _squares(member_scores) / sizes[0] / (_squares(other_scores) / sizes[1])
+    tail = float(f.sf(max(ratio, 1 / ratio), *(sizes if ratio >= 1 else sizes[::-1])))
     missing = (
         "normal" if min(p_values) < REFUSAL_RATE else "spread alike with and without the canary"
     )
@@ -144,8 +141,3 @@ def _check_form(member_scores: Floats, other_scores: Floats) -> None:
             "the canary's inclusion given (Poisson sampling, a score that is a maximum or a "
             "rate?). Use audit_scores or audit_one_run, which assume no such form."
         )
-
-
-def _freedom(member_scores: Floats, other_scores: Floats, ratio: float) -> tuple[int, int]:
-    sizes = member_scores.size - 1, other_scores.size - 1
-    return sizes if ratio >= 1 else sizes[::-1]

@@ -231,16 +231,13 @@ def audit_scores(
 
     def bound_at(member_scores: Floats, other_scores: Floats, cut: float) -> float:
         if threshold == "union":
-            return test.epsilon(*_rates_at_ranks(member_scores, other_scores, error))
-        if threshold == "split":
-            return test.epsilon(
-                *_rates_at_chosen_cut(
-                    member_scores, other_scores, test, error, np.random.default_rng(seed)
-                )
-            )
-        return test.epsilon(
-            *_rates_at_cuts(np.array([cut]), member_scores, other_scores, error / 2)
-        )
+            rates = _rates_at_ranks(member_scores, other_scores, error)
+        elif threshold == "split":
+            rng = np.random.default_rng(seed)
+            rates = _rates_at_chosen_cut(member_scores, other_scores, test, error, rng)
+        else:
+            rates = _rates_at_cuts(np.array([cut]), member_scores, other_scores, error / 2)
+        return test.epsilon(*rates)
 
     cut = 0.0
     if threshold == "union":

@@ -109,7 +109,8 @@ class Freeze(Defense):
                 "outside the frozen part. Train more of the model, or drop the defence."
             )
         self._chosen = {n: p for n, p in context.root.named_parameters() if id(p) in frozen}
-        if self.when == "hardened" and _processes() > context.clients:
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        if self.when == "hardened" and processes > context.clients:
             raise DefenseError(
                 f"{self._call} freezes in the middle of a run, which DDP and FSDP2 cannot follow "
                 "where all processes are one client. Use client='rank', or when='always'."
@@ -247,10 +248,6 @@ class Freeze(Defense):
         if part == "head":
             return head
         return embeddings if part == "embeddings" else head | embeddings
-
-
-def _processes() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
-    Defense,
     DefenseContext,
     DefenseError,
     State,
     parameter_name,
 )
 from lightning_fedleak.defenses.noise import (
-    allowed_hardenings,
+    HardenedNoise,
     base_of,
     gaussian_epsilon,
     noise_key,
@@ -35,7 +34,7 @@ from lightning_fedleak.defenses.processes import (
 from lightning_fedleak.validate import check_integer, check_names, check_number
 
 
-class GradientNoise(Defense):
+class GradientNoise(HardenedNoise):
     """Clips the 2-norm of a client's whole update, then adds Gaussian noise to every coordinate.
 
     The update is the joint gradient of all trainable parameters of one optimizer; with several
@@ -115,13 +114,10 @@ class GradientNoise(Defense):
             "GradientNoise: clip", clip, above=0, optional=True, hint=hint, error=DefenseError
         )
         check_number("GradientNoise: sigma", sigma, at_least=0, error=DefenseError)
-        check_number("GradientNoise: harden_factor", harden_factor, above=1, error=DefenseError)
         self.clip = clip
         self.sigma = sigma
         self.seed = seed
-        self.harden_factor = harden_factor
-        self.max_hardenings = allowed_hardenings("GradientNoise", max_hardenings, **old)
-        self.notches = 0
+        self._allow_hardening(harden_factor, max_hardenings, **old)
         self.releases = 0
         self._precision = 0.0  # sum of 1 / sigma^2 over releases
         if clip is None or sigma == 0 or seed is not None:
@@ -132,20 +128,13 @@ class GradientNoise(Defense):
     @property
     def standard_deviation(self) -> float:
         """Return the standard deviation of the noise in every coordinate, hardening included."""
-        sigma = self.sigma * self.harden_factor**self.notches
-        return sigma if self.clip is None else sigma * self.clip
-
-    @property
-    def can_harden(self) -> bool:
-        """Return whether there is noise that may be turned up."""
-        return self.sigma > 0 and self.max_hardenings != 0
+        return self._sigma_now if self.clip is None else self._sigma_now * self.clip
 
     def harden(self) -> str | None:
         """Multiply the noise by ``harden_factor``."""
-        if not self.can_harden or self.notches == self.max_hardenings:
-            return None
         previous = self.standard_deviation
-        self.notches += 1
+        if not self._turn_up():
+            return None
         return f"gradient_noise: standard deviation {previous:g} -> {self.standard_deviation:g}"
 
     def epsilon(self, delta: float, *, releases: int | None = None, clients: int = 1) -> float:

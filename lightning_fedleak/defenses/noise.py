@@ -14,7 +14,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 from torch import Tensor
 
-from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.base import Defense, DefenseError
 from lightning_fedleak.validate import check_integer, check_number, warn_of_old_spelling
 
 GAUGED = 1 << 16  # coordinates of each parameter whose noise is measured. Not tuned
@@ -140,25 +140,52 @@ class NoiseGauge:
         return self.std * math.sqrt(ratio)
 
 
-def allowed_hardenings(
-    owner: str, max_hardenings: int | None, most_notches: int | None = None
-) -> int | None:
-    """Return how often a defence may be hardened, also from the argument of 0.1.0.
+class HardenedNoise(Defense):
+    """A defence that adds noise which a gate may turn up.
 
-    Args:
-        owner: name of the class whose constructor was called.
-        max_hardenings: None for no limit.
-        most_notches: what 0.1.0 called it; a warning names the new one.
-
-    Raises:
-        DefenseError: a number below 0.
+    Attributes:
+        sigma: of the noise, before it is turned up.
+        harden_factor: what a notch multiplies the noise by.
+        max_hardenings: how often it may be turned up; None for no limit.
+        notches: how often it was.
     """
-    if most_notches is not None:
-        warn_of_old_spelling(f"{owner}(most_notches=)", f"{owner}(max_hardenings=)")
-        max_hardenings = most_notches
-    name = f"{owner}: max_hardenings"
-    check_integer(name, max_hardenings, at_least=0, optional=True, error=DefenseError)
-    return max_hardenings
+
+    sigma: float
+    harden_factor: float
+    max_hardenings: int | None
+    notches: int
+
+    def _allow_hardening(
+        self, harden_factor: float, max_hardenings: int | None, most_notches: int | None = None
+    ) -> None:
+        """Set how the noise may be turned up; 0.1.0 spelled ``max_hardenings`` ``most_notches``.
+
+        Raises:
+            DefenseError: a value out of range.
+        """
+        owner = type(self).__name__
+        if most_notches is not None:
+            warn_of_old_spelling(f"{owner}(most_notches=)", f"{owner}(max_hardenings=)")
+            max_hardenings = most_notches
+        check_number(f"{owner}: harden_factor", harden_factor, above=1, error=DefenseError)
+        name = f"{owner}: max_hardenings"
+        check_integer(name, max_hardenings, at_least=0, optional=True, error=DefenseError)
+        self.harden_factor, self.max_hardenings, self.notches = harden_factor, max_hardenings, 0
+
+    @property
+    def can_harden(self) -> bool:
+        """Return whether there is noise that may be turned up."""
+        return self.sigma > 0 and self.max_hardenings != 0
+
+    @property
+    def _sigma_now(self) -> float:
+        return self.sigma * self.harden_factor**self.notches
+
+    def _turn_up(self) -> bool:
+        """Multiply the noise by ``harden_factor``, and return whether that was allowed."""
+        allowed = self.can_harden and self.notches != self.max_hardenings
+        self.notches += allowed
+        return allowed
 
 
 def _philox(key: bytes) -> np.random.Philox:

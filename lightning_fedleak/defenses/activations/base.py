@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.anatomy.text_layers import (
+    Place,
     place_of,
     states_in,
     states_out,
@@ -91,14 +92,7 @@ class ActivationDefense(Defense):
     def before_setup(self, context: DefenseContext) -> None:
         """Find the layer and hook its block."""
         self.teardown()
-        try:
-            names: Mapping[str, Any] = self._anatomy_names
-            place = place_of(find_anatomy(context.root, **names), self.layer)
-        except ValueError as error:
-            raise DefenseError(
-                f"{type(self).__name__}: {error} (Parts of a model are named by `anatomy`, "
-                "anatomy={'model': 'model'} say.)"
-            ) from error
+        _, place = self._place(context.root)
         self._root, self._context = context.root, context
         reset_compiled(context.root)
 
@@ -144,6 +138,18 @@ class ActivationDefense(Defense):
         if self._root is not None:
             reset_compiled(self._root)
         self._root = self._context = None
+
+    def _place(self, root: nn.Module) -> tuple[Anatomy, Place]:
+        """Return the model's anatomy, and where the states of the layer pass."""
+        names: Mapping[str, Any] = self._anatomy_names
+        try:
+            anatomy = find_anatomy(root, **names)
+            return anatomy, place_of(anatomy, self.layer)
+        except ValueError as error:
+            raise DefenseError(
+                f"{type(self).__name__}: {error} (Parts of a model are named by `anatomy`, "
+                "anatomy={'model': 'model'} say.)"
+            ) from error
 
     def _check_passed(self) -> None:
         if self._passes == self._passes_before:

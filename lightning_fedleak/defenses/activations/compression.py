@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.anatomy.text_layers import Place, place_of, states_in, states_out
+from lightning_fedleak.anatomy.text_layers import Place, states_in, states_out
 from lightning_fedleak.defenses.activations.base import ActivationDefense
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
@@ -119,20 +118,13 @@ class ActivationCompression(ActivationDefense):
         """Find the principal components, once, and hook the block."""
         if self.keep_dims is not None and self.basis == "principal" and self._span is None:
             assert self._public is not None
-            names: Mapping[str, Any] = self._anatomy_names
-            try:
-                anatomy = find_anatomy(context.root, **names)
-                place = place_of(anatomy, self.layer)
-            except ValueError as error:
-                raise DefenseError(f"ActivationCompression: {error}") from error
+            anatomy, place = self._place(context.root)
             with undisturbed(anatomy) as model, torch.no_grad():
                 ids = self._public.to(anatomy.device)
                 self._mean, self._span = _principal(model, place, ids, self.keep_dims)
             if dist.is_initialized():
-                self._mean, self._span = (
-                    self._mean.to(context.device),
-                    self._span.to(context.device),
-                )
+                self._mean = self._mean.to(context.device)
+                self._span = self._span.to(context.device)
                 for tensor in (self._mean, self._span):
                     dist.broadcast(tensor, src=0)
         super().before_setup(context)

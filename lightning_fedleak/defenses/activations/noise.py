@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_fedleak.defenses.activations.base import ActivationDefense
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 from lightning_fedleak.defenses.noise import (
-    allowed_hardenings,
+    HardenedNoise,
     gaussian_epsilon,
     noise_key,
     standard_normal,
@@ -27,7 +27,7 @@ _REMEMBERED = 4096  # forwards of one step that a recomputation may repeat; olde
 _SAMPLES = 64  # entries that distinguish hidden states; not tuned
 
 
-class ActivationNoise(ActivationDefense):
+class ActivationNoise(ActivationDefense, HardenedNoise):
     """Adds independent Gaussian noise to every number of the hidden states (Zheng 2023, Sect. 4.4).
 
     ``h + N(0, s^2)`` for the states h (B, L, d) that a client of split learning sends, padding
@@ -108,10 +108,7 @@ class ActivationNoise(ActivationDefense):
                 "ActivationNoise: noise that is relative to the states guarantees nothing, so that "
                 "a clip would only change them. Give relative=False or clip=None."
             )
-        check_number("ActivationNoise: harden_factor", harden_factor, above=1, error=DefenseError)
-        self.harden_factor = harden_factor
-        self.max_hardenings = allowed_hardenings("ActivationNoise", max_hardenings, **old)
-        self.notches = 0
+        self._allow_hardening(harden_factor, max_hardenings, **old)
         self.sigma = sigma
         self.relative = relative
         self.clip = clip
@@ -131,21 +128,11 @@ class ActivationNoise(ActivationDefense):
                 "other. Use relative=False."
             )
 
-    @property
-    def can_harden(self) -> bool:
-        """Return whether there is noise that may be turned up."""
-        return self.sigma > 0 and self.max_hardenings != 0
-
     def harden(self) -> str | None:
         """Multiply the noise by ``harden_factor``, from the next forward on."""
-        if not self.can_harden or self.notches == self.max_hardenings:
+        if not self._turn_up():
             return None
-        self.notches += 1
         return f"{self.name}: noise is {self._sigma_now:g} from now on (sigma)"
-
-    @property
-    def _sigma_now(self) -> float:
-        return self.sigma * self.harden_factor**self.notches
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return how often the noise was turned up."""

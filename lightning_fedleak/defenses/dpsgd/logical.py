@@ -71,21 +71,15 @@ def pieces_of(
             more than ``max_rows``. The last piece is never of the second kind: one that does not
             count follows it where needed.
     """
-    parts: list[tuple[int, bool]] = []
-    shares = [[1] * min(max_rows, samples - start) for start in range(0, samples, max_rows)]
-    if users is not None:
-        shares, parts = _shares(users, max_rows)
+    shares, parts = _shares([1] * samples if users is None else users, max_rows)
     (count,) = team.largest([len(shares) + bool(parts and parts[-1][0])])
     if count <= 1:
         return [Piece(batch, samples, users)]
     pieces, start = [], 0
-    for number, share in enumerate(shares):
+    for share, (user_rows, is_last) in zip(shares, parts, strict=True):
         rows = slice(start, start + sum(share))
-        user_rows, is_last = parts[number] if parts else (0, False)
-        piece_users = None if users is None else share
-        pieces.append(
-            Piece(_rows(batch, rows, samples), sum(share), piece_users, user_rows, is_last)
-        )
+        by_user = None if users is None else share
+        pieces.append(Piece(_rows(batch, rows, samples), sum(share), by_user, user_rows, is_last))
         start = rows.stop
     spare = Piece(_rows(batch, slice(0, 1), samples) if samples else batch, 0)
     return pieces + [spare] * (int(count) - len(pieces))

@@ -30,14 +30,11 @@ def row_digests(rows: Sequence[Tensor], examples: Sequence[int] | None) -> list[
     """
     ids = [0] * len(rows) if examples is None else examples
     return [
-        hashlib.blake2b(row.numpy().tobytes(), digest_size=16, salt=_salt(i)).digest()
+        hashlib.blake2b(
+            row.numpy().tobytes(), digest_size=16, salt=i.to_bytes(16, "big", signed=True)
+        ).digest()
         for row, i in zip(rows, ids, strict=True)
     ]
-
-
-def batch_key(base: bytes, client: int, batch: int, process: int, name: str) -> bytes:
-    """Return 32 bytes, different for every batch on every process of every client."""
-    return noise_key(base, client, batch, process, name, stream="token")
 
 
 def row_keys(base: bytes, client: int, digests: Sequence[bytes], name: str) -> list[bytes]:
@@ -60,11 +57,6 @@ def uniforms(keys: Sequence[bytes], counts: Sequence[int], columns: int) -> Tens
     )
     words = np.frombuffer(streams, dtype="<u8") >> np.uint64(11)
     return torch.from_numpy(words * 2.0**-53).reshape(-1, columns)
-
-
-def _salt(example: int) -> bytes:
-    """Return an int64 as 16 bytes."""
-    return example.to_bytes(16, "big", signed=True)
 
 
 def draw_replacements(

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, Privacy, State
-from lightning_fedleak.defenses.noise import base_of
+from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
 from lightning_fedleak.defenses.token_ldp.randomness import (
     Implementation,
-    batch_key,
     draw_replacements,
     row_digests,
     row_keys,
@@ -419,9 +418,7 @@ class TokenLDP(Defense):
         It is a collective where counts depend on the data. A memoised row of ``per="sequence"``
         costs the same everywhere.
         """
-        single = context.clients * context.processes == 1 or not (
-            dist.is_available() and dist.is_initialized()
-        )
+        single = context.clients * context.processes == 1 or not dist.is_initialized()
         if single or (self.memoize and self.per == "sequence"):
             return
         local_counts = torch.tensor(self._releases.counts, device=context.device)
@@ -542,5 +539,5 @@ class TokenLDP(Defense):
         base, client = base_of(context.entropy, self.seed), context.client
         if self.memoize:
             return row_keys(base, client, digests, self.name), n_words.tolist()
-        key = batch_key(base, client, self.batches, context.process, self.name)
+        key = noise_key(base, client, self.batches, context.process, self.name, stream="token")
         return [key], [int(n_words.sum())]

@@ -162,9 +162,15 @@ def special_of(
                 f"special_ids must be given for a {kind} model, whose config does not name "
                 "them: pass the tokenizer, or [] where there are none"
             )
-        ids = special_of_config(anatomy)
+        config = getattr(anatomy.model, "config", None) if anatomy else None
+        values = [getattr(config, f"{name}_token_id", None) for name in _SPECIAL]
+        lists = [value if isinstance(value, list | tuple) else [value] for value in values]
+        ids = {int(i) for one in lists for i in one if i is not None and int(i) >= 0}
     elif hasattr(source, "all_special_ids"):
-        ids = special_of_tokenizer(source)
+        # The unknown token stands for words, unless it is another special token too.
+        unknown = getattr(source, "unk_token_id", None)
+        named_ids = {getattr(source, f"{name}_token_id", None) for name in _SPECIAL}
+        ids = {int(i) for i in source.all_special_ids if i != unknown or i in named_ids}
     else:
         ids = {int(i) for i in source}
     return torch.tensor(sorted(ids), dtype=torch.int64)
@@ -182,23 +188,6 @@ def public_set(domain: Iterable[int] | Tensor) -> Tensor:
     if int(ids.min()) < 0 or len(torch.unique(ids)) < len(ids):
         raise refused("domain must hold token ids of at least 0, each once")
     return torch.sort(ids.long()).values
-
-
-def special_of_config(anatomy: Anatomy | None) -> set[int]:
-    """Return the ids that a Hugging Face config names."""
-    config = getattr(anatomy.model, "config", None) if anatomy else None
-    ids: set[int] = set()
-    for name in _SPECIAL:
-        value = getattr(config, f"{name}_token_id", None)
-        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return {int(i) for i in ids if int(i) >= 0}
-
-
-def special_of_tokenizer(tokenizer: Any) -> set[int]:
-    """Return a tokenizer's special ids without the unknown one, which stands for words."""
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    named_ids = {getattr(tokenizer, f"{name}_token_id", None) for name in _SPECIAL}
-    return {int(i) for i in tokenizer.all_special_ids if i != unknown or i in named_ids}
 
 
 @dataclass(frozen=True, repr=False)
@@ -268,13 +257,11 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
             )
         else:
             visible = visible | looked_at
+    special = words.special if keep_special else words.special[:0]
     if not keep_special:
-        everything = torch.ones_like(visible)
-        return Text(ids, everything, ~everything, words.kind, words.special[:0])
-    if not len(words.special):
-        return Text(ids, visible, ~visible, words.kind, words.special)
-    word = ~torch.isin(ids, words.special)
-    return Text(ids, word & visible, word & ~visible, words.kind, words.special)
+        visible = torch.ones_like(visible)
+    word = ~torch.isin(ids, special)
+    return Text(ids, word & visible, word & ~visible, words.kind, special)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from lightning_fedleak.records import STANDARD_FAMILIES
 from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.fits import FitSummary
+from lightning_fedleak.report.logs import grouped
 from lightning_fedleak.report.wording import TRUST
 
 NEXT_TO_NONE = 0.1
@@ -80,11 +81,8 @@ def _is_watched(fit: FitSummary, family: str) -> bool:
 def _to_measure(fit: FitSummary) -> Iterator[str]:
     """Yield how to learn what is unknown, inconclusive or untested."""
     watcher = "RoundObserver" if fit.unit == "round" else "LeakageMonitor"
-    without_result: dict[str, list[AttackSummary]] = {}
-    for attack in fit.attacks:
-        if attack.why_unknown and not attack.looks:
-            without_result.setdefault(attack.why_unknown, []).append(attack)
-    for reason, attacks in without_result.items():
+    without_result = [a for a in fit.attacks if a.why_unknown and not a.looks]
+    for reason, attacks in grouped(without_result, lambda a: a.why_unknown).items():
         yield f"Get a result of {_names(attacks)}, which is unknown: {reason}."
     for name, reason in fit.not_played.items():
         if "=" in reason:  # the reason names an argument

@@ -15,7 +15,7 @@ from lightning_fedleak.records import (
     MetricValue,
     ResultLine,
 )
-from lightning_fedleak.report.logs import FitLog
+from lightning_fedleak.report.logs import FitLog, grouped
 from lightning_fedleak.report.wording import NOT_RECORDED
 
 SUM = "sum"
@@ -177,10 +177,8 @@ class FitResults:
 
         Those without a result come first, then the one that read furthest above chance.
         """
-        grouped: dict[tuple[str, str], list[ResultLine]] = {}
-        for line in self.lines:
-            grouped.setdefault((line.attack, line.stage), []).append(line)
-        summaries = [self._attack(name, stage, lines) for (name, stage), lines in grouped.items()]
+        by_attack = grouped(self.lines, lambda line: (line.attack, line.stage))
+        summaries = [self._attack(name, stage, lines) for (name, stage), lines in by_attack.items()]
         return sorted(summaries, key=lambda one: (one.looks > 0, -one.above_chance))
 
     def _attack(self, name: str, stage: str, lines: Sequence[ResultLine]) -> AttackSummary:
@@ -229,9 +227,7 @@ class FitResults:
         )
 
     def _by_client(self, lines: Sequence[ResultLine], headline: str) -> dict[str, ClientSummary]:
-        by_client: dict[str, list[ResultLine]] = {}
-        for line in lines:
-            by_client.setdefault(str(line.client), []).append(line)
+        by_client = grouped(lines, lambda line: str(line.client))
         return {client: self._client(part, headline) for client, part in by_client.items()}
 
     def _client(self, lines: Sequence[ResultLine], headline: str) -> ClientSummary:

@@ -27,7 +27,7 @@ from lightning_fedleak.report.attacks import (
     Points,
 )
 from lightning_fedleak.report.bounds import Allowance, allowances
-from lightning_fedleak.report.logs import FitLog, merge_monitors
+from lightning_fedleak.report.logs import FitLog, grouped, merge_monitors
 from lightning_fedleak.report.privacy import (
     CLIENT,
     TOKENS,
@@ -137,12 +137,9 @@ def fit_summaries(
 
     Several monitors of a fit, or processes of a federation, are one fit.
     """
-    by_fit: dict[str, list[FitLog]] = {}
-    for log in logs:
-        by_fit.setdefault(log.fit_name, []).append(log)
     fits: list[FitSummary] = []
     accounts_by_log: list[tuple[FitLog, Sequence[Account]]] = []
-    for monitors in by_fit.values():
+    for monitors in grouped(logs, lambda log: log.fit_name).values():
         log = merge_monitors(monitors)
         fit, odd_ledgers = _fit_summary(log)
         fits.append(fit)
@@ -250,8 +247,10 @@ def _shared(begin: BeginLine | None, clients: int, spendings: Sequence[Account])
             seen_by = "each client's update as it is: a server that is trusted with it"
         elif party == "sum":
             seen_by = "the sum over clients only, if a secure aggregation really hides the parts"
+    by_name = {account.defense: account for account in spendings}
+    effects = dict.fromkeys(_effect(one, by_name.get(one.name)) for one in begin.defenses)
     return Shared(
-        description=f"{update}{peft}, {_effects(begin.defenses, spendings)}",
+        description=f"{update}{peft}, {'; '.join(effects) or 'without a defence'}",
         clients=max(monitor.clients, clients),
         seen_by=seen_by,
         trained=None if model is None else model.trained,
@@ -259,15 +258,8 @@ def _shared(begin: BeginLine | None, clients: int, spendings: Sequence[Account])
     )
 
 
-def _effects(defenses: Sequence[DefenseFacts], spendings: Sequence[Account]) -> str:
-    """Return what defences did to what left a client, with the settings that matter."""
-    by_name = {account.defense: account for account in spendings}
-    effects = dict.fromkeys(_effect(one, by_name.get(one.name)) for one in defenses)
-    return "; ".join(effects) or "without a defence"
-
-
 def _effect(defense: DefenseFacts, account: Account | None) -> str:
-    """Return what one defence did."""
+    """Return what a defence did to what left a client, with the settings that matter."""
     settings = defense.settings or {}
     name, kind = defense.name, defense.class_name or NOT_RECORDED
     clip = settings.get("max_grad_norm", settings.get("clip"))

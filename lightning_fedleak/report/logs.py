@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -31,6 +31,9 @@ from lightning_fedleak.records import (
 from lightning_fedleak.records.fields import is_number
 from lightning_fedleak.records.files import first_of, short
 from lightning_fedleak.report.wording import NOT_RECORDED
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class ReportError(ValueError):
@@ -133,8 +136,7 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
         if place.is_file() and place.suffix == ".json":
             _add_result(place, results, problems, is_named=True)
             continue
-        folders = [place.parent] if place.is_file() else _folders(place)
-        for folder in folders:
+        for folder in [place.parent] if place.is_file() else _folders(place):
             fits += _fits(folder, problems)
         for path in sorted(place.rglob("*.json")) if place.is_dir() else ():
             _add_result(path, results, problems, is_named=False)
@@ -156,13 +158,21 @@ def _folders(place: Path) -> list[Path]:
 
 
 def _fits(folder: Path, problems: list[str]) -> list[FitLog]:
-    by_run: dict[str, list[ResultLine | RunLine]] = {}
+    lines: list[ResultLine | RunLine] = []
     for name in (RECORD, RESULTS):
         file = read_lines(folder / name)
         problems += file.problems
-        for line in file.lines:
-            by_run.setdefault(line.run, []).append(line)
-    return [_fit_log(folder, run, lines) for run, lines in by_run.items()]
+        lines += file.lines
+    by_run = grouped(lines, lambda line: line.run)
+    return [_fit_log(folder, run, fit_lines) for run, fit_lines in by_run.items()]
+
+
+def grouped(values: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+    """Return values by their key, in the order in which each first occurs."""
+    groups: dict[K, list[V]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
 
 
 def _fit_log(folder: Path, run: str, lines: Sequence[ResultLine | RunLine]) -> FitLog:

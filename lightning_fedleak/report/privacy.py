@@ -21,7 +21,7 @@ from lightning_fedleak.records import (
 )
 from lightning_fedleak.records.files import first_of
 from lightning_fedleak.report.attacks import Points
-from lightning_fedleak.report.logs import FitLog
+from lightning_fedleak.report.logs import FitLog, grouped
 from lightning_fedleak.report.wording import (
     NOT_RECORDED,
     TRUST,
@@ -150,14 +150,10 @@ class Account:
 
 def accounts(log: FitLog) -> tuple[list[Account], list[str]]:
     """Return what each defence of a fit has spent, and what is wrong with their ledgers."""
-    facts: dict[str, list[DefenseFacts]] = {}
-    for defense in log.begin.defenses if log.begin else ():
-        facts.setdefault(defense.name, []).append(defense)
-    spendings: dict[str, list[tuple[int, Spending]]] = {}
+    facts = grouped(log.begin.defenses if log.begin else (), lambda defense: defense.name)
     lines: list[LookLine | EndLine] = [*log.looks, *([log.end] if log.end else [])]
-    for line in lines:
-        for spending in line.privacy or ():
-            spendings.setdefault(spending.defense, []).append((line.step, spending))
+    spent_at = [(line.step, spending) for line in lines for spending in line.privacy or ()]
+    spendings = grouped(spent_at, lambda one: one[1].defense)
     problems: list[str] = []
     every = [
         _account(log, steps, facts.get(name, [DefenseFacts(name=name)]), problems)

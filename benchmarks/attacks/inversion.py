@@ -43,12 +43,13 @@ from lightning_fedleak.metrics.texts import reconstruction_rates, sentence_score
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.studies.invert import (
     ADVERSARIES,
-    Cell,
+    ActivationCell,
+    Noise,
     make_adversary,
     rows_of_length,
     run_cells,
 )
-from lightning_fedleak.studies.invert.plots import draw
+from lightning_fedleak.studies.invert.plots import plot_cells
 
 SMOKE = (
     "cells --model {model} --text {text} --splits 1 --texts 1 --lengths 8 --noise 0 "
@@ -104,18 +105,15 @@ def cells(args) -> None:
         )
         for n in args.lengths
     }
-    done: list[Cell] = []
+    done: list[ActivationCell] = []
     for cell in run_cells(
         anatomy,
         rows,
         makers(args, tokenizer),
         args.splits or thirds(anatomy),
-        args.noise,
-        relative=not args.absolute,
+        [Noise(sigma, not args.absolute, args.seed) for sigma in args.noise],
         texts=args.texts,
-        seed=args.seed,
-        mask_token_id=tokenizer.mask_token_id,
-        special_ids=tokenizer.all_special_ids,
+        tokenizer=tokenizer,
     ):
         print_row(cell, header=not done)
         done.append(cell)
@@ -125,7 +123,7 @@ def cells(args) -> None:
     print(f"\n{about(args)['date']}, {about(args)['machine']}")
 
 
-def print_row(cell: Cell, *, header: bool) -> None:
+def print_row(cell: ActivationCell, *, header: bool) -> None:
     if header:
         print(
             "| split | tokens | noise | task | attack | token accuracy | exact texts | steps "
@@ -225,13 +223,13 @@ def starts(args) -> None:
 
 
 def show(args) -> None:
-    done: list[Cell] = []
+    done: list[ActivationCell] = []
     for path in args.read:
-        done += [Cell.from_dict(c) for c in json.loads(path.read_text())["cells"]]
+        done += [ActivationCell.from_dict(c) for c in json.loads(path.read_text())["cells"]]
     for i, cell in enumerate(done):
         print_row(cell, header=i == 0)
     if args.plot:
-        draw(done, args.against, args.plot, model=args.title)
+        plot_cells(done, args.against, args.plot, model=args.title)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

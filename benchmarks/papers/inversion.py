@@ -23,7 +23,7 @@ from benchmarks.papers.membership import start_of
 from benchmarks.papers.tables import Found, Grid, Paper, Shown, Table, finding, number, rate_of
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.texts.base import InversionAttack
-from lightning_fedleak.studies.invert import make_adversary, rows_of_length, run_cells
+from lightning_fedleak.studies.invert import Noise, make_adversary, rows_of_length, run_cells
 
 LOST = 0.1
 """Share of its noise-free accuracy below which the task is called lost."""
@@ -102,8 +102,8 @@ def measure(
     split = max(1, round(third * len(anatomy.blocks) / 3))
     made = prepared(models[model], attack, split, steps)
     (cell,) = run_cells(
-        anatomy, {length: rows}, [(attack, lambda _: made)], [split], [noise], relative=True,
-        texts=texts, seed=seed,
+        anatomy, {length: rows}, [(attack, lambda _: made)], [split],
+        [Noise(noise, True, seed)], texts=texts,
     )  # fmt: skip
     if not cell.rates:
         raise RuntimeError(cell.problem)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.anatomy.blocks import find_blocks, find_side, is_encoder_decoder
 from lightning_fedleak.anatomy.named_layers import Named
@@ -26,6 +28,19 @@ class Place:
     name: str
     module: nn.Module
     side: Literal["input", "output"]
+
+    def change_states(self, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
+        """Replace the hidden states by what a function returns, until the handle is removed."""
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return with_states_in(args, kwargs, change(states_in(args, kwargs)))
+
+        def behind(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+            return with_states_out(output, change(states_out(output)))
+
+        if self.side == "input":
+            return self.module.register_forward_pre_hook(before, with_kwargs=True)
+        return self.module.register_forward_hook(behind)
 
 
 def text_blocks(anatomy: Anatomy) -> tuple[Named, ...]:

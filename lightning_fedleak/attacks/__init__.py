@@ -9,7 +9,8 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks.membership.attention_layers import AttentionSettings
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,

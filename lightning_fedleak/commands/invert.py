@@ -38,8 +38,9 @@ from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.studies.invert import (
-    Cell,
+    ActivationCell,
     GradientCell,
+    Noise,
     TooLittleText,
     batches_of,
     make_adversary,
@@ -49,7 +50,7 @@ from lightning_fedleak.studies.invert import (
     run_gradient_cells,
     step_of_adamw,
 )
-from lightning_fedleak.studies.invert.plots import Axis, draw, worth_drawing
+from lightning_fedleak.studies.invert.plots import Axis, plot_cells, worth_drawing
 from lightning_fedleak.studies.models import PRECISIONS, find_model, with_lora
 from lightning_fedleak.studies.names import GRADIENT_ATTACKS, INVERT_ATTACKS
 
@@ -66,7 +67,7 @@ USED_BY = {
 }
 """Options that only one source uses."""
 
-C = TypeVar("C", bound=Cell | GradientCell)
+C = TypeVar("C", bound=ActivationCell | GradientCell)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class InvertCommand(InvertOptions):
         if cells:
             print_table(console, study.table(cells), keys=4)
             console.print(study.explanation(cells))
-            self._plot(console, [c for c in cells if isinstance(c, Cell)])
+            self._plot(console, [c for c in cells if isinstance(c, ActivationCell)])
             console.print(f"Results: {self._file}", soft_wrap=True)
         if interrupted:
             console.print(f"Interrupted after {len(cells)} cells.")
@@ -132,7 +133,9 @@ class InvertCommand(InvertOptions):
 
     # ---- what is measured -----------------------------------------------------------------
 
-    def _of_activations(self, anatomy: Anatomy, tokenizer: PreTrainedTokenizerBase) -> _Study[Cell]:
+    def _of_activations(
+        self, anatomy: Anatomy, tokenizer: PreTrainedTokenizerBase
+    ) -> _Study[ActivationCell]:
         layers = self._layers(anatomy)
         attacks = self._attacks(anatomy)
         rows = self._rows(anatomy, tokenizer, self.texts, max(self.texts, UTILITY_TEXTS))
@@ -149,12 +152,9 @@ class InvertCommand(InvertOptions):
                 rows,
                 makers,
                 layers,
-                self._sigmas,
-                relative=self.relative,
+                self._noises,
                 texts=self.texts,
-                seed=self.seed,
-                mask_token_id=tokenizer.mask_token_id,
-                special_ids=tokenizer.all_special_ids,
+                tokenizer=tokenizer,
                 announce=announce,
             ),
             len(layers) * len(makers) * len(rows) * len(self._sigmas),
@@ -200,10 +200,8 @@ class InvertCommand(InvertOptions):
                 {length: ids[:attacked] for length, ids in rows.items()},
                 [(a, partial(make_reader, a, budget_seconds=self._budget)) for a in attacks],
                 sizes,
-                self._sigmas,
-                relative=self.relative,
+                self._noises,
                 texts=self.texts,
-                seed=self.seed,
                 announce=announce,
             ),
             len(attacks) * len(rows) * len(sizes) * len(self._sigmas),
@@ -215,6 +213,10 @@ class InvertCommand(InvertOptions):
     @property
     def _sigmas(self) -> list[float]:
         return sorted(set(NOISE[self.from_] if self.noise is None else self.noise))
+
+    @property
+    def _noises(self) -> list[Noise]:
+        return [Noise(sigma, self.relative, self.seed) for sigma in self._sigmas]
 
     @property
     def _budget(self) -> float | None:
@@ -360,7 +362,7 @@ class InvertCommand(InvertOptions):
         except OSError as error:
             raise unwritable(self._file, error, "folder with --out") from error
 
-    def _plot(self, console: Console, cells: Sequence[Cell]) -> None:
+    def _plot(self, console: Console, cells: Sequence[ActivationCell]) -> None:
         for name in PLOTS.values():  # of an earlier run, with other numbers
             (self.out / name).unlink(missing_ok=True)
         if not cells:
@@ -371,7 +373,7 @@ class InvertCommand(InvertOptions):
         model = "embedded model" if self.model is None else Path(self.model).name
         for axis, name in PLOTS.items():
             if worth_drawing(cells, axis):
-                draw(cells, axis, self.out / name, model=model)
+                plot_cells(cells, axis, self.out / name, model=model)
                 console.print(f"Plot: {self.out / name}", soft_wrap=True)
 
 
@@ -379,7 +381,7 @@ def _listed(values: Any) -> str:
     return ", ".join(f"{v:g}" for v in sorted(set(values)))
 
 
-def activation_table(cells: Sequence[Cell]) -> Table:
+def activation_table(cells: Sequence[ActivationCell]) -> Table:
     """Return a row for each cell; the token accuracy with its 95% interval."""
     title = (
         f"what the hidden states at the split give away\n{_budget(cells, 'the texts of a line')}"
@@ -434,7 +436,7 @@ def _table_of(title: str, names: Sequence[str]) -> Table:
     return table
 
 
-def _keys(cell: Cell | GradientCell, place: int) -> tuple[str, str, str, str]:
+def _keys(cell: ActivationCell | GradientCell, place: int) -> tuple[str, str, str, str]:
     """Return what names a cell: attack (with a star where it was cut off), place, length, noise."""
     star = "" if cell.finished or not cell.rates else "*"
     return cell.attack + star, str(place), str(cell.length), f"{cell.sigma:g}"
@@ -461,13 +463,13 @@ def explain_gradients(cells: Sequence[GradientCell]) -> str:
     return "\n".join([*lines, *_ends(cells)])
 
 
-def _budget(cells: Sequence[Cell] | Sequence[GradientCell], scope: str) -> str:
+def _budget(cells: Sequence[ActivationCell] | Sequence[GradientCell], scope: str) -> str:
     """Return the time that attacks had."""
     budgets = dict.fromkeys(_seconds(c) for c in cells if c.rates)
     return f"budget: {', '.join(budgets) or 'none'} for {scope}"
 
 
-def _ends(cells: Sequence[Cell] | Sequence[GradientCell]) -> list[str]:
+def _ends(cells: Sequence[ActivationCell] | Sequence[GradientCell]) -> list[str]:
     """Return the last sentences of both explanations."""
     cut = dict.fromkeys(_seconds(c) for c in cells if not c.finished and c.rates)
     lines = []
@@ -483,11 +485,11 @@ def _ends(cells: Sequence[Cell] | Sequence[GradientCell]) -> list[str]:
     return lines
 
 
-def _seconds(cell: Cell | GradientCell) -> str:
+def _seconds(cell: ActivationCell | GradientCell) -> str:
     return "none" if cell.budget_seconds is None else f"{cell.budget_seconds:g} s"
 
 
-def _rates(cell: Cell | GradientCell, fallback: str) -> tuple[str, str, str]:
+def _rates(cell: ActivationCell | GradientCell, fallback: str) -> tuple[str, str, str]:
     """Return token accuracy, exact texts and ROUGE-L; a word where there are none."""
     if not cell.rates:
         return fallback, "", ""
@@ -506,7 +508,7 @@ def _short(value: float, digits: int = 3) -> str:
     return f"{value:.0f}" if value in (0, 1) else f"{value:.{digits}f}".replace("0.", ".", 1)
 
 
-def explain_activations(cells: Sequence[Cell]) -> str:
+def explain_activations(cells: Sequence[ActivationCell]) -> str:
     """Return what the table means, in sentences."""
     lines = [
         "",
@@ -528,14 +530,14 @@ def explain_activations(cells: Sequence[Cell]) -> str:
     return "\n".join([*lines, *_ends(cells)])
 
 
-def _task(cells: Sequence[Cell]) -> str:
+def _task(cells: Sequence[ActivationCell]) -> str:
     tasks = dict.fromkeys(c.utility.task for c in cells if c.utility is not None)
     if not tasks:
         return "task: unknown."
     return f"task: {', '.join(tasks)} of the whole model from the noised states; ppl: perplexity."
 
 
-def _half(cells: Sequence[Cell], layer: int, length: int) -> list[str]:
+def _half(cells: Sequence[ActivationCell], layer: int, length: int) -> list[str]:
     """Return what is still read where noise has cost half of the task."""
     clean = next((c.utility for c in cells if c.sigma == 0 and c.utility is not None), None)
     if clean is None or clean.accuracy <= 0:

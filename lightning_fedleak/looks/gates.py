@@ -48,7 +48,7 @@ def _log_is_on_stderr() -> bool:
 class LeakageLimitExceeded(RuntimeError):
     """A gate with ``action="raise"`` found more leakage than it allows.
 
-    Examples:
+    Example:
         >>> import lightning as L
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel

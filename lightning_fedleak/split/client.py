@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.split.channel import Channel, Kind, PeerError
+from lightning_fedleak.split.connection import Connection, Kind, PeerError
 from lightning_fedleak.split.cut import SplitModel
 from lightning_fedleak.split.halves import ModelPart, SplitError
 
@@ -59,7 +59,7 @@ class SplitClient:
     def __init__(
         self,
         split: SplitModel,
-        channel: Channel,
+        channel: Connection,
         *,
         optimizer: MakeOptimizer | None = None,
         on_send: Callable[[Tensor], Tensor] | None = None,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.snapshots import ActivationSnapshot, Stage
-from lightning_fedleak.split.channel import Channel, Kind, Message, PeerError
 from lightning_fedleak.split.client import MakeOptimizer, split_terms, trainable_parameters
+from lightning_fedleak.split.connection import Connection, Kind, Message, PeerError
 from lightning_fedleak.split.cut import SplitModel
 from lightning_fedleak.split.halves import SplitError
 from lightning_fedleak.validate import check_integer, check_number
@@ -40,7 +40,7 @@ class SplitServer:
     def __init__(
         self,
         split: SplitModel,
-        channel: Channel,
+        channel: Connection,
         *,
         optimizer: MakeOptimizer | None = None,
         keep: int = 0,

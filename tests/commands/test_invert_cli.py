@@ -18,7 +18,7 @@ from lightning_fedleak.commands import invert as invert_cli
 from lightning_fedleak.commands.invert import InvertCommand, explain_activations
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.metrics.rates import Rate
-from lightning_fedleak.studies.invert import Cell, Utility
+from lightning_fedleak.studies.invert import ActivationCell, Utility
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
 from tests.helpers.models import own_rng
 
@@ -65,7 +65,7 @@ def test_a_causal_model_is_read_exactly(model: str, text: str, tmp_path: Path) -
     )
     content = json.loads((out / "inversion.json").read_text())
     assert content["from"] == "activations"
-    cells = [Cell.from_dict(c) for c in content["cells"]]
+    cells = [ActivationCell.from_dict(c) for c in content["cells"]]
     assert {(c.attack, c.layer) for c in cells} == {("prefix", 1)}
     assert [(c.length, c.sigma) for c in cells] == [(8, 0.0), (8, 4.0), (12, 0.0), (12, 4.0)]
     assert not [c for c in cells if c.problem]
@@ -91,7 +91,8 @@ def test_an_encoder_is_read_by_sweeps(encoder: str, text: str, tmp_path: Path) -
         )
     )  # fmt: skip
     cells = [
-        Cell.from_dict(c) for c in json.loads((tmp_path / "inversion.json").read_text())["cells"]
+        ActivationCell.from_dict(c)
+        for c in json.loads((tmp_path / "inversion.json").read_text())["cells"]
     ]
     assert [(c.attack, c.layer) for c in cells] == [("sweeps", 1), ("sweeps", 2)]
     assert cells[0].rates["token_accuracy"].value > 0.9
@@ -195,7 +196,7 @@ def test_the_budget_is_told_in_the_table_and_in_the_results(
     assert "budget: 60 s" in ran(command)
     content = json.loads((tmp_path / "inversion.json").read_text())
     assert [c["budget_seconds"] for c in content["cells"]] == [60.0]
-    line = Cell.from_dict(content["cells"][0])
+    line = ActivationCell.from_dict(content["cells"][0])
     assert "budget: 0.5 s for the texts of a line" in shown(replace(line, budget_seconds=0.5))
     unbounded = replace(command, budget_seconds=float("inf"))
     assert "budget: none" in ran(unbounded)
@@ -205,7 +206,7 @@ def test_the_budget_is_told_in_the_table_and_in_the_results(
     assert "*: cut off by the budget of 0.5 s" in cut
 
 
-def shown(*cells: Cell) -> str:
+def shown(*cells: ActivationCell) -> str:
     console = Console(file=io.StringIO(), width=80)
     console.print(invert_cli.activation_table(cells))
     return console.file.getvalue()  # type: ignore[attr-defined]
@@ -213,7 +214,7 @@ def shown(*cells: Cell) -> str:
 
 def test_says_what_is_read_where_half_of_the_task_is_left() -> None:
     cells = [
-        Cell(
+        ActivationCell(
             "prefix", 2, 6, 32, sigma, True, 4, Utility("next-token accuracy", task),
             {name: Rate(read, 0.0, 1.0) for name in ("token_accuracy", "rouge_l")},
         )

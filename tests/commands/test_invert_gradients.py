@@ -28,6 +28,7 @@ from lightning_fedleak.snapshots import UnusableObservation
 from lightning_fedleak.studies.invert import (
     READERS,
     GradientCell,
+    Noise,
     batches_of,
     make_reader,
     run_gradient_cells,
@@ -219,8 +220,9 @@ def ids(rows: int = 4, length: int = 6) -> Tensor:
 
 
 def cells(made: Any, attack: TextAttack, tokens: Tensor, **more: Any) -> list[GradientCell]:
-    settings: dict[str, Any] = {"relative": True, "texts": 4, "sizes": [2], "sigmas": [0.0]}
-    settings |= more
+    settings: dict[str, Any] = {"texts": 4, "sizes": [2]} | more
+    relative = settings.pop("relative", True)
+    settings["noises"] = [Noise(sigma, relative) for sigma in settings.pop("sigmas", [0.0])]
     make: Callable[[int, int], TextAttack] = lambda texts, length: attack  # noqa: E731
     rows = {tokens.shape[1]: tokens}
     return list(run_gradient_cells(find_anatomy(made), rows, [("known", make)], **settings))

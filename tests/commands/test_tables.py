@@ -18,7 +18,7 @@ from lightning_fedleak.games import GameResult
 from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.studies.capacity import Trial
 from lightning_fedleak.studies.defense_specs import DefenseSpec
-from lightning_fedleak.studies.invert import Cell, GradientCell, Utility
+from lightning_fedleak.studies.invert import ActivationCell, GradientCell, Utility
 from lightning_fedleak.studies.sweep import cell as sweep_cell
 
 RATES = {
@@ -30,7 +30,7 @@ def of_hidden_states() -> Table:
     useful = Utility("next-token accuracy", 0.4567, 12345.6)
     return invert.activation_table(
         [
-            Cell(
+            ActivationCell(
                 name, 11, 12, 1024, 0.00123, True, 64, useful, RATES,
                 seconds=26543.2, budget_seconds=60.0, finished=False,
             )

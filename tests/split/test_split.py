@@ -16,7 +16,7 @@ from lightning_fedleak.split import (
     connect,
     split_model,
 )
-from lightning_fedleak.split.channel import Kind
+from lightning_fedleak.split.connection import Kind
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama, tiny_t5
 from tests.helpers.processes import free_port
 

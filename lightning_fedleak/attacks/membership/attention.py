@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -27,9 +27,8 @@ from lightning_fedleak.attacks.membership.attention_calibration import (
 )
 from lightning_fedleak.attacks.membership.attention_layers import (
     AttentionDesign,
+    AttentionSettings,
     CraftedAttention,
-    Readout,
-    Score,
     Variant,
     algorithm_one,
     bias_gradients,
@@ -44,13 +43,13 @@ from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
     RungReader,
+    check_batch,
+    check_targets,
     last_real,
+    threat_with_public_text,
 )
-from lightning_fedleak.attacks.membership.whitening import RIDGE
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import (
-    check_choice,
     check_integer,
     check_number,
     group_old_arguments,
@@ -71,126 +70,6 @@ BETA = 0.3
 
 REPLACED_BETA = 0.01
 """The same against a defence that replaces batches, where members then score higher."""
-
-
-def guess_by(
-    score: Score,
-    reader: RungReader,
-    gradient: Tensor,
-    noise_std: float,
-    levels: int,
-    guess_level: int,
-) -> MembershipGuess:
-    """Return scores (G,) and decisions (G,) for a gradient (G, K).
-
-    Args:
-        score: how the K numbers are ordered. ``"ladder"``: ``levels`` gammas, the hardest to exceed
-            first. ``"band"``: the bands' lower edges, narrowest band first, then their upper edges;
-            a band's gradient is the difference of the two. ``"coordinates"``: a ladder for each row
-            of W_O, row after row; the best row counts.
-        reader: of one ladder.
-        gradient: (G, K).
-        noise_std: of the noise on each number.
-        levels: length of a ladder, number of bands.
-        guess_level: index of the level that decides.
-
-    Raises:
-        UnusableObservation: the gradient is not finite.
-        ValueError: it has another number of rungs, or the noise is negative.
-    """
-    check_number("noise_std", noise_std, at_least=0)
-    if not bool(gradient.isfinite().all()):
-        raise UnusableObservation("the gradient of the crafted layers is not finite")
-    if score == "ladder":
-        return reader.guess(gradient, noise_std, levels, guess_level)
-    if score == "band":
-        bands = _band_gradients(gradient, levels, exact=noise_std == 0)
-        return reader.guess(bands, noise_std * 2**0.5, levels, guess_level)
-    if gradient.dim() != 2 or gradient.shape[1] % levels:
-        raise ValueError(
-            f"the gradient must be (G, K), {levels} numbers for each row of W_O, got "
-            f"{tuple(gradient.shape)}"
-        )
-    best = gradient.view(len(gradient), -1, levels).abs().amax(1)
-    if noise_std == 0:
-        return reader.guess(best, 0.0, levels, guess_level)
-    rows = gradient.shape[1] // levels
-    scores = best[:, : guess_level + 1].amax(1) / noise_std
-    level_quantile = (1 - reader.false_positive_rate) ** (1 / (rows * (guess_level + 1)))
-    threshold = torch.special.ndtri(torch.tensor((1 + level_quantile) / 2, dtype=torch.float64))
-    return MembershipGuess(scores, scores > float(threshold))
-
-
-def _band_gradients(gradient: Tensor, levels: int, *, exact: bool) -> Tensor:
-    """Return lower minus upper edges, (G, levels); exact ones are 0 within one sum's rounding."""
-    if gradient.dim() != 2 or gradient.shape[1] != 2 * levels:
-        raise ValueError(
-            f"the gradient must be (G, {2 * levels}), one number per rung, got "
-            f"{tuple(gradient.shape)}"
-        )
-    lower, upper = gradient[:, :levels], gradient[:, levels:]
-    bands = lower - upper
-    if not exact:
-        return bands
-    rounding = 4 * torch.finfo(gradient.dtype).eps * (lower.abs() + upper.abs())
-    return bands.masked_fill(bands.abs() <= rounding, 0.0)
-
-
-@dataclass(frozen=True)
-class AttentionSettings:
-    """How an :class:`AttentionMembership` crafts and reads its layers.
-
-    Attributes:
-        beta: factor of the products: the paper's beta over ``sqrt(d_attn)``. ``"authors"``:
-            2 / sqrt(d - 1), the value of their code. ``"auto"``: :data:`BETA`, and
-            :data:`REPLACED_BETA` against a defence that replaces batches.
-        whiten: False for the model's own coordinates, as in the paper.
-        ridge: of the whitening, in units of the median eigenvalue.
-        score: how the biases' gradient is read. ``"ladder"``: the highest gamma that a token
-            exceeds. ``"band"``: the narrowest band around 1 that holds a token's response, from the
-            difference of the gradients of its two edges. ``"coordinates"``: the paper's rows, and
-            the highest gamma that any of them exceeds. ``"auto"``: ``"coordinates"`` for the
-            paper's variant, else ``"band"`` where a member's response is known and gamma is not the
-            lemma's, else ``"ladder"``.
-        readout: ``"matched"`` or ``"token"``, the row of W_O that is read along.
-        variant: ``"projector"`` crafts two heads from projectors. ``"paper"`` is Algorithm 1 as
-            written: four heads, random matrices, QR, pseudo-inverses; head 2 omits a random
-            direction.
-        omit_random: whether head 2 of the projector omits that random direction too.
-        select: the target token where the query has no positions: ``"last"``, or ``"strongest"``,
-            the one with the largest expected response.
-        widths: half-widths w of the bands; the gammas of ``"ladder"`` are 1 - w (and 1 + w with
-            ``readout="token"``). ``"auto"``: :data:`WIDTHS`; against a defence that replaces
-            batches :data:`REPLACED_WIDTHS`; against one that acts on gradients
-            :data:`DEFENDED_WIDTH` alone, because rungs share the clip norm (a ``gamma`` that is a
-            number keeps its ladder).
-        causal: whether tokens attend only to earlier ones (the first token is then never found).
-        calibration_tokens: number of public tokens, about; None: 8192, or 4 d if that is more.
-    """
-
-    beta: float | Literal["authors", "auto"] = "auto"
-    whiten: bool = True
-    ridge: float = RIDGE
-    score: Score | Literal["auto"] = "auto"
-    readout: Readout = "matched"
-    variant: Variant = "projector"
-    omit_random: bool = False
-    select: Literal["last", "strongest"] = "last"
-    widths: Sequence[float] | Literal["auto"] = "auto"
-    causal: bool = False
-    calibration_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("select", self.select, ("last", "strongest"))
-        check_integer("calibration_tokens", self.calibration_tokens, optional=True)
-
-    def resolved_score(self, gamma: float | str) -> Score:
-        """Return the score that ``"auto"`` stands for."""
-        if self.score != "auto":
-            return self.score
-        if self.variant == "paper":
-            return "coordinates"
-        return "ladder" if gamma == "lemma" or self.readout == "token" else "band"
 
 
 _old_settings = old_spelling(AttentionSettings)
@@ -253,10 +132,8 @@ class AttentionMembership(MembershipAttack):
         'band'
     """
 
-    threat_model = ThreatModel.create(
-        "a dishonest server that adds layers of its own, asking for a text it holds",
-        *MembershipAttack.threat_model.needs,
-        Capability.KNOWS_PUBLIC_TEXT,
+    threat_model = threat_with_public_text(
+        "a dishonest server that adds layers of its own, asking for a text it holds"
     )
     default_name = "attention_membership"
     needs_float64 = True
@@ -290,17 +167,15 @@ class AttentionMembership(MembershipAttack):
         self._beta_fixed = settings.beta != "auto"
         self._widths_fixed = settings.widths != "auto"
         widths = WIDTHS if settings.widths == "auto" else settings.widths
+        resolved = {
+            "beta": BETA if settings.beta == "auto" else settings.beta,
+            "score": score,
+            "omit_random": settings.omit_random or settings.variant == "paper",
+            "widths": half_widths(widths, self._fixed_gamma),
+        }
         self.design = AttentionDesign(
-            beta=BETA if settings.beta == "auto" else settings.beta,
+            **vars(settings) | resolved,
             gamma=gamma,
-            whiten=settings.whiten,
-            score=score,
-            readout=settings.readout,
-            variant=settings.variant,
-            omit_random=settings.omit_random or settings.variant == "paper",
-            widths=half_widths(widths, self._fixed_gamma),
-            causal=settings.causal,
-            ridge=settings.ridge,
             batch=batch,
             false_positive_rate=false_positive_rate,
             seed=seed,
@@ -308,8 +183,6 @@ class AttentionMembership(MembershipAttack):
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self.public_text = PublicText.parse(public_text, tokenizer)
         self._digest = PublicText.label(self.public_text)
-        self.select = settings.select
-        self.calibration_tokens = settings.calibration_tokens
         self.refresh_every = refresh_every
         self._prepared_at = 0
         self._d: int | None = None
@@ -369,7 +242,7 @@ class AttentionMembership(MembershipAttack):
         if self.public_text is None:
             return
         text = PublicText.resolve(self.public_text, anatomy, self.design.seed)
-        tokens = self.calibration_tokens or max(8192, 4 * anatomy.hidden_size)
+        tokens = self.design.calibration_tokens or max(8192, 4 * anatomy.hidden_size)
         states = PublicStates.sample(
             anatomy, self.layer, text, self.tokens, tokens, self.design.seed
         )
@@ -410,7 +283,7 @@ class AttentionMembership(MembershipAttack):
         x, real, positions = self._as_read(hidden), query.attention_mask, query.positions
         heads = self.design.heads(x.shape[-1], x)
         if positions is None:
-            strongest = self.select == "strongest"
+            strongest = self.design.select == "strongest"
             positions = heads.strongest(x, real) if strongest else last_real(real, hidden)
         positions = positions.to(x.device)
         v = tokens_at(hidden, positions).to(x.dtype)
@@ -451,15 +324,9 @@ class AttentionMembership(MembershipAttack):
             ValueError: shapes that do not fit.
             RuntimeError: ``prepare`` was not called.
         """
-        _check_batch(hidden, mask, upstream)
+        check_batch(hidden, mask, upstream)
         d = hidden.shape[-1]
-        width = 2 * d if self.design.matched else d
-        if targets.dim() != 2 or targets.shape[1] != width:
-            raise ValueError(
-                f"targets must be (G, {width}) for these hidden states, got "
-                f"{tuple(targets.shape)}: were they embedded at the same layer, with the same "
-                "readout?"
-            )
+        check_targets(targets, 2 * d if self.design.matched else d)
         x = self._as_read(hidden.to(torch.promote_types(targets.dtype, hidden.dtype)))
         v, rows = self._parts(targets.to(x))
         weights, gammas = upstream.to(x), self._thresholds(rows, v)
@@ -478,7 +345,10 @@ class AttentionMembership(MembershipAttack):
         """Run A_guess: a member where the gradient at the calibrated gamma is not zero.
 
         Args:
-            gradient: (G, K).
+            gradient: (G, K). With a ladder the K numbers are of its gammas, the hardest to exceed
+                first; with bands of their lower edges, narrowest band first, then of their upper
+                edges, and a band's gradient is the difference of the two; with coordinates of a
+                ladder for each row of W_O, row after row, of which the best counts.
             noise_std: of the noise on each number.
 
         Returns:
@@ -492,9 +362,43 @@ class AttentionMembership(MembershipAttack):
             ValueError: it has another number of rungs, or the noise is negative.
             RuntimeError: ``prepare`` was not called.
         """
-        level = self._require_calibration().level
-        score, levels = self.design.score, self.design.levels
-        return guess_by(score, self.reader, gradient, noise_std, levels, level)
+        level, levels = self._require_calibration().level, self.design.levels
+        check_number("noise_std", noise_std, at_least=0)
+        if not bool(gradient.isfinite().all()):
+            raise UnusableObservation("the gradient of the crafted layers is not finite")
+        if self.design.score == "ladder":
+            return self.reader.guess(gradient, noise_std, levels, level)
+        if self.design.score == "band":
+            bands = self._band_gradients(gradient, exact=noise_std == 0)
+            return self.reader.guess(bands, noise_std * 2**0.5, levels, level)
+        if gradient.dim() != 2 or gradient.shape[1] % levels:
+            raise ValueError(
+                f"the gradient must be (G, K), {levels} numbers for each row of W_O, got "
+                f"{tuple(gradient.shape)}"
+            )
+        best = gradient.view(len(gradient), -1, levels).abs().amax(1)
+        if noise_std == 0:
+            return self.reader.guess(best, 0.0, levels, level)
+        rungs = gradient.shape[1] // levels * (level + 1)
+        scores = best[:, : level + 1].amax(1) / noise_std
+        level_quantile = (1 - self.reader.false_positive_rate) ** (1 / rungs)
+        threshold = torch.special.ndtri(torch.tensor((1 + level_quantile) / 2, dtype=torch.float64))
+        return MembershipGuess(scores, scores > float(threshold))
+
+    def _band_gradients(self, gradient: Tensor, *, exact: bool) -> Tensor:
+        """Return lower minus upper edges, (G, levels); exact ones are 0 within a sum's rounding."""
+        levels = self.design.levels
+        if gradient.dim() != 2 or gradient.shape[1] != 2 * levels:
+            raise ValueError(
+                f"the gradient must be (G, {2 * levels}), one number per rung, got "
+                f"{tuple(gradient.shape)}"
+            )
+        lower, upper = gradient[:, :levels], gradient[:, levels:]
+        bands = lower - upper
+        if not exact:
+            return bands
+        rounding = 4 * torch.finfo(gradient.dtype).eps * (lower.abs() + upper.abs())
+        return bands.masked_fill(bands.abs() <= rounding, 0.0)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return whitening and gamma, and a fingerprint of the settings and the public text."""
@@ -529,18 +433,16 @@ class AttentionMembership(MembershipAttack):
 
     def config(self) -> dict[str, object]:
         """Return the settings for reports; of the public text the beginning of its SHA-256."""
-        return {
-            "layer": self.layer,
-            "granularity": self.granularity,
-            **asdict(self.design),
-            "widths": list(self.design.widths),
-            "select": self.select,
-            "tokens": self.tokens,
-            "calibration_tokens": self.calibration_tokens or "auto",
-            "public_text": self._digest,
-            "refresh_every": self.refresh_every,
-            "upstream_sign": self.reader.upstream_sign,
-        }
+        names = (
+            *("layer", "granularity", "beta", "gamma", "whiten", "score", "readout", "variant"),
+            *("omit_random", "widths", "causal", "ridge", "batch", "false_positive_rate", "seed"),
+            *("select", "tokens", "calibration_tokens", "public_text", "refresh_every"),
+            "upstream_sign",
+        )
+        values = vars(self) | vars(self.design) | vars(self.reader) | {"public_text": self._digest}
+        values["widths"] = list(self.design.widths)
+        values["calibration_tokens"] = self.design.calibration_tokens or "auto"
+        return {name: values[name] for name in names}
 
     def _fingerprint(self) -> Tensor:
         """Return (32,) bytes that differ for other settings or another public text."""
@@ -586,14 +488,3 @@ class AttentionMembership(MembershipAttack):
 
     def _unprepared(self) -> str:
         return f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
-
-
-def _check_batch(hidden: Tensor, mask: Tensor | None, upstream: Tensor) -> None:
-    if hidden.dim() != 3:
-        raise ValueError(f"hidden states must be (B, L, d), got {tuple(hidden.shape)}")
-    for name, tensor in (("mask", mask), ("upstream", upstream)):
-        if tensor is not None and tensor.shape != hidden.shape[:2]:
-            raise ValueError(
-                f"{name} must be {tuple(hidden.shape[:2])}, one number per token, got "
-                f"{tuple(tensor.shape)}"
-            )

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks.membership.whitening import Whitening
+from lightning_fedleak.attacks.membership.whitening import RIDGE, Whitening
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 PAIRS_AT_ONCE = 1 << 20  # of tokens, over targets, in memory (4 MiB a head); more: more memory
@@ -418,28 +418,82 @@ class CraftedAttention(nn.Module):
 
 
 @dataclass(frozen=True)
-class AttentionDesign:
+class AttentionSettings:
+    """How an :class:`AttentionMembership` crafts and reads its layers.
+
+    Attributes:
+        beta: factor of the products: the paper's beta over ``sqrt(d_attn)``. ``"authors"``:
+            2 / sqrt(d - 1), the value of their code. ``"auto"``: ``BETA``, and
+            ``REPLACED_BETA`` against a defence that replaces batches.
+        whiten: False for the model's own coordinates, as in the paper.
+        ridge: of the whitening, in units of the median eigenvalue.
+        score: how the biases' gradient is read. ``"ladder"``: the highest gamma that a token
+            exceeds. ``"band"``: the narrowest band around 1 that holds a token's response, from the
+            difference of the gradients of its two edges. ``"coordinates"``: the paper's rows, and
+            the highest gamma that any of them exceeds. ``"auto"``: ``"coordinates"`` for the
+            paper's variant, else ``"band"`` where a member's response is known and gamma is not the
+            lemma's, else ``"ladder"``.
+        readout: ``"matched"`` or ``"token"``, the row of W_O that is read along.
+        variant: ``"projector"`` crafts two heads from projectors. ``"paper"`` is Algorithm 1 as
+            written: four heads, random matrices, QR, pseudo-inverses; head 2 omits a random
+            direction.
+        omit_random: whether head 2 of the projector omits that random direction too.
+        select: the target token where the query has no positions: ``"last"``, or ``"strongest"``,
+            the one with the largest expected response.
+        widths: half-widths w of the bands; the gammas of ``"ladder"`` are 1 - w (and 1 + w with
+            ``readout="token"``). ``"auto"``: ``WIDTHS``; against a defence that replaces
+            batches ``REPLACED_WIDTHS``; against one that acts on gradients
+            ``DEFENDED_WIDTH`` alone, because rungs share the clip norm (a ``gamma`` that is a
+            number keeps its ladder).
+        causal: whether tokens attend only to earlier ones (the first token is then never found).
+        calibration_tokens: number of public tokens, about; None: 8192, or 4 d if that is more.
+    """
+
+    beta: float | Literal["authors", "auto"] = "auto"
+    whiten: bool = True
+    ridge: float = RIDGE
+    score: Score | Literal["auto"] = "auto"
+    readout: Readout = "matched"
+    variant: Variant = "projector"
+    omit_random: bool = False
+    select: Literal["last", "strongest"] = "last"
+    widths: Sequence[float] | Literal["auto"] = "auto"
+    causal: bool = False
+    calibration_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("select", self.select, ("last", "strongest"))
+        check_integer("calibration_tokens", self.calibration_tokens, optional=True)
+
+    def resolved_score(self, gamma: float | str) -> Score:
+        """Return the score that ``"auto"`` stands for."""
+        if self.score != "auto":
+            return self.score
+        if self.variant == "paper":
+            return "coordinates"
+        return "ladder" if gamma == "lemma" or self.readout == "token" else "band"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionDesign(AttentionSettings):
     """Settings of an :class:`~lightning_fedleak.attacks.membership.attention.AttentionMembership`.
+
+    None of them is ``"auto"``.
 
     Raises:
         ValueError: one outside of its range, or two that exclude each other.
     """
 
     beta: float | Literal["authors"]
-    gamma: float | Literal["calibrated", "lemma"]
-    whiten: bool
     score: Score
-    readout: Readout
-    variant: Variant
-    omit_random: bool
     widths: tuple[float, ...]
-    causal: bool
-    ridge: float
+    gamma: float | Literal["calibrated", "lemma"]
     batch: int
     false_positive_rate: float
     seed: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("score", self.score, get_args(Score))
         check_choice("readout", self.readout, get_args(Readout))
         check_choice("variant", self.variant, get_args(Variant))

@@ -82,6 +82,8 @@ class PassiveMembership(Attack):
         Capability.KNOWS_TARGET_TEXT,
     )
     restores_fully = False
+    _facts = RunFacts()
+    _prepared_at = 0
     controls = 8
     """Public texts after the first ``public_rows`` that an attack scores as controls."""
 
@@ -111,12 +113,16 @@ class PassiveMembership(Attack):
         self._public: PublicText | None = None
         self._start: dict[nn.Parameter, Tensor] = {}
 
-    def _round_starts(self, anatomy: Anatomy, facts: RunFacts) -> None:
+    def meet(self, facts: RunFacts) -> None:
+        """Store the precision, and what makes an update, where updates are shared."""
+        self._facts = facts
+
+    def _round_starts(self, anatomy: Anatomy) -> None:
         """Store the trained weights of a round's start, which the server sent.
 
         Sharded weights are not stored: texts are then scored with the weights of the round's end.
         """
-        rounds = facts.local_steps is not None
+        rounds = self._facts.local_steps is not None
         trained = (p for p in anatomy.root.parameters() if rounds and p.requires_grad)
         self._start = {p: p.detach().clone() for p in trained if not hasattr(p, "full_tensor")}
 
@@ -162,14 +168,9 @@ class PassiveMembership(Attack):
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
-        text = self.public_text
-        return {
-            "public_text": text.digest if isinstance(text, PublicText) else text,
-            "public_rows": self.public_rows,
-            "tokens": self.tokens,
-            "refresh_every": self.refresh_every,
-            "seed": self.seed,
-        }
+        names = ("public_text", "public_rows", "tokens", "refresh_every", "seed")
+        values = vars(self) | {"public_text": PublicText.label(self.public_text)}
+        return {name: values[name] for name in names}
 
     @abstractmethod
     def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
@@ -332,6 +333,31 @@ class MembershipAttack(Attack):
         return self.guess(view.gradient(CRAFTED), noise_std)
 
 
+def check_batch(
+    hidden: Tensor, mask: Tensor | None, upstream: Tensor, *, whole_sentence: bool = False
+) -> None:
+    """Raise an error unless a batch's tensors are (B, L, d), (B, L) and (B, L), or (B, 1)."""
+    if hidden.dim() != 3:
+        raise ValueError(f"hidden states must be (B, L, d), got {tuple(hidden.shape)}")
+    b, length = hidden.shape[:2]
+    shapes = {"mask": (b, length), "upstream": (b, 1 if whole_sentence else length)}
+    for name, tensor in (("mask", mask), ("upstream", upstream)):
+        if tensor is not None and tensor.shape != shapes[name]:
+            raise ValueError(
+                f"{name} must be {shapes[name]}, one number per input, got {tuple(tensor.shape)}"
+            )
+
+
+def check_targets(targets: Tensor, width: int) -> None:
+    """Raise an error unless targets are (G, ``width``), as the batch's hidden states ask for."""
+    if targets.dim() != 2 or (len(targets) and targets.shape[1] != width):
+        raise ValueError(
+            f"targets must be (G, {width}) for these hidden states, got "
+            f"{tuple(targets.shape)}: were they embedded at the same layer, and with the same "
+            "settings?"
+        )
+
+
 def reach(counts: Tensor, tokens: int) -> int:
     """Return the column up to which every text has ``tokens`` tokens from the first that counts.
 
@@ -372,6 +398,12 @@ def sentence_rows(hidden: Tensor, mask: Tensor | None, tokens: int) -> Tensor:
     if length < tokens:
         hidden = nn.functional.pad(hidden, (0, 0, 0, tokens - length))
     return hidden[:, :tokens].reshape(b, tokens * d)
+
+
+def threat_with_public_text(adversary: str) -> ThreatModel:
+    """Return the threat model of crafted layers whose server holds public text too."""
+    needs = MembershipAttack.threat_model.needs
+    return ThreatModel.create(adversary, *needs, Capability.KNOWS_PUBLIC_TEXT)
 
 
 class RungReader:

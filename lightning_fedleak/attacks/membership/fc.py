@@ -22,12 +22,12 @@ from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
     RungReader,
+    check_targets,
 )
 from lightning_fedleak.attacks.membership.fc_layers import (
     CraftedFC,
     TwoIdentities,
     batch_inputs,
-    check_targets,
 )
 from lightning_fedleak.attacks.membership.l1_distance import model_rounding, neighbours
 from lightning_fedleak.validate import check_choice, check_integer, check_number
@@ -416,8 +416,7 @@ class FCMembership(MembershipAttack):
             "precision": self.precision,
             "width": self.width or "auto",
             "tokens": self.tokens,
-            "false_positive_rate": self.reader.false_positive_rate,
-            "upstream_sign": self.reader.upstream_sign,
+            **vars(self.reader),
         }
 
 

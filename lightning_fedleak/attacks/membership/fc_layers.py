@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks.membership.base import sentence_rows
+from lightning_fedleak.attacks.membership.base import check_batch, sentence_rows
 
 MOST_STORED_WEIGHTS = 1 << 26
 """Weights of the first layer that are stored (256 MiB); more are applied without being stored."""
@@ -127,33 +127,13 @@ def batch_inputs(
     Raises:
         ValueError: shapes that do not fit.
     """
-    if hidden.dim() != 3:
-        raise ValueError(f"hidden states must be (B, L, d), got {tuple(hidden.shape)}")
-    if mask is not None and mask.shape != hidden.shape[:2]:
-        raise ValueError(
-            f"mask must be {tuple(hidden.shape[:2])} like the hidden states, got "
-            f"{tuple(mask.shape)}"
-        )
+    check_batch(hidden, mask, upstream, whole_sentence=tokens is not None)
     inputs, real = _select_inputs(hidden, mask, tokens)
     b, r, d = inputs.shape
-    if upstream.shape != (b, r):
-        raise ValueError(
-            f"upstream must be {(b, r)}, one number per input, got {tuple(upstream.shape)}"
-        )
     samples = torch.arange(b, device=hidden.device)[:, None].expand(b, r)
     if real is None:
         return inputs.reshape(b * r, d), samples.reshape(-1), upstream.reshape(-1)
     return inputs[real], samples[real], upstream[real]
-
-
-def check_targets(targets: Tensor, width: int) -> None:
-    """Raise an error unless targets are (G, ``width``), like the inputs of the batch."""
-    if targets.dim() != 2 or (len(targets) and targets.shape[1] != width):
-        raise ValueError(
-            f"targets must be (G, {width}) for these hidden states, got "
-            f"{tuple(targets.shape)}: were they embedded at the same layer, and with the same "
-            "granularity and tokens?"
-        )
 
 
 def _select_inputs(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
+from lightning_fedleak.attacks.base import Query, Surfaces, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps, check_fresh, decays_apart
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.membership.token_parts import (
@@ -114,14 +114,8 @@ class GradientMembership(PassiveMembership):
         self._names: list[str] = []
         self._whitenings: dict[str, SideWhitening] = {}
         self._common: _CommonPart | None = None
-        self._prepared_at = 0
-        self._facts = RunFacts()
         self._round_weights: dict[str, Tensor] = {}
         self._excluded: frozenset[str] = frozenset()
-
-    def meet(self, facts: RunFacts) -> None:
-        """Store what makes an update, where updates are shared."""
-        self._facts = facts
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return trained linear maps of blocks spread over the depth; else other trained
@@ -146,14 +140,10 @@ class GradientMembership(PassiveMembership):
 
     def _maps(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
         if self._map_cache is None or self._map_cache[0] is not anatomy:
-            self._map_cache = (
-                anatomy,
-                tuple(
-                    linear
-                    for linear in find_linear_maps(anatomy)
-                    if not linear.regularised and not _makes_prompts(linear.name)
-                ),
-            )
+            linears = (m for m in find_linear_maps(anatomy) if not m.regularised)
+            # PEFT's prompt encoder makes virtual tokens, which are no part of a text.
+            maps = tuple(m for m in linears if ".prompt_encoder." not in f".{m.name}")
+            self._map_cache = (anatomy, maps)
         return self._map_cache[1]
 
     def _select_maps(self, anatomy: Anatomy) -> list[LinearMap]:
@@ -228,7 +218,7 @@ class GradientMembership(PassiveMembership):
         if names != self._names or not 0 <= step - self._prepared_at < self.refresh_every:
             self._prepared_at = step
             self.prepare(anatomy)
-        self._round_starts(anatomy, self._facts)
+        self._round_starts(anatomy)
         if decays_apart(self._facts):
             weights = ((name, anatomy.parameter(name)) for name in names)
             self._round_weights = {n: whole_tensor(p).clone() for n, p in weights if p is not None}
@@ -289,9 +279,13 @@ class GradientMembership(PassiveMembership):
         """Return a shared gradient; after an adaptive optimizer, scaled to the sizes on public
         text.
         """
-        facts = self._facts
-        plain = not isinstance(view.gradients[-1], UpdateSnapshot) or facts.optimizer is None
-        return g if plain or facts.optimizer == "SGD" else g * self._sizes(name)
+        update = isinstance(view.gradients[-1], UpdateSnapshot)
+        if not update or self._facts.optimizer in (None, "SGD"):
+            return g
+        if self._common is not None:
+            return g * self._common.sizes[name]
+        whitening = self._whitenings.get(name)
+        return torch.zeros_like(g) if whitening is None else g * whitening.sizes
 
     def _without_decay(self, g: Tensor, name: str, update: UpdateSnapshot) -> Tensor:
         """Return an update less what decay added; zeros where decay alone changed the weights.
@@ -311,13 +305,6 @@ class GradientMembership(PassiveMembership):
         if g.numel() > 1 and rest <= rounding * float(weights.abs().max()):
             return torch.zeros_like(g)
         return steps.without_decay(g, self._round_weights[name], update.learning_rate)
-
-    def _sizes(self, name: str) -> Tensor:
-        """Return the size of each number of a parameter's gradient on public text."""
-        if self._common is None:
-            whitening = self._whitenings.get(name)
-            return torch.zeros(()) if whitening is None else whitening.sizes
-        return self._common.sizes[name]
 
     def _token_scores(
         self, view: Observation, candidates: TokenBatch, public: TokenBatch
@@ -376,13 +363,6 @@ def _gradient_size(gradients: Iterable[Tensor]) -> float:
             "them off: scale the loss up"
         )
     return largest
-
-
-def _makes_prompts(name: str) -> bool:
-    """Return whether a map of PEFT's makes virtual tokens or prefixes, which are no part of a
-    text.
-    """
-    return ".prompt_encoder." in f".{name}"
 
 
 @dataclass(frozen=True)

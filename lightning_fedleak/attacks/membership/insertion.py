@@ -413,7 +413,7 @@ class Inserted:
         self._handle: RemovableHandle | None = None
         self._frozen: list[nn.Parameter] = []
         self.module: CraftedInside | EmbeddingModule = self.inside
-        self._hooks = _Hooks(self.inside, self._masks)
+        self._hooks = _Hooks(self.inside, self._masks, placement)
         if placement == "embedding":
             self._frozen = [p for p in self._model.parameters() if p.requires_grad]
             top = EmbeddingModule(self.inside, self._model, place, self._masks, classes, seed)
@@ -421,9 +421,6 @@ class Inserted:
                 parameter.requires_grad_(False)
             self._model.forward = top.forward
             self.module = top
-        elif placement == "parallel":
-            hook = self._hooks.add_parallel
-            self._handle = place.module.register_forward_hook(hook, with_kwargs=True)
         elif place.side == "input":
             self._handle = place.module.register_forward_pre_hook(
                 self._hooks.add_to_input, with_kwargs=True
@@ -470,11 +467,13 @@ class Inserted:
 
 
 class _Hooks:
-    """The hooks of the sequential and the parallel placement."""
+    """The hooks of the sequential and the parallel placement.
 
-    def __init__(self, inside: CraftedInside, masks: _Masks) -> None:
-        self.inside = inside
-        self.masks = masks
+    They are methods, so that a copy of the model has hooks of its own.
+    """
+
+    def __init__(self, inside: CraftedInside, masks: _Masks, placement: Placement) -> None:
+        self.inside, self.masks, self.placement = inside, masks, placement
 
     def add_to_input(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]
@@ -483,14 +482,9 @@ class _Hooks:
         return with_states_in(args, kwargs, self.inside(hidden, self.masks.matching(hidden)))
 
     def add_to_output(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object], output: Any
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        mask = self.masks.matching(states_in(args, kwargs))
-        return with_states_out(output, self.inside(states_out(output), mask))
-
-    def add_parallel(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object], output: Any
-    ) -> Any:
-        hidden = states_in(args, kwargs)
-        mixed = self.inside(hidden, self.masks.matching(hidden), states_out(output))
-        return with_states_out(output, mixed)
+        hidden, residual = states_in(args, kwargs), states_out(output)
+        mask = self.masks.matching(hidden)
+        read = hidden if self.placement == "parallel" else residual
+        return with_states_out(output, self.inside(read, mask, residual))

@@ -55,16 +55,13 @@ def neighbours(
         (row, target, distance) of the P pairs, sorted by target, then row. A row that is not finite
         is paired with every target, at distance NaN.
     """
-    norms = _l1_norms(rows, None, 0.0)
+    norms = torch.linalg.vector_norm(rows, ord=1, dim=1)
     if prefilter:
         candidates = maybe_near(rows, targets, limits, dead_zones, norms)
-        counts = candidates.sum(1).tolist()
-        candidates[[k for k, n in enumerate(counts) if 2 * n > len(rows)]] = True
-        counts = [len(rows) if 2 * n > len(rows) else n for n in counts]
-        places = candidates.nonzero()[:, 1]
+        candidates[2 * candidates.sum(1) > len(rows)] = True
     else:
-        counts = [len(rows)] * len(targets)
-        places = torch.arange(len(rows), device=rows.device).repeat(len(targets))
+        candidates = norms.new_ones(len(targets), len(rows), dtype=torch.bool)
+    counts, places = candidates.sum(1).tolist(), candidates.nonzero()[:, 1]
     not_finite = ~norms.isfinite()
     any_not_finite = bool(not_finite.any())
     pairs: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -85,23 +82,17 @@ def neighbours(
     return torch.cat(indices), torch.cat(target_indices), torch.cat(distances)
 
 
-def _l1_norms(
-    rows: Tensor, target: Tensor | None, dead_zone: float, index: Tensor | None = None
-) -> Tensor:
-    """Return 1-norms of rows less a target, beyond the dead zone, computed block by block."""
-    if index is not None and len(index) == len(rows):
-        index = None
-    n, d = len(rows) if index is None else len(index), rows.shape[1]
+def _l1_norms(rows: Tensor, target: Tensor, dead_zone: float, index: Tensor) -> Tensor:
+    """Return 1-norms of some rows less a target, beyond the dead zone, computed block by block."""
+    n, d = len(index), rows.shape[1]
+    every = n == len(rows)
     step = max(1, BLOCK_NUMBERS.get(rows.device.type, BLOCK_NUMBERS_ELSEWHERE) // max(1, d))
     buffer = rows.new_empty((min(n, step), d))
     sums = []
     for a in range(0, n, step):
-        chunk = rows[a : a + step] if index is None else rows[index[a : a + step]]
+        chunk = rows[a : a + step] if every else rows[index[a : a + step]]
         part = buffer[: len(chunk)]
-        if target is None:
-            torch.abs(chunk, out=part)
-        else:
-            torch.sub(chunk, target, out=part).abs_()
+        torch.sub(chunk, target, out=part).abs_()
         if dead_zone > 0:
             part.sub_(dead_zone).clamp_min_(0)
         sums.append(part.sum(1))

@@ -11,6 +11,7 @@ more of deeper blocks' rows its states explain than of the first's, where order 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -96,16 +97,14 @@ class SubspaceMembership(PassiveMembership):
         check_integer("blocks", blocks)
         self.blocks = blocks
         self._words = SubspaceWords(capacity_seconds=0)
-        self._facts = RunFacts()
         self._inputs: tuple[Anatomy, tuple[SharedInput, ...]] | None = None
         self._whitenings: list[Tensor] = []
         self._public_states: tuple[Tensor, Tensor, list[Tensor]] | None = None
         self._factors: dict[str, Tensor] = {}
-        self._prepared_at = 0
 
     def meet(self, facts: RunFacts) -> None:
         """Store the precision, and what made an update."""
-        self._facts = facts
+        super().meet(facts)
         self._words.meet(facts)
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
@@ -163,7 +162,7 @@ class SubspaceMembership(PassiveMembership):
         inputs = self._select_inputs(anatomy)
         readers = [m for i in inputs for m in _trained_readers(i, anatomy)]
         self._factors = factor_rows(anatomy, readers)
-        self._round_starts(anatomy, self._facts)
+        self._round_starts(anatomy)
         self._anatomy = anatomy
 
     def _prepare_public(self, anatomy: Anatomy) -> None:
@@ -208,7 +207,9 @@ class SubspaceMembership(PassiveMembership):
             if any(m.factor == "A" for i in inputs for m in _trained_readers(i, anatomy)):
                 raise NotYet(NO_GRADIENT_YET)
             raise UnusableObservation("every gradient that is read is zero")
-        words = self._guess_words(view)
+        words: WordGuess | None = None
+        with suppress(UnusableObservation):
+            words = self._words.run(view)
         ids, mask = query.input_ids, query.attention_mask
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask > 0
         cut = reach(real, self.tokens)
@@ -236,12 +237,6 @@ class SubspaceMembership(PassiveMembership):
             # Absent tokens exclude a text; its other evidence must exceed that of public text.
             control_scores = control_scores + controls[:, 3]
         return MembershipGuess(scores=scores.cpu(), members=(scores > control_scores.max()).cpu())
-
-    def _guess_words(self, view: Observation) -> WordGuess | None:
-        try:
-            return self._words.run(view)
-        except UnusableObservation:
-            return None
 
     def _loss_term_rows(
         self, shared_input: SharedInput, anatomy: Anatomy, view: Observation

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -29,17 +29,17 @@ from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
     RungReader,
+    check_targets,
     sentence_rows,
+    threat_with_public_text,
 )
 from lightning_fedleak.attacks.membership.fc_layers import (
     CraftedFC,
     Frozen,
     batch_inputs,
-    check_targets,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.model_runs import context_length, hidden_states
-from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import (
     check_choice,
     check_integer,
@@ -73,6 +73,10 @@ class Scale:
         spread = public.std(0, correction=0)
         floor = 0.1 * spread.mean()
         return cls(public.mean(0), spread.clamp(min=floor if float(floor) > 0 else 1.0))
+
+    def to(self, reference: Tensor) -> Scale:
+        """Return the scale in the dtype and on the device of ``reference``."""
+        return Scale(self.mean.to(reference), self.spread.to(reference))
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return rows less the mean, in units of the spread."""
@@ -167,7 +171,11 @@ def train_neuron(
     parameters = _initial(samples.shape[1], settings.hidden_units, generator, target)
     adam = Adam(parameters, settings.learning_rate)
     step = 0
-    for rows in _batches(samples, settings.batch, settings.steps, generator):
+    for _ in range(settings.steps):
+        rows = samples
+        if settings.batch < len(samples):
+            indices = torch.randint(len(samples), (settings.batch,), generator=generator)
+            rows = samples[indices.to(samples.device)]
         x = torch.cat([scaled_target, rows])
         outputs, gradients = loss_gradients(parameters, x)
         if step % CHECK_EVERY == 0 and _separated(outputs, settings.margin):
@@ -181,15 +189,7 @@ def train_neuron(
     others = public[~twins]
     on_target = network_outputs(folded, target[None])[0]
     on_public = network_outputs(folded, others).max() if len(others) else on_target - 1
-    return Neuron(
-        weight=folded[0],
-        bias=folded[1],
-        second=second,
-        offset=offset[0],
-        on_target=on_target,
-        on_public=on_public,
-        steps=step,
-    )
+    return Neuron(folded[0], folded[1], second, offset[0], on_target, on_public, step)
 
 
 def network_outputs(parameters: list[Tensor], x: Tensor) -> Tensor:
@@ -248,23 +248,8 @@ def _initial(d: int, h: int, generator: torch.Generator, reference: Tensor) -> l
         uniform_numbers = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator)
         return uniform_numbers.mul_(fan_in**-0.5).to(reference)
 
-    return [
-        uniform(h, d, fan_in=d),
-        uniform(h, fan_in=d),
-        uniform(1, h, fan_in=h),
-        uniform(1, fan_in=h),
-    ]
-
-
-def _batches(
-    samples: Tensor, batch: int, steps: int, generator: torch.Generator
-) -> Iterator[Tensor]:
-    for _ in range(steps):
-        if batch >= len(samples):
-            yield samples
-        else:
-            indices = torch.randint(len(samples), (batch,), generator=generator)
-            yield samples[indices.to(samples.device)]
+    shapes = (((h, d), d), ((h,), d), ((1, h), h), ((1,), h))
+    return [uniform(*shape, fan_in=fan_in) for shape, fan_in in shapes]
 
 
 def _separated(outputs: Tensor, margin: float) -> bool:
@@ -321,10 +306,8 @@ class TrainedMembership(MembershipAttack):
         14
     """
 
-    threat_model = ThreatModel.create(
-        "a dishonest server that adds layers trained on a text it holds and on public text",
-        *MembershipAttack.threat_model.needs,
-        Capability.KNOWS_PUBLIC_TEXT,
+    threat_model = threat_with_public_text(
+        "a dishonest server that adds layers trained on a text it holds and on public text"
     )
     default_name = "trained_membership"
 
@@ -362,7 +345,6 @@ class TrainedMembership(MembershipAttack):
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self._defended = False
         self._public: Tensor | None = None
-        self._scale: Scale | None = None
         self._embedded_at = 0
         self._neurons: OrderedDict[bytes, Neuron] = OrderedDict()
 
@@ -409,7 +391,6 @@ class TrainedMembership(MembershipAttack):
             )
         order = torch.randperm(len(rows), generator=generator)[: self.training.public_rows]
         self._public = rows[order.to(rows.device)]
-        self._scale = Scale.fit(self._public)
         self._neurons.clear()
 
     def meet(self, facts: RunFacts) -> None:
@@ -436,7 +417,6 @@ class TrainedMembership(MembershipAttack):
         if not state:
             return
         self._public = state["public"]
-        self._scale = Scale.fit(self._public)
         self._embedded_at = int(state["embedded_at"])
         self._neurons.clear()
 
@@ -457,7 +437,7 @@ class TrainedMembership(MembershipAttack):
             RuntimeError: :meth:`prepare` was not called.
             ValueError: the target is not finite, or of another size than the public samples.
         """
-        if self._public is None or self._scale is None:
+        if self._public is None:
             raise RuntimeError(
                 f"attack '{self.name}' has no public samples: call prepare(anatomy) first"
             )
@@ -473,16 +453,11 @@ class TrainedMembership(MembershipAttack):
             raise ValueError("a target is not finite: the server's copy of the model overflowed")
         key = hashlib.sha256(target.cpu().double().numpy().tobytes() + str(dtype).encode()).digest()
         if key not in self._neurons:
-            public = self._public.to(target)
-            scale = Scale(self._scale.mean.to(target), self._scale.spread.to(target))
+            public, generator = self._public.to(target), torch.Generator().manual_seed(self.seed)
+            scale = Scale.fit(self._public).to(target)
             with torch.autocast(target.device.type, enabled=False):
-                self._neurons[key] = train_neuron(
-                    target,
-                    public,
-                    scale,
-                    torch.Generator().manual_seed(self.seed),
-                    self.training,
-                )
+                neuron = train_neuron(target, public, scale, generator, self.training)
+            self._neurons[key] = neuron
             while len(self._neurons) > 1 and self._cached_bytes() > CACHE_BYTES:
                 self._neurons.popitem(last=False)
         self._neurons.move_to_end(key)
@@ -549,13 +524,12 @@ class TrainedMembership(MembershipAttack):
         return {
             "layer": self.layer,
             "granularity": self.granularity,
-            **asdict(self.training),
+            **vars(self.training),
             "threshold": self.threshold,
             "public_text": self._digest,
             "refresh_every": self.refresh_every,
             "seed": self.seed,
             "rungs": self.rungs,
             "tokens": self.tokens,
-            "false_positive_rate": self.reader.false_positive_rate,
-            "upstream_sign": self.reader.upstream_sign,
+            **vars(self.reader),
         }

@@ -12,7 +12,7 @@ import math
 import time
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,20 +28,13 @@ from lightning_fedleak.attacks.base import (
     Surfaces,
     UnusableObservation,
 )
+from lightning_fedleak.attacks.texts.bottom_model import BottomModel, CopiedModel
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_integer, check_number
 
-if TYPE_CHECKING:
-    from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-
-
 NOTHING = -1
 """Token id where nothing was guessed."""
-
-# Relative errors up to which hidden states count as equal; more hide wrong tokens. Not tuned.
-ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
-ROUNDING_OTHERWISE = 2e-2  # of half precision and other dtypes
 
 TINY = 1e-12  # keeps norms from being divided by zero; below any norm that occurs
 
@@ -78,10 +71,21 @@ class TextAttack(Attack):
     """
 
     last_token_open: ClassVar[bool] = False
+    _facts = RunFacts()
+    _copy: CopiedModel | None = None
+
+    def __init__(self, name: str | None = None, budget_seconds: float | None = None) -> None:
+        super().__init__(name)
+        check_number("budget_seconds", budget_seconds, above=0, optional=True)
+        self.budget_seconds = budget_seconds
+
+    def meet(self, facts: RunFacts) -> None:
+        """Take the precision, and what made an update, from the run."""
+        self._facts = facts
 
     def age(self, step: int) -> float:
         """Return how many optimizer steps the adversary's copy is behind; NaN without a copy."""
-        return math.nan
+        return math.nan if self._copy is None else float(self._copy.age(step))
 
 
 class InversionAttack(TextAttack):
@@ -103,27 +107,24 @@ class InversionAttack(TextAttack):
         Capability.SEES_ACTIVATIONS,
         Capability.KNOWS_BOTTOM_MODEL,
     )
+    _copy: BottomModel | None = None
 
     def __init__(
         self, layer: int, budget_seconds: float | None = None, name: str | None = None
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, budget_seconds)
         hint = "0 is the embeddings' output, k the output of block k"
         check_integer("layer", layer, at_least=0, hint=hint)
-        check_number("budget_seconds", budget_seconds, above=0, optional=True)
         self.layer = layer
-        self.budget_seconds = budget_seconds
-        self._bottom: BottomModel | None = None
-        self._facts = RunFacts()
 
     def meet(self, facts: RunFacts) -> None:
         """Take the client's precision, and the step at which the fit begins, from the run.
 
         A copy of the bottom model that exists already counts as one of that step.
         """
-        self._facts = facts
-        if self._bottom is not None:
-            self._bottom.step = max(self._bottom.step, facts.step)
+        super().meet(facts)
+        if self._copy is not None:
+            self._copy.step = max(self._copy.step, facts.step)
 
     @property
     def bottom(self) -> BottomModel:
@@ -132,13 +133,22 @@ class InversionAttack(TextAttack):
         Raises:
             RuntimeError: there is none before :meth:`prepare`.
         """
-        if self._bottom is None:
+        if self._copy is None:
             raise RuntimeError(f"{type(self).__name__} has no bottom model yet: call prepare()")
-        return self._bottom
+        return self._copy
 
-    def age(self, step: int) -> float:
-        """Return how many optimizer steps the copy is behind; NaN without one."""
-        return math.nan if self._bottom is None else float(self._bottom.age(step))
+    def check_width(self, hidden: Tensor) -> BottomModel:
+        """Return the copy of the bottom model if hidden states are of its width.
+
+        Raises:
+            ValueError: they are not (B, L, d).
+        """
+        if hidden.dim() != 3 or hidden.shape[-1] != self.bottom.width:
+            raise ValueError(
+                f"hidden states at layer {self.layer} are (B, L, {self.bottom.width}), but these "
+                f"are {tuple(hidden.shape)}"
+            )
+        return self.bottom
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the name of the hidden states at the split.
@@ -196,11 +206,6 @@ class InversionAttack(TextAttack):
         self._layer_name = place_of(anatomy, self.layer).name
         layers = range(len(text_blocks(anatomy)) + 1)
         self._other_layers = frozenset(place_of(anatomy, layer).name for layer in layers)
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """Return the relative error up to which hidden states in ``dtype`` count as equal."""
-    return ROUNDING.get(dtype, ROUNDING_OTHERWISE)
 
 
 @dataclass(frozen=True)

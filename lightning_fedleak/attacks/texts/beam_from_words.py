@@ -8,7 +8,6 @@ has learned. Nothing else in the gradient is used.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,20 +22,19 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.local_steps import LocalSteps
-from lightning_fedleak.attacks.texts.base import Deadline, TextAttack, TextGuess
-from lightning_fedleak.attacks.texts.model_copy import ModelCopy, trained_names
+from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
+from lightning_fedleak.attacks.texts.model_copy import GradientTextAttack, ModelCopy, trained_names
 from lightning_fedleak.attacks.words.direct import BagOfWords
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.model_runs import LOGITS_AT_ONCE, context_length
-from lightning_fedleak.snapshots import Observation, UpdateSnapshot
+from lightning_fedleak.model_runs import LOGITS_AT_ONCE
+from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 from lightning_fedleak.validate import check_integer, check_number
 
 _STARTS = 256  # first words of the beam search, the surest; more cost one run each. Not tuned
 
 
-class BeamFromWords(TextAttack):
+class BeamFromWords(GradientTextAttack):
     """Texts that the model finds likely, composed of the words that the gradient names.
 
     An honest but curious server knows the weights, how many texts to look for and how long they
@@ -83,9 +81,7 @@ class BeamFromWords(TextAttack):
         Capability.KNOWS_MODEL,
     )
     default_name = "beam_from_words"
-    reads_adaptive_updates = True
-    restores_fully = False
-    last_token_open = True
+    _copy: ModelCopy | None = None
 
     def __init__(
         self,
@@ -102,7 +98,7 @@ class BeamFromWords(TextAttack):
         seed: int = 0,
         name: str | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, budget_seconds)
         check_integer("length", length, at_least=3)
         check_integer("texts", texts)
         check_integer("beam", beam)
@@ -110,7 +106,6 @@ class BeamFromWords(TextAttack):
         check_integer("moves", moves, at_least=0)
         check_number("penalty", penalty, at_least=0)
         check_number("beta", beta, at_least=0)
-        check_number("budget_seconds", budget_seconds, above=0, optional=True)
         if words is not None and not isinstance(words, Attack):
             raise TypeError(f"words must be an attack that names words, got {words!r}")
         self.length = length
@@ -120,16 +115,13 @@ class BeamFromWords(TextAttack):
         self.penalty = penalty
         self.moves = moves
         self.beta = beta
-        self.budget_seconds = budget_seconds
         self.seed = seed
         self._words = words
         self._default_words: tuple[Anatomy, Attack] | None = None
-        self._facts = RunFacts()
-        self._copy: ModelCopy | None = None
 
     def meet(self, facts: RunFacts) -> None:
         """Take the precision, and what made an update, from the run."""
-        self._facts = facts
+        super().meet(facts)
         if self._words is not None:
             self._words.meet(facts)
         if self._default_words is not None:
@@ -146,10 +138,6 @@ class BeamFromWords(TextAttack):
             self._default_words = (anatomy, attack)
         return self._default_words[1]
 
-    def age(self, step: int) -> float:
-        """Return how many optimizer steps the copy is behind; NaN before there is one."""
-        return math.nan if self._copy is None else float(self._copy.age(step))
-
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return what the attack on words reads.
 
@@ -162,12 +150,7 @@ class BeamFromWords(TextAttack):
                 f"attack '{self.name}' needs probabilities of the next token, which a "
                 f"{anatomy.kind} model does not give: remove the attack"
             )
-        context = context_length(anatomy)
-        if context is not None and self.length > context:
-            raise ValueError(
-                f"attack '{self.name}': length={self.length}, but the model's context holds "
-                f"{context} tokens"
-            )
+        self._check_length(anatomy, self.length)
         return self.words(anatomy).needs(anatomy)
 
     def check_device(self, anatomy: Anatomy) -> None:
@@ -208,7 +191,13 @@ class BeamFromWords(TextAttack):
             raise RuntimeError(f"attack '{self.name}' has no copy of the model: call prepare")
         deadline = Deadline(self.budget_seconds)
         words = self.words(self._copy.anatomy)
-        _check_update(view, words, self._facts)
+        if not words.reads_adaptive_updates:
+            self._check_update(
+                view,
+                lambda steps, _: steps.linear,
+                f"this update is no sum of gradients, which '{words.name}' reads: give "
+                "words=SubspaceWords(), or measure single gradients (leave local_steps out)",
+            )
         guess = words.run(view)
         if not isinstance(guess, WordGuess):
             raise TypeError(f"attack '{self.name}': words guesses no words")
@@ -232,18 +221,6 @@ class BeamFromWords(TextAttack):
         names = ("length", "texts", "beam", "ngram", "penalty", "moves", "beta", "budget_seconds")
         words = None if self._words is None else self._words.name
         return {name: getattr(self, name) for name in names} | {"seed": self.seed, "words": words}
-
-
-def _check_update(view: Observation, words: Attack, facts: RunFacts) -> None:
-    """Raise an error for an adaptive update if the attack on words reads sums of gradients."""
-    if not isinstance(view.gradients[-1], UpdateSnapshot) or words.reads_adaptive_updates:
-        return
-    steps = LocalSteps.from_facts(facts)
-    if steps is None or not steps.linear:
-        raise UnusableObservation(
-            f"this update is no sum of gradients, which '{words.name}' reads: give "
-            "words=SubspaceWords(), or measure single gradients (leave local_steps out)"
-        )
 
 
 class FluentTexts:

@@ -9,7 +9,7 @@ client's parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from copy import copy as shallow_copy
 from typing import Any
@@ -18,15 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.text_layers import (
-    Place,
-    place_of,
-    states_in,
-    states_out,
-    text_blocks,
-    with_states_in,
-    with_states_out,
-)
+from lightning_fedleak.anatomy.text_layers import Place, place_of, text_blocks
 from lightning_fedleak.anatomy.wrappers import find_path, matrix_shape, unwrap, without_peft
 from lightning_fedleak.attacks.logit_map import LogitMap
 from lightning_fedleak.batches import TokenBatch
@@ -42,11 +34,82 @@ from lightning_fedleak.model_runs import (
     undisturbed,
 )
 
+# Relative errors up to which hidden states count as equal; more hide wrong tokens. Not tuned.
+ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
+ROUNDING_OTHERWISE = 2e-2  # of half precision and other dtypes
 _TRIAL_TOKENS = 6  # tokens of the trial whether states depend on later tokens. Not tuned
 _TRIAL_PREFIX = 8  # tokens of two texts on which the logits' map is fitted. Not tuned
 
 
-class BottomModel:
+class CopiedModel:
+    """A model on the adversary's copy of its weights.
+
+    Args:
+        autocast: dtype of the client's autocast region, or None.
+
+    Attributes:
+        anatomy: of the live model.
+        step: optimizer step of the copied weights.
+    """
+
+    anatomy: Anatomy
+    step: int
+
+    def __init__(self, autocast: torch.dtype | None) -> None:
+        self.autocast = autocast
+        self._inside = False
+
+    @property
+    def device(self) -> torch.device:
+        """The device of token ids."""
+        return self.anatomy.device
+
+    def age(self, step: int) -> int:
+        """Return how many steps the copy is behind; negative if a new fit has begun since."""
+        return step - self.step
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Prepare the model for many calls, so that each costs its computation alone.
+
+        Sessions may be nested. The user's own code must not use the model within one.
+        """
+        if self._inside:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.enter_context(undisturbed(self.anatomy))
+            stack.enter_context(only_needed_hooks(self.anatomy.root))
+            stack.enter_context(self._copied_weights())
+            if self.autocast is not None:
+                stack.enter_context(torch.autocast(self.device.type, self.autocast))
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
+
+    def _copied_weights(self) -> AbstractContextManager[None]:
+        """Run the block with the copied weights in the model's modules."""
+        return nullcontext()
+
+
+def vocabulary_shape(anatomy: Anatomy) -> tuple[int, int]:
+    """Return the rows and columns of the word embeddings.
+
+    Raises:
+        ValueError: the embedding layer holds no matrix.
+    """
+    shape = matrix_shape(anatomy.embedding)
+    if shape is None:
+        raise ValueError(
+            f"the input embeddings '{anatomy.embedding_name}' hold no matrix, so that there is no "
+            "vocabulary to search"
+        )
+    return shape[0], shape[1]
+
+
+class BottomModel(CopiedModel):
     """Embeddings and blocks up to the split, on the server's copy of their weights.
 
     Runs are in eval mode. A run restores, also after an exception, the user's parameters and their
@@ -93,20 +156,13 @@ class BottomModel:
         step: int = 0,
         autocast: torch.dtype | None = None,
     ) -> None:
+        super().__init__(autocast)
         self.layer = layer
-        self.autocast = autocast
         self._weights: list[tuple[nn.Module, str, Tensor]] = []
         self._copies: dict[int, Tensor] = {}
-        self._inside = False
         self.cache_agrees: bool | None = None
         self._bind(anatomy, step)
-        shape = matrix_shape(anatomy.embedding)
-        if shape is None:
-            raise ValueError(
-                f"the input embeddings '{anatomy.embedding_name}' hold no matrix, so that there is "
-                "no vocabulary to search"
-            )
-        self.vocab_size, self.embedding_width = shape
+        self.vocab_size, self.embedding_width = vocabulary_shape(anatomy)
         self.context = context_length(anatomy)
         self._try()
 
@@ -148,9 +204,9 @@ class BottomModel:
             )
 
     @property
-    def device(self) -> torch.device:
-        """The device of token ids."""
-        return self.anatomy.device
+    def rounding(self) -> float:
+        """Return the relative error up to which hidden states count as equal."""
+        return ROUNDING.get(self.autocast or self.dtype, ROUNDING_OTHERWISE)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Copy the weights of ``step`` again, in place where the shapes allow it.
@@ -170,10 +226,6 @@ class BottomModel:
         other._run = stop_at(self.anatomy.model, place_of(self.anatomy, layer))
         other._try()
         return other
-
-    def age(self, step: int) -> int:
-        """Return how many steps the copy is behind; negative if a new fit has begun since."""
-        return step - self.step
 
     def hidden(
         self,
@@ -235,13 +287,13 @@ class BottomModel:
         """
         words = new.is_floating_point()
         ids = torch.full(new.shape[:2], self._plain_id, device=self.device) if words else new
-        if self._adds_mask:
+        config = getattr(without_peft(self.anatomy.model), "config", None)
+        # Eager attention adds its mask, where others take booleans.
+        if getattr(config, "_attn_implementation", None) == "eager":
             lowest = torch.finfo(self.dtype).min
             zeros = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
             visible = zeros.masked_fill(~visible, lowest)
-        with ExitStack() as stack:
-            stack.enter_context(self.session())
-            stack.enter_context(self._embeddings_replaced(new) if words else torch.no_grad())
+        with self.session(), self._embeddings_replaced(new) if words else torch.no_grad():
             states = copy_context().run(
                 self._run,
                 input_ids=ids,
@@ -251,12 +303,6 @@ class BottomModel:
                 use_cache=True,
             )
             return states_of_text(states, ids.shape[1], self.anatomy, self.layer)
-
-    @property
-    def _adds_mask(self) -> bool:
-        """Whether the model's attention adds its mask (eager), where others take booleans."""
-        config = getattr(without_peft(self.anatomy.model), "config", None)
-        return getattr(config, "_attn_implementation", None) == "eager"
 
     @contextmanager
     def _embeddings_replaced(self, embeddings: Tensor) -> Iterator[None]:
@@ -286,27 +332,6 @@ class BottomModel:
             getattr(config, "pad_token_id", None),
         )
         return next(i for i in range(3) if i not in special)
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """Prepare the model for many calls, so that each costs its computation alone.
-
-        Sessions may be nested. The user's own code must not use the model within one.
-        """
-        if self._inside:
-            yield
-            return
-        with ExitStack() as stack:
-            stack.enter_context(undisturbed(self.anatomy))
-            stack.enter_context(only_needed_hooks(self.anatomy.root))
-            stack.enter_context(self._copied_weights())
-            if self.autocast is not None:
-                stack.enter_context(torch.autocast(self.device.type, self.autocast))
-            self._inside = True
-            try:
-                yield
-            finally:
-                self._inside = False
 
     @contextmanager
     def _copied_weights(self) -> Iterator[None]:
@@ -398,7 +423,10 @@ class NextTokens:
         place = place_of(anatomy, bottom.layer)
         run = stop_at(anatomy.model, Place("head", self._head, "input"))
         with torch.no_grad(), bottom.session():
-            handle = _replaced(place, hidden)
+            # Virtual tokens come first and keep their states.
+            handle = place.change_states(
+                lambda states: torch.cat([states[:, : -hidden.shape[1]], hidden.to(states)], 1)
+            )
             try:
                 states = bottom.run_through(run, hidden.shape[:2], attention_mask, position_ids)
             finally:
@@ -440,22 +468,3 @@ def predicts_next(bottom: BottomModel) -> bool:
         return False
     shape = matrix_shape(anatomy.head)
     return shape is not None and shape[0] == bottom.vocab_size
-
-
-def _replaced(place: Place, hidden: Tensor) -> Any:
-    """Replace the split's states by ``hidden``; return the hook's handle."""
-
-    def replace(states: Tensor) -> Tensor:
-        # Virtual tokens come first and keep their states.
-        new = hidden.to(states)
-        return torch.cat([states[:, : -hidden.shape[1]], new], 1)
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-        return with_states_in(args, kwargs, replace(states_in(args, kwargs)))
-
-    def behind(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return with_states_out(output, replace(states_out(output)))
-
-    if place.side == "input":
-        return place.module.register_forward_pre_hook(before, with_kwargs=True)
-    return place.module.register_forward_hook(behind)

@@ -22,7 +22,6 @@ from lightning_fedleak.attacks.texts.base import (
     InversionAttack,
     Sent,
     TextGuess,
-    rounding,
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.validate import (
@@ -107,28 +106,22 @@ class TokenTable:
     directions: dict[Likeness, Tensor]
 
     @classmethod
-    def from_embeddings(cls, embeddings: Tensor) -> TokenTable:
-        """Return the table of word embeddings (V, e), V at least 2."""
+    def from_embeddings(cls, embeddings: Tensor, *, whiten: bool = True) -> TokenTable:
+        """Return the table of word embeddings (V, e), V at least 2.
+
+        Without ``whiten`` it is for cosines alone, and no covariance is computed.
+        """
         table = embeddings.detach()
         table = table if table.dtype == torch.float64 else table.float()
-        mean = table.mean(0)
+        mean, cosines = table.mean(0), F.normalize(table, dim=1)
+        if not whiten:
+            return cls(table, mean, table.new_zeros(0, 0), {"cosine": cosines})
         centred = (table - mean).double()
         variances, axes = torch.linalg.eigh(centred.T @ centred / len(table))
         variances = variances.clamp(min=LEAST_VARIANCE * float(variances[-1]))
         whitening = (axes / variances.sqrt() @ axes.T).to(table.dtype)
-        directions: dict[Likeness, Tensor] = {
-            "whitened": F.normalize((table - mean) @ whitening, dim=1),
-            "cosine": F.normalize(table, dim=1),
-        }
-        return cls(table, mean, whitening, directions)
-
-    @classmethod
-    def for_cosines(cls, embeddings: Tensor) -> TokenTable:
-        """Return the table of word embeddings (V, e) for cosines alone, without a covariance."""
-        table = embeddings.detach()
-        table = table if table.dtype == torch.float64 else table.float()
-        directions: dict[Likeness, Tensor] = {"cosine": F.normalize(table, dim=1)}
-        return cls(table, table.mean(0), table.new_zeros(0, 0), directions)
+        white = F.normalize((table - mean) @ whitening, dim=1)
+        return cls(table, mean, whitening, {"whitened": white, "cosine": cosines})
 
     @property
     def scale(self) -> float:
@@ -243,7 +236,6 @@ class DescentAttack(InversionAttack):
     def __init__(
         self,
         layer: int,
-        *,
         steps: int,
         lr: float,
         descent: DescentSettings | None,
@@ -263,14 +255,9 @@ class DescentAttack(InversionAttack):
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
-        return {
-            "layer": self.layer,
-            "steps": self.steps,
-            "lr": self.lr,
-            "stop": self.descent.stop,
-            "weighting": self.descent.weighting,
-            "budget_seconds": self.budget_seconds,
-        }
+        values = vars(self) | vars(self.descent)
+        names = ("layer", "steps", "lr", "stop", "weighting", "budget_seconds")
+        return {name: values[name] for name in names}
 
     # ---- the adversary's copy -------------------------------------------------------------
 
@@ -283,10 +270,10 @@ class DescentAttack(InversionAttack):
         super().prepare(anatomy)
         # Weights copied in inference mode could never take part in autograd.
         with torch.inference_mode(False), torch.no_grad():
-            self._bottom = BottomModel(
+            self._copy = BottomModel(
                 anatomy, self.layer, autocast=self.descent.autocast or self._facts.autocast
             )
-            self._table = TokenTable.from_embeddings(self._bottom.word_embeddings())
+            self._table = TokenTable.from_embeddings(self._copy.word_embeddings())
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Copy the weights again if the copy is old enough, or of another fit."""
@@ -347,12 +334,7 @@ class DescentAttack(InversionAttack):
             ValueError: the hidden states are not as wide as the layer's, or mask or positions of
                 another shape than they.
         """
-        bottom = self.bottom
-        if hidden.dim() != 3 or hidden.shape[-1] != bottom.width:
-            raise ValueError(
-                f"layer {self.layer} gives hidden states (B, L, {bottom.width}), but these are "
-                f"{tuple(hidden.shape)}"
-            )
+        bottom = self.check_width(hidden)
         inputs = {"attention_mask": attention_mask, "position_ids": position_ids}
         for name, tensor in inputs.items():
             if tensor is not None and tensor.shape != hidden.shape[:2]:
@@ -426,7 +408,8 @@ class Descent:
                 tokens, _ = self.attack.decode(adam.values)
                 unchanged = ((tokens == last) | ~sent.real).all(1)
                 same = torch.where(unchanged, same + 1, 0)
-                stopped = (same >= PATIENCE) | self._exact(tokens, sent)
+                exact = self._errors(tokens, sent) <= self.attack.bottom.rounding
+                stopped = (same >= PATIENCE) | exact.all(1)
                 last = tokens
             if bool(stopped.any()):
                 self.variables[active] = adam.values
@@ -459,11 +442,6 @@ class Descent:
         hidden = self.attack.bottom.hidden(tokens, sent.attention_mask, sent.position_ids)
         self.verified += int(sent.real.sum())
         return sent.relative_errors(hidden)
-
-    def _exact(self, tokens: Tensor, sent: Sent) -> Tensor:
-        bottom = self.attack.bottom
-        equal = self._errors(tokens, sent) <= rounding(bottom.autocast or bottom.dtype)
-        return equal.all(1)
 
     def record(self, rows: Tensor, tokens: Tensor, errors: Tensor, confidence: Tensor) -> None:
         """Set the tokens of the texts ``rows``."""

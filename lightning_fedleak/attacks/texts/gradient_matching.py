@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
 import torch
@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
-from lightning_fedleak.attacks.local_steps import LocalSteps
-from lightning_fedleak.attacks.texts.base import TINY, Deadline, TextAttack, TextGuess
+from lightning_fedleak.attacks.base import Query, Surfaces, UnusableObservation
+from lightning_fedleak.attacks.texts.base import TINY, Deadline, TextGuess
 from lightning_fedleak.attacks.texts.descent import RowAdam, TokenTable
-from lightning_fedleak.attacks.texts.model_copy import ModelCopy, trained_names
-from lightning_fedleak.model_runs import context_length
-from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.attacks.texts.model_copy import GradientTextAttack, ModelCopy, trained_names
+from lightning_fedleak.snapshots import Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 from lightning_fedleak.validate import (
     check_choice,
@@ -96,7 +94,7 @@ class MatchingSettings:
 _old_settings = old_spelling(MatchingSettings)
 
 
-class GradientMatching(TextAttack):
+class GradientMatching(GradientTextAttack):
     """Dummy word embeddings whose gradient is brought to match the shared one.
 
     An honest but curious server knows the weights. As in the literature it also knows how many
@@ -160,9 +158,7 @@ class GradientMatching(TextAttack):
     )
     default_name = "gradient_matching"
     needs_float64 = True
-    reads_adaptive_updates = True
-    restores_fully = False
-    last_token_open = True
+    _copy: ModelCopy | None = None
 
     def __init__(
         self,
@@ -180,14 +176,13 @@ class GradientMatching(TextAttack):
         name: str | None = None,
         **old: Any,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, budget_seconds)
         check_choice("distance", distance, DISTANCES)
         check_choice("labels", labels, LABELS)
         check_integer("texts", texts)
         check_integer("length", length, at_least=2)
         check_integer("steps", steps)
         check_number("lr", lr, above=0)
-        check_number("budget_seconds", budget_seconds, above=0, optional=True)
         if isinstance(parameters, str) or (parameters is not None and not len(parameters)):
             raise ValueError(
                 f"parameters must be a list of names, or None for all, got {parameters!r}"
@@ -202,10 +197,7 @@ class GradientMatching(TextAttack):
         self.steps = steps
         self.lr = lr
         self.parameters = None if parameters is None else tuple(parameters)
-        self.budget_seconds = budget_seconds
         self.seed = seed
-        self._facts = RunFacts()
-        self._copy: ModelCopy | None = None
         self._table: TokenTable | None = None
 
     @classmethod
@@ -235,14 +227,6 @@ class GradientMatching(TextAttack):
         matching = {name: value for name, value in settings.items() if name in names}
         return cls(texts, length, **({"matching": MatchingSettings(**matching)} | arguments))
 
-    def meet(self, facts: RunFacts) -> None:
-        """Take the precision, and what made an update, from the run."""
-        self._facts = facts
-
-    def age(self, step: int) -> float:
-        """Return how many optimizer steps the copy is behind; NaN before there is one."""
-        return math.nan if self._copy is None else float(self._copy.age(step))
-
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the names of the trained parameters, or of those that the user named.
 
@@ -253,12 +237,7 @@ class GradientMatching(TextAttack):
             ValueError: texts longer than the model's context.
         """
         self._check_kind(anatomy)
-        context = context_length(anatomy)
-        if context is not None and self.length > context:
-            raise ValueError(
-                f"attack '{self.name}': length={self.length}, but the model's context holds "
-                f"{context} tokens"
-            )
+        self._check_length(anatomy, self.length)
         return Surfaces(gradients=self._names(anatomy))
 
     def _check_kind(self, anatomy: Anatomy) -> None:
@@ -294,7 +273,7 @@ class GradientMatching(TextAttack):
                 other tokens than it embeds.
         """
         self._copy = ModelCopy(anatomy, self._names(anatomy), autocast=self._facts.autocast)
-        self._table = TokenTable.for_cosines(self._copy.word_embeddings())
+        self._table = TokenTable.from_embeddings(self._copy.word_embeddings(), whiten=False)
         embedded = len(self._table.embeddings)
         if anatomy.kind == "causal" and embedded != anatomy.vocab_size:
             raise ValueError(
@@ -308,7 +287,7 @@ class GradientMatching(TextAttack):
             self.prepare(anatomy)
         assert self._copy is not None
         self._copy.refresh(anatomy, step)
-        self._table = TokenTable.for_cosines(self._copy.word_embeddings())
+        self._table = TokenTable.from_embeddings(self._copy.word_embeddings(), whiten=False)
 
     def run(self, view: Observation, query: Query | None = None) -> TextGuess:
         """Reconstruct the texts of a batch.
@@ -323,7 +302,19 @@ class GradientMatching(TextAttack):
         """
         if self._copy is None or self._table is None:
             raise RuntimeError(f"attack '{self.name}' has no copy of the model: call prepare")
-        _check_update(view, self._facts)
+        self._check_update(
+            view,
+            # Nesterov's first step is a multiple of the gradient.
+            lambda steps, update: (
+                update.local_steps == 1
+                and steps.sums(fresh=update.fresh)
+                and not steps.settings.get("nesterov")
+            ),
+            "gradients are matched with single gradients and with rounds of one plain step of "
+            "SGD (with momentum one that begins afresh, without weight decay or Nesterov's): "
+            "measure rounds of one step, or leave local_steps out to see what the client's data "
+            "would give away",
+        )
         deadline = Deadline(self.budget_seconds)
         with self._copy.session(), torch.no_grad():
             matching = Matching(self, self._copy, self._table, self._target(view, self._copy))
@@ -349,27 +340,8 @@ class GradientMatching(TextAttack):
             *("prior", "swaps", "swap_every", "starts", "steps", "lr", "parameters"),
             *("budget_seconds", "seed"),
         )
-        matching = asdict(self.matching)
-        return {name: matching[name] if name in matching else getattr(self, name) for name in names}
-
-
-def _check_update(view: Observation, facts: RunFacts) -> None:
-    update = view.gradients[-1]
-    if not isinstance(update, UpdateSnapshot):
-        return
-    steps = LocalSteps.from_facts(facts)
-    plain = (
-        steps is not None
-        and steps.sums(fresh=update.fresh)
-        and not steps.settings.get("nesterov")  # a multiple of the gradient
-    )
-    if update.local_steps != 1 or not plain:
-        raise UnusableObservation(
-            "gradients are matched with single gradients and with rounds of one plain step of "
-            "SGD (with momentum one that begins afresh, without weight decay or Nesterov's): "
-            "measure rounds of one step, or leave local_steps out to see what the client's data "
-            "would give away"
-        )
+        values = vars(self) | vars(self.matching)
+        return {name: values[name] for name in names}
 
 
 @dataclass(frozen=True)
@@ -383,11 +355,12 @@ class Dummy:
     """
 
     words: Tensor
-    labels: Tensor | None
+    labels: Tensor | None = None
 
-    def clone(self) -> Dummy:
-        """Return a copy that does not change."""
-        return Dummy(self.words.clone(), None if self.labels is None else self.labels.clone())
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return words and labels by name, without labels that are the text itself."""
+        return {"words": self.words} | ({} if self.labels is None else {"labels": self.labels})
 
     def rearranged(self, text: int, order: Tensor) -> Dummy:
         """Return the texts with the tokens of one in another order (L,)."""
@@ -477,29 +450,25 @@ class Matching:
         """Descend from the best of random starts, and rearrange texts on the way."""
         attack = self.attack
         dummy = self._start(deadline)
-        words = RowAdam(dummy.words, attack.lr * self.table.scale)
-        labels = None if dummy.labels is None else RowAdam(dummy.labels, LIMITS.label_rate)
+        rates = {"words": attack.lr * self.table.scale, "labels": LIMITS.label_rate}
+        adams = {name: RowAdam(x, rates[name]) for name, x in dummy.tensors.items()}
         best, least, steps = dummy, math.inf, 0
         for step in range(attack.steps):
             if deadline.passed:
                 break
-            for adam, rate in ((words, attack.lr * self.table.scale), (labels, LIMITS.label_rate)):
-                if adam is not None:
-                    adam.lr = rate * (1 - step / attack.steps)
-            present = Dummy(words.values, None if labels is None else labels.values)
+            present = Dummy(**{name: adam.values for name, adam in adams.items()})
             value, slopes = self._slopes(present)
             if value < least:
-                least, best = value, present.clone()
-            words.step(slopes[0])
-            if labels is not None:
-                labels.step(slopes[1])
+                best = Dummy(**{name: x.clone() for name, x in present.tensors.items()})
+                least = value
+            for name, slope in slopes.items():
+                adams[name].lr = rates[name] * (1 - step / attack.steps)
+                adams[name].step(slope)
             every = attack.matching.swap_every
             due = step % every == 1 % every
             if attack.matching.swaps and due and step >= LIMITS.burn_in * attack.steps:
-                rearranged = self._rearrange(present, deadline)
-                words.values.copy_(rearranged.words)
-                if labels is not None and rearranged.labels is not None:
-                    labels.values.copy_(rearranged.labels)
+                for name, x in self._rearrange(present, deadline).tensors.items():
+                    adams[name].values.copy_(x)
             steps += 1
         tokens, lead = self.tokens(best.words)
         if best.labels is not None and best.labels.dim() == 3:
@@ -534,21 +503,17 @@ class Matching:
         assert best is not None
         return best[1]
 
-    def _slopes(self, dummy: Dummy) -> tuple[float, Sequence[Tensor]]:
-        """Return the loss of the descent, and its gradients in words and labels."""
-        leaves = [
-            x.detach().clone().requires_grad_()
-            for x in (dummy.words, dummy.labels)
-            if x is not None
-        ]
+    def _slopes(self, dummy: Dummy) -> tuple[float, dict[str, Tensor]]:
+        """Return the loss of the descent, and its gradients in words and labels by name."""
+        leaves = {name: x.clone().requires_grad_() for name, x in dummy.tensors.items()}
         with torch.enable_grad():
-            leaf = Dummy(leaves[0], leaves[1] if len(leaves) > 1 else None)
+            leaf = Dummy(**leaves)
             loss = self.distance(leaf, differentiable=True)
             if self.attack.matching.regularise:
                 norm = leaf.words.norm(dim=-1).mean()
                 loss = loss + self.attack.matching.regularise * (norm / self.norm - 1).square()
-            slopes = torch.autograd.grad(loss, leaves)
-        return float(loss.detach()), slopes
+            slopes = torch.autograd.grad(loss, list(leaves.values()))
+        return float(loss.detach()), dict(zip(leaves, slopes, strict=True))
 
     def _rearrange(self, dummy: Dummy, deadline: Deadline) -> Dummy:
         """Return the best of some orders of each text, the present one included."""

@@ -7,27 +7,25 @@ that are read, and the gradient of that gradient in the words.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.wrappers import matrix_shape, unwrap
-from lightning_fedleak.model_runs import (
-    call_with,
-    logits_in,
-    only_needed_hooks,
-    takes,
-    undisturbed,
-)
+from lightning_fedleak.anatomy.wrappers import unwrap
+from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks.texts.base import TextAttack
+from lightning_fedleak.attacks.texts.bottom_model import CopiedModel, vocabulary_shape
+from lightning_fedleak.model_runs import call_with, context_length, logits_in, takes
+from lightning_fedleak.snapshots import Observation, UnusableObservation, UpdateSnapshot
 
 _TRIAL = 3  # tokens of the trial whether a gradient can be differentiated
 
 
-class ModelCopy:
+class ModelCopy(CopiedModel):
     """A causal model or a classifier, run in eval mode on the adversary's copy of its weights.
 
     Trained weights are copied, frozen ones shared with the live model. A run restores the user's
@@ -39,9 +37,6 @@ class ModelCopy:
         names: of the parameters whose gradient is taken, roles or names in ``anatomy.root``.
         step: optimizer step of the model's weights.
         autocast: dtype of the client's autocast region, or None.
-
-    Attributes:
-        step: optimizer step of the copied weights.
 
     Raises:
         AnatomyError: the model has no parameter of a name.
@@ -57,9 +52,8 @@ class ModelCopy:
         step: int = 0,
         autocast: torch.dtype | None = None,
     ) -> None:
+        super().__init__(autocast)
         self.names = tuple(names)
-        self.autocast = autocast
-        self._inside = False
         self.refresh(anatomy, step)
         self._try()
 
@@ -92,37 +86,15 @@ class ModelCopy:
                 self._weights[name] = weight
 
     @property
-    def device(self) -> torch.device:
-        """The device of token ids."""
-        return self.anatomy.device
-
-    @property
     def read(self) -> tuple[str, ...]:
         """Names of the parameters whose gradient is taken, each once, from the input on."""
         return tuple(self._leaves)
 
-    def age(self, step: int) -> int:
-        """Return how many optimizer steps the copy is behind at ``step``."""
-        return step - self.step
-
     @contextmanager
     def session(self) -> Iterator[None]:
         """Prepare the model for any number of calls."""
-        if self._inside:
+        with torch.inference_mode(False), sdpa_kernel(SDPBackend.MATH), super().session():
             yield
-            return
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(undisturbed(self.anatomy))
-            stack.enter_context(only_needed_hooks(self.anatomy.root))
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if self.autocast is not None:
-                stack.enter_context(torch.autocast(self.device.type, self.autocast))
-            self._inside = True
-            try:
-                yield
-            finally:
-                self._inside = False
 
     @torch.no_grad()
     def word_embeddings(self) -> Tensor:
@@ -131,24 +103,13 @@ class ModelCopy:
         Raises:
             ValueError: the embedding layer holds no matrix.
         """
-        shape = matrix_shape(self.anatomy.embedding)
-        if shape is None:
-            raise ValueError(
-                f"the input embeddings '{self.anatomy.embedding_name}' hold no matrix, so that "
-                "there is no vocabulary to search"
-            )
+        rows, _ = vocabulary_shape(self.anatomy)
         names = {id(p): n for n, p in self.anatomy.model.named_parameters()}
         weights = {n: self._weights[names[id(p)]] for n, p in self._embedding.named_parameters()}
         with self.session():
-            ids = torch.arange(shape[0], device=self.device)
+            ids = torch.arange(rows, device=self.device)
             table: Tensor = torch.func.functional_call(self._embedding, weights, (ids,))
         return table.detach()
-
-    def _called(self, ids: Tensor) -> Tensor:
-        options = {"use_cache": False} if takes(self.anatomy.model, "use_cache") else {}
-        inputs = {"input_ids": ids, **options}
-        output = call_with(self.anatomy.model, self._weights, **inputs)
-        return logits_in(output)
 
     def _without_padding(self, ids: Tensor) -> Tensor:
         """Return ids without the padding's id, which changes a classifier's positions and end."""
@@ -173,8 +134,10 @@ class ModelCopy:
 
         with self.session():
             handle = None if words is None else self._embedding.register_forward_hook(replaced)
+            options = {"use_cache": False} if takes(self.anatomy.model, "use_cache") else {}
+            inputs = {"input_ids": self._without_padding(ids.to(self.device)), **options}
             try:
-                logits = self._called(self._without_padding(ids.to(self.device)))
+                logits = logits_in(call_with(self.anatomy.model, self._weights, **inputs))
             finally:
                 if handle is not None:
                     handle.remove()
@@ -225,6 +188,33 @@ class ModelCopy:
                 f"{type(error).__name__}: {error}. Load the model with "
                 "attn_implementation='eager'"
             ) from error
+
+
+class GradientTextAttack(TextAttack):
+    """An honest but curious server that reads whole texts off gradients."""
+
+    reads_adaptive_updates = True
+    restores_fully = False
+    last_token_open = True
+
+    def _check_length(self, anatomy: Anatomy, length: int) -> None:
+        """Raise an error for texts longer than the model's context."""
+        context = context_length(anatomy)
+        if context is not None and length > context:
+            raise ValueError(
+                f"attack '{self.name}': length={length}, but the model's context holds {context} "
+                "tokens"
+            )
+
+    def _check_update(
+        self, view: Observation, readable: Callable[[LocalSteps, UpdateSnapshot], bool], advice: str
+    ) -> None:
+        """Raise an error for a round whose steps are not known or not readable."""
+        update = view.gradients[-1]
+        if isinstance(update, UpdateSnapshot):
+            steps = LocalSteps.from_facts(self._facts)
+            if steps is None or not readable(steps, update):
+                raise UnusableObservation(advice)
 
 
 def trained_names(anatomy: Anatomy) -> tuple[str, ...]:

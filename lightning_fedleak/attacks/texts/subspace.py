@@ -15,18 +15,17 @@ and states, and the rest is whitened: it is what a beginning adds to its next to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.text_layers import text_blocks
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
-from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.row_space.linear_maps import (
     KnownInput,
     SharedInput,
@@ -37,7 +36,8 @@ from lightning_fedleak.attacks.row_space.linear_maps import (
     lone_token_maps,
     vocabulary_size,
 )
-from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextAttack, TextGuess
+from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextGuess
+from lightning_fedleak.attacks.texts.model_copy import GradientTextAttack
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
 from lightning_fedleak.attacks.texts.subspace_rows import (
     BlockInputs,
@@ -47,9 +47,9 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
 )
 from lightning_fedleak.attacks.texts.subspace_search import SubspaceSearch
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.snapshots import Inapplicable, Observation, UpdateSnapshot
+from lightning_fedleak.snapshots import Inapplicable, Observation
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.validate import check_integer
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ReadingLimits:
 LIMITS = ReadingLimits()
 
 
-class SubspaceTexts(TextAttack):
+class SubspaceTexts(GradientTextAttack):
     """The texts whose hidden states the shared rows of several blocks are combinations of.
 
     An honest but curious server knows the weights. It takes the tokens of the batch from the first
@@ -105,9 +105,7 @@ class SubspaceTexts(TextAttack):
     )
     default_name = "subspace_texts"
     needs_float64 = True
-    reads_adaptive_updates = True
-    restores_fully = False
-    last_token_open = True
+    _copy: BlockInputs | None = None
 
     def __init__(
         self,
@@ -118,29 +116,21 @@ class SubspaceTexts(TextAttack):
         seed: int = 0,
         name: str | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, budget_seconds)
         check_integer("blocks", blocks, optional=True)
         check_integer("beam", beam)
-        check_number("budget_seconds", budget_seconds, above=0, optional=True)
         self.blocks = blocks
         self.beam = beam
-        self.budget_seconds = budget_seconds
         self.seed = seed
         self._words = SubspaceWords(capacity_seconds=0)
-        self._facts = RunFacts()
         self._readable: tuple[Anatomy, _Blocks] | None = None
-        self._bottom: BlockInputs | None = None
         self._complete_maps: frozenset[str] = frozenset()
         self._whitenings: list[Tensor] = []
 
     def meet(self, facts: RunFacts) -> None:
         """Take the precision, and what made an update, from the run."""
-        self._facts = facts
+        super().meet(facts)
         self._words.meet(facts)
-
-    def age(self, step: int) -> float:
-        """Return how many optimizer steps the copy is behind; NaN before there is one."""
-        return math.nan if self._bottom is None else float(self._bottom.age(step))
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return what names the words, and the trained projections of some blocks behind the first.
@@ -208,21 +198,21 @@ class SubspaceTexts(TextAttack):
         """
         self._words.prepare(anatomy)
         inputs = self._trained(anatomy)
-        self._bottom = None
+        self._copy = None
         if not inputs:
             return
-        self._bottom = BlockInputs(anatomy, inputs, self._facts)
+        self._copy = BlockInputs(anatomy, inputs, self._facts)
         self._complete_maps = lone_token_maps(anatomy, inputs[0].maps)
-        self._whitenings = self._bottom.whitenings(self.seed)
+        self._whitenings = self._copy.whitenings(self.seed)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Copy the weights again, and prepare again where something else is trained."""
         self._words.refresh(anatomy, step)
         inputs = self._trained(anatomy)
-        if self._bottom is None or list(self._bottom.inputs) != inputs:
+        if self._copy is None or list(self._copy.inputs) != inputs:
             self.prepare(anatomy)
-        if self._bottom is not None:
-            self._bottom.refresh(anatomy, step)
+        if self._copy is not None:
+            self._copy.refresh(anatomy, step)
 
     @torch.no_grad()
     def run(self, view: Observation, query: Query | None = None) -> TextGuess:
@@ -239,11 +229,17 @@ class SubspaceTexts(TextAttack):
                 rows distinguish, or an update that is no gradient.
             RuntimeError: ``prepare`` was not called.
         """
-        if self._bottom is None:
+        if self._copy is None:
             raise RuntimeError(f"attack '{self.name}' has no copy of the model: call prepare")
         deadline = Deadline(self.budget_seconds)
-        self._check_update(view)
-        bottom = self._bottom
+        self._check_update(
+            view,
+            lambda steps, update: steps.sums(fresh=update.fresh),
+            "whole texts are read off gradients and off rounds of steps of SGD without weight "
+            "decay, with momentum where it begins afresh (optimizer.state.clear()): leave "
+            "local_steps out to see what the gradients of the client's data would give away",
+        )
+        bottom = self._copy
         if any(m.regularised for block in bottom.inputs for m in readers(block, bottom.anatomy)):
             raise Inapplicable(
                 "the loss has a term of AdaLoRA's A alone, which is not taken off the rows of "
@@ -276,31 +272,14 @@ class SubspaceTexts(TextAttack):
 
     def _shows_all(self, view: Observation) -> bool:
         """Return whether the block that names texts has maps that show every token."""
-        assert self._bottom is not None
-        first, anatomy = self._bottom.inputs[0], self._bottom.anatomy
+        assert self._copy is not None
+        first, anatomy = self._copy.inputs[0], self._copy.anatomy
         names = {m.name for m in readers(first, anatomy) if bool(view.gradient(m.name).any())}
         return bool(names & self._complete_maps)
 
-    def _check_update(self, view: Observation) -> None:
-        update = view.gradients[-1]
-        if not isinstance(update, UpdateSnapshot):
-            return
-        steps = LocalSteps.from_facts(self._facts)
-        if steps is None or not steps.sums(fresh=update.fresh):
-            raise UnusableObservation(
-                "whole texts are read off gradients and off rounds of steps of SGD without weight "
-                "decay, with momentum where it begins afresh (optimizer.state.clear()): leave "
-                "local_steps out to see what the gradients of the client's data would give away"
-            )
-
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
-        return {
-            "blocks": self.blocks,
-            "beam": self.beam,
-            "budget_seconds": self.budget_seconds,
-            "seed": self.seed,
-        }
+        return {name: getattr(self, name) for name in ("blocks", "beam", "budget_seconds", "seed")}
 
 
 class _Blocks(NamedTuple):
@@ -326,10 +305,6 @@ def _causal(anatomy: Anatomy, inputs: Sequence[SharedInput]) -> bool:
 
 def _padded(texts: Sequence[RecoveredText]) -> tuple[Tensor, Tensor]:
     """Return texts' tokens (B, L), padded with -1, and their fits (B, L), padded with 0."""
-    length = max(len(text.tokens) for text in texts)
-    tokens = torch.full((len(texts), length), NOTHING, dtype=torch.int64)
-    fits = torch.zeros(len(texts), length)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
-        fits[row, : len(text.tokens)] = torch.tensor(text.fits)
-    return tokens, fits
+    tokens = [torch.tensor(text.tokens, dtype=torch.int64) for text in texts]
+    fits = [torch.tensor(text.fits, dtype=torch.float32) for text in texts]
+    return pad_sequence(tokens, True, NOTHING), pad_sequence(fits, True)

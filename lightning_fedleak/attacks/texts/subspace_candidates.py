@@ -192,10 +192,8 @@ class Candidates:
         beginnings = Prefixes(self.bottom, layout)
         counts = torch.tensor([len(p) for p in prefixes], device=device)
         if int(counts.max()):
-            ids = torch.zeros(len(prefixes), int(counts.max()), dtype=torch.int64, device=device)
-            for row, prefix in enumerate(prefixes):
-                ids[row, : len(prefix)] = torch.tensor(prefix, device=device)
-            beginnings.follow(ids)
+            ids = [torch.tensor(prefix, dtype=torch.int64, device=device) for prefix in prefixes]
+            beginnings.follow(nn.utils.rnn.pad_sequence(ids, batch_first=True))
             beginnings.keep(counts)
         return beginnings
 

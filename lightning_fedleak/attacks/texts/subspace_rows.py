@@ -129,9 +129,8 @@ class BlockInputs(BottomModel):
         if head is None:
             raise ValueError("this model has no head that predicts the next token")
         ends = torch.tensor([len(text) for text in texts], device=tokens.device)
-        ids = torch.zeros(len(texts), int(ends.max()), dtype=torch.int64, device=tokens.device)
-        for row, text in enumerate(texts):
-            ids[row, : len(text)] = torch.tensor(text)
+        rows = [torch.tensor(text, dtype=torch.int64, device=tokens.device) for text in texts]
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         run = stop_at(self.anatomy.model, Place("head", head, "input"))
         with self.session():
             states = copy_context().run(run, input_ids=ids, **self._no_cache)[:, -ids.shape[1] :]

@@ -58,15 +58,7 @@ class TokenRelaxation(DescentAttack):
         name: str | None = None,
         **old: Any,
     ) -> None:
-        super().__init__(
-            layer,
-            steps=steps,
-            lr=lr,
-            descent=descent,
-            budget_seconds=budget_seconds,
-            name=name,
-            old=_old_settings(**old),
-        )
+        super().__init__(layer, steps, lr, descent, budget_seconds, name, _old_settings(**old))
         check_number("temperature", temperature, above=0)
         check_integer("most_weights", most_weights)
         self.temperature = temperature

@@ -8,15 +8,19 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack
-from lightning_fedleak.attacks.texts.beam_from_words import BeamFromWords
-from lightning_fedleak.attacks.texts.descent import DescentSettings
-from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
-from lightning_fedleak.attacks.texts.gradient_matching import GradientMatching
-from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion, PrefixSettings
-from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
-from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation
+from lightning_fedleak.attacks import (
+    BeamFromWords,
+    DescentSettings,
+    EmbeddingDescent,
+    GradientMatching,
+    InversionAttack,
+    PrefixInversion,
+    PrefixSettings,
+    PublicText,
+    SubspaceTexts,
+    TextAttack,
+    TokenRelaxation,
+)
 from lightning_fedleak.studies.names import INVERT_ATTACKS
 
 ADVERSARIES = INVERT_ATTACKS

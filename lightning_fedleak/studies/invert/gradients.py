@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.texts.base import TextAttack, TextGuess
+from lightning_fedleak.attacks import TextAttack, TextGuess, gradient_of
 from lightning_fedleak.attacks.texts.model_copy import trained_names
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.metrics.texts import TextReconstruction, in_true_order
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
@@ -25,7 +22,14 @@ from lightning_fedleak.snapshots import (
     Stage,
     UnusableObservation,
 )
-from lightning_fedleak.studies.invert.cells import ROUGE_UP_TO, describe, finite, numbers
+from lightning_fedleak.studies.invert.cells import (
+    ROUGE_UP_TO,
+    JsonCell,
+    Rates,
+    describe,
+    prepared,
+)
+from lightning_fedleak.studies.invert.noise import Noise
 
 LR = 2e-4  # of AdamW in that one step; not tuned
 
@@ -35,7 +39,7 @@ class NotShared(ValueError):
 
 
 @dataclass(frozen=True)
-class GradientCell:
+class GradientCell(JsonCell):
     """One attack on the gradients of some batches of one shape, with one noise level.
 
     Attributes:
@@ -66,7 +70,7 @@ class GradientCell:
     relative: bool
     batches: int
     unknown: int = 0
-    rates: Mapping[str, Rate] = field(default_factory=dict)
+    rates: Rates = field(default_factory=dict)
     certified: int | None = None
     seconds: float = math.nan
     cpu_seconds: float = math.nan
@@ -79,22 +83,6 @@ class GradientCell:
     def texts(self) -> int:
         """Return how many texts count."""
         return self.batch * (self.batches - self.unknown)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; numbers that are not finite become None."""
-        content: dict[str, Any] = finite(asdict(self) | {"rates": dict(self.rates)})
-        content["rates"] = {name: finite(asdict(rate)) for name, rate in self.rates.items()}
-        return content
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> GradientCell:
-        """Return the cell that :meth:`to_dict` wrote."""
-        values = dict(content)
-        values["rates"] = {
-            name: Rate(**numbers(rate, ("value", "low", "high")))
-            for name, rate in values["rates"].items()
-        }
-        return cls(**numbers(values, ("seconds", "cpu_seconds", "prepare_seconds")))
 
 
 def batches_of(texts: int, size: int) -> int:
@@ -124,11 +112,9 @@ def run_gradient_cells(
     rows: Mapping[int, Tensor],
     attacks: Sequence[tuple[str, Callable[[int, int], TextAttack]]],
     sizes: Sequence[int],
-    sigmas: Sequence[float],
+    noises: Sequence[Noise],
     *,
-    relative: bool,
     texts: int,
-    seed: int = 0,
     announce: Callable[[str], None] = lambda _: None,
 ) -> Iterator[GradientCell]:
     """Yield each cell when it is measured: attacks, lengths, batch sizes, noise levels.
@@ -142,55 +128,52 @@ def run_gradient_cells(
         rows: (n, L) token ids without padding, by their length L; n enough for every size.
         attacks: names, and how to make each for batches of so many texts of so many tokens.
         sizes: texts of a batch.
-        sigmas: noise levels.
-        relative: whether these count in units of the root mean square of all entries of a batch's
-            gradient, or are absolute.
+        noises: on what is shared.
         texts: attacked in each cell: as many whole batches as they make, one at least.
-        seed: of the noise.
         announce: called with the name of what comes next.
     """
     for name, make in attacks:
         for length, ids in rows.items():
             for size in sizes:
                 announce(f"preparing {name} for {size} x {length}")
-                attack, roles, prepared = _prepared(partial(make, size, length), anatomy)
+                attack, seconds = prepared(partial(_reader, make, size, length, anatomy), anatomy)
                 batches = torch.split(ids[: size * batches_of(texts, size)], size)
-                for sigma in sigmas:
-                    announce(f"{name}, batches of {size} x {length}, noise {sigma:g}")
+                for noise in noises:
+                    announce(f"{name}, batches of {size} x {length}, noise {noise.sigma:g}")
                     cell = GradientCell(
-                        name, size, length, sigma, relative, len(batches), prepare_seconds=prepared
+                        attack=name,
+                        batch=size,
+                        length=length,
+                        sigma=noise.sigma,
+                        relative=noise.relative,
+                        batches=len(batches),
+                        prepare_seconds=seconds,
                     )
                     if isinstance(attack, Exception):
                         yield replace(
                             cell, unknown=len(batches), finished=False, problem=describe(attack)
                         )
                     else:
-                        yield _attacked(cell, attack, roles, anatomy, batches, seed)
+                        yield _attacked(cell, attack, anatomy, batches, noise.seed)
 
 
-def _prepared(
-    make: Callable[[], TextAttack], anatomy: Anatomy
-) -> tuple[TextAttack | Exception, tuple[str, ...], float]:
-    start = time.perf_counter()
-    try:
-        attack = make()
-        roles = attack.needs(anatomy).gradients
-        frozen = [role for role in roles if not anatomy.trainable(role)]
-        if frozen:
-            raise NotShared(
-                f"it reads the gradient of {frozen[0]}, which is not trained here and so not "
-                "shared. That is 'unknown', not 'safe': other attacks may read what is shared"
-            )
-        attack.prepare(anatomy)
-    except Exception as error:
-        return error, (), math.nan
-    return attack, roles, time.perf_counter() - start
+def _reader(
+    make: Callable[[int, int], TextAttack], size: int, length: int, anatomy: Anatomy
+) -> TextAttack:
+    """Return an attack that reads only what is shared."""
+    attack = make(size, length)
+    frozen = [role for role in attack.needs(anatomy).gradients if not anatomy.trainable(role)]
+    if frozen:
+        raise NotShared(
+            f"it reads the gradient of {frozen[0]}, which is not trained here and so not shared. "
+            "That is 'unknown', not 'safe': other attacks may read what is shared"
+        )
+    return attack
 
 
 def _attacked(
     cell: GradientCell,
     attack: TextAttack,
-    roles: Sequence[str],
     anatomy: Anatomy,
     batches: Sequence[Tensor],
     seed: int,
@@ -198,11 +181,10 @@ def _attacked(
     """Return the cell with the results of the attack."""
     metric = TextReconstruction(rouge=cell.length <= ROUGE_UP_TO, seed=seed, sync_on_compute=False)
     guesses: list[TextGuess] = []
-    problem = None
+    problem, roles = None, attack.needs(anatomy).gradients
     seconds = cpu_seconds = 0.0
     for number, ids in enumerate(batches):
         batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
-        start, busy = 0.0, 0.0
         try:
             view = _shared(anatomy, batch, roles, cell, 1_000_003 * seed + number)
             start, busy = time.perf_counter(), time.process_time()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_fedleak.studies.invert.adversaries import ADVERSARIES
-from lightning_fedleak.studies.invert.cells import Cell
+from lightning_fedleak.studies.invert.cells import ActivationCell
 
 COLORS = dict(
     zip(ADVERSARIES, ("tab:green", "tab:cyan", "tab:blue", "tab:red", "tab:orange"), strict=True)
@@ -20,12 +20,14 @@ DPI = 100  # of the picture
 Axis = Literal["sigma", "length"]
 
 
-def worth_drawing(cells: Sequence[Cell], x_axis: Axis) -> bool:
+def worth_drawing(cells: Sequence[ActivationCell], x_axis: Axis) -> bool:
     """Return whether there are results at two points or more of the axis."""
     return len({getattr(c, x_axis) for c in cells if c.rates}) > 1
 
 
-def draw(cells: Sequence[Cell], x_axis: Axis, path: Path, *, model: str = "") -> None:
+def plot_cells(
+    cells: Sequence[ActivationCell], x_axis: Axis, path: Path, *, model: str = ""
+) -> None:
     """Write a picture: a column for each split, a row for each length (or noise level).
 
     Solid lines are token accuracy (Eq. 5) with its 95% interval, dotted ROUGE-L, dashed the share
@@ -82,7 +84,9 @@ def _label(x_axis: Axis, relative: bool) -> str:
     return "noise, in standard deviations per dimension" if relative else "standard deviation"
 
 
-def _panel(axis: Any, cells: Sequence[Cell], x_axis: Axis, *, perplexity_label: bool) -> None:
+def _panel(
+    axis: Any, cells: Sequence[ActivationCell], x_axis: Axis, *, perplexity_label: bool
+) -> None:
     points = sorted({getattr(c, x_axis) for c in cells})
     _attack_lines(axis, cells, x_axis)
     _task_lines(axis, cells, x_axis, perplexity_label=perplexity_label)
@@ -98,7 +102,7 @@ def _panel(axis: Any, cells: Sequence[Cell], x_axis: Axis, *, perplexity_label: 
     axis.grid(alpha=0.3)
 
 
-def _attack_lines(axis: Any, cells: Sequence[Cell], x_axis: Axis) -> None:
+def _attack_lines(axis: Any, cells: Sequence[ActivationCell], x_axis: Axis) -> None:
     for attack in (a for a in ADVERSARIES if any(c.attack == a for c in cells)):
         attack_cells = sorted(
             (c for c in cells if c.attack == attack and c.rates), key=lambda c: getattr(c, x_axis)
@@ -121,7 +125,9 @@ def _attack_lines(axis: Any, cells: Sequence[Cell], x_axis: Axis) -> None:
                 axis.fill_between(x, low, high, color=COLORS[attack], alpha=0.1, linewidth=0)
 
 
-def _task_lines(axis: Any, cells: Sequence[Cell], x_axis: Axis, *, perplexity_label: bool) -> None:
+def _task_lines(
+    axis: Any, cells: Sequence[ActivationCell], x_axis: Axis, *, perplexity_label: bool
+) -> None:
     useful = {getattr(c, x_axis): c.utility for c in cells if c.utility is not None}
     x = sorted(useful)
     if x:

@@ -212,7 +212,7 @@ def certificate(rows: int) -> tuple[Callable[[list[list[int]]], bool], list[list
     ids = texts(rows, 7)
     with torch.enable_grad():
         attack, view = prepared(model, ids)
-    anatomy, bottom = find_anatomy(model), attack._bottom
+    anatomy, bottom = find_anatomy(model), attack._copy
     assert bottom is not None
     first = attack._blocks(anatomy).first
     assert first is not None

@@ -314,7 +314,7 @@ def prepared() -> tuple[SubspaceSearch, Tensor, list[tuple[int, ...]]]:
     anatomy = find_anatomy(model)
     attack.prepare(anatomy)
     backward(model, ids)
-    bottom = attack._bottom
+    bottom = attack._copy
     assert bottom is not None
     view = shared(anatomy, attack)
     rows = [shared_rows(known, anatomy, view, None) for known in bottom.inputs]

@@ -15,9 +15,9 @@ from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.texts.base import InversionAttack, Sent, TextGuess
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
 from lightning_fedleak.model_runs import hidden_states
-from lightning_fedleak.studies.invert import Cell, make_adversary, run_cells
+from lightning_fedleak.studies.invert import ActivationCell, make_adversary, run_cells
 from lightning_fedleak.studies.invert.adversaries import ADVERSARIES
-from lightning_fedleak.studies.invert.noise import gaussian_noise
+from lightning_fedleak.studies.invert.noise import Noise, gaussian_noise
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 
@@ -52,8 +52,8 @@ def test_rates_utility_and_what_is_sent() -> None:
     attack = Known(1, says)
     done = list(
         run_cells(
-            anatomy, {10: tokens}, [("known", lambda _: attack)], [1], [0.0, 2.0],
-            relative=True, texts=2, seed=3,
+            anatomy, {10: tokens}, [("known", lambda _: attack)], [1],
+            [Noise(0.0, True, 3), Noise(2.0, True, 3)], texts=2,
         )
     )  # fmt: skip
     assert [(c.attack, c.layer, c.length, c.sigma, c.texts) for c in done] == [
@@ -70,7 +70,7 @@ def test_rates_utility_and_what_is_sent() -> None:
     assert done[0].utility != done[1].utility
     hidden = hidden_states(anatomy, 1, tokens)
     torch.testing.assert_close(attack.seen[0], hidden[:2])
-    noise = gaussian_noise(hidden, 2.0, relative=True, seed=3)
+    noise = gaussian_noise(hidden, Noise(2.0, True, 3))
     torch.testing.assert_close(attack.seen[1], (hidden + noise)[:2])
 
 
@@ -85,8 +85,8 @@ def test_a_failure_costs_its_own_cell_alone() -> None:
     ]  # fmt: skip
     done = list(
         run_cells(
-            find_anatomy(tiny_gpt2()), {10: tokens}, makers, [0, 2], [0.0, 1.0],
-            relative=False, texts=4,
+            find_anatomy(tiny_gpt2()), {10: tokens}, makers, [0, 2],
+            [Noise(0.0, False), Noise(1.0, False)], texts=4,
         )
     )  # fmt: skip
     assert [(c.attack, bool(c.rates)) for c in done] == [
@@ -100,8 +100,8 @@ def test_a_failure_costs_its_own_cell_alone() -> None:
 def test_an_unknown_utility_does_not_stop_the_attack() -> None:
     one = ids(4, 1)
     cells = run_cells(
-        find_anatomy(tiny_gpt2()), {1: one}, [("known", lambda k: Known(k, one))], [1], [0.0],
-        relative=True, texts=4,
+        find_anatomy(tiny_gpt2()), {1: one}, [("known", lambda k: Known(k, one))], [1],
+        [Noise(0.0, True)], texts=4,
     )  # fmt: skip
     (cell,) = cells
     assert cell.utility is None
@@ -120,7 +120,7 @@ def test_an_interrupt_leaves_what_was_done() -> None:
 
     cells = run_cells(
         find_anatomy(tiny_gpt2()), {10: tokens}, [("i", lambda k: Interrupted(k, tokens))],
-        [1], [0.0, 1.0], relative=True, texts=1,
+        [1], [Noise(0.0, True), Noise(1.0, True)], texts=1,
     )  # fmt: skip
     assert next(cells).rates["token_accuracy"].value == 1
     with pytest.raises(KeyboardInterrupt):
@@ -131,12 +131,12 @@ def test_cells_survive_json() -> None:
     tokens = ids()
     (cell,) = run_cells(
         find_anatomy(tiny_gpt2()), {10: tokens}, [("known", lambda k: Known(k, tokens))], [1],
-        [0.5], relative=True, texts=4,
+        [Noise(0.5, True)], texts=4,
     )  # fmt: skip
     text = json.dumps(cell.to_dict(), allow_nan=False)
-    assert Cell.from_dict(json.loads(text)) == cell
+    assert ActivationCell.from_dict(json.loads(text)) == cell
     failed = replace(cell, rates={}, utility=None, seconds=math.nan, problem="x")
-    again = Cell.from_dict(json.loads(json.dumps(failed.to_dict(), allow_nan=False)))
+    again = ActivationCell.from_dict(json.loads(json.dumps(failed.to_dict(), allow_nan=False)))
     assert math.isnan(again.seconds)
     assert replace(again, seconds=0.0) == replace(failed, seconds=0.0)
 

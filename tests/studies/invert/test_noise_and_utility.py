@@ -10,8 +10,13 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.model_runs import hidden_states
-from lightning_fedleak.studies.invert.noise import gaussian_noise, noised
-from lightning_fedleak.studies.invert.task import chosen_places, utility
+from lightning_fedleak.studies.invert.noise import (
+    Noise,
+    chosen_places,
+    gaussian_noise,
+    noised,
+    utility,
+)
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_gpt2
 
 MASK = 4
@@ -36,16 +41,16 @@ def gpt2_logits(model: torch.nn.Module, tokens: Tensor, layer: int, noise: Tenso
 def test_noise_follows_the_law() -> None:
     scales = torch.tensor([0.0, 1.0, 10.0])
     hidden = torch.randn(40, 500, 3, generator=torch.Generator().manual_seed(0)) * scales + 7
-    relative = gaussian_noise(hidden, 0.5, relative=True).flatten(0, 1)
+    relative = gaussian_noise(hidden, Noise(0.5, True)).flatten(0, 1)
     torch.testing.assert_close(relative.std(0), 0.5 * scales, rtol=0.03, atol=1e-6)
-    absolute = gaussian_noise(hidden, 0.5, relative=False).flatten(0, 1)
+    absolute = gaussian_noise(hidden, Noise(0.5, False)).flatten(0, 1)
     torch.testing.assert_close(absolute.std(0), torch.full((3,), 0.5), rtol=0.03, atol=0)
-    assert not bool(gaussian_noise(hidden, 0.0, relative=True).any())
-    again = gaussian_noise(hidden, 1.0, relative=False).flatten(0, 1)
+    assert not bool(gaussian_noise(hidden, Noise(0.0, True)).any())
+    again = gaussian_noise(hidden, Noise(1.0, False)).flatten(0, 1)
     torch.testing.assert_close(again, 2 * absolute)
     for wrong in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="sigma"):
-            gaussian_noise(hidden, wrong, relative=True)
+            gaussian_noise(hidden, Noise(wrong, True))
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
@@ -67,16 +72,16 @@ def test_noise_goes_in_at_the_split(layer: int) -> None:
 def test_next_token_utility_is_that_of_the_plain_model(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_fedleak.studies.invert.task.LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr("lightning_fedleak.studies.invert.noise.LOGITS_AT_ONCE", at_once)
     model = tiny_gpt2(layers=3).double()
     anatomy = find_anatomy(model)
     model.train()
     tokens, state = ids(), torch.random.get_rng_state()
-    found = utility(anatomy, 2, tokens, 0.7, relative=True, seed=3)
+    found = utility(anatomy, 2, tokens, Noise(0.7, True, 3))
     assert model.training
     assert torch.equal(torch.random.get_rng_state(), state)
     model.eval()
-    noise = gaussian_noise(hidden_states(anatomy, 2, tokens), 0.7, relative=True, seed=3)
+    noise = gaussian_noise(hidden_states(anatomy, 2, tokens), Noise(0.7, True, 3))
     right, nats = [], []
     with torch.no_grad():
         logits = gpt2_logits(model, tokens, 2, noise)
@@ -88,7 +93,7 @@ def test_next_token_utility_is_that_of_the_plain_model(
     assert found.task == "next-token accuracy"
     assert found.accuracy == pytest.approx(sum(right) / len(right))
     assert found.perplexity == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
-    clean = utility(anatomy, 2, tokens, 0.0, relative=True)
+    clean = utility(anatomy, 2, tokens, Noise(0.0, True))
     assert clean.perplexity != found.perplexity
 
 
@@ -107,7 +112,7 @@ def test_masked_token_utility_is_that_of_the_plain_model() -> None:
     model = tiny_bert_mlm(layers=3).eval()
     anatomy = find_anatomy(model)
     tokens = ids(4, 24)
-    found = utility(anatomy, 1, tokens, 0.0, relative=True, mask_token_id=MASK, seed=5)
+    found = utility(anatomy, 1, tokens, Noise(0.0, True, 5), mask_token_id=MASK)
     places = chosen_places(tokens, (), 5)
     with torch.no_grad():
         logits = model(input_ids=torch.where(places, MASK, tokens)).logits
@@ -116,16 +121,16 @@ def test_masked_token_utility_is_that_of_the_plain_model() -> None:
     assert found.accuracy == float((logits.argmax(-1) == tokens)[places].float().mean())
     assert found.perplexity == pytest.approx(float(nats.mean().exp()), rel=1e-5)
     with pytest.raises(ValueError, match="mask id"):
-        utility(anatomy, 1, tokens, 0.0, relative=True)
+        utility(anatomy, 1, tokens, Noise(0.0, True))
 
 
 def test_plain_encoder_is_compared_with_itself() -> None:
     anatomy = find_anatomy(tiny_bert_mlm(layers=3).bert.eval(), kind="masked")
-    values = [utility(anatomy, 1, ids(), s, relative=True).accuracy for s in (0.0, 0.5, 8.0)]
+    values = [utility(anatomy, 1, ids(), Noise(s, True)).accuracy for s in (0.0, 0.5, 8.0)]
     assert values[0] == pytest.approx(1.0)
     assert values[0] > values[1] > values[2]
 
 
 def test_texts_of_one_token_are_refused() -> None:
     with pytest.raises(ValueError, match="one token"):
-        utility(find_anatomy(tiny_gpt2()), 1, ids(3, 1), 0.0, relative=True)
+        utility(find_anatomy(tiny_gpt2()), 1, ids(3, 1), Noise(0.0, True))

@@ -9,8 +9,8 @@ import torch
 from transformers import BertTokenizer
 
 from lightning_fedleak.metrics.rates import Rate
-from lightning_fedleak.studies.invert import Cell, TooLittleText, Utility, rows_of_length
-from lightning_fedleak.studies.invert.plots import draw, worth_drawing
+from lightning_fedleak.studies.invert import ActivationCell, TooLittleText, Utility, rows_of_length
+from lightning_fedleak.studies.invert.plots import plot_cells, worth_drawing
 from lightning_fedleak.studies.invert.texts import special_ends
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 
@@ -46,7 +46,7 @@ def test_special_tokens_stay_at_the_ends(tmp_path: Path) -> None:
         rows_of_length(["a b"], tokenizer, 2, 1)
 
 
-def cells() -> list[Cell]:
+def cells() -> list[ActivationCell]:
     found = []
     for layer in (1, 2):
         for attack, height in (("prefix", 1.0), ("descent", 0.5)):
@@ -54,13 +54,13 @@ def cells() -> list[Cell]:
                 value = height / (1 + sigma)
                 rate = Rate(value, value / 2, min(1.0, value * 1.5))
                 found.append(
-                    Cell(
+                    ActivationCell(
                         attack, layer, 3, 32, sigma, True, 4,
                         utility=Utility("next-token accuracy", 0.4 / (1 + sigma), 20.0 + sigma),
                         rates=dict.fromkeys(("token_accuracy", "exact_sentences", "rouge_l"), rate),
                     )
                 )  # fmt: skip
-    return [*found, Cell("descent", 2, 3, 32, 3.0, True, 4, problem="no luck")]
+    return [*found, ActivationCell("descent", 2, 3, 32, 3.0, True, 4, problem="no luck")]
 
 
 def test_lines_are_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_lines_are_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "savefig",
         lambda self, *a, **k: (drawn.append(self), plain(self, *a, **k))[1],
     )
-    draw(cells(), "sigma", tmp_path / "noise.png", model="m")
+    plot_cells(cells(), "sigma", tmp_path / "noise.png", model="m")
     assert (tmp_path / "noise.png").read_bytes().startswith(b"\x89PNG")
     left, right = drawn[0].axes[:2]
     assert left.get_title() == "split 1 of 3, 32 tokens"

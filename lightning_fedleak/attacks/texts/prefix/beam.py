@@ -8,8 +8,8 @@ the smallest total distance stay, as far as noise explains their distance from t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,13 +24,6 @@ ROUNDS = 32, 64, 128, 256  # more candidates in each round; a round without a ne
 GAP = 12.0  # nats by which a beginning may be less likely than the best; less drops true ones
 LEARN_AT = 4  # places after which the noise's spread is learned, then at twice as many, and so on
 DOUBT = 16.0  # places that the assumed spread counts for beside the learned one
-
-
-class Expected(Protocol):
-    """Log-probabilities of the tokens at a place."""
-
-    def __call__(self, place: int) -> Tensor | None:
-        """Return those (V,) at a place, up to a constant; None where nothing is expected."""
 
 
 @dataclass
@@ -58,44 +51,28 @@ class Beam:
     finished: bool
 
 
-def beam_search(
-    prefixes: Prefixes,
-    table: StateTable,
-    observed: Tensor,
-    first: Tensor,
-    expected: Expected,
-    *,
-    width: int,
-    spread: Tensor,
-    learn: bool = True,
-    deadline: Deadline | None = None,
-) -> Beam:
-    """Return the rest of one text.
+class BeamSearch:
+    """The search for the rest of one text.
 
     Args:
         prefixes: the text's beginning, which stays.
         table: ranks candidates.
         observed: (N, d) float32 states by real token.
         first: (N, k) candidates for each place from the observed state alone, the likeliest first.
-        expected: log-probabilities of the next token.
+        expected: returns the log-probabilities (V,) of the token at a place, up to a constant; None
+            where nothing is expected.
         width: beginnings that are continued, at most.
         spread: (d,) standard deviation of observed states about the true ones, up to a factor;
             distances count in these units.
-        learn: improve ``spread`` by the residuals of recovered tokens.
-        deadline: checked before each forward; None for no bound.
     """
-    search = _Beams(prefixes, table, observed, first, expected, width, spread)
-    return search.run(learn, deadline or Deadline())
 
-
-class _Beams:
     def __init__(
         self,
         prefixes: Prefixes,
         table: StateTable,
         observed: Tensor,
         first: Tensor,
-        expected: Expected,
+        expected: Callable[[int], Tensor | None],
         width: int,
         spread: Tensor,
     ) -> None:
@@ -117,7 +94,13 @@ class _Beams:
         self.entries = self.table.entries / spread
         self.lengths = self.entries.square().sum(1)
 
-    def run(self, learn: bool, deadline: Deadline) -> Beam:
+    def run(self, deadline: Deadline, *, learn: bool = True) -> Beam:
+        """Return the rest of the text.
+
+        Args:
+            deadline: checked before each forward.
+            learn: improve the spread by the residuals of recovered tokens.
+        """
         n, due, whole = len(self.observed), LEARN_AT, True
         while whole and self.place < n and not deadline.passed:
             whole = self._step(deadline)

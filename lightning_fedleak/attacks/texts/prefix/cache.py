@@ -337,7 +337,11 @@ def can_cache(bottom: BottomModel, layout: Layout) -> bool:
     if packed and bool((layout.positions.diff(dim=1) != 1).any()):
         return False
     window = _window(bottom)
-    return (window is None or length <= window) and _trial(bottom)
+    if window is not None and length > window:
+        return False
+    if bottom.cache_agrees is None:
+        bottom.cache_agrees = _agrees(bottom)
+    return bottom.cache_agrees
 
 
 def _window(bottom: BottomModel) -> int | None:
@@ -351,14 +355,8 @@ def _window(bottom: BottomModel) -> int | None:
     return min((s for s in sizes if isinstance(s, int) and s > 0), default=None)
 
 
-def _trial(bottom: BottomModel) -> bool:
-    """Compare one short text, padded on the left, with and without cache."""
-    if bottom.cache_agrees is None:
-        bottom.cache_agrees = _agrees(bottom)
-    return bottom.cache_agrees
-
-
 def _agrees(bottom: BottomModel) -> bool:
+    """Compare one short text, padded on the left, with and without cache."""
     model = bottom.anatomy.model
     if not all(takes(model, a) for a in ("past_key_values", "position_ids", "attention_mask")):
         return False

@@ -22,7 +22,7 @@ from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, InversionAttack, TextGuess
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens, predicts_next
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
-from lightning_fedleak.attacks.texts.prefix.search import Recovered, search
+from lightning_fedleak.attacks.texts.prefix.search import PrefixSearch, Recovered
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
 from lightning_fedleak.validate import check_integer, group_old_arguments, old_spelling
 
@@ -226,7 +226,7 @@ class PrefixInversion(InversionAttack):
                 f"{self.layer} depends on later tokens, so that a text cannot be recovered left to "
                 "right; use EmbeddingDescent, with sweeps, for encoders"
             )
-        self._bottom = bottom
+        self._copy = bottom
         self._table_step = None
         self._learn()
 
@@ -286,12 +286,7 @@ class PrefixInversion(InversionAttack):
             ValueError: the hidden states are not of the layer's width, or mask and positions of
                 another shape.
         """
-        bottom = self.bottom
-        if hidden.dim() != 3 or hidden.shape[2] != bottom.width:
-            raise ValueError(
-                f"hidden states at layer {self.layer} are (B, L, {bottom.width}), got "
-                f"{tuple(hidden.shape)}"
-            )
+        bottom = self.check_width(hidden)
         shape = (hidden.shape[0], hidden.shape[1])
         whole = Layout.from_masks(shape, attention_mask, position_ids).to(bottom.device)
         deadline = Deadline(self.budget_seconds)
@@ -345,66 +340,25 @@ class PrefixInversion(InversionAttack):
         noised: bool | None,
     ) -> Recovered:
         assert self._table is not None
-        expects = None
+        top = None
         if self.language_model and predicts_next(self.bottom):
-            expects = NextTokens(self.bottom, hidden, layout.mask, layout.position_ids)
-        return search(
-            Prefixes(self.bottom, layout),
-            self._table,
-            layout.pack(hidden).float(),
-            _Expected(expects, layout),
-            precision=self._precision,
-            spread=spread,
-            noised=noised,
-            beam=self.beam,
-            deadline=deadline,
-        )
+            top = NextTokens(self.bottom, hidden, layout.mask, layout.position_ids)
+        prefixes, observed = Prefixes(self.bottom, layout), layout.pack(hidden).float()
+        precision = self._precision
+        search = PrefixSearch(prefixes, self._table, observed, top, precision, noised, deadline)
+        return search.run(self.beam, spread)
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
-        public = self.public_text
-        return {
-            "layer": self.layer,
-            "budget_seconds": self.budget_seconds,
-            "public_text": public if public is None or isinstance(public, str) else "given",
-            "types": self.types,
-            "contexts": self.settings.contexts,
-            "language_model": self.language_model,
-            "noised": self.noised,
-            "beam": self.beam,
-            "batch": self.settings.batch,
-            "autocast": None if self.settings.autocast is None else str(self.settings.autocast),
-            "refresh_every": self.settings.refresh_every,
-            "renew_table_every": self.settings.renew_table_every,
-            "seed": self.seed,
-        }
-
-
-class _Expected:
-    """The top model's logits by real token; there are none at the first place of a text."""
-
-    def __init__(self, model: NextTokens | None, layout: Layout) -> None:
-        self._model = model
-        self._columns = layout.columns
-        self._last: tuple[int, int, Tensor] | None = None
-
-    def scores(self, rows: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        scores = torch.zeros(tokens.shape, device=tokens.device)
-        later = places > 0
-        if self._model is not None and bool(later.any()):
-            rows, places = rows[later], places[later]
-            columns = self._columns[rows, places - 1]
-            scores[later] = self._model.token_logits(rows, columns, tokens[later])
-        return scores
-
-    def all_scores(self, row: int, place: int) -> Tensor | None:
-        if self._model is None or place == 0:
-            return None
-        if self._last is None or self._last[:2] != (row, place):
-            column = self._columns[row : row + 1, place - 1]
-            rows = torch.full_like(column, row)
-            self._last = (row, place, self._model.logits(rows, column)[0])
-        return self._last[2]
+        names = (
+            *("layer", "budget_seconds", "public_text", "types", "contexts", "language_model"),
+            *("noised", "beam", "batch", "autocast", "refresh_every", "renew_table_every", "seed"),
+        )
+        public, autocast = self.public_text, self.settings.autocast
+        values = vars(self) | vars(self.settings)
+        values["public_text"] = "given" if isinstance(public, PublicText) else public
+        values["autocast"] = None if autocast is None else str(autocast)
+        return {name: values[name] for name in names}
 
 
 def two_ways(bottom: BottomModel, ids: Tensor, mask: Tensor, states: Tensor) -> float:

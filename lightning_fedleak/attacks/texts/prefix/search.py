@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.texts.base import Deadline
-from lightning_fedleak.attacks.texts.prefix.beam import beam_search
+from lightning_fedleak.attacks.texts.bottom_model import NextTokens
+from lightning_fedleak.attacks.texts.prefix.beam import BeamSearch
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
 from lightning_fedleak.attacks.texts.prefix.verification import (
@@ -66,39 +67,6 @@ class Recovered:
     runs: int
 
 
-def search(
-    prefixes: Prefixes,
-    table: StateTable,
-    observed: Tensor,
-    prior: Prior,
-    *,
-    precision: float,
-    spread: Tensor,
-    noised: bool | None = None,
-    beam: int = 4,
-    deadline: Deadline | None = None,
-) -> Recovered:
-    """Return all texts of ``prefixes``, which are empty at first.
-
-    Args:
-        prefixes: the texts' layout, and the bottom model.
-        table: ranks candidates.
-        observed: (B, N, d) float32 states by real token.
-        prior: of the next token.
-        precision: share of a state's length by which two computations of it may differ.
-        spread: (d,) what noise adds, see :func:`~lightning_fedleak.attacks.texts.prefix.beam.
-            beam_search`.
-        noised: whether no token's state equals the observed one. None finds out, which verifies
-            the whole vocabulary at the first such place, for half of the remaining time at most.
-            With False every place takes the nearest token of the whole vocabulary.
-        beam: beginnings that are continued where states are noised.
-        deadline: checked before each forward; None for no bound.
-    """
-    noise = precision * observed.norm(dim=2)
-    task = Task(prefixes, table, observed, prior, noise, deadline or Deadline())
-    return _Search(task, precision > LOW_PRECISION, noised).run(beam, spread)
-
-
 @dataclass(frozen=True)
 class _Pass:
     """One forward over the guesses of all texts.
@@ -128,11 +96,35 @@ class _Pass:
         return self.chain.shape[1]
 
 
-class _Search:
-    def __init__(self, task: Task, low_precision: bool, noised: bool | None) -> None:
-        self.task = task
-        self.prefixes, self.counts, self.deadline = task.prefixes, task.counts, task.deadline
-        self.as_sent = AsSent(task, low_precision)
+class PrefixSearch:
+    """The search for all texts of ``prefixes``, which are empty at first.
+
+    Args:
+        prefixes: the texts' layout, and the bottom model.
+        table: ranks candidates.
+        observed: (B, N, d) float32 states by real token.
+        top: the top model, which ranks the next token, or None.
+        precision: share of a state's length by which two computations of it may differ.
+        noised: whether no token's state equals the observed one. None finds out, which verifies
+            the whole vocabulary at the first such place, for half of the remaining time at most.
+            With False every place takes the nearest token of the whole vocabulary.
+        deadline: checked before each forward.
+    """
+
+    def __init__(
+        self,
+        prefixes: Prefixes,
+        table: StateTable,
+        observed: Tensor,
+        top: NextTokens | None,
+        precision: float,
+        noised: bool | None,
+        deadline: Deadline,
+    ) -> None:
+        prior, noise = Prior(top, prefixes.layout.columns), precision * observed.norm(dim=2)
+        self.task = task = Task(prefixes, table, observed, prior, noise, deadline)
+        self.prefixes, self.counts, self.deadline = prefixes, task.counts, deadline
+        self.as_sent = AsSent(task, precision > LOW_PRECISION)
         self.settling = Settling(task, self.as_sent, noised)
         b, n = task.observed.shape[:2]
         self.rows = torch.arange(b, device=task.observed.device)
@@ -145,6 +137,13 @@ class _Search:
         self.guess = self.first[:, :, 0].clone()
 
     def run(self, beam: int, spread: Tensor) -> Recovered:
+        """Return all texts.
+
+        Args:
+            beam: beginnings that are continued side by side where states are noised.
+            spread: (d,) what noise adds, as in
+                :class:`~lightning_fedleak.attacks.texts.prefix.beam.BeamSearch`.
+        """
         while self._open() and not self.settling.noised and not self.deadline.passed:
             self._advance()
         tokens, lengths = self.prefixes.tokens.clone(), self.prefixes.lengths.clone()
@@ -194,16 +193,16 @@ class _Search:
         for i in (lengths < self.counts).nonzero().squeeze(1).tolist():
             n, start = int(self.counts[i]), int(lengths[i])
             texts = int((lengths[i:] < self.counts[i:]).sum())
-            rest = beam_search(
+            search = BeamSearch(
                 self.prefixes.select(self.rows[i : i + 1]),
                 self.task.table,
                 self.task.observed[i, :n],
                 self.first[i],
                 partial(self.task.prior.all_scores, i),
-                width=width,
-                spread=spread,
-                deadline=self.deadline.share(texts),
+                width,
+                spread,
             )
+            rest = search.run(self.deadline.share(texts))
             self.task.beside.add(Effort(rest.computed, rest.runs))
             end = lengths[i] = rest.verified
             tokens[i, start:end] = rest.tokens[start:end]

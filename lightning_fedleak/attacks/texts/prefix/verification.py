@@ -20,12 +20,12 @@ other half remains for a search that expects noise. A result on that assumption 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.texts.base import Deadline
+from lightning_fedleak.attacks.texts.bottom_model import NextTokens
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
 
@@ -42,14 +42,37 @@ SURELY_NOISED = 1000  # possible tokens; if so many were verified and none is ri
 FAR = 20.0  # factor between a distance in the typical context and in this one, at most
 
 
-class Prior(Protocol):
-    """Log-probabilities of the tokens at a place before its state is read."""
+class Prior:
+    """Log-probabilities of the tokens at a place before its state is read.
+
+    Args:
+        top: the top model, which expects nothing at the first place of a text; None for no model.
+        columns: (B, N) column of each text's i-th real token.
+    """
+
+    def __init__(self, top: NextTokens | None, columns: Tensor) -> None:
+        self._top, self._columns = top, columns
+        self._last: tuple[int, int, Tensor] | None = None
 
     def scores(self, rows: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
         """Return log-probabilities (n, k) of ``tokens``, up to a constant for each place."""
+        scores = torch.zeros(tokens.shape, device=tokens.device)
+        later = places > 0
+        if self._top is not None and bool(later.any()):
+            rows, places = rows[later], places[later]
+            columns = self._columns[rows, places - 1]
+            scores[later] = self._top.token_logits(rows, columns, tokens[later])
+        return scores
 
     def all_scores(self, row: int, place: int) -> Tensor | None:
         """Return those (V,) of the whole vocabulary; None where nothing is expected."""
+        if self._top is None or place == 0:
+            return None
+        if self._last is None or self._last[:2] != (row, place):
+            column = self._columns[row : row + 1, place - 1]
+            rows = torch.full_like(column, row)
+            self._last = (row, place, self._top.logits(rows, column)[0])
+        return self._last[2]
 
 
 @dataclass
@@ -453,12 +476,9 @@ class Settling:
             place.keep(token, states[nearest], distance)
             if exact:
                 new = part[far == 0].tolist()
-                if new and not place.twins:
-                    apart = (table.entries[rivals] - table.entries[new[0]]).norm(dim=1)
-                    rivals = rivals[apart.argsort()]
                 if place.twins and not new:
                     break
-                place.twins += new
+                rivals = self._add_twins(place, new, rivals)
             elif distance < before:
                 if self.as_sent.same(i, place) is not None:
                     break
@@ -472,6 +492,14 @@ class Settling:
         place.rivals = rivals.tolist()
         if not self._shows_noise(place, noise, cut):
             place.settled = place.tokens[place.best]
+
+    def _add_twins(self, place: OpenPlace, twins: list[int], rivals: Tensor) -> Tensor:
+        """Add a place's twins; return its rivals, the nearest to the first twin first."""
+        if twins and not place.twins:
+            entries = self.task.table.entries
+            rivals = rivals[(entries[rivals] - entries[twins[0]]).norm(dim=1).argsort()]
+        place.twins += twins
+        return rivals
 
     def _shows_noise(self, place: OpenPlace, noise: float, cut: bool = False) -> bool:
         """Return whether none of many possible tokens is right; all are verified unless ``cut``."""

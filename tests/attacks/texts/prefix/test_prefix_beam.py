@@ -8,7 +8,7 @@ import torch
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.attacks.texts.prefix.beam import Beam, beam_search
+from lightning_fedleak.attacks.texts.prefix.beam import Beam, BeamSearch
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.inversion import typical_states
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
@@ -38,17 +38,16 @@ class Case:
         return hidden_states(self.anatomy, LAYER, ids)
 
     def read(self, width: int, deadline: Deadline | None = None) -> Beam:
-        return beam_search(
+        search = BeamSearch(
             Prefixes(self.bottom, Layout.from_masks((1, LENGTH), None, None)),
             self.table,
             self.observed,
             self.table.likeliest(self.observed, 16)[0],
             lambda place: None,
-            width=width,
-            spread=torch.ones(self.observed.shape[1]),
-            learn=False,
-            deadline=deadline,
+            width,
+            torch.ones(self.observed.shape[1]),
         )
+        return search.run(deadline or Deadline(), learn=False)
 
     def total(self, tokens: torch.Tensor) -> float:
         return float((self.states(tokens[None])[0] - self.observed).square().sum())

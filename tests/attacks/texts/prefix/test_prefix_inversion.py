@@ -369,7 +369,7 @@ def test_a_text_that_is_being_mended_when_time_runs_out_is_answered_whole(monkey
     hidden = hidden_states(find_anatomy(model), 3, sent)
     careless(monkeypatch)
     attack = prepared(model, 3, budget_seconds=60.0)
-    is_open, over = prefix_search._Search._open, []
+    is_open, over = prefix_search.PrefixSearch._open, []
 
     def over_then(self) -> bool:
         found = is_open(self)
@@ -377,7 +377,7 @@ def test_a_text_that_is_being_mended_when_time_runs_out_is_answered_whole(monkey
             over.append(True)
         return found
 
-    monkeypatch.setattr(prefix_search._Search, "_open", over_then)
+    monkeypatch.setattr(prefix_search.PrefixSearch, "_open", over_then)
     monkeypatch.setattr(Deadline, "passed", property(lambda _: bool(over)))
     guess = attack.reconstruct(hidden, None, None)
     assert over

@@ -1,11 +1,12 @@
 """The line between client and server: named tensors over a separate gloo process group.
 
-Nothing is pickled: a message is a header of whole numbers and the tensors' bytes. A waiting side
+Nothing is pickled: a message is a header in JSON and the tensors' bytes. A waiting side
 gets an error at once when the other's process ends, and after a timeout when no message comes.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,30 +21,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from lightning_fedleak.validate import check_choice, check_number
 
-NAMES = (
-    "hidden",
-    "attention_mask",
-    "position_ids",
-    "labels",
-    "logits",
-    "loss",
-    "gradient",
-    "text",
-    "terms",
-)
-_DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-)
-_MOST_DIMS = 4  # dimensions of a tensor, at most; (B, L, V) logits have three
-_FIELDS = 3 + _MOST_DIMS  # numbers of a tensor in the header: name, dtype, dimensions, shape
-_HEADER = 2 + len(NAMES) * _FIELDS
 _CLIENT, _SERVER = 0, 1  # ranks of the two sides
 
 
@@ -72,14 +49,14 @@ class Message:
 
     Attributes:
         kind: the request or answer.
-        tensors: by one of :data:`NAMES`, on the CPU.
+        tensors: by name, on the CPU.
     """
 
     kind: Kind
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Channel:
+class Connection:
     """One end of the line, created by :func:`connect`.
 
     Args:
@@ -101,14 +78,10 @@ class Channel:
             PeerError: the other side did not receive it.
         """
         contents = {n: t.detach().cpu().contiguous() for n, t in (tensors or {}).items()}
-        header = torch.zeros(_HEADER, dtype=torch.int64)
-        header[0], header[1] = int(kind), len(contents)
-        for i, (name, tensor) in enumerate(contents.items()):
-            row = [NAMES.index(name), _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-            start = 2 + i * _FIELDS
-            header[start : start + len(row)] = torch.tensor(row)
-        self._move(header, self.timeout, sending=True)
-        for tensor in contents.values():
+        forms = {n: [str(t.dtype).removeprefix("torch."), *t.shape] for n, t in contents.items()}
+        text = json.dumps([kind, forms]).encode()
+        header = torch.tensor(list(text), dtype=torch.uint8)
+        for tensor in (torch.tensor(len(text)), header, *contents.values()):
             if tensor.numel():
                 self._move(tensor, self.timeout, sending=True)
 
@@ -116,21 +89,22 @@ class Channel:
         """Wait for a message.
 
         Args:
-            timeout: seconds until it must begin; by default the channel's.
+            timeout: seconds until it must begin; by default the connection's.
 
         Raises:
             PeerError: none came, or the other side reports that it has failed.
         """
-        header = torch.zeros(_HEADER, dtype=torch.int64)
-        self._move(header, self.timeout if timeout is None else timeout, sending=False)
+        size = torch.tensor(0)
+        self._move(size, self.timeout if timeout is None else timeout, sending=False)
+        header = torch.empty(int(size), dtype=torch.uint8)
+        self._move(header, self.timeout, sending=False)
+        kind, forms = json.loads(bytes(header.tolist()))
         tensors: dict[str, Tensor] = {}
-        for i in range(int(header[1])):
-            name, dtype, dims, *shape = header[2 + i * _FIELDS : 2 + (i + 1) * _FIELDS].tolist()
-            tensor = torch.empty(shape[:dims], dtype=_DTYPES[dtype])
+        for name, (dtype, *shape) in forms.items():
+            tensors[name] = tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             if tensor.numel():
                 self._move(tensor, self.timeout, sending=False)
-            tensors[NAMES[name]] = tensor
-        message = Message(Kind(int(header[0])), tensors)
+        message = Message(Kind(kind), tensors)
         if message.kind is Kind.ERROR:
             reason = bytes(tensors["text"].tolist()).decode("utf-8", "replace")
             self.drop()
@@ -170,10 +144,10 @@ class Channel:
             raise PeerError(f"the {self._other} of the split model {reason}") from error
 
 
-def connect(url: str, role: str, *, timeout: float = 300.0) -> Channel:
+def connect(url: str, role: str, *, timeout: float = 300.0) -> Connection:
     """Return this end of the line once both sides have called.
 
-    The process group belongs to the channel alone. The default group of ``torch.distributed`` is
+    The process group belongs to the connection alone. The default group of ``torch.distributed`` is
     neither needed nor changed.
 
     Args:
@@ -200,4 +174,4 @@ def connect(url: str, role: str, *, timeout: float = 300.0) -> Channel:
         raise PeerError(
             f"the {other} of the split model did not come to {url} within {timeout:g} s: {error}"
         ) from error
-    return Channel(group, rank, timeout)
+    return Connection(group, rank, timeout)

@@ -132,7 +132,11 @@ def check_choice(
 
 
 def group_old_arguments(
-    owner: str, argument: str, settings: Settings, old: Mapping[str, object]
+    owner: str,
+    argument: str,
+    settings: Settings,
+    old: Mapping[str, object],
+    renamed: Mapping[str, str] | None = None,
 ) -> Settings:
     """Return settings with arguments that 0.1.0 took one by one, and warn where there are any.
 
@@ -141,17 +145,19 @@ def group_old_arguments(
         argument: the constructor's argument that takes the settings.
         settings: a frozen dataclass.
         old: arguments that the constructor does not name.
+        renamed: fields of the settings by the names that 0.1.0 had for them.
 
     Raises:
         TypeError: the settings have no such field either.
     """
     if not old:
         return settings
-    check_names(owner, old, [one.name for one in fields(settings)])
-    names = ", ".join(f"{name}=" for name in old)
-    grouped = f"{argument}={type(settings).__name__}({names})"
-    warn_of_old_spelling(f"{owner}({names})", f"{owner}({grouped})")
-    return replace(settings, **old)
+    renamed = renamed or {}
+    check_names(owner, old, [*(one.name for one in fields(settings)), *renamed])
+    new = {renamed.get(name, name): value for name, value in old.items()}
+    grouped = f"{argument}={type(settings).__name__}({_spelled(new)})"
+    warn_of_old_spelling(f"{owner}({_spelled(old)})", f"{owner}({grouped})")
+    return replace(settings, **new)
 
 
 def old_spelling(settings: type[DataclassInstance], **more: Any) -> Callable[..., dict[str, Any]]:
@@ -199,6 +205,10 @@ def warn_of_old_spelling(old: str, new: str) -> None:
     """Warn that a call is spelled in another way than in 0.1.0."""
     message = f"{old} is spelled {new} now. The old spelling works through 0.2."
     warnings.warn(message, FutureWarning, stacklevel=4)
+
+
+def _spelled(names: Iterable[str]) -> str:
+    return ", ".join(f"{name}=" for name in names)
 
 
 def _message(name: str, allowed: str, value: Any, optional: bool, hint: str) -> str:

@@ -1,6 +1,7 @@
 """Federated rounds: what an update gives away, seen by the client or by the server."""
 
 from lightning_fedleak.federation.client_dp import ClientDP, Release, clipped
+from lightning_fedleak.federation.client_settings import ClientReleaseSettings
 from lightning_fedleak.federation.gate import (
     Leaving,
     OutgoingUpdates,
@@ -22,6 +23,7 @@ from lightning_fedleak.federation.updates import (
 __all__ = [
     "SUM",
     "ClientDP",
+    "ClientReleaseSettings",
     "Leaving",
     "OutgoingUpdates",
     "Release",

@@ -7,14 +7,13 @@ cannot be read counts as zero. All clients weigh alike.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -31,18 +30,24 @@ from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.base import Privacy, State
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
+from lightning_fedleak.federation.client_settings import (
+    ClientReleaseSettings,
+    ClientSampling,
+    Trusted,
+    check_accountant,
+    check_delta,
+    check_numbers,
+    check_terms,
+    check_trust,
+    expect_per_round,
+)
 from lightning_fedleak.federation.updates import UpdateError, joint_norm
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import group_old_arguments, old_spelling
 
 C = TypeVar("C")
 
 Update = Mapping[str, Tensor]
 """Changes of trained parameters by name, as :func:`~lightning_fedleak.federation.difference`."""
-
-ClientSampling = Literal["all", "poisson", "fixed"]
-Trusted = Literal["central", "local", "secure_aggregation"]
-
-_TERMS_SCHEMA = 1  # version of the file <ledger>.terms; a change refuses older ledgers
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,9 @@ class Release:
 
     update: dict[str, Tensor]
     zeros: Mapping[Any, str]
+
+
+_old_settings = old_spelling(ClientReleaseSettings, most_notches=int)
 
 
 class ClientDP(Defense):
@@ -106,14 +114,12 @@ class ClientDP(Defense):
         accountant: ``"prv"`` (tight, as PLD), ``"rdp"``, or ``"filter"``: noise may be turned up
             (:meth:`harden`) within (``target_epsilon``, ``target_delta``). Default: the tightest
             that covers the sampling.
-        dropouts: of ``"secure_aggregation"``: clients of a round whose share of noise may be
-            missing.
         ledger: file that remembers every release through a crash; beside it ``<ledger>.terms``
             says what the releases are accounted by. With ``trust="central"`` the server keeps it,
             otherwise each client its own.
-        harden_factor: what a notch multiplies the noise by.
-        most_notches: how often it may be turned up.
-        seed: for tests only; whoever knows it can take the noise off, so that epsilon is infinite.
+        release: shares of noise that may be missing, and hardening:
+            :class:`ClientReleaseSettings`.
+        old: arguments of 0.1.0 that ``release`` has, and ``most_notches``; they warn.
 
     Raises:
         DefenseError: a value out of range, or a ledger of other terms.
@@ -135,26 +141,26 @@ class ClientDP(Defense):
         target_epsilon: float | None = None,
         rounds: int | None = None,
         accountant: AccountantKind | Literal["filter"] | None = None,
-        dropouts: int = 0,
         ledger: str | os.PathLike[str] | None = None,
-        harden_factor: float = 2.0,
-        most_notches: int | None = None,
-        seed: int | None = None,
+        release: ClientReleaseSettings | None = None,
+        **old: Any,
     ) -> None:
-        _check_numbers(clip, noise_multiplier, target_epsilon, target_delta, rounds, harden_factor)
+        release = group_old_arguments(
+            "ClientDP",
+            "release",
+            release or ClientReleaseSettings(),
+            _old_settings(**old),
+            renamed={"most_notches": "max_hardenings"},
+        )
+        check_numbers(clip, noise_multiplier, target_epsilon, rounds)
+        check_delta(target_delta, clients)
         self.clip = float(clip)
-        check_integer("ClientDP: clients", clients, error=DefenseError)
         self.clients = clients
         self.sampling: ClientSampling = sampling
-        self.per_round = _expect_per_round(sampling, per_round, self.clients)
+        self.per_round = expect_per_round(sampling, per_round, self.clients)
         self.trust: Trusted = trust
-        self.dropouts = dropouts
-        _check_trust(trust, sampling, dropouts, self.per_round)
-        if target_delta >= 1 / self.clients:
-            raise DefenseError(
-                f"ClientDP: target_delta={target_delta!r} must be below 1 / {self.clients}: else "
-                "publishing one client's data at random would count as private"
-            )
+        self.dropouts = release.dropouts
+        check_trust(trust, sampling, self.dropouts, self.per_round)
         amplified = trust == "central" and sampling != "all"
         self.replaces = trust != "central" or sampling == "fixed"
         accounted_as: SamplingScheme = (
@@ -162,29 +168,26 @@ class ClientDP(Defense):
         )
         if accountant is None:
             accountant = "rdp" if accounted_as == "without_replacement" else "prv"
-        kinds = ("prv", "rdp", "filter")
-        check_choice("ClientDP: accountant", accountant, kinds, error=DefenseError)
-        if accountant == "filter" and target_epsilon is None:
-            raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
+        check_accountant(accountant, target_epsilon)
         self.rounds = rounds
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
-        self.seed = seed
+        self.seed = release.seed
         self._rate = self.per_round / self.clients if amplified else 1.0
         self._budget = Budget(
             accountant,
             None if noise_multiplier is None else noise_multiplier / self._sensitivity,
             target_epsilon,
             target_delta,
-            seeded=seed is not None,
-            harden_factor=harden_factor,
-            max_hardenings=most_notches,
+            seeded=release.seed is not None,
+            harden_factor=release.harden_factor,
+            max_hardenings=release.max_hardenings,
             sampling=accounted_as,
             owner="ClientDP",
         )
         self.ledger = None if ledger is None else str(ledger)
         if ledger is not None:
-            _check_terms(Path(ledger), self._terms())
+            check_terms(Path(ledger), self._terms())
             self._budget.open_ledger(ledger)
         self._budget.settle(self._rate, target_delta, lambda: rounds or 0)
         self.guarantee = self._describe_guarantee()
@@ -442,7 +445,6 @@ class ClientDP(Defense):
 
     def _terms(self) -> dict[str, object]:
         return {
-            "schema": _TERMS_SCHEMA,
             "unit": "client",
             "clients": self.clients,
             "sampling": self.sampling,
@@ -529,135 +531,3 @@ def check_rounding(like: Update, noise_std: float) -> None:
                 "away, and the sum carry less than the whole. Send the model in float32, or clip "
                 "higher"
             )
-
-
-def _check_numbers(
-    clip: float,
-    noise_multiplier: float | None,
-    target_epsilon: float | None,
-    target_delta: float,
-    rounds: int | None,
-    harden_factor: float,
-) -> None:
-    check_number("ClientDP: clip", clip, above=0, error=DefenseError)
-    check_number(
-        "ClientDP: target_delta",
-        target_delta,
-        above=0,
-        below=1,
-        hint="well below 1 / clients; Gaussian noise has no epsilon at a delta of 0",
-        error=DefenseError,
-    )
-    check_number(
-        "ClientDP: target_epsilon",
-        target_epsilon,
-        above=0,
-        optional=True,
-        hint="an epsilon of 0 allows no release",
-        error=DefenseError,
-    )
-    if noise_multiplier is None and (target_epsilon is None or rounds is None):
-        raise DefenseError(
-            "ClientDP: give noise_multiplier, or target_epsilon and rounds, from which it is "
-            "computed"
-        )
-    check_number(
-        "ClientDP: noise_multiplier",
-        noise_multiplier,
-        above=0,
-        optional=True,
-        hint="without noise no epsilon holds",
-        error=DefenseError,
-    )
-    check_integer("ClientDP: rounds", rounds, optional=True, error=DefenseError)
-    check_number("ClientDP: harden_factor", harden_factor, above=1, error=DefenseError)
-
-
-def _expect_per_round(sampling: str, per_round: float | None, clients: int) -> float:
-    """Return how many clients are expected in a round."""
-    check_choice("ClientDP: sampling", sampling, get_args(ClientSampling), error=DefenseError)
-    if sampling == "all":
-        if per_round not in (None, clients):
-            raise DefenseError(
-                f"ClientDP: with sampling='all' each of the {clients} clients takes part; "
-                f"per_round={per_round!r} needs sampling='poisson' or 'fixed'"
-            )
-        return float(clients)
-    whole = sampling == "poisson" or (per_round is not None and per_round == int(per_round))
-    if (
-        per_round is None
-        or isinstance(per_round, bool)
-        or not 0 < per_round <= clients
-        or not whole
-    ):
-        raise DefenseError(
-            f"ClientDP: sampling={sampling!r} needs per_round=, a {'' if whole else 'whole '}"
-            f"number of clients up to {clients}; got {per_round!r}"
-        )
-    return float(per_round)
-
-
-def _check_trust(trust: str, sampling: str, dropouts: int, per_round: float) -> None:
-    check_choice(
-        "ClientDP: trust",
-        trust,
-        get_args(Trusted),
-        hint="the server sees each update and adds the noise, each client adds its own, or each "
-        "adds a share and the server sees only the sum",
-        error=DefenseError,
-    )
-    if trust == "secure_aggregation" and sampling == "poisson":
-        raise DefenseError(
-            "ClientDP: shares of noise add up to the whole only where it is known how many clients "
-            "take part: with trust='secure_aggregation' use sampling='fixed' or 'all'"
-        )
-    check_integer(
-        "ClientDP: dropouts",
-        dropouts,
-        at_least=0,
-        at_most=math.ceil(per_round) - 1,
-        hint=f"fewer than the {per_round:g} clients of a round",
-        error=DefenseError,
-    )
-    if dropouts and trust != "secure_aggregation":
-        raise DefenseError("ClientDP: dropouts= is for trust='secure_aggregation' alone")
-
-
-def _check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
-    """Write down what releases are accounted by, or compare it with what an earlier run wrote.
-
-    Raises:
-        DefenseError: an earlier run had other terms, or they are not known.
-    """
-    path = ledger.with_name(f"{ledger.name}.terms")
-    data = (json.dumps(dict(terms), sort_keys=True) + "\n").encode()
-    try:
-        released = ledger.exists() and ledger.stat().st_size
-        if not released and not path.is_symlink() and path.exists():
-            half = path.read_bytes()
-            if len(half) < len(data) and data.startswith(half):  # a full disk, or a kill, left it
-                path.unlink()
-        if path.exists():
-            if path.is_symlink() or path.read_bytes() != data:
-                raise DefenseError(
-                    f"ledger={str(ledger)!r} was kept under other terms than "
-                    f"{data.decode().strip()} (see {path.name}): its releases would be accounted "
-                    "wrongly. Go on with the same clients, sampling and trust, or begin a new run "
-                    "from a model that these clients did not train, with a new path"
-                )
-            return
-        if released:
-            raise DefenseError(
-                f"ledger={str(ledger)!r} holds releases, and {path.name}, which says what they "
-                "were accounted by, is not there: give a path of its own"
-            )
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise DefenseError(
-            f"ledger={str(ledger)!r} cannot be used ({error}): give a path in a folder that exists "
-            "and may be written"
-        ) from error

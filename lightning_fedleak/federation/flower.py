@@ -453,7 +453,7 @@ def _check_masks(
             f"FedLeakMod: SecAgg+ masks this update among {together} clients, and unmasks the sum "
             f"of {protocol['threshold']}, where at least {least} are needed for the noise that "
             f"each adds: give SecAggPlusWorkflow(num_shares=, reconstruction_threshold=) as many, "
-            "or ClientDP(dropouts=) so many as a sum may lack (in Flower one at least)"
+            "or ClientReleaseSettings(dropouts=) so many as a sum may lack (in Flower one at least)"
         )
     modulus = protocol["mod_range"]
     if modulus < LEAST_MODULUS:

@@ -32,7 +32,7 @@ CHECKPOINT_KEY = "lightning_fedleak_defenses"
 """Where a checkpoint keeps the defences' states, by defence name."""
 
 
-class Release:
+class UpdateRelease:
     """The defences and taps of a run, and the moment in which an update leaves the client.
 
     Args:

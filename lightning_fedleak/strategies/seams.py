@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.lightning_packages import mixed, twin
 from lightning_fedleak.optimizer_step import check_optimizer
-from lightning_fedleak.strategies.release import CHECKPOINT_KEY, Release
+from lightning_fedleak.strategies.release import CHECKPOINT_KEY, UpdateRelease
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -97,7 +97,7 @@ class BringsBackStates(_MultiProcessingLauncher):
 class Seam(Strategy):
     """Goes before the wrapped strategy in the method resolution order."""
 
-    _fedleak: Release
+    _fedleak: UpdateRelease
 
     def _check_combination(self) -> None:
         """Raise an error for defences that cannot hold their guarantee with this strategy."""

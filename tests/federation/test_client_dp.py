@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -16,7 +17,13 @@ from scipy.stats import norm as normal
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
-from lightning_fedleak.federation import ClientDP, UpdateError, clipped, joint_norm
+from lightning_fedleak.federation import (
+    ClientDP,
+    ClientReleaseSettings,
+    UpdateError,
+    clipped,
+    joint_norm,
+)
 from lightning_fedleak.strategies import DefendedStrategy
 
 pytest.importorskip("opacus")
@@ -32,6 +39,9 @@ def update(seed, scale=1.0):
 
 
 def dp(noise=1.0, clip=1.0, clients=10, **more):
+    rare = [f.name for f in fields(ClientReleaseSettings) if f.name in more]
+    if rare:
+        more["release"] = ClientReleaseSettings(**{name: more.pop(name) for name in rare})
     return ClientDP(clip, noise, clients=clients, **({"target_delta": DELTA} | more))
 
 
@@ -540,6 +550,20 @@ def test_clients_are_drawn_as_is_accounted():
 def test_settings_that_hold_no_guarantee_are_refused(more, said):
     with pytest.raises(DefenseError, match=said):
         dp(**more)
+
+
+def test_arguments_of_0_1_0_warn_and_work():
+    shares = {"clients": 9, "target_delta": DELTA, "trust": "secure_aggregation"}
+    with pytest.warns(FutureWarning, match=r"release=ClientReleaseSettings\(dropouts=\)\) now"):
+        old = ClientDP(1.0, 1.0, dropouts=5, **shares)
+    assert old.own_noise_std == dp(clients=9, trust="secure_aggregation", dropouts=5).own_noise_std
+    budget = {"clients": 9, "target_delta": DELTA, "accountant": "filter", "target_epsilon": 50.0}
+    spelling = r"ClientDP\(most_notches=\) is spelled .*ClientReleaseSettings\(max_hardenings=\)"
+    with pytest.warns(FutureWarning, match=spelling):
+        old = ClientDP(1.0, 4.0, most_notches=1, **budget)
+    assert [old.harden() is None for _ in range(2)] == [False, True]
+    with pytest.raises(TypeError, match=r"'most_notch'. Did you mean most_notches=\?"):
+        ClientDP(1.0, 1.0, most_notch=1, **shares)
 
 
 def test_who_adds_the_noise_is_held_to_it():

@@ -14,6 +14,7 @@ from lightning_fedleak.callbacks import LeakageLimitExceeded
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
 from lightning_fedleak.federation import (
     ClientDP,
+    ClientReleaseSettings,
     OutgoingUpdates,
     RoundGate,
     UpdateError,
@@ -278,11 +279,12 @@ def test_what_is_dropped_returns_as_it_was_sent(tmp_path):
 
 
 def test_a_withheld_update_is_zero_plus_the_same_noise(tmp_path):
-    out = client(tmp_path, RoundGate(F1, at_most=0.0), dp=dp(seed=4))
+    seeded = ClientReleaseSettings(seed=4)
+    out = client(tmp_path, RoundGate(F1, at_most=0.0), dp=dp(release=seeded))
     with announced("withheld") as said:
         [(sent, _, found)] = rounds(out)
     assert not any("one bit" in text for text in said)
-    twin = dp(seed=4)
+    twin = dp(release=seeded)
     twin.rehearsed(None, sent)
     expected = twin.privatized(None, sent)
     left = difference(sent, found.state)
@@ -350,7 +352,8 @@ def test_noise_is_turned_up_until_the_update_passes(tmp_path):
 
 
 def test_where_noise_cannot_be_turned_up_any_more_the_update_is_withheld(tmp_path):
-    own = dp(accountant="filter", target_epsilon=50.0, most_notches=1)
+    once = ClientReleaseSettings(max_hardenings=1)
+    own = dp(accountant="filter", target_epsilon=50.0, release=once)
     gate = RoundGate(F1, at_most=0.3, action="harden")
     with announced("withheld"):
         [(_, _, found)] = rounds(client(tmp_path, gate, attack=Listening(), dp=own))

@@ -32,6 +32,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.federation import (
     ClientDP,
+    ClientReleaseSettings,
     RoundGate,
     UpdateError,
     trained_on,
@@ -212,9 +213,10 @@ def test_a_withheld_update_is_zero_in_the_sum_and_no_reply_tells_whose(
     assert (decided["did"], decided["client"]) == ("withheld", 1)
 
 
-def account_in(folder: Path, **more):
+def account_in(folder: Path, dropouts: int = 1, **more):
     def account(where: Context) -> ClientDP:
-        given = {"trust": "secure_aggregation", "accountant": "rdp", "dropouts": 1} | more
+        given = {"trust": "secure_aggregation", "accountant": "rdp"}
+        given |= {"release": ClientReleaseSettings(dropouts=dropouts)} | more
         return ClientDP(
             0.01, 2.0, clients=CLIENTS, target_delta=1e-5,
             ledger=folder / f"ledger_{where.node_config['partition-id']}", **given,

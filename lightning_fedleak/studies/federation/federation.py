@@ -24,7 +24,7 @@ from lightning_fedleak.federation import (
     trained_on,
     trained_state,
 )
-from lightning_fedleak.federation.client_dp import ClientSampling, Trusted
+from lightning_fedleak.federation.client_settings import ClientSampling, Trusted
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
 from lightning_fedleak.finetuning.module import load_model

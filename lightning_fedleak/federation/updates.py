@@ -1,8 +1,8 @@
 """Computes and checks what a client of a round shares: the difference of two state dicts.
 
-Engine-free: everything here is a function of what was *sent* to a client and what it *returned*,
-two mappings from names to tensors. They hold a whole model, or the part that is trained (a PEFT
-adapter's state, say).
+It needs neither Flower nor another engine: all functions take what was *sent* to a client and what
+it *returned*, two mappings from names to tensors. They hold a whole model, or the part that is
+trained (a PEFT adapter's state, say).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_fedleak.validate import check_integer
 State = Mapping[str, Tensor]
 """Tensors by name, as ``state_dict`` gives them."""
 
-_MOST_NAMES = 3  # that a message lists; not tuned
+_MOST_NAMES = 3  # names that a message lists; not tuned
 
 
 def observe(
@@ -50,7 +50,7 @@ def observe(
         learning_rate: the mean over the local steps, where a schedule changes it within a round.
         round_: number of the round, from 0: the snapshot's ``step``.
         stage: where the update was seen.
-        fresh: whether the optimizer began the round without what earlier rounds left in it.
+        fresh: whether the optimizer began the round without state of earlier rounds.
         noise_std: standard deviation of the noise that a defence is known to have added to each
             number of ``returned``.
 
@@ -64,15 +64,15 @@ def observe(
     check_integer("local_steps", local_steps, error=UpdateError)
     rate = _read_rate(optimizer) if learning_rate is None else float(learning_rate)
     change = difference(sent, returned, trained=trained)
-    still = not any(bool(t.any()) for t in change.values())
-    if still and rate == 0:
+    unchanged = not any(bool(t.any()) for t in change.values())
+    if unchanged and rate == 0:
         raise NotYet("the learning rate is 0, so that nothing has moved and nothing is shared")
     if not (rate > 0 and math.isfinite(rate)):
         raise UpdateError(
             f"an update has no scale at learning rate {rate}: it must be positive and finite, and "
             "the same for all parameters; where it is reported, each step must report it"
         )
-    if still:
+    if unchanged:
         raise UpdateError(
             "the client returned exactly what it was sent: it trained nothing (no batch, a "
             "learning rate of 0, or a model that was not updated before it was returned)"
@@ -128,8 +128,8 @@ def difference(
                     "out of what is shared, or name it in trained="
                 )
             continue
-        wide = torch.float64 if before.dtype == torch.float64 else torch.float32
-        change[name] = after.to(wide) - before.to(wide)
+        dtype = torch.float64 if before.dtype == torch.float64 else torch.float32
+        change[name] = after.to(dtype) - before.to(dtype)
         if not bool(change[name].isfinite().all()):
             source = "the client's update" if bool(before.isfinite().all()) else "what was sent"
             raise UpdateError(f"{source} holds NaN or infinity in '{name}'")
@@ -139,7 +139,15 @@ def difference(
 
 
 def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what was sent plus an update of what it names, each in the dtype that was sent."""
+    """Return the state that was sent with an update added, each tensor in its dtype.
+
+    Args:
+        sent: what the client got.
+        update: what is added, by name; other tensors are copied.
+
+    Raises:
+        UpdateError: the update names something that was not sent.
+    """
     unknown = [n for n in update if n not in sent]
     if unknown:
         raise UpdateError(f"the update names {_list_names(unknown)}, which was not sent")

@@ -17,7 +17,7 @@ PROBE_TOKENS = 4  # before and after the token that tests whether a model reads 
 
 
 class _DeepEnough(Exception):
-    """Ends a forward behind the deepest layer of the call."""
+    """Ends a forward after the deepest layer of the call."""
 
 
 def client_states(
@@ -96,7 +96,7 @@ class PooledStates:
         layers: as in :func:`client_states`.
         rows: ids of all sentences that will be needed, all different.
         batch: sentences in a group.
-        pad_id: written behind the end of a row.
+        pad_id: written after the end of a row.
         generator: of the grouping.
         length: None to pad a group to its longest sentence and mask the rest; a number of columns
             to pad to without a mask, so that the model reads padding (as the authors' code does).
@@ -120,7 +120,7 @@ class PooledStates:
         self.states: dict[tuple[int, ...], dict[int, Tensor]] = {}
 
     def batch_states(self, data: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return (B, L, d) by layer for the batch ``data``, zero behind the end of a row."""
+        """Return (B, L, d) by layer for the batch ``data``, zero after the end of a row."""
         rows = [self._row(row) for row in data]
         return {
             layer: nn.utils.rnn.pad_sequence([states[layer] for states in rows], batch_first=True)
@@ -183,7 +183,9 @@ def collides(
     ahead: bool,
     positional: bool,
 ) -> Tensor:
-    """Return where Lemma 1's assumption fails: a state read from the target occurs elsewhere in D.
+    """Return where a state that is read from the target occurs elsewhere in the batch D.
+
+    There the assumption of Lemma 1 of Vu et al. 2024 fails.
 
     At layer 0 a hidden state depends on its word (and position) alone. At a deeper layer of a
     causal model it depends on the words up to its own (under rotary positions not on how often a

@@ -1,10 +1,10 @@
-"""The engine of one watched run: attacks, their looks, and what becomes of the results.
+"""The engine of a watched run: it runs attacks at looks, and scores, logs and stores results.
 
 A face owns an :class:`Engine` and reports the moments of its training to it::
 
     engine = Engine(selected("auto", local_steps=None), Options())
     engine.reset()
-    engine.check(processes, find)          # before the model is on its device
+    engine.check(processes, anatomy)       # before the model is on its device
     engine.begin(run, destination)         # calibrates; raises where an attack does not fit
     for batch in loader:
         engine.batch_begins(batch)
@@ -73,10 +73,10 @@ class Selection:
     """The attacks of a run, as its user chose them.
 
     Attributes:
-        attacks: the attacks; with ``auto`` all that an adversary may have.
-        auto: those that can read something are chosen when the run begins.
+        attacks: the attacks; with ``auto`` all candidates for this adversary.
+        auto: whether those that can read this run are chosen when it begins.
         assume: what the adversary has besides what it sees; None: what the attacks need.
-        text_passed: the user passed public text for attacks that are chosen.
+        text_passed: whether the user passed public text for the chosen attacks.
     """
 
     attacks: tuple[Attack, ...]
@@ -258,8 +258,8 @@ class Engine:
 
         Args:
             after_look: is called.
-            logs: names of what it logs then, for TensorBoard's page.
-            facts: what the run's record has of it.
+            logs: names of the values that it logs then, for TensorBoard's page.
+            facts: what ``run.jsonl`` records of the subscriber, a gate.
             before_first: is called once it is known what is read, before the first step.
             after_training: is called when training ends, after the last results.
         """
@@ -449,8 +449,8 @@ class Engine:
             report.write_not_played(lineup.rows, run.step)
         if first:
             self._show_pages(run, destination)
-        for begins in self._before_first:
-            begins()
+        for listener in self._before_first:
+            listener()
         if first:
             self.record = RunRecord(
                 destination.folder / "run.jsonl", self.jsonl.run, report.warn_once
@@ -516,11 +516,11 @@ class Engine:
         self._fit.batch_starts(self._fit.run.step, batch)
 
     def loss_computed(self, loss: Tensor) -> None:
-        """Note which parameters the loss has a term of, beside the batch's."""
+        """Note which parameters have a term of their own in the loss, such as an L2 penalty."""
         self._fit.before_backward(loss)
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """Distinguish a step from a batch that only adds to it."""
+        """Note that this batch ends an optimizer step, and does not only accumulate gradients."""
         self._fit.before_step(optimizer)
 
     def batch_ends(self, *, trained: bool) -> None:

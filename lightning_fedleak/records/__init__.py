@@ -11,7 +11,6 @@ from lightning_fedleak.records.fields import JsonObject, Record, Releases, as_js
 from lightning_fedleak.records.files import (
     RECORD,
     RESULTS,
-    FileLines,
     append_line,
     parse_json,
     read_lines,
@@ -51,7 +50,6 @@ __all__ = [
     "EndLine",
     "EndedFit",
     "Family",
-    "FileLines",
     "GateDecision",
     "GateFacts",
     "GateLine",

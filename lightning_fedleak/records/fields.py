@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, Self, Union, get_args, get_origin
 SCHEMA = 3
 """Version of the lines that are written; older ones are read as the same records."""
 LARGEST = 2**53
-"""Integers and amounts above are no run's: floats are no longer exact there."""
+"""Largest integer or amount that is read: above it floats are not exact, and no run gets there."""
 
 JsonObject = Mapping[str, Any]
 """An object of JSON whose keys no record names, such as the settings of an attack."""
@@ -147,7 +147,7 @@ def _reader_if(holds: Callable[[Any], bool], convert: type | None = None) -> Fie
 
 
 def _is_of(kind: type, value: Any) -> bool:
-    """Return whether a value is of a type; True is no integer, and no integer is endless."""
+    """Return whether a value is of a type; True and what is above ``LARGEST`` are no integers."""
     return (
         isinstance(value, kind)
         and isinstance(value, bool) == (kind is bool)
@@ -167,7 +167,7 @@ def _union_of(hints: Sequence[Any]) -> FieldReader:
                 return reader(value, path)
             except OddField as error:
                 odd.append(error)
-        raise max(odd, key=lambda error: len(str(error)))  # the deepest says most
+        raise max(odd, key=lambda error: len(str(error)))  # the longest path is the most precise
 
     return read
 

@@ -1,4 +1,4 @@
-"""The tap that records hidden states of a layer, and the loss's gradient in them, in training."""
+"""The tap that records hidden states of a layer in training, and their gradients of the loss."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class ActivationTap:
         layers: layers to record: 0 is the input of the first block, k the output of block k; of an
             encoder-decoder the encoder's.
         states: whether to record the hidden states.
-        gradients: whether to record the gradient of the loss in them.
+        gradients: whether to record the gradient of the loss with respect to them.
         reach: record the gradient also where nothing below the layer is trained (layer 0 with
-            frozen embeddings), with hidden states that require it. Backward then runs down to the
-            layer. Not with reentrant checkpoints, whose parameters would get gradients that they do
-            not get without the tap; nor may a look begin or end between a checkpointed forward and
-            its backward.
+            frozen embeddings), with hidden states that require a gradient. Backward then runs down
+            to the layer. Not with reentrant checkpoints, whose parameters would get gradients that
+            they do not get without the tap; nor may a look begin or end between a checkpointed
+            forward and its backward.
         clone: copy, for models that overwrite hidden states or their gradient in place.
         first: run before the model's present hooks and not after them, to record hidden states
             before a defence's hook rewrites them.
@@ -106,49 +106,49 @@ class ActivationTap:
 
     def _tap(self, layer: int, place: Place) -> RemovableHandle:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-            replaced = self._pass(layer, states_in(args, kwargs))
-            return None if replaced is None else with_states_in(args, kwargs, replaced)
+        def before_layer(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
+            new_states = self._pass(layer, states_in(args, kwargs))
+            return None if new_states is None else with_states_in(args, kwargs, new_states)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def leaving(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            replaced = self._pass(layer, states_out(output))
-            return None if replaced is None else with_states_out(output, replaced)
+        def after_layer(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            new_states = self._pass(layer, states_out(output))
+            return None if new_states is None else with_states_out(output, new_states)
 
         if place.side == "input":
             return place.module.register_forward_pre_hook(
-                entering, prepend=self._first, with_kwargs=True
+                before_layer, prepend=self._first, with_kwargs=True
             )
-        return place.module.register_forward_hook(leaving, prepend=self._first)
+        return place.module.register_forward_hook(after_layer, prepend=self._first)
 
     def _pass(self, layer: int, states: Any) -> Tensor | None:
         """Record one pass; return hidden states to continue with, or None to leave them."""
         if not self.armed or not torch.is_grad_enabled() or not isinstance(states, Tensor):
             return None
-        replaced = None
+        new_states = None
         if self._reach and not states.requires_grad:
-            states = replaced = states.detach().requires_grad_()
-        recorded = states.detach() if self._keep_states else None
-        if recorded is not None and self._clone:
-            recorded = recorded.clone()
-        record = _Record(ref(states), recorded, _version(recorded))
+            states = new_states = states.detach().requires_grad_()
+        copy = states.detach() if self._keep_states else None
+        if copy is not None and self._clone:
+            copy = copy.clone()
+        record = _Record(ref(states), copy, _version(copy))
         records = self._records[layer]
-        recomputed = torch._C._current_graph_task_id() != -1
-        if not recomputed:
+        in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint computes it again
+        if not in_backward:
             records.append(record)
         elif any(r.source() is states for r in records):
-            return replaced
-        if states.requires_grad and (self._keep_gradients or recomputed):
+            return new_states
+        if states.requires_grad and (self._keep_gradients or in_backward):
             # A recomputation that only restores saved tensors never sees a gradient.
-            def arrived(gradient: Tensor) -> None:
+            def record_gradient(gradient: Tensor) -> None:
                 if self._keep_gradients:
                     record.gradient = gradient.clone() if self._clone else gradient.detach()
                     record.gradient_version = _version(record.gradient)
-                if recomputed:
+                if in_backward:
                     records.append(record)
 
-            states.register_hook(arrived)
-        return replaced
+            states.register_hook(record_gradient)
+        return new_states
 
     def arm(self) -> None:
         """Start a look: drop earlier records and let the hooks record."""
@@ -173,7 +173,7 @@ class ActivationTap:
         )
 
     def gradients(self, layer: int, *, scale: float = 1.0) -> tuple[Tensor, ...]:
-        """Return the gradients of the loss in the hidden states at ``layer``, (B, L, d) each.
+        """Return the loss's gradients with respect to states at ``layer``, (B, L, d) each.
 
         Args:
             layer: one of those tapped.
@@ -202,7 +202,7 @@ class ActivationTap:
 
 
 def join_pieces(pieces: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return tensors of batches that ran in pieces (logical batches), joined to batches.
+    """Return the tensors of logical batches, each of which ran in pieces.
 
     Args:
         pieces: tensors of the pieces, rows first, in the order in which they ran.

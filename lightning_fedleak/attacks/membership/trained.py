@@ -268,10 +268,10 @@ class TrainedMembership(MembershipAttack):
 
     Departures from the published code: inputs are scaled by the mean and spread of public samples
     (folded into the weights; hidden states of some models reach 30,000), the logistic loss has one
-    output, training stops at a margin, and b' is read half way between the target's output and the
-    largest on public text. ``threshold="trained"`` reads it at 0, as published. Both give the same
-    order of scores; on MiniLM-L6, in batches of 40 sentences without the target, some input fires
-    in 3 of 10 at 0 and in 1 of 7 half way.
+    output, training stops at a margin, and the decision b' (was the text there?) is read half way
+    between the target's output and the largest on public text. ``threshold="trained"`` reads it at
+    0, as published. Both give the same order of scores; on MiniLM-L6, in batches of 40 sentences
+    without the target, some input fires in 3 of 10 at 0 and in 1 of 7 half way.
 
     One network is trained for each target: on one core .6 to 1 s for a token of MiniLM-L6, 2.5 s
     for a sentence of 32 tokens.
@@ -349,7 +349,7 @@ class TrainedMembership(MembershipAttack):
         self._neurons: OrderedDict[bytes, Neuron] = OrderedDict()
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Run A_init: compute the hidden states of the public text.
+        """Run A_init of the paper: compute the hidden states of the public text.
 
         Raises:
             ValueError: the model has no such layer, or the public text too few samples.
@@ -427,7 +427,7 @@ class TrainedMembership(MembershipAttack):
 
     @property
     def guess_rung(self) -> int:
-        """Return the rung at which b' is read."""
+        """Return the rung at which the decision b' is read."""
         return self._rung_parts.index(0.0)
 
     def neuron(self, target: Tensor) -> Neuron:
@@ -475,7 +475,7 @@ class TrainedMembership(MembershipAttack):
         return neuron.offset - decision - parts * distance
 
     def craft(self, target: Tensor) -> CraftedFC:
-        """Run A_attack: return the trained layers for one target, (D,).
+        """Run A_attack of the paper: return the trained layers for one target, (D,).
 
         Raises:
             RuntimeError: :meth:`prepare` was not called.
@@ -500,12 +500,12 @@ class TrainedMembership(MembershipAttack):
         rows, samples, weights = batch_inputs(hidden, mask, upstream, self.read_together)
         check_targets(targets, rows.shape[1])
         gradient = torch.zeros((b, g, self.rungs), dtype=dtype, device=hidden.device)
-        upstream_of = weights.to(dtype)[:, None]
+        upstream_by_row = weights.to(dtype)[:, None]
         for k, target in enumerate(targets):
             neuron = self.neuron(target)
             with torch.autocast(hidden.device.type, enabled=False):
                 output = neuron(rows.to(neuron.weight.dtype))[:, None] + self._biases(neuron)
-            parts = torch.where(output > 0, upstream_of, 0.0)
+            parts = torch.where(output > 0, upstream_by_row, 0.0)
             parts = parts.masked_fill(output.isnan(), torch.nan)
             gradient[:, k].index_add_(0, samples, parts)
         return gradient

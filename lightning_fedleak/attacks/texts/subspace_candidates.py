@@ -20,13 +20,14 @@ class SearchSettings:
     """Settings of the search. None of the values was tuned.
 
     Attributes:
-        context_lengths: tokens of the random beginnings behind which candidates are tried, to see
-            what each explains anywhere; more beginnings make the comparison surer and slower.
+        context_lengths: tokens of the random beginnings after which candidates are tried, to see
+            what each explains whatever comes before it; more beginnings make the comparison surer
+            and slower.
         mean_lengths: tokens of the random beginnings over which each token's mean state is taken.
         prior: weight of the model's log probability beside the evidence; larger prefers likely
             texts to those that the rows show.
-        failures: texts without an exact half after which the search ends.
-        slack: tokens beyond twice the bag's at which such a text is given up.
+        failures: the search ends after so many texts of which less than half fits exactly.
+        slack: such a text is given up at so many tokens more than twice the bag's.
         alternatives: ways to continue that are stored at each place.
         copies: repetitions of a text's first token that are tried; longer ones are not found.
         longest: tokens of a text, at most.
@@ -138,7 +139,7 @@ class Measure:
         whitening: (d, d) for each block.
         means: (n, d) for each block, an orthonormal basis of the tokens' mean states after
             whitening, which count as explained; n is 0 where tokens alone tell states apart.
-        contexts: beginnings behind which candidates are tried, to see what they explain anywhere.
+        contexts: beginnings after which candidates are tried, to see what they explain anywhere.
     """
 
     whitening: Sequence[Tensor]
@@ -162,8 +163,8 @@ class Candidates:
     """The tokens of a bag, each tried as the next one of beginnings.
 
     Args:
-        bottom: a copy of the model, within a session.
-        bag: (n,) token ids.
+        bottom: a copy of the model, while its :meth:`session` is open.
+        bag: (n,) the distinct token ids of the batch.
         seed: of the random beginnings.
 
     Attributes:
@@ -198,7 +199,7 @@ class Candidates:
         return beginnings
 
     def states(self, beginnings: Prefixes) -> list[Tensor]:
-        """Return for each block the states (B, n, d) of each token behind each beginning."""
+        """Return for each block the states (B, n, d) of each token after each beginning."""
         count = len(beginnings.lengths)
         self.tried += count * len(self.bag)
         return self.bottom.parts(beginnings.attempt(self.bag.expand(count, -1)))
@@ -227,7 +228,7 @@ class Candidates:
     ) -> Measure | None:
         """Return a measure of what a beginning adds to its next token's state.
 
-        Each token's mean state behind random beginnings counts as explained, and the rest is
+        Each token's mean state after random beginnings counts as explained, and the rest is
         whitened.
 
         Args:

@@ -25,8 +25,8 @@ SCALE = 1e9
 """How strongly a dishonest server's layers feed the model, unless the user says otherwise.
 
 Without clipping or noise it changes nothing. With them it is the worst case: a canary takes the
-whole norm that it is clipped to. No server has to disturb the model for it: a trained factor that
-is still zero has a gradient as large as one likes, and adds nothing.
+whole norm that it is clipped to. No server has to disturb the model for it: a factor that is still
+zero adds nothing to the output, and its gradient can be made as large as the server likes.
 """
 
 
@@ -231,7 +231,7 @@ class Deal:
     """Draw the targets of a look.
 
     In a causal model the token asked for is the last one that predicts a label, because the loss
-    ignores the tokens behind it and they have no gradient. In other models it is a random one. A
+    ignores the tokens after it and they have no gradient. In other models it is a random one. A
     row without a label has no gradient: it is asked for neither as a member nor as a non-member.
     Tokens that mark the beginning or the end of every text are not asked for: early layers compute
     nearly the same state of them in all texts.
@@ -446,9 +446,9 @@ class Sources:
         """
         device = batches[0].input_ids.device
         texts = [TokenBatch(t.to(device)[None], None, None, "causal") for t in self._canaries]
-        ones = [replace(t, attention_mask=torch.ones_like(t.input_ids)) for t in texts]
+        texts = [replace(t, attention_mask=torch.ones_like(t.input_ids)) for t in texts]
         masked = any(b.attention_mask is not None for b in batches)
-        rows = replace(Rows.of(ones), masked=masked)
+        rows = replace(Rows.of(texts), masked=masked)
         return self._deal.take_all(rows, self._included, torch.Generator().manual_seed(0))
 
     def _generator(self, step: int) -> torch.Generator:

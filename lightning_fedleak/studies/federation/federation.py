@@ -1,6 +1,6 @@
 """A federation by its settings: model, texts, local training, observer, gates and account.
 
-Everything follows from the settings, so that each process of an engine builds the same objects.
+Everything follows from the settings, so that each process (of Flower, say) builds equal objects.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPTIMIZERS = {
 
 WORDS, MEMBERSHIP = "leakage/worst/words", "leakage/worst/membership"
 
-_SET_ASIDE = 5  # one text in so many calibrates the attacks, another is in no batch; not tuned
+_HELD_OUT = 5  # one text in 5 calibrates the attacks, one in 5 is in no batch; not tuned
 _MOST_PUBLIC = 200  # texts that the attacks calibrate on; not tuned, more take longer
 _MOST_VALIDATED = 64  # texts of the validation loss; not tuned, more take longer
 _LEAST_TEXTS = 10  # below it a fifth would be one text
@@ -50,24 +50,24 @@ _LEAST_TEXTS = 10  # below it a fifth would be one text
 
 @dataclass(frozen=True)
 class Federation:
-    """What all processes of a federation know; a round's data follow from it too.
+    """Holds the settings of a federation; its model, its texts and each round's batches follow.
 
     Attributes:
-        clients: of the federation.
-        rounds: that are trained.
+        clients: how many there are.
+        rounds: how many are trained.
         local_steps: optimizer steps of a client in a round.
         model: causal language model, a folder or a name on the hub; None for the embedded one.
         text: the clients' texts as :func:`~lightning_fedleak.finetuning.texts.read_texts` takes
             them; None for the embedded messages.
-        column: the field that holds the text; None as there.
+        column: the field that holds the text; None as ``read_texts`` finds it.
         partition_by: the column with the speaker, or the kind, of each text.
-        partition: how texts are dealt; None: by speaker where there are speakers.
-        alpha: of the Dirichlet distribution; the smaller, the less alike clients are.
+        partition: how texts are divided among clients; None: by speaker where there are speakers.
+        alpha: of the Dirichlet distribution; the smaller it is, the less alike clients are.
         peft: ``"lora"`` trains low-rank adapters; None the whole model.
         lora_r: rank of the adapters; None for 8.
         targets: modules with adapters, see :func:`~lightning_fedleak.studies.models.with_lora`.
         optimizer: of the clients, a key of ``OPTIMIZERS``.
-        lr: its learning rate; None for the one that stands there.
+        lr: its learning rate; None for the default in ``OPTIMIZERS``.
         batch_size: texts a batch.
         length: tokens a text, at most.
         attack: ``"auto"`` for every attack that can read these updates, or ``"none"``.
@@ -81,7 +81,7 @@ class Federation:
         delta: of the guarantee.
         trust: who adds the noise.
         sampling: which clients take part in a round.
-        per_round: how many do, where not all.
+        per_round: how many clients that is, where not all take part.
         seed: of split, order, adapters and calibration.
     """
 
@@ -145,7 +145,7 @@ class Federation:
 
     @cached_property
     def _texts(self) -> tuple[list[list[int]], list[str], list[str], list[str]]:
-        """Return each client's texts by number; all of theirs; calibration's; those in no batch."""
+        """Return the numbers of each client's texts, and texts: clients', public, in no batch."""
         source = self.text or EMBEDDED_MESSAGES
         if self.partition_by is None:
             texts = read_texts(source, self.column, option="--column")
@@ -165,17 +165,17 @@ class Federation:
                 "which a fifth calibrates the attacks and a fifth is in no client's batch."
             )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
-        aside = len(texts) // _SET_ASIDE
-        public, outside, training = order[:aside], order[aside : 2 * aside], order[2 * aside :]
+        fifth = len(texts) // _HELD_OUT
+        public, outside, training = order[:fifth], order[fifth : 2 * fifth], order[2 * fifth :]
         kinds = [labels[i] for i in training]
         if self.partition == "dirichlet":
-            dealt = by_dirichlet(kinds, self.clients, self.alpha, self.seed)
+            shares = by_dirichlet(kinds, self.clients, self.alpha, self.seed)
         elif self.partition_by is not None:
-            dealt = by_speaker(kinds, self.clients, self.seed)
+            shares = by_speaker(kinds, self.clients, self.seed)
         else:
-            dealt = alike(len(kinds), self.clients, self.seed)
+            shares = alike(len(kinds), self.clients, self.seed)
         return (
-            dealt,
+            shares,
             [texts[i] for i in training],
             [texts[i] for i in public[:_MOST_PUBLIC]],
             [texts[i] for i in outside],
@@ -196,8 +196,8 @@ class Federation:
             raise SourceError(
                 f"--length {self.length} is more than the {limit} tokens that this model can read."
             )
-        dealt, texts, _, _ = self._texts
-        rows = [self._rows([texts[i] for i in numbers]) for numbers in dealt]
+        shares, texts, _, _ = self._texts
+        rows = [self._rows([texts[i] for i in numbers]) for numbers in shares]
         empty = [client for client, client_rows in enumerate(rows) if not client_rows]
         if empty:
             raise SourceError(
@@ -218,7 +218,7 @@ class Federation:
     def batches(self, client: int, round_: int) -> list[dict[str, Tensor]]:
         """Return a client's batches of a round: its rows in an order drawn for each round."""
         rows = self.rows[client]
-        generator = torch.Generator().manual_seed(_mixed(self.seed, client, round_))
+        generator = torch.Generator().manual_seed(_round_seed(self.seed, client, round_))
         size = min(self.batch_size, len(rows))
         order: list[int] = []
         while len(order) < self.local_steps * size:
@@ -245,7 +245,7 @@ class Federation:
         optimizer = self.make_optimizer([p for p in model.parameters() if p.requires_grad])
         losses = []
         with torch.random.fork_rng(devices=[]):  # of dropout
-            torch.manual_seed(_mixed(self.seed, client, round_))
+            torch.manual_seed(_round_seed(self.seed, client, round_))
             for batch in self.batches(client, round_):
                 trained_on(batch)
                 optimizer.zero_grad()
@@ -257,7 +257,7 @@ class Federation:
 
     @torch.no_grad()
     def validation_loss(self, model: nn.Module, state: Mapping[str, Tensor]) -> float:
-        """Return the mean loss of a token of text that is in no client's batch."""
+        """Return the mean loss per token on text that is in no client's batch."""
         model.load_state_dict(dict(state), strict=False)
         model.eval()
         rows = self.outside[:_MOST_VALIDATED]
@@ -279,7 +279,7 @@ class Federation:
 
         Args:
             folder: of its files.
-            federation: a name that all observers of it have alike.
+            federation: a name that all observers of this federation share.
             gated: the record names the gates.
         """
         return RoundObserver(
@@ -363,6 +363,6 @@ class Federation:
         return max((a.privacy.epsilon for a in accounts if a is not None), default=0.0)
 
 
-def _mixed(seed: int, client: int, round_: int) -> int:
+def _round_seed(seed: int, client: int, round_: int) -> int:
     """Return the seed of a client's round."""
     return ((seed * 1_000_003 + client) * 1_000_003 + round_) % 2**63

@@ -1,6 +1,6 @@
 """Exact recovery of a text from a causal model's hidden states, left to right, guessing ahead.
 
-A token's state depends only on the tokens before it. Behind the true beginning the right token is
+A token's state depends only on the tokens before it. After the correct prefix the right token is
 the one whose state equals the observed one (the idea of SipIt, arXiv 2510.15511, with the nearest
 candidate in place of a threshold). All remaining tokens are guessed, and one run of the bottom
 model over the guesses verifies them up to the first mistake. There more candidates are tried:
@@ -35,7 +35,7 @@ from lightning_fedleak.attacks.texts.prefix.verification import (
 )
 
 # None of the values was tuned.
-AHEAD = 4, 48  # tokens guessed ahead, at least and at most; more waste work behind a mistake
+AHEAD = 4, 48  # tokens guessed ahead, at least and at most; more waste work after a mistake
 LOW_PRECISION = 1e-4  # relative rounding above which it may hide which token is right
 REOPENED = 8  # places of one text that may be opened again; bounds the time
 
@@ -45,11 +45,11 @@ class Recovered:
     """The result of the search.
 
     Attributes:
-        tokens: (B, N). Where time ran out, the token behind the last verified one is the best of
+        tokens: (B, N). Where time ran out, the token after the last verified one is the best of
             the candidates so far, and the others are the first of the ranking.
         verified: (B,) number of verified tokens.
-        confidence: (B, N) one minus the ratio of the distances of best and runner-up, where a
-            runner-up that was not verified is estimated; 0 where only guessed.
+        confidence: (B, N) one minus the ratio of the distances of best and runner-up;
+            the distance of an unverified runner-up is estimated; 0 where only guessed.
         residuals: (B, N) distance of the best to the observed state, nan where only guessed.
         noised: whether no token's state equals the observed one, as measured or assumed.
         finished: False if time ran out, also within a sweep of all possible tokens.
@@ -78,7 +78,8 @@ class _Pass:
         others: (B, k) more candidates for the first of these places.
         states: (B, w + k, d) of chain and others.
         target: (B, w, d) the observed states of the places.
-        distances: (B, w) of the chain's states from these; 0 where the client's run agrees.
+        distances: (B, w) of the chain's states from these; 0 where a run of the whole text, as the
+            client makes it, gives the observed state.
         noise: (B, w) of the observed states.
     """
 
@@ -228,12 +229,13 @@ class PrefixSearch:
         states, distances = forward.states, forward.distances
         correct = self._correct(forward)
         other = torch.full_like(correct, -1)
-        alone = (states[:, forward.width :] - forward.target[:, :1]).norm(dim=2)
+        other_distances = (states[:, forward.width :] - forward.target[:, :1]).norm(dim=2)
         for i in (correct == 0).logical_and(forward.inside[:, 0]).nonzero().squeeze(1).tolist():
             place, others = self.places[i], forward.others[i].tolist()
             place.add(int(forward.chain[i, 0]), states[i, 0], float(distances[i, 0]))
-            for j, (token, far) in enumerate(zip(others, alone[i].tolist(), strict=True)):
-                place.add(token, states[i, forward.width + j], far)
+            pairs = zip(others, other_distances[i].tolist(), strict=True)
+            for j, (token, distance) in enumerate(pairs):
+                place.add(token, states[i, forward.width + j], distance)
             chosen = self.settling.look(i, place)
             if chosen is None:
                 continue
@@ -311,15 +313,15 @@ class PrefixSearch:
     def _record(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
         """Record the residuals and confidences of right tokens."""
         table = self.task.table
-        alone = other >= 0
-        for i in (correct + alone.long()).nonzero().squeeze(1).tolist():
+        is_other = other >= 0
+        for i in (correct + is_other.long()).nonzero().squeeze(1).tolist():
             place = self.places[i]
             for j in range(max(1, int(correct[i]))):
                 column = int(forward.places[i, j])
                 if j == 0:
-                    if not bool(alone[i]):
-                        far = float(forward.distances[i, 0])
-                        place.add(int(forward.chain[i, 0]), forward.states[i, 0], far)
+                    if not bool(is_other[i]):
+                        distance = float(forward.distances[i, 0])
+                        place.add(int(forward.chain[i, 0]), forward.states[i, 0], distance)
                     order = [*sorted(place.distances), float("inf")]
                     best, second = order[0], min(order[1], place.runner_up)
                     token = place.tokens[place.best]
@@ -343,8 +345,8 @@ class PrefixSearch:
             if m:
                 self.run_length += 0.2 * (m - self.run_length)
                 if m < forward.width and bool(forward.inside[i, m]):
-                    far = float(forward.distances[i, m])
-                    place.add(int(forward.chain[i, m]), forward.states[i, m], far)
+                    distance = float(forward.distances[i, m])
+                    place.add(int(forward.chain[i, m]), forward.states[i, m], distance)
         ahead = torch.arange(forward.width, device=correct.device)
         stale = forward.inside & (ahead > correct[:, None].clamp(min=1))
         stale &= forward.distances > 0.5 * self.task.table.isolation(forward.chain)

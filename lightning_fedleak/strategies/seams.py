@@ -112,15 +112,12 @@ class Seam(Strategy):
     def setup(self, trainer: L.Trainer) -> None:
         """Let the defences prepare the model before it is wrapped and optimizers exist."""
         fitting = trainer.state.fn == _FITTING
-        if fitting:
+        if fitting or any(defense.acts_in_inference for defense in self._fedleak.defenses):
             assert self.lightning_module is not None
-            self._check_model(self.lightning_module)
+            if fitting:
+                self._check_model(self.lightning_module)
             self._open(trainer)
-            self._fedleak.begin()
-        elif any(defense.acts_in_inference for defense in self._fedleak.defenses):
-            assert self.lightning_module is not None
-            self._open(trainer)
-            self._fedleak.begin(fitting=False)
+            self._fedleak.begin(fitting=fitting)
         super().setup(trainer)
         if fitting:
             for optimizer in self.optimizers:

@@ -188,14 +188,6 @@ class Budget:
         accountant.load_state_dict(self.accountant.state_dict())
         self.accountant = accountant
 
-    def account_state(self) -> State:
-        """Return the state of the accountant."""
-        return self.accountant.state_dict()
-
-    def adopt(self, account: State) -> None:
-        """Add the releases that another process of the client has counted."""
-        self.accountant.load_state_dict(account)
-
     def settle(self, rate: float, delta: float, planned_steps: Callable[[], int]) -> None:
         """Find the noise, now that the training data are known.
 

@@ -144,7 +144,13 @@ class RenyiFilter:
                 the run.
         """
         if "orders" in state:
-            self._check_budget(float(state["epsilon"]), float(state["delta"]))
+            epsilon, delta = float(state["epsilon"]), float(state["delta"])
+            if (epsilon, delta) != (self.epsilon, self.delta):
+                raise DefenseError(
+                    f"the checkpoint's budget is (epsilon={epsilon!r}, delta={delta!r}), this "
+                    f"run's (epsilon={self.epsilon!r}, delta={self.delta!r}): a budget is fixed "
+                    "before the run, so go on with the checkpoint's"
+                )
             fixed = tuple(torch.as_tensor(state["orders"], dtype=torch.float64).tolist())
             if fixed and not self.orders:
                 self._fix(fixed)
@@ -155,14 +161,6 @@ class RenyiFilter:
                     "fixed before the run, so go on with those"
                 )
         self._ledger.load_state_dict(state)
-
-    def _check_budget(self, epsilon: float, delta: float) -> None:
-        if (epsilon, delta) != (self.epsilon, self.delta):
-            raise DefenseError(
-                f"the checkpoint's budget is (epsilon={epsilon!r}, delta={delta!r}), this run's "
-                f"(epsilon={self.epsilon!r}, delta={self.delta!r}): a budget is fixed before the "
-                "run, so go on with the checkpoint's"
-            )
 
     def _fix(self, orders: Sequence[float]) -> None:
         unknown = sorted(set(orders) - set(ORDERS))

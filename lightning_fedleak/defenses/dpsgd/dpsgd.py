@@ -236,7 +236,8 @@ class DPSGD(BudgetedDefense):
             if self._ledger is not None and team.process == 0:
                 self._budget.open_ledger(self._ledger, context.client, context.clients, self.unit)
         self._ledger = None
-        self._budget.adopt(team.broadcast(self._budget.account_state()))
+        # Process 0 alone has read the ledger.
+        self.accountant.load_state_dict(team.broadcast(self.accountant.state_dict()))
         if self.accountant.steps > self._checkpointed:
             self._noise.forget()  # the ledger knows of releases after the checkpoint
         self._step = WatchedStep(

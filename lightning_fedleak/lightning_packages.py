@@ -96,7 +96,7 @@ class _OnePackageFirst(ABCMeta):
     """Orders base classes: those of the first package come before those of the other."""
 
     def mro(cls) -> list[type]:
-        """Return the usual order, with the other package's classes behind the first one's."""
+        """Return the usual order, with the other package's classes after the first one's."""
         order = super().mro()
         package = next(filter(None, map(_home, order)), None)
         foreign = [kind for kind in order if _home(kind) not in (None, package)]

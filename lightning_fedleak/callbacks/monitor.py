@@ -95,7 +95,7 @@ class LeakageMonitor(EitherCallback):
     are refused there.
 
     **Membership games.** A :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`
-    assumes a server that puts trainable layers of its own into the model, behind the layer it
+    assumes a server that puts trainable layers of its own into the model, after the layer it
     reads, and sets dropout to 0. None is put in: at a look the server is asked about sentences of
     the batch and about others, what its layers' gradient would be follows from the step
     (:class:`~lightning_fedleak.looks.channels.MembershipChannel`) and passes through the
@@ -109,7 +109,7 @@ class LeakageMonitor(EitherCallback):
 
     **Texts.** An :class:`~lightning_fedleak.attacks.texts.base.InversionAttack` reads the hidden
     states that the user's own forward gives at its layer, as a split model would send them: at
-    stage local before, at stage shared behind the defences that rewrite them, dropout included
+    stage local before, at stage shared after the defences that rewrite them, dropout included
     (:class:`~lightning_fedleak.looks.channels.TextsChannel`). Its metrics are of
     ``texts`` texts a look; under the attack's ``budget_seconds`` what is not found in time is
     wrong, texts that were not begun do not count, and ``finished`` is below 1.

@@ -30,7 +30,7 @@ def check_files(arguments: Sequence[str]) -> None:
     """Raise an error for configs, a model or a text that should be on this machine and are not.
 
     Args:
-        arguments: behind ``fit``.
+        arguments: after ``fit``.
 
     Raises:
         SourceError: what is not there, or is no config.
@@ -59,7 +59,7 @@ def misspelt(arguments: Sequence[str], names: Collection[str]) -> list[str]:
     """Return every name in arguments and configs that does not exist, with the nearest.
 
     Args:
-        arguments: behind ``fit``.
+        arguments: after ``fit``.
         names: of the settings, ``trainer.max_steps`` say.
 
     Returns:

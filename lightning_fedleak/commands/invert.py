@@ -178,7 +178,7 @@ class InvertCommand(InvertOptions):
         extra = max(sizes) if self.lora_r else 0
         rows = self._rows(anatomy, tokenizer, attacked + min(extra, 1), attacked + extra)
         if self.lora_r:
-            # Of the longest, which begin behind all that is attacked at any length.
+            # Of the longest, which begin after all that is attacked at any length.
             step_of_adamw(anatomy, rows[max(rows)][attacked:])
         model = f"{model_name(self.model)} ({self.precision})"
         adapted = (

@@ -75,7 +75,7 @@ class PadRight:
     """A function from rows of unequal length to a batch for Hugging Face models.
 
     Args:
-        pad_id: token id behind the end of a row; masked and never a label.
+        pad_id: token id after the end of a row; masked and never a label.
     """
 
     def __init__(self, pad_id: int) -> None:

@@ -23,7 +23,7 @@ class SentencePool:
         rows: token ids of one sentence each, in the corpus's order.
         tokens: ids at most in a row; longer rows are cut.
         at_least: ids at least in a row, special ones not counted; shorter rows are dropped.
-        pad_id: written behind the end of a row.
+        pad_id: written after the end of a row.
         special_ids: ids that are no part of the text (start, separator, ...). They are never a
             target: at such a token early layers depend little on the sentence.
 

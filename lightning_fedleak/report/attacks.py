@@ -63,7 +63,7 @@ class AttackSummary:
         withheld: updates that did not leave.
         unknown: measurements without a result.
         why_unknown: the latest reason.
-        n: tokens, texts or games behind the numbers, in all.
+        n: tokens, texts or games that the numbers rest on, in all.
         mean, highest: over the looks.
         worst_client: highest value of a single client.
         clients: by their names; empty where there is one.

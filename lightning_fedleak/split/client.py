@@ -183,7 +183,7 @@ class SplitClient:
             max_new_tokens: at most.
             attention_mask: (B, L) or None where nothing is padded.
             eos_token_id: ends a text; None for no end.
-            pad_token_id: id behind the end of a text.
+            pad_token_id: id after the end of a text.
 
         Returns:
             (B, L + n) token ids, the prompts first.

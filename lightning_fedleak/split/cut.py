@@ -60,7 +60,7 @@ def split_model(
     head: Literal["server", "client"] = "server",
     untie: bool = False,
 ) -> SplitModel:
-    """Return the two halves of a model behind block ``layer``, without copying a weight.
+    """Return the two halves of a model after block ``layer``, without copying a weight.
 
     The parts share the parameters of ``model``: a process that keeps only its part, and no
     reference to ``model``, has no other weights in memory. The parts are compared with the whole
@@ -73,7 +73,7 @@ def split_model(
 
     Args:
         model: a Hugging Face causal model, or an encoder with a head; PEFT too.
-        layer: 0 (behind the embeddings) to the number of blocks (the server has the head alone);
+        layer: 0 (after the embeddings) to the number of blocks (the server has the head alone);
             with the head on the client, less than that.
         head: the side with norm and head. With ``"client"`` (the U shape) labels never leave the
             client; with ``"server"`` they are shared for training.
@@ -139,7 +139,7 @@ class _Survey:
 
     Attributes:
         below: paths of leaf modules called before the first block.
-        above: paths of leaf modules called behind the last.
+        above: paths of leaf modules called after the last.
         output_form: a block's output without its tensors: a tuple of None, or None.
         width: numbers in a hidden state.
         text: arguments of the run; ``logits`` are its result.
@@ -183,7 +183,7 @@ def _trial_text(anatomy: Anatomy) -> dict[str, Tensor]:
 
 
 def _survey(anatomy: Anatomy) -> _Survey:
-    """Run the whole model once, and record the modules before, in and behind its blocks."""
+    """Run the whole model once, and record the modules before, in and after its blocks."""
     inside = {id(m) for block in anatomy.blocks for m in block.modules()}
     called: dict[str, set[str]] = {"below": set(), "above": set()}
     outputs: list[Any] = []

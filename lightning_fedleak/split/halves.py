@@ -46,7 +46,7 @@ class Arrive(nn.Module):
 
 
 class Leave(nn.Module):
-    """A stand-in for the blocks behind, which ends the forward."""
+    """A stand-in for the blocks after, which ends the forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise an exception that carries the hidden states out."""
@@ -80,7 +80,7 @@ class _OwnLayers(DynamicCache):
 
 
 class ModelPart(nn.Module):
-    """Blocks ``start + 1`` to ``stop`` of a model, with the layers before or behind them.
+    """Blocks ``start + 1`` to ``stop`` of a model, with the layers before or after them.
 
     It has the parameters that it needs, and shares them with the model. A part that begins at the
     tokens has the embeddings; one that ends at the logits has the norm and the head.
@@ -127,7 +127,7 @@ class ModelPart(nn.Module):
         position_ids: Tensor | None = None,
         cache: DynamicCache | None = None,
     ) -> Tensor:
-        """Return the hidden states (B, L, d) behind this part, which does not end at the logits.
+        """Return the hidden states (B, L, d) after this part, which does not end at the logits.
 
         Args:
             inputs: (B, L) token ids, or (B, L, d) hidden states of the part before.

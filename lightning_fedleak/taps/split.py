@@ -58,7 +58,7 @@ class SplitTap:
     """Hooks that record hidden states before and after the defences that rewrite them.
 
     The tap is created after the defences have registered their hooks, so that its hooks run before
-    and behind theirs.
+    and after theirs.
 
     The mask and the positions are those that the model itself received; where it was not called (a
     module that calls its parts), the batch's mask and the model's own positions.

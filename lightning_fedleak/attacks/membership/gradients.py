@@ -423,7 +423,7 @@ def _text_gradients(anatomy: Anatomy, names: Sequence[str], batch: TokenBatch) -
 
 
 def _query_batch(query: Query, tokens: int) -> TokenBatch:
-    """Return the query's texts, cut ``tokens`` behind the first token that the loss counts."""
+    """Return the query's texts, cut ``tokens`` after the first token that the loss counts."""
     ids, mask = query.input_ids, query.attention_mask
     real = torch.ones_like(ids) if mask is None else mask.long()
     labels = ids if query.labels is None else query.labels

@@ -77,7 +77,7 @@ class Dictionary:
 
         Args:
             positions: number of positions that texts surely have; they are projected out. The next
-                positions are atoms, behind the tokens.
+                positions are atoms, after the tokens.
             beside: each (k_i, d) float64, directions that the gradients hold besides inputs.
         """
         if self.positions is None:

@@ -266,7 +266,7 @@ def lone_token_maps(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[st
 
 
 def _change_output(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Return another output, which differs behind a norm too."""
+    """Return another output, which differs after a norm too."""
     return output.flip(-1) + 1
 
 

@@ -283,7 +283,7 @@ class FluentTexts:
         return torch.cat([texts, self._next(texts).argmax(-1, keepdim=True)], 1)
 
     def log_probabilities(self, texts: Tensor) -> Tensor:
-        """Return the log probability (B, L) of each token behind those before it, 0 for a first."""
+        """Return the log probability (B, L) of each token after those before it, 0 for a first."""
         parts = []
         for part in self._split(texts):
             predicted = self.copy.logits(part)[:, :-1].log_softmax(-1)

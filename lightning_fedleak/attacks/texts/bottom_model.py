@@ -276,7 +276,7 @@ class BottomModel(CopiedModel):
     def continued(
         self, new: Tensor, visible: Tensor, position_ids: Tensor, cache: object
     ) -> Tensor:
-        """Return the hidden states (B, n, d) of new tokens behind texts in a cache.
+        """Return the hidden states (B, n, d) of new tokens after texts in a cache.
 
         Args:
             new: (B, n) token ids, without gradient, or (B, n, e) word embeddings as in

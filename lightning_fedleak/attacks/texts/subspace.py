@@ -9,7 +9,7 @@ batch says nothing about its place. And a next text may branch off from an earli
 one could have gone on differently, so that texts with a common beginning are distinguished.
 
 Where a LoRA has fewer rows than the batch has words, no state fits exactly, and most of what fits
-depends on the token alone. So each token's mean state behind random others is projected out of rows
+depends on the token alone. So each token's mean state after random others is projected out of rows
 and states, and the rest is whitened: it is what a beginning adds to its next token's state.
 """
 
@@ -69,7 +69,7 @@ class SubspaceTexts(GradientTextAttack):
 
     An honest but curious server knows the weights. It takes the tokens of the batch from the first
     block's rows (:class:`~lightning_fedleak.attacks.words.subspace.SubspaceWords`) and tries each
-    as the next one of a text, behind the beginnings that fit best. It reads gradients, and rounds
+    as the next one of a text, after the beginnings that fit best. It reads gradients, and rounds
     of SGD, with momentum where a round begins with a fresh optimizer.
 
     A causal text's last token has no part in these gradients and is left open. An encoder is read
@@ -82,8 +82,8 @@ class SubspaceTexts(GradientTextAttack):
     these do not show every token. ``docs/whole_texts.md`` has the measurements.
 
     Args:
-        blocks: behind the first that are read at most; by default one where its rows could fill the
-            width of the hidden states, 12 where they are fewer.
+        blocks: how many after the first are read at most; by default one where its rows could
+            fill the width of the hidden states, 12 where they are fewer.
         beam: beginnings that are continued side by side where none is exact.
         budget_seconds: wall time for one observation; None for no bound. After it the best texts
             so far are returned, and the guess says that it is not finished.
@@ -133,7 +133,7 @@ class SubspaceTexts(GradientTextAttack):
         self._words.meet(facts)
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """Return what names the words, and the trained projections of some blocks behind the first.
+        """Return what names the words, and the trained projections of some blocks after the first.
 
         Raises:
             ThreatModelError: an encoder-decoder, an encoder whose positions are not added to its

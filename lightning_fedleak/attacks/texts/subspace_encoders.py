@@ -196,7 +196,7 @@ class EncoderSearch:
     def _lengths(self, pairs: _Pairs) -> list[int]:
         """Return the lengths of texts in the order in which they are tried.
 
-        Lengths of texts that end as the longest one does come first, then those behind which there
+        Lengths of texts that end as the longest one does come first, then those after which there
         are fewer pairs.
         """
         counts = [*pairs.allowed.sum(1).tolist(), 0]

@@ -129,7 +129,7 @@ class TextWalk:
             text, finished = self._next(branches, remainders, deadline)
             if text is None:
                 return texts or failures[:1], finished
-            if self.precise and not (text.exact or self.few_rows):  # behind a wrong token
+            if self.precise and not (text.exact or self.few_rows):  # after a wrong token
                 failures.append(text)
                 beginning = text.tokens[: text.inherited + 1]
                 branches = [branch for branch in branches if branch.text != beginning]
@@ -237,7 +237,7 @@ class TextWalk:
         return [[x[row] for x in parts] for row in range(len(beginnings.lengths))]
 
     def _anywhere(self, remainders: Sequence[Remainder]) -> tuple[Tensor, float]:
-        """Return the evidence of tokens behind random others, at places that are not their own.
+        """Return the evidence of tokens after random others, at places that are not their own.
 
         Returns:
             Each token's mean (n,), and the mean by which the best of all tokens exceeds its own.

@@ -85,7 +85,7 @@ def flatten(gradient: Tensor) -> Tensor:
 def normalized_row_sums(gradient: Tensor) -> Tensor:
     """Return the row sums, scaled to norm 1 (line 2 of Algorithm 1).
 
-    They show nothing if all hidden states sum to zero, as behind a LayerNorm at its initial gain
+    They show nothing if all hidden states sum to zero, as after a LayerNorm at its initial gain
     and bias (the first step of GPT-2 or BERT from scratch). Row sums are rounding errors then, far
     below the sum of d random signs.
 

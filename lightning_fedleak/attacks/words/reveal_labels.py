@@ -65,7 +65,7 @@ def reveal_labels(
     linearly independent (at most d tokens), a vector r exists for each used type t with
     ``dW_t r < 0`` and ``dW_j r >= 0`` for all other j (Dang et al. 2021, Sect. 3). An unused row
     may meet the condition too, which is rare while V is much larger than the rank. With more than d
-    tokens the rank is full and used types may fail. Full is d, or d - 1 behind a LayerNorm without
+    tokens the rank is full and used types may fail. Full is d, or d - 1 after a LayerNorm without
     bias, whose outputs over its gain sum to zero.
 
     One program is solved for each candidate, as in the paper, but there are few candidates. Take S

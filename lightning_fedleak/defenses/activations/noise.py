@@ -147,7 +147,7 @@ class ActivationNoise(ActivationDefense, HardenedNoise):
 
         For any two texts of the client's, whatever else is in the batch. At layer 0 a token moves
         only its own state, so that ``positions=1`` bounds what is sent of one token. Above, a
-        token moves all states behind it (all at once in an encoder): for one token of a text of n,
+        token moves all states after it (all at once in an encoder): for one token of a text of n,
         or for the whole text, it is ``positions=n``.
 
         Args:

@@ -16,7 +16,7 @@ class TooLittleText(ValueError):
 
 
 def special_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the ids that the tokenizer puts before and behind a text, such as [CLS] and [SEP]."""
+    """Return the ids that the tokenizer puts before and after a text, such as [CLS] and [SEP]."""
     ids = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
     with_special = list(tokenizer(PROBE)["input_ids"])
     for start in range(len(with_special) - len(ids) + 1):

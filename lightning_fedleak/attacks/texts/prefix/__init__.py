@@ -1,1 +1,1 @@
-"""Texts of causal models, read from left to right, each token verified behind the ones before."""
+"""Texts of causal models, read from left to right, each token verified after the ones before."""

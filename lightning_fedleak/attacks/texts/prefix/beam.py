@@ -2,7 +2,7 @@
 
 That is so under noise, or with a stale copy of the model. The true text is then the one whose
 states are nearest to the observed ones in sum, and a wrong token changes all later states a little.
-So several beginnings are continued, each candidate is verified behind each of them, and those with
+So several beginnings are continued, each candidate is verified after each of them, and those with
 the smallest total distance stay, as far as noise explains their distance from the best.
 """
 
@@ -35,7 +35,7 @@ class Beam:
         verified: number of tokens that were recovered before time ran out; the last one may be the
             nearest of fewer candidates.
         confidence: (N,) one minus the ratio of the distances of the chosen token and the nearest
-            other one, behind the best beginning; 0 where nothing was recovered.
+            other one, after the best beginning; 0 where nothing was recovered.
         residuals: (N,) distance of the chosen token's state to the observed one.
         computed: number of tokens that went through the bottom model.
         runs: number of its forwards.
@@ -152,7 +152,7 @@ class BeamSearch:
         return whole
 
     def _open(self, candidates: Tensor) -> Tensor:
-        """Return the states of the first candidates behind the tokens that were chosen last."""
+        """Return the states of the first candidates after the tokens that were chosen last."""
         if self.last is None:
             return self.prefixes.attempt(candidates).float()
         depths = candidates.new_ones(candidates.shape[1])

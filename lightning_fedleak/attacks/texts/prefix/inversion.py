@@ -1,7 +1,7 @@
 """PrefixInversion: the exact text of hidden states at the split, for causal models.
 
 A token's state at the split is close to linear in its word embedding, in that embedding at unit
-length (as a norm gives it) and in its state behind the first block. The map is fitted on some
+length (as a norm gives it) and in its state after the first block. The map is fitted on some
 tokens, which run through the whole bottom, and evaluated for all. For SmolLM2-135M at split 10 that
 is a twelfth of the work of running all 49,152 tokens, and it ranks better, because the fit averages
 over the effects of one context on single tokens.
@@ -30,7 +30,7 @@ from lightning_fedleak.validate import check_integer, group_old_arguments, old_s
 BY_SIDE = 256  # candidates in one run; bounds the memory
 RIDGE = 1e-2  # of the mean squared feature; more shrinks predicted states to their mean
 PUBLIC_TEXTS, PUBLIC_LENGTH = 64, 64  # public texts for the table, and tokens of each
-CONTEXT_LENGTH = 8  # tokens of the beginnings behind which typical states are computed
+CONTEXT_LENGTH = 8  # tokens of the beginnings after which typical states are computed
 SKIPPED = 2  # first positions of a public text, whose states are unlike all others
 COMPARED = 4  # public texts whose states are computed with and without cache, for the rounding
 LEAST_NOISE = 0.05  # of a dimension's variance; noise is assumed to add half of that at least
@@ -41,7 +41,7 @@ LEAST = 1 / 16  # of the dtype's precision, the least rounding that is assumed
 def typical_states(
     bottom: BottomModel, contexts: Tensor, types: int | None, seed: int = 0
 ) -> Tensor:
-    """Return the mean state of every token behind each of ``contexts``: (V, d) float32.
+    """Return the mean state of every token after each of ``contexts``: (V, d) float32.
 
     Args:
         bottom: a causal model's bottom.
@@ -68,7 +68,7 @@ def typical_states(
 
 @torch.no_grad()
 def states_behind(bottom: BottomModel, contexts: Tensor, tokens: Tensor) -> Tensor:
-    """Return the mean state of each of ``tokens`` (n,) behind ``contexts`` (c, L): (n, d)."""
+    """Return the mean state of each of ``tokens`` (n,) after ``contexts`` (c, L): (n, d)."""
     total = torch.zeros(len(tokens), bottom.width, device=bottom.device)
     tokens = tokens.to(bottom.device)
     length = contexts.shape[1]
@@ -102,7 +102,7 @@ class PrefixSettings:
     """Settings of :class:`PrefixInversion` that are rarely changed.
 
     Attributes:
-        contexts: beginnings behind which the tokens of the table run.
+        contexts: beginnings after which the tokens of the table run.
         batch: texts searched at once; None for 1 on a CPU and 8 elsewhere.
         autocast: dtype of the autocast region that the client computes in (bf16-mixed), or None.
         refresh_every: optimizer steps after which the bottom model is copied again.
@@ -136,7 +136,7 @@ _old_settings = old_spelling(PrefixSettings)
 class PrefixInversion(InversionAttack):
     """The exact text of hidden states at the split, from left to right, for causal models.
 
-    The server of a split model owns the bottom model. It runs candidates for each token behind the
+    The server of a split model owns the bottom model. It runs candidates for each token after the
     tokens before it and compares their states with those that the client sent
     (:mod:`~lightning_fedleak.attacks.texts.prefix.search`). Without noise the text is exact, except
     for tokens that the model's precision does not distinguish (such as those with equal word

@@ -2,7 +2,7 @@
 
 A hidden state at the split depends mostly on its token, and the context shifts it. An observed
 state is compared with the table under the spread that contexts cause, along the directions that
-distinguish tokens (Fisher's discriminants). A candidate that was verified behind the true beginning
+distinguish tokens (Fisher's discriminants). A candidate that was verified after the correct prefix
 shows the context's shift, and the table is then read with that shift.
 """
 
@@ -147,7 +147,7 @@ class StateTable:
     def like_verified(
         self, tokens: Tensor, states: Tensor, observed: Tensor, k: int
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens whose predicted state behind the beginning is near ``observed``.
+        """Return tokens whose predicted state after the beginning is near ``observed``.
 
         The difference of states from entries is regressed on word embeddings, relative to the best
         of the verified tokens and per unit of distance from it.

@@ -1,7 +1,7 @@
 """Verification of candidates at the first open place of a text, and the choice of the right one.
 
-At first tokens are ranked by the place's state alone. Once candidates failed behind the true
-beginning, the nearest of them shows how this context shifts states, and the next ones are ranked
+At first tokens are ranked by the place's state alone. Once candidates failed after the correct
+prefix, the nearest of them shows how this context shifts states, and the next ones are ranked
 with that shift, in several ways in turn.
 
 Runs with and without cache differ by rounding, which in bf16 hides the difference between near

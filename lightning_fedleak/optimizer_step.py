@@ -142,9 +142,10 @@ class _Chain:
             return result
 
         if args:
-            result = self._original(closure_then_run, *args[1:], **kwargs)
+            args = (closure_then_run, *args[1:])
         else:
-            result = self._original(**{**kwargs, "closure": closure_then_run})
+            kwargs["closure"] = closure_then_run
+        result = self._original(*args, **kwargs)
         if not called:
             raise StepError(
                 f"{name}.step did not run its closure, so there was no gradient to look at before "

@@ -85,13 +85,12 @@ def audit_gaussian_scores(
         mu = mu / 2 if halve else mu
         return gaussian_epsilon(sigma=1 / mu, delta=delta) if mu > 0 else 0.0
 
-    unknown = bool(np.isnan(score).any())
-    if not unknown:
+    epsilon = math.nan
+    if not np.isnan(score).any():
         _check_form(member_scores, other_scores)
+        epsilon = epsilon_of_mu(_least_mu(member_scores, other_scores, 1 - confidence))
     return EpsilonBound(
-        epsilon=math.nan
-        if unknown
-        else epsilon_of_mu(_least_mu(member_scores, other_scores, 1 - confidence)),
+        epsilon=epsilon,
         delta=delta,
         confidence=confidence,
         relation=accountant or relation,

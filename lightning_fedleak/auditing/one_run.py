@@ -252,18 +252,15 @@ def audit_one_run(
     shuffled = np.random.default_rng(seed).permutation(m)
     order = shuffled[np.argsort(score[shuffled], kind="stable")]
 
-    def bound_of(total: int, right: int) -> float:
-        return one_run_epsilon(
-            m,
-            total,
-            right,
-            delta=delta,
-            confidence=1 - (1 - confidence) / len(pairs),
-            relation=relation,
-            accountant=accountant,
-            claim=claim,
-        )
-
+    bound_of = functools.partial(
+        one_run_epsilon,
+        m,
+        delta=delta,
+        confidence=1 - (1 - confidence) / len(pairs),
+        relation=relation,
+        accountant=accountant,
+        claim=claim,
+    )
     epsilon = limit = 0.0
     for n_in, n_out in pairs:
         right = int(member[order[m - n_in :]].sum()) + int((~member[order[:n_out]]).sum())

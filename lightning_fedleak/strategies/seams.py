@@ -346,21 +346,18 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
         mesh = self.device_mesh
         release = self._fedleak
         layers = [d.name for d in release.defenses if d.activation_layers]
-        if layers and mesh["tensor_parallel"].size() > 1:
-            raise DefenseError(
-                f"DefendedStrategy: {', '.join(layers)} changes hidden states, which are spread "
-                "over processes under tensor parallelism. Use ModelParallelStrategy("
-                "tensor_parallel_size=1, data_parallel_size=...)."
-            )
+        samples = [d.name for d in release.defenses if d.per_sample]
+        for names, reason in (
+            (layers, "changes hidden states, which are spread over processes"),
+            (samples, "needs the gradient of each sample, which no process has"),
+        ):
+            if names and mesh["tensor_parallel"].size() > 1:
+                raise DefenseError(
+                    f"DefendedStrategy: {', '.join(names)} {reason} under tensor parallelism. Use "
+                    "ModelParallelStrategy(tensor_parallel_size=1, data_parallel_size=...)."
+                )
         if not release.gradient_defenses:
             return
-        samples = [d.name for d in release.defenses if d.per_sample]
-        if samples and mesh["tensor_parallel"].size() > 1:
-            raise DefenseError(
-                f"DefendedStrategy: {', '.join(samples)} needs the gradient of each sample, which "
-                "no process has under tensor parallelism. Use ModelParallelStrategy("
-                "tensor_parallel_size=1, data_parallel_size=...)."
-            )
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise DefenseError(
                 "DefendedStrategy: precision='16-mixed' cannot be used with FSDP2 and defences "

@@ -71,13 +71,11 @@ def group_rdp(noise_multiplier: float, sample_rate: float, rows: int) -> Floats:
     """
     orders, width = np.asarray(ORDERS), noise_multiplier / STEPS
     rdp = np.full((2, len(orders)), np.inf)
-    if sample_rate == 1:
-        rdp[:] = orders * (rows / noise_multiplier) ** 2 / 2
-        rdp.flags.writeable = False
-        return rdp
     ends = np.ceil((orders * rows / noise_multiplier + TAIL) * STEPS)
     usable = np.flatnonzero(ends * 2 * (rows + 1) <= MOST_TERMS)
-    if len(usable):
+    if sample_rate == 1:
+        rdp[:] = orders * (rows / noise_multiplier) ** 2 / 2
+    elif len(usable):
         x = np.arange(-ends[usable[-1]], ends[usable[-1]] + 1) * width
         loss = np.full(len(x), -np.inf)
         for j, chance in enumerate(binom.logpmf(np.arange(rows + 1), rows, sample_rate)):

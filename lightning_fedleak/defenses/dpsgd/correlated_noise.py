@@ -78,8 +78,8 @@ class Places:
 
     def differ(self, other: Places) -> bool:
         """Return whether examples are at other places."""
-        moved = (other.contents.get(name, text) != text for name, text in self.contents.items())
-        return self.order != other.order or any(moved)
+        changes = (other.contents.get(name, text) != text for name, text in self.contents.items())
+        return self.order != other.order or any(changes)
 
 
 def places_of(

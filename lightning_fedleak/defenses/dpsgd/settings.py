@@ -161,31 +161,31 @@ class OldArguments:
             DefenseError: a value out of range, ``unit="user"`` without ``group_by``, or the other
                 way round.
         """
-        passed = {RENAMED.get(k, k): value for k, value in vars(self).items() if value is not None}
+        old = {name: value for name, value in vars(self).items() if value is not None}
+        arguments = {RENAMED.get(name, name): value for name, value in old.items()}
         if unit == "user" and self.group_by is None:
             raise DefenseError(
                 "DPSGD: unit='user' needs group_by: pass unit=Users(group_by), with the name of a "
                 "column, a function of an example, or one key for each row"
             )
-        if unit != "user" and not passed.keys().isdisjoint(_names_of(Users)):
+        if unit != "user" and not arguments.keys().isdisjoint(_names_of(Users)):
             raise DefenseError(
                 "DPSGD: group_by and rows_per_user are for users, and the unit is an example. Pass "
                 "unit=Users(group_by, rows_per_user), or leave them out."
             )
-        if passed:
-            old = [name for name, value in vars(self).items() if value is not None]
+        if arguments:
             warnings.warn(
-                f"DPSGD({_spelled(old)}) is spelled DPSGD({_new_spelling(passed)}) now. The old "
+                f"DPSGD({_spelled(old)}) is spelled DPSGD({_new_spelling(arguments)}) now. The old "
                 "spelling works through 0.2.",
                 FutureWarning,
                 stacklevel=3,
             )
         return (
-            passed.get("poisson_sampling", poisson_sampling),
-            passed.get("max_physical_batch_size", max_physical_batch_size),
-            replace(clip or ClipSettings(), **_part(passed, ClipSettings)),
-            replace(release or ReleaseSettings(), **_part(passed, ReleaseSettings)),
-            Users(**_part(passed, Users)) if unit == "user" else unit,
+            arguments.get("poisson_sampling", poisson_sampling),
+            arguments.get("max_physical_batch_size", max_physical_batch_size),
+            replace(clip or ClipSettings(), **_part(arguments, ClipSettings)),
+            replace(release or ReleaseSettings(), **_part(arguments, ReleaseSettings)),
+            Users(**_part(arguments, Users)) if unit == "user" else unit,
         )
 
 

@@ -45,7 +45,7 @@ class DrawnBatches:
         self._poisson = poisson
         self._current: Any = None
         self._released: Any = None
-        self._waiting = 0
+        self._waiting = False
 
     def begin(self, batch: Any, context: DefenseContext) -> None:
         """Begin a batch.
@@ -64,17 +64,17 @@ class DrawnBatches:
                 "poisson_sampling=False: then each example is accounted as if it were in all of "
                 "them."
             )
-        self._waiting += 1
-        if self._waiting > 1:
+        if self._waiting:
             raise DefenseError(
                 "DPSGD: a second batch came before the first was released (gradient accumulation, "
                 "by a callback perhaps). Let every batch have its own optimizer step: a larger "
                 "batch_size, of which DPSGD(max_physical_batch_size=...) runs a few rows at a time."
             )
+        self._waiting = True
 
     def released(self) -> None:
         """Note that the current batch was released."""
-        self._released, self._waiting = self._current, 0
+        self._released, self._waiting = self._current, False
 
     def _is_released(self) -> bool:
         numbers = self._current, self._released

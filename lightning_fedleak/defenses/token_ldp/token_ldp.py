@@ -250,12 +250,12 @@ class TokenLDP(Defense):
     ) -> None:
         known = [*signature(TokenLDP).parameters, *OldTokenArguments.__dataclass_fields__]
         check_names("TokenLDP", old, known)
-        passed = OldTokenArguments(**old)
+        arguments = OldTokenArguments(**old)
         protocol = group_old_arguments(
-            "TokenLDP", "protocol", protocol or LDPProtocol(), passed.fields_of(LDPProtocol)
+            "TokenLDP", "protocol", protocol or LDPProtocol(), arguments.fields_of(LDPProtocol)
         )
         form = group_old_arguments(
-            "TokenLDP", "form", form or BatchForm(), passed.fields_of(BatchForm)
+            "TokenLDP", "form", form or BatchForm(), arguments.fields_of(BatchForm)
         )
         check_number("TokenLDP: epsilon", epsilon, above=0, error=DefenseError)
         check_choice("TokenLDP: per", per, get_args(Per), error=DefenseError)

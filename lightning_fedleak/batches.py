@@ -300,8 +300,6 @@ def write_batch(batch: Any, tokens: TokenBatch) -> Any:
     new: dict[str, Tensor] = {"input_ids": tokens.input_ids}
     if tokens.labels is not None:
         new["labels"] = tokens.labels
-    if isinstance(batch, Tensor):
-        return _only_ids(new, batch)
     if isinstance(batch, MutableMapping) and "input_ids" in batch:
         old, new_batch = batch["input_ids"], copy.copy(batch)
         if getattr(new_batch, "_encodings", None) is not None:
@@ -317,20 +315,17 @@ def write_batch(batch: Any, tokens: TokenBatch) -> Any:
         for name, value in new.items():
             setattr(new_batch, name, value)
         return _check_copy(batch, new_batch, batch.input_ids is old)
-    if type(batch) not in (tuple, list):
+    if not isinstance(batch, Tensor) and type(batch) not in (tuple, list):
         raise _error("the batch cannot be copied with other ids", batch)
-    match tuple(batch):
-        case (_,):
-            parts = [_only_ids(new, batch)]
-        case (_, mask) if mask.dtype == torch.bool:
-            parts = [_only_ids(new, batch), mask]
-        case (_, labels):
-            parts = [tokens.input_ids, new.get("labels", labels)]
-        case (_, mask, labels):
-            parts = [tokens.input_ids, mask, new.get("labels", labels)]
-        case _:
-            raise _error("the batch has no known form", batch)
-    return type(batch)(parts)
+    old_labels = read_batch(batch, tokens.kind).labels
+    if "labels" in new and old_labels is None:
+        raise _error("the batch has no place for labels", batch)
+    if isinstance(batch, Tensor):
+        return tokens.input_ids
+    _, *others = batch
+    if "labels" in new:
+        others[-1] = new["labels"]
+    return type(batch)([tokens.input_ids, *others])
 
 
 def other_fields(batch: Any) -> tuple[str, ...]:
@@ -432,12 +427,6 @@ def _check_copy(batch: Any, new_batch: Any, unchanged: bool) -> Any:
     if new_batch is batch or not unchanged:
         raise _error("a copy of the batch shares its fields with it", batch)
     return new_batch
-
-
-def _only_ids(new: dict[str, Tensor], batch: Any) -> Tensor:
-    if "labels" in new:
-        raise _error("the batch has no place for labels", batch)
-    return new["input_ids"]
 
 
 def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBatch:

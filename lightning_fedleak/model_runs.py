@@ -77,8 +77,11 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
         if not any(root is other for other in before):
             stack.enter_context(preserve_model(root, anatomy.model))
         stack.enter_context(_reshard(root))
-        stack.enter_context(_run_eagerly(root))
-        stack.enter_context(_cache_no_casts())
+        if is_compiled(root):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # Older torch would store weights that are cast without gradient for training.
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
         _open.set((*before, root))
         try:
             for module in modules:
@@ -436,16 +439,6 @@ def reset_compiled(root: nn.Module) -> None:
 
 
 @contextmanager
-def _run_eagerly(root: nn.Module) -> Iterator[None]:
-    """Run compiled modules of ``root`` eagerly within."""
-    if not is_compiled(root):
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@contextmanager
 def _reshard(root: nn.Module) -> Iterator[None]:
     """Shard after it what FSDP2 had sharded, because FSDP2 leaves the outermost module whole.
 
@@ -467,17 +460,6 @@ def _group_parameters(module: nn.Module, groups: list[nn.Module]) -> list[nn.Par
     children = {id(m) for m in module.modules() if m is not module}
     others = {id(p) for m in groups if id(m) in children for p in m.parameters()}
     return [p for p in module.parameters() if id(p) not in others]
-
-
-@contextmanager
-def _cache_no_casts() -> Iterator[None]:
-    """Disable autocast's cache: older torch stores weights cast without gradient for training."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
 
 
 def micro_batches(anatomy: Anatomy, batch: TokenBatch) -> Iterator[TokenBatch]:

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -30,13 +30,6 @@ def bars(show: bool) -> Iterator[None]:
         show: whether to show anything.
     """
     console = Console(stderr=True)
-    if show and console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
-        token = _display.set(console)
-        try:
-            yield
-        finally:
-            _display.reset(token)
-        return
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -45,17 +38,19 @@ def bars(show: bool) -> Iterator[None]:
         console=console,
         transient=True,
     )
-    try:
-        if show:
+    display: Progress | Console | None = None
+    if show and console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
+        display = console
+    elif show:
+        with suppress(LiveError):
             progress.start()
-    except LiveError:
-        show = False
-    token = _display.set(progress if show else None)
+            display = progress
+    token = _display.set(display)
     try:
         yield
     finally:
         _display.reset(token)
-        if show:
+        if display is progress:
             progress.stop()
 
 

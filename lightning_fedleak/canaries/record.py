@@ -111,13 +111,8 @@ class InclusionRecord:
             ValueError: ``"replace"`` with fewer items than canaries.
         """
         if self.game == "replace":
-            return sorted(
-                (slot, i)
-                for i, (slot, inside) in enumerate(
-                    zip(self._slots(length), self.included, strict=True)
-                )
-                if inside
-            )
+            slots = self._slots(length)
+            return sorted((slots[i], i) for i, inside in enumerate(self.included) if inside)
         order = sorted(
             (self._number("place", i, digest), i)
             for i, digest in enumerate(self.digests)

@@ -55,7 +55,7 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks import base as attacks_base
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.callbacks import Games
+from lightning_fedleak.callbacks import Games, MonitorSettings
 from lightning_fedleak.defenses import (
     DPSGD,
     Defense,
@@ -349,7 +349,7 @@ def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
         [ATTACKS[name]() for name in names],
         every_n_steps=every,
         games=Games(targets=2),
-        cache=False,
+        settings=MonitorSettings(cache=False),
         **settings,
     )
 
@@ -456,7 +456,11 @@ def test_the_others_go_on_without_it(without_float64: None) -> None:
 def test_attacks_that_choose_themselves_leave_it_out(
     without_float64: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = fit(LeakageMonitor(public_text=PUBLIC, cache=False), steps=1, without_float64=True)
+    found = fit(
+        LeakageMonitor(public_text=PUBLIC, settings=MonitorSettings(cache=False)),
+        steps=1,
+        without_float64=True,
+    )
     assert found.metrics["leakage/bag_of_words/f1"] == 1.0
     assert not any("subspace" in name or "aligned" in name for name in found.metrics)
 

@@ -26,7 +26,6 @@ GROUND = {
     "extras",
     "private_files",
     "validate",
-    "optimizer_step",
 }
 # What each part of the package may import from the rest of it; absent: everything. A folder's row
 # holds for all below it that has no row.
@@ -38,7 +37,6 @@ ALLOWED = {
     "extras": set(),
     "private_files": set(),
     "validate": set(),
-    "optimizer_step": set(),
     "snapshots": {"anatomy", "threats", "batches"},
     "model_state": set(),
     "model_runs": {"anatomy", "threats", "batches", "model_state", "validate"},
@@ -48,7 +46,7 @@ ALLOWED = {
     "games": GROUND | {"attacks", "metrics"},
     "defenses": GROUND,
     "strategies": {
-        *("defenses", "snapshots", "anatomy", "validate", "optimizer_step", "lightning_packages"),
+        *("defenses", "snapshots", "anatomy", "validate", "taps", "lightning_packages"),
     },
     "lightning_packages": set(),
     "split": GROUND | {"attacks"},

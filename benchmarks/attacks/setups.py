@@ -58,7 +58,7 @@ from transformers import (
 from benchmarks.attacks.word_recovery import read_texts
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.attacks import PublicText, SubspaceTexts
-from lightning_fedleak.callbacks import Games, LeakageMonitor
+from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.studies.defense_specs import parse_defenses
 from lightning_fedleak.studies.sweep.cell import quiet
@@ -310,16 +310,17 @@ def run_cell(
     inside, outside = private.tensor_split(2)
     if column == "texts":
         reader = SubspaceTexts(budget_seconds=options.texts_seconds)
-        monitor = LeakageMonitor(reader, every_n_steps=1, texts=texts, log_dir=folder)
+        monitor = LeakageMonitor(
+            reader, every_n_steps=1, log_dir=folder, settings=MonitorSettings(texts=texts)
+        )
     else:
         monitor = LeakageMonitor(
             every_n_steps=steps,
             local_steps=int(count) if count else None,
             public_text=PublicText(public),
             games=Games(held_out=PublicText(outside), targets=2 * texts),
-            look_seconds=options.look_seconds,
-            cache=False,
             log_dir=folder,
+            settings=MonitorSettings(look_seconds=options.look_seconds, cache=False),
         )
     given = [built for spec in parse_defenses(defense) for built in spec.build()]
     trainer = L.Trainer(

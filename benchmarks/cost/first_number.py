@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak import LeakageMonitor
+from lightning_fedleak.callbacks import MonitorSettings
 
 SMOKE = ("--model {model} --text {text} --shape 2x8 --steps 6",)
 
@@ -116,7 +117,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
-    monitor = LeakageMonitor(cache=False)
+    monitor = LeakageMonitor(settings=MonitorSettings(cache=False))
     plain = run(options, None, 3)
     step = (time.process_time() - plain.began - plain.training) / 3
     watched = run(options, monitor, options.steps)

@@ -85,6 +85,7 @@ from lightning_fedleak.attacks import (
     gradient_of,
 )
 from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.defenses import DPSGD, Defense, GradientNoise, mean_of_sample_means
 from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
 from lightning_fedleak.finetuning.module import load_model
@@ -411,7 +412,11 @@ def watched_fit(
         ]
         attacks = section.pick(attacks, attacks[:2])
         callbacks.append(
-            LeakageMonitor(attacks, every_n_steps=50, assume=DISHONEST_SERVER, cache=False)
+            LeakageMonitor(
+                attacks,
+                every_n_steps=50,
+                settings=MonitorSettings(assume=DISHONEST_SERVER, cache=False),
+            )
         )
     ids = ids.to(section.device) if strict else ids
     with tempfile.TemporaryDirectory() as folder, waits.watched():

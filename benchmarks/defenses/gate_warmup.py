@@ -14,7 +14,7 @@ from statistics import NormalDist, median
 
 import numpy as np
 
-from lightning_fedleak.looks.evidence import Evidence, default_warmup
+from lightning_fedleak.looks.gates import Evidence, default_warmup
 
 LOOKS, AT_MOST, AUC, ALPHA = 400, 0.7, 0.6, 0.05
 SMOKE = ("--runs 2",)

@@ -49,7 +49,12 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.federation.rounds import OPTIMIZERS, batches, model_of, optimizer_of, train
 from lightning_fedleak.attacks import GradientMembership, PublicText
 from lightning_fedleak.callbacks import Games
-from lightning_fedleak.federation import OutgoingUpdates, RoundObserver, trained_state
+from lightning_fedleak.federation import (
+    OutgoingUpdates,
+    RoundObserver,
+    RoundSettings,
+    trained_state,
+)
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
@@ -82,12 +87,10 @@ class Client:
             self.optimizer,
             args.steps,
             folder=folder,
-            **chosen,
             games=Games(targets=args.targets, held_out=PublicText(outside)),
-            look_seconds=600.0,
-            tensorboard=False,
-            cache=False,
             max_overhead=share,
+            settings=RoundSettings(look_seconds=600.0, tensorboard=False, cache=False),
+            **chosen,
         )
         self.out = OutgoingUpdates(self.observer)
         pad = tokenizer.pad_token_id or 0

@@ -38,6 +38,7 @@ from lightning_fedleak.federation import (
     ClientDP,
     OutgoingUpdates,
     RoundObserver,
+    RoundSettings,
     trained_state,
 )
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, model_source
@@ -133,10 +134,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
         public_text=PublicText(known),
         tokenizer=tokenizer,
         games=Games(targets=args.targets, held_out=PublicText(outside)),
-        look_seconds=600.0,
-        tensorboard=False,
-        cache=False,
         defenses=[] if dp is None else [dp],
+        settings=RoundSettings(look_seconds=600.0, tensorboard=False, cache=False),
     )
     out = OutgoingUpdates(observer, dp=dp)
     source = batches(rows[:half], args.rows, args.length, pad, generator)

@@ -1,10 +1,10 @@
 """LeakageMonitor measures, RiskGate decides."""
 
 from lightning_fedleak.callbacks.canary_scorer import CanaryScorer
-from lightning_fedleak.callbacks.gate import GateEvent, RiskGate
-from lightning_fedleak.callbacks.monitor import LeakageMonitor
-from lightning_fedleak.looks.channels import Games
-from lightning_fedleak.looks.gates import LeakageLimitExceeded
+from lightning_fedleak.callbacks.gate import RiskGate
+from lightning_fedleak.callbacks.monitor import LeakageMonitor, MonitorSettings
+from lightning_fedleak.looks import Games, LeakageLimitExceeded
+from lightning_fedleak.looks.gates import GateEvent
 
 __all__ = [
     "CanaryScorer",
@@ -12,5 +12,6 @@ __all__ = [
     "GateEvent",
     "LeakageLimitExceeded",
     "LeakageMonitor",
+    "MonitorSettings",
     "RiskGate",
 ]

@@ -13,119 +13,26 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
-from lightning_fedleak.defenses import DPSGD, Defense
+from lightning_fedleak.defenses import Defense
 from lightning_fedleak.lightning_packages import EitherCallback
-from lightning_fedleak.looks.engine import Engine
-from lightning_fedleak.looks.evidence import Evidence, Verdict
+from lightning_fedleak.looks import Engine, GateDecision, LeakageLimitExceeded
 from lightning_fedleak.looks.gates import (
-    LeakageLimitExceeded,
+    Evidence,
+    GateEvent,
+    Verdict,
     announce,
     check_threshold,
+    defenses_to_harden,
+    harden,
     is_worst,
     names_there_are,
     rate_of,
 )
-from lightning_fedleak.records import GateDecision
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
-
-_DPSGD_MEND = (
-    " DPSGD can be only with accountant='filter' (with target_epsilon and target_delta, and "
-    "max_hardenings above 0): other accountants do not cover noise that is chosen in the run."
-)
-
-
-@dataclass(frozen=True)
-class GateEvent:
-    """Hold what a gate measured when it fired.
-
-    Attributes:
-        metric: the watched name.
-        step: optimizer step that was looked at.
-        value: what was measured; NaN where it is unknown.
-        low, high: 95% interval of the value where there is one, else NaN; with ``bound="value"``.
-        at_most: the threshold.
-        checkpoint: where the run was saved; None where it was not.
-        verdict: what all looks together show; None with ``bound="value"``.
-        hardened: changes to the defences that were made instead of stopping.
-        exhausted: the defences that are at their strongest, so that the gate stopped instead;
-            else empty.
-        of: the attack with the highest value, where the worst of a family is watched; else empty.
-        why: why the value is unknown, where the gate itself can say.
-    """
-
-    metric: str
-    step: int
-    value: float
-    low: float
-    high: float
-    at_most: float
-    checkpoint: Path | None
-    verdict: Verdict | None = None
-    hardened: tuple[str, ...] = ()
-    exhausted: tuple[str, ...] = ()
-    of: str = ""
-    why: str = ""
-
-    def __str__(self) -> str:
-        """Return the message that users see."""
-        if math.isnan(self.value):
-            why = self.why or "the attack gave no result; leakage.jsonl says why"
-            measurement = (
-                f"{self.metric} is unknown ({why}). A strict gate treats unknown as a breach"
-            )
-        else:
-            interval = "" if math.isnan(self.low) else f" (95% {self.low:.3f} to {self.high:.3f})"
-            # 0.3003 is not at most 0.3, and should not read like it.
-            digits = 3
-            if self.value != self.at_most:
-                digits = next((n for n in (3, 6, 9) if round(self.value, n) != self.at_most), 17)
-            measurement = f"{self.metric} = {self.value:.{digits}f}{interval}"
-            if self.of:
-                measurement += f", of {self.of}"
-        if self.verdict is not None:
-            measurement += " at this look"
-        saved, resume_hint, evidence = "", "", ""
-        if self.verdict is not None and self.verdict.fires:
-            evidence = f"\n  evidence: {self.verdict.explain(self.at_most)}"
-        if self.checkpoint is not None:
-            saved = f"\n  saved:    {self.checkpoint}"
-            resume_hint = (
-                f" To go on from here: trainer.fit(..., ckpt_path='{self.checkpoint}'). This "
-                "gate checks again at the first measurement after you resume."
-            )
-        start = (
-            f"at step {self.step}\n  measured: {measurement}\n  allowed:  at most "
-            f"{self.at_most:g}{evidence}"
-        )
-        if self.hardened:
-            return f"{start}\n  hardened: {'; '.join(self.hardened)}"
-        mend = (
-            "add a defence, or a stronger one, with "
-            "Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"
-        )
-        if self.exhausted:
-            start = f"{start}\n  defences: {', '.join(self.exhausted)}, turned up as far as it goes"
-            mend = "let the defences start stronger or be turned up further (max_hardenings)"
-        if math.isnan(self.value) and (self.verdict is None or not self.verdict.fires):
-            what_now = (
-                "what was shared was not measured, so its leakage is unknown. leakage.jsonl holds "
-                "the reason. Fix that, or let unknown looks pass with patience= or strict=False"
-            )
-        else:
-            what_now = f"{self._finding()}. Use larger batches, {mend}, or raise at_most"
-        return f"{start}{saved}\n  what now: {what_now}.{resume_hint}"
-
-    def _finding(self) -> str:
-        if self.verdict is None or not self.verdict.fires:
-            return "the update of this step gives away more than you allow"
-        if self.verdict.above:
-            return "the updates of this run give away more than you allow"
-        return "the updates of this run may give away more than you allow"
-
 
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
@@ -140,7 +47,7 @@ class RiskGate(EitherCallback):
     What "exceeds" means is ``bound``. A gate that compares every look by itself acts sooner or
     later on any noisy metric; the other two spend one probability of error, ``alpha``, on all
     looks of a run together, however many
-    (see :class:`~lightning_fedleak.looks.evidence.Evidence`):
+    (see :class:`~lightning_fedleak.looks.gates.Evidence`):
 
     - ``"value"``: the newest value in the logs is above ``at_most``. No probability is promised.
     - ``"lower"``: the looks so far *show* that the mean is above. A system that is really below at
@@ -268,10 +175,10 @@ class RiskGate(EitherCallback):
         self._has_result = False
 
     def __repr__(self) -> str:
-        action = self.action if isinstance(self.action, str) else _name_of(self.action)
         bound = "" if self.bound == "value" else f", bound='{self.bound}'"
         fired = "" if self.fired is None else f", fired at step {self.fired.step}"
-        return f"RiskGate('{self.metric}', at_most={self.at_most:g}, {action}{bound}{fired})"
+        start = f"RiskGate('{self.metric}', at_most={self.at_most:g}"
+        return f"{start}, {_name_of(self.action)}{bound}{fired})"
 
     @property
     def state_key(self) -> str:
@@ -287,6 +194,31 @@ class RiskGate(EitherCallback):
         if stage != "fit":
             return
         self.fired = None
+        self._engine = self._find_engine(trainer)
+        self._check_stop(trainer)
+        self._defenses = defenses_to_harden(_defenses(trainer)) if self.action == "harden" else ()
+        self.notches = 0
+        self._watched = self._engine.headlines_of(self.metric) or (self.metric,)
+        self._check_looks(self._engine, trainer.world_size)
+        self._evidence, self.verdict = self._new_evidence(), None
+        self._breaches = 0
+        notches = [f"gate/{self.name}_notches"] if self.action == "harden" else []
+        logs = [f"gate/{self.name}", *notches]
+        self._has_result = self._stopped = False
+        self._engine.subscribe(
+            partial(self._decide, trainer),
+            logs,
+            facts=self._describe(),
+            before_first=self._check_read,
+            after_training=partial(self._conclude, trainer),
+        )
+
+    def _find_engine(self, trainer: L.Trainer) -> Engine:
+        """Return the engine of the monitor that logs the metric.
+
+        Raises:
+            ValueError: no monitor does, or several do.
+        """
         monitors = [c for c in _callbacks(trainer) if isinstance(c, LeakageMonitor)]
         if not monitors:
             raise ValueError(
@@ -302,12 +234,16 @@ class RiskGate(EitherCallback):
             names = [n for m in monitors for n in m.metric_names()]
             message = f"RiskGate watches '{self.metric}', which no LeakageMonitor of this run logs."
             raise ValueError(message + names_there_are(self.metric, names))
-        twins = [
-            c
-            for c in _callbacks(trainer)
-            if isinstance(c, RiskGate) and c is not self and c.name == self.name
-        ]
-        if twins:
+        return logged_by[0].engine
+
+    def _check_stop(self, trainer: L.Trainer) -> None:
+        """Refuse a gate of the same name, and one that cannot do what it promises.
+
+        Raises:
+            ValueError: the message names the argument to change.
+        """
+        gates = [c for c in _callbacks(trainer) if isinstance(c, RiskGate) and c is not self]
+        if any(gate.name == self.name for gate in gates):
             raise ValueError(f"two RiskGates are named '{self.name}': give one of them name=...")
         if self.action in ("stop", "harden") and (trainer.min_epochs or trainer.min_steps):
             raise ValueError(
@@ -315,34 +251,14 @@ class RiskGate(EitherCallback):
                 "min_epochs or min_steps makes Lightning train on. Drop them, or use "
                 "action='raise'."
             )
-        if (
-            self.bound == "lower"
-            and trainer.world_size > 1
-            and self.metric.endswith("_worst_client")
-        ):
+        clients, worst = trainer.world_size, self.metric.endswith("_worst_client")
+        if self.bound == "lower" and clients > 1 and worst:
             raise ValueError(
-                f"RiskGate(bound='lower') cannot watch '{self.metric}' with "
-                f"{trainer.world_size} processes: the largest of several clients' values lies "
-                "above every client's mean, so that a run that is really below would be stopped. "
-                "Watch the pooled value, or use bound='upper'."
+                f"RiskGate(bound='lower') cannot watch '{self.metric}' with {clients} processes: "
+                "the largest of several clients' values lies above every client's mean, so that a "
+                "run that is really below would be stopped. Watch the pooled value, or use "
+                "bound='upper'."
             )
-        self._defenses = defenses_to_harden(trainer) if self.action == "harden" else ()
-        self.notches = 0
-        self._engine = logged_by[0].engine
-        self._watched = self._engine.headlines_of(self.metric) or (self.metric,)
-        self._check_looks(self._engine, trainer.world_size)
-        self._evidence, self.verdict = self._new_evidence(), None
-        self._breaches = 0
-        notches = [f"gate/{self.name}_notches"] if self.action == "harden" else []
-        logs = [f"gate/{self.name}", *notches]
-        self._has_result = self._stopped = False
-        self._engine.subscribe(
-            partial(self._decide, trainer),
-            logs,
-            facts=self._describe(),
-            before_first=self._check_read,
-            after_training=partial(self._conclude, trainer),
-        )
 
     def _check_read(self) -> None:
         """Refuse a metric that reads nothing of this run, unless hardening may cause that later."""
@@ -363,7 +279,7 @@ class RiskGate(EitherCallback):
             "name": self.name,
             "metric": self.metric,
             "at_most": self.at_most,
-            "action": self.action if isinstance(self.action, str) else _name_of(self.action),
+            "action": _name_of(self.action),
             "bound": self.bound,
             "alpha": None if self.bound == "value" else self.alpha,
             "strict": self.strict,
@@ -461,28 +377,33 @@ class RiskGate(EitherCallback):
 
     def _read_look(self, engine: Engine) -> _Measurement | None:
         """Return the watched value at the newest look; None where there is none yet."""
-        values = engine.results.latest if self._evidence is None else engine.results.look_values
-        why = engine.unread(self.metric) if self.strict else None
-        if why is not None:
-            return _Measurement(
-                self.metric, math.nan, dict.fromkeys(self._watched, math.nan), why=why
-            )
+        new = engine.results.look_values
+        values = engine.results.latest if self._evidence is None else new
+        if self.strict and (why := engine.unread(self.metric)) is not None:
+            unknown = dict.fromkeys(self._watched, math.nan)
+            return _Measurement(self.metric, math.nan, unknown, why=why)
         # One client alone is its own worst.
         names = (self.metric, self.metric.removesuffix("_worst_client"))
-        logged_names = [name for name in names if name in engine.results.look_values]
-        lower_bound = engine.results.look_values.get(f"{self.metric}_at_least", math.nan)
-        # An attack of the family waits. Evidence is collected from complete looks only.
-        if not logged_names and (self._evidence is not None or not lower_bound > self.at_most):
-            return None
+        if not any(name in new for name in names):
+            # An attack of the family waits. Evidence is collected from complete looks only.
+            at_least = new.get(f"{self.metric}_at_least", math.nan)
+            if self._evidence is not None or not at_least > self.at_most:
+                return None
         value = next((values[name] for name in names if name in values), math.nan)
         if not is_worst(self.metric):
             return _Measurement(self.metric, value, {self.metric: value})
+        return self._read_worst(engine, values, value)
+
+    def _read_worst(
+        self, engine: Engine, values: Mapping[str, float], value: float
+    ) -> _Measurement:
+        """Return the worst of a family, with the values that it is the highest of."""
         watched = {name: values[name] for name in self._watched if name in values}
         name = self.metric
         if math.isnan(value):
-            lower_bound = values.get(f"{self.metric}_at_least", math.nan)
-            if lower_bound > self.at_most:
-                name, value = f"{self.metric}_at_least", lower_bound
+            at_least = values.get(f"{self.metric}_at_least", math.nan)
+            if at_least > self.at_most:
+                name, value = f"{self.metric}_at_least", at_least
             elif self.bound == "upper" and engine.untested(self.metric):
                 watched = dict.fromkeys(watched, math.nan)  # what is not played may read more
         else:  # what is unknown then is of methods that do not apply
@@ -516,57 +437,55 @@ class RiskGate(EitherCallback):
 
     def _verdict_of(self, evidence: Mapping[str, Evidence]) -> Verdict:
         """Return the verdict on the value that fires, or else on the one nearest to firing."""
-        candidates = [e for e in evidence.values() if e.verdict().looks] or list(evidence.values())
+        firing = next((e for e in self._counted(evidence) if e.verdict().fires), None)
+        return (firing or self._nearest(evidence)).verdict()
+
+    @staticmethod
+    def _counted(evidence: Mapping[str, Evidence]) -> list[Evidence]:
+        return [e for e in evidence.values() if e.verdict().looks] or list(evidence.values())
+
+    def _nearest(self, evidence: Mapping[str, Evidence]) -> Evidence:
         nearest = max if self.bound == "lower" else min
-        firing = next((e for e in candidates if e.verdict().fires), None)
-        return (firing or nearest(candidates, key=lambda e: e.progress)).verdict()
+        return nearest(self._counted(evidence), key=lambda e: e.progress)
 
     def _progress(self) -> dict[str, float]:
         if self._evidence is None:
             return {}
-        candidates = [e for e in self._evidence.values() if e.verdict().looks]
-        candidates = candidates or list(self._evidence.values())
-        nearest = max if self.bound == "lower" else min
-        return {f"gate/{self.name}_evidence": nearest(e.progress for e in candidates)}
+        return {f"gate/{self.name}_evidence": self._nearest(self._evidence).progress}
 
     def _fire(self, trainer: L.Trainer, engine: Engine, measurement: _Measurement) -> None:
-        checkpoint = None
-        hardened = harden(self._defenses)
+        hardened = tuple(harden(self._defenses))
         stops = self.action == "stop" or (self.action == "harden" and not hardened)
+        step, checkpoint = engine.results.last_step, None
         if (stops or self.action == "raise") and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
-            checkpoint = (
-                folder / f"gate-{self.name.replace('/', '-')}-step={engine.results.last_step}.ckpt"
-            )
+            checkpoint = folder / f"gate-{self.name.replace('/', '-')}-step={step}.ckpt"
         low, high = math.nan, math.nan
         if self._evidence is None:
-            low, high = (
-                engine.results.latest.get(f"{self.metric}_{end}", math.nan)
-                for end in ("low", "high")
-            )
+            ends = (f"{self.metric}_low", f"{self.metric}_high")
+            low, high = (engine.results.latest.get(end, math.nan) for end in ends)
         event = GateEvent(
             measurement.name,
-            engine.results.last_step,
+            step,
             measurement.value,
             low,
             high,
             self.at_most,
             checkpoint,
             self.verdict,
-            tuple(hardened),
+            hardened,
             tuple(d.name for d in self._defenses) if stops else (),
             measurement.source,
             measurement.why,
         )
         first, self.fired = self.fired is None, self.fired or event
-        action = "hardened" if hardened else "stopped" if stops else f"{self._describe()['action']}"
         engine.record_decision(
             GateDecision(
                 gate=self.name,
-                did=action,
+                did="hardened" if hardened else "stopped" if stops else _name_of(self.action),
                 step=event.step,
                 metric=event.metric,
-                source=event.of,
+                source=event.source,
                 measured=event.value,
                 at_most=event.at_most,
                 reason=event.why,
@@ -575,8 +494,6 @@ class RiskGate(EitherCallback):
         )
         if checkpoint is not None:
             trainer.save_checkpoint(checkpoint)
-        if self.action == "raise":
-            raise LeakageLimitExceeded(f"RiskGate '{self.name}' raised {event}")
         if hardened:
             self.notches += 1
             self._breaches = 0
@@ -585,11 +502,17 @@ class RiskGate(EitherCallback):
         elif stops:
             trainer.should_stop = self._stopped = True
             announce(f"RiskGate '{self.name}' stopped training {event}")
-        elif self.action == "warn":
-            if first:
-                announce(f"RiskGate '{self.name}' warns {event}")
-        elif callable(self.action):
+        else:
+            self._act(event, first=first)
+
+    def _act(self, event: GateEvent, *, first: bool) -> None:
+        """Raise, warn or call as the user asks."""
+        if callable(self.action):
             self.action(event)
+        elif self.action == "raise":
+            raise LeakageLimitExceeded(f"RiskGate '{self.name}' raised {event}")
+        elif first:
+            announce(f"RiskGate '{self.name}' warns {event}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the breaches counted so far, the notches and the evidence."""
@@ -648,7 +571,9 @@ class _Measurement:
     why: str = ""
 
 
-def _name_of(action: Callable[[GateEvent], Any]) -> str:
+def _name_of(action: Action) -> str:
+    if isinstance(action, str):
+        return action
     return getattr(action, "__name__", type(action).__name__)
 
 
@@ -670,33 +595,6 @@ def _check_bound(bound: str, alpha: float, warmup: int | None, patience: int, st
         )
 
 
-def defenses_to_harden(trainer: L.Trainer) -> tuple[Defense, ...]:
-    """Return the defences of a run that can be made stronger while it goes on.
-
-    Raises:
-        ValueError: the run has none.
-    """
+def _defenses(trainer: L.Trainer) -> tuple[Defense, ...]:
     strategy = trainer.strategy
-    defenses = strategy.defenses if isinstance(strategy, DefendedStrategy) else ()
-    adjustable = tuple(defense for defense in defenses if defense.can_harden)
-    if not adjustable:
-        names = ", ".join(d.name for d in defenses) or "no defence"
-        raise ValueError(
-            f"RiskGate(action='harden') has nothing to turn up: this run has {names}. Give the "
-            "Trainer strategy=DefendedStrategy('auto', defenses=[...]) with one that can be made "
-            "stronger: GradientNoise or ActivationNoise with sigma above 0, or "
-            "Freeze(..., when='hardened')."
-            + _DPSGD_MEND
-            * any(isinstance(d, DPSGD) for d in defenses)
-        )
-    return adjustable
-
-
-def harden(defenses: tuple[Defense, ...]) -> list[str]:
-    """Turn every defence up by one notch.
-
-    Returns:
-        The changes; empty where all defences are at their strongest.
-    """
-    changes = (defense.harden() for defense in defenses)
-    return [change for change in changes if change is not None]
+    return tuple(strategy.defenses) if isinstance(strategy, DefendedStrategy) else ()

@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
+import math
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.public_text import TextSource
-from lightning_fedleak.batches import BatchAdapter
-from lightning_fedleak.callbacks.trainer_run import (
-    TrainerRun,
+from lightning_fedleak.callbacks.trainer_facts import (
     boards_of,
     check_batch_type,
     processes_of,
     resolve_client,
     settings_of,
     training_of,
+    write_report,
 )
-from lightning_fedleak.extras import install
-from lightning_fedleak.lightning_packages import EitherCallback
-from lightning_fedleak.looks import Games, choice
-from lightning_fedleak.looks.cadence import cadence_of
-from lightning_fedleak.looks.engine import Destination, Engine, Options, selected
-from lightning_fedleak.looks.log import COLUMNS
-from lightning_fedleak.looks.plan import known_stages
+from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.lightning_packages import EitherCallback, both
+from lightning_fedleak.looks import (
+    Destination,
+    Engine,
+    Games,
+    LookSettings,
+    Options,
+    Run,
+    cadence_of,
+    known_stages,
+    selected,
+)
+from lightning_fedleak.looks.log import to_dataframe
 from lightning_fedleak.snapshots import Stage
-from lightning_fedleak.threats import Capability
-from lightning_fedleak.validate import check_choice, check_names, check_number
+from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.validate import check_choice, check_names, check_number, group_old_arguments
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
     import pandas as pd
 
-_RENAMED = {
+T = TypeVar("T")
+
+_GAMES = {
     "targets": "targets",
     "held_out": "held_out",
     "window": "window",
@@ -51,9 +63,163 @@ _RENAMED = {
 }
 """Arguments that are the games' now, and their names there."""
 
-
 _FITS: WeakKeyDictionary[L.Trainer, str] = WeakKeyDictionary()
 """The id of each Trainer's fit that runs: the same for all its monitors."""
+
+
+@dataclass(frozen=True)
+class MonitorSettings(LookSettings):
+    """The rare settings of a :class:`LeakageMonitor`, beside those that an observer has too.
+
+    Attributes:
+        client: who is a client: ``"rank"`` (each process) or ``"world"`` (all processes are one
+            company's; shared is then the reduced gradient). None: as the strategy says, else
+            ``"rank"``.
+        utility: names among ``trainer.callback_metrics`` to repeat as ``utility/<name>``.
+        head_own_part: attack the head's own part of a tied matrix as well, logged as
+            ``leakage_local/<attack>_head_only``: the worst case, which no adversary sees.
+    """
+
+    client: Literal["rank", "world"] | None = None
+    utility: str | Sequence[str] = ("train_loss", "val_loss")
+    head_own_part: bool = False
+
+
+@dataclass(frozen=True)
+class TrainerRun(Run):
+    """One fit of a Trainer whose strategy is set up.
+
+    Attributes:
+        trainer: of this fit.
+    """
+
+    uncounted_step: ClassVar[str] = (
+        "an optimizer stepped without Lightning, which counts no step then, so that "
+        "LeakageMonitor cannot tell when to look again. In training_step use "
+        "self.optimizers() without use_pl_optimizer=False."
+    )
+
+    trainer: L.Trainer
+
+    def metrics(self, names: Sequence[str]) -> Mapping[str, float]:
+        """Return those of the Trainer's ``callback_metrics`` that are known by now, by name."""
+        logged = self.trainer.callback_metrics
+        return {name: float(logged[name]) for name in names if name in logged}
+
+    def publish(self, values: Mapping[str, float]) -> None:
+        """Put values among the Trainer's ``callback_metrics``."""
+        # As LearningRateMonitor does: self.log would take a quarter of a millisecond for each name.
+        numbers = torch.tensor(list(values.values()), device=self.device)
+        self.trainer.callback_metrics.update(zip(values, numbers.unbind(), strict=True))
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this process."""
+        return self.trainer.global_rank
+
+    @property
+    def processes(self) -> int:
+        """Return the number of processes."""
+        return self.trainer.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the model."""
+        return self.trainer.strategy.root_device
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Return the Trainer's optimizers."""
+        return self.trainer.optimizers
+
+    @cached_property
+    def under_ddp(self) -> bool:
+        """Whether a DDPStrategy reduces the gradients, or may."""
+        return isinstance(self.trainer.strategy, both("strategies.DDPStrategy"))
+
+    @property
+    def defenses(self) -> tuple[Defense, ...]:
+        """Return the defences of the strategy, in their order."""
+        strategy = self.trainer.strategy
+        return tuple(strategy.defenses) if isinstance(strategy, DefendedStrategy) else ()
+
+    @property
+    def precision(self) -> str:
+        """Return the Trainer's precision."""
+        return str(self.trainer.precision)
+
+    @cached_property
+    def clip_value(self) -> float | None:
+        """Return the Trainer's, unless the module clips itself or DDP reduces before."""
+        trainer = self.trainer
+        value = float(trainer.gradient_clip_val or math.inf)
+        clips = [kind.configure_gradient_clipping for kind in both("core.LightningModule")]
+        by_value = trainer.gradient_clip_algorithm == "value" and value < math.inf
+        reduced_before = self.under_ddp and self.client == "rank" and not self.separates_stages
+        clips_itself = type(trainer.lightning_module).configure_gradient_clipping not in clips
+        return value if by_value and not clips_itself and not reduced_before else None
+
+    @property
+    def tokenizers(self) -> Sequence[Any]:
+        """Return the ``tokenizer`` of callbacks, the module and the data."""
+        trainer = self.trainer
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
+        return [getattr(holder, "tokenizer", None) for holder in holders]
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of the Trainer's precision."""
+        return self.trainer.precision_plugin.forward_context()
+
+    @property
+    def shows_progress(self) -> bool:
+        """Return whether the Trainer does, on the first process."""
+        return self.trainer.is_global_zero and self.trainer.progress_bar_callback is not None
+
+    @property
+    def step(self) -> int:
+        """Return the optimizer steps so far, as the Trainer counts them."""
+        return int(self.trainer.global_step)
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the scale of the precision plugin's GradScaler, 1 without one."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def broadcast(self, value: T) -> T:
+        """Return the first process's value on every process."""
+        first: T = self.trainer.strategy.broadcast(value)
+        return first
+
+    def summed(self, value: Tensor) -> Tensor:
+        """Return the sum over processes, by the strategy's reduction."""
+        total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
+        return total
+
+    def on_any_process(self, value: bool) -> bool:
+        """Return whether the value is true on at least one process."""
+        return self.trainer.strategy.reduce_boolean_decision(value, all=False)
+
+    def on_all_processes(self, value: bool) -> bool:
+        """Return whether the value is true on every process."""
+        return self.trainer.strategy.reduce_boolean_decision(value, all=True)
+
+    @property
+    def separates_stages(self) -> bool:
+        """Whether a DefendedStrategy shows local and shared gradients as ``p.grad``."""
+        return bool(getattr(self.trainer.strategy, "separates_stages", False))
+
+    def watch_release(
+        self,
+        stage_reached: Callable[[Stage, Optimizer], None],
+        before_defense: Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None],
+    ) -> list[Callable[[], None]]:
+        """Call the functions as the DefendedStrategy reaches its stages; see :class:`Run`."""
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, DefendedStrategy):
+            return super().watch_release(stage_reached, before_defense)
+        return [strategy.add_tap(stage_reached), strategy.add_canaries(before_defense)]
 
 
 class LeakageMonitor(EitherCallback):
@@ -94,37 +260,18 @@ class LeakageMonitor(EitherCallback):
     calibrate, refresh or invert texts the whole model, gathered on every process. Membership games
     are refused there.
 
-    **Membership games.** A :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`
-    assumes a server that puts trainable layers of its own into the model, after the layer it
-    reads, and sets dropout to 0. None is put in: at a look the server is asked about sentences of
-    the batch and about others, what its layers' gradient would be follows from the step
-    (:class:`~lightning_fedleak.looks.channels.MembershipChannel`) and passes through the
-    defences.
-    ``exposed`` is always 1: no layer of the client's own has to be trained for that, and freezing
-    any does not help. Texts are asked for as the model reads them: of a masked language model with
-    its masked tokens, which a real server would have to guess. Tokens that the loss does not reach
-    are not asked for. Rates are of the last ``window`` looks; accuracy, F1 and advantage are of the
-    attack's own decisions, and the threshold of a TPR is fitted on other games than those scored.
-    Those of one look alone are in ``look_values`` and in ``leakage.jsonl``.
+    What membership games ask, and which texts count:
+    :class:`~lightning_fedleak.looks.channels.MembershipChannel` and
+    :class:`~lightning_fedleak.looks.channels.TextsChannel`.
 
-    **Texts.** An :class:`~lightning_fedleak.attacks.texts.base.InversionAttack` reads the hidden
-    states that the user's own forward gives at its layer, as a split model would send them: at
-    stage local before, at stage shared after the defences that rewrite them, dropout included
-    (:class:`~lightning_fedleak.looks.channels.TextsChannel`). Its metrics are of
-    ``texts`` texts a look; under the attack's ``budget_seconds`` what is not found in time is
-    wrong, texts that were not begun do not count, and ``finished`` is below 1.
+    **Attacks that choose themselves.** With ``attacks="auto"``, the default, every attack of the
+    assumed adversary is played that can read what this run shares. What is played, what is not and
+    why, and what is shared and not tested is printed before the first step. Attacks that are not
+    played are *not tested*: they log nothing. One whose layer is unfrozen later is played from then
+    on.
 
-    **Attacks that choose themselves.** With ``attacks="auto"``, the default, every attack of an
-    adversary as ``assume`` says is played that can read what this model, training and strategy
-    share. What is played, what is not and why, and what is shared and not tested is printed
-    before the first step. Attacks that are not played are *not tested*: they log nothing. One that
-    begins to be shared later (a layer that is unfrozen) is played from then on.
-
-    **The worst.** ``leakage/worst/<family>`` is the highest headline of a family's attacks at a
-    look (F1 of words, AUC of membership, token accuracy of texts): unknown where one of them is
-    unknown, though it applies, or is not played for want of ``public_text`` (unless another is
-    certified, or reads all), and where something is trained of which none of them reads anything.
-    What is known then is ``leakage/worst/<family>_at_least``.
+    ``leakage/worst/<family>`` is the highest headline of a family's attacks at a look (F1 of words,
+    AUC of membership, token accuracy of texts), and unknown where one that applies is unknown.
 
     Args:
         attacks: the attacks, each with a name of its own, in all monitors of a run (Lightning
@@ -134,41 +281,22 @@ class LeakageMonitor(EitherCallback):
             Either this or ``every_n_steps``. Default with ``attacks="auto"``: 0.005.
         stages: where to measure: ``"shared"`` (what leaves the client; the default), ``"local"``
             (before the defences), ``"aggregate"`` (after the reduction over clients).
-        batch_adapter: turns a batch of your own into a :class:`TokenBatch`; needed only where
-            :func:`read_batch` does not know its form.
         reveal: write recovered words, and original and reconstructed texts side by side, to local
             files of mode 0600, never to a logger.
-        utility: names among ``trainer.callback_metrics`` to repeat as ``utility/<name>``.
-        client: who is a client: ``"rank"`` (each process) or ``"world"`` (all processes are one
-            company's; shared is then the reduced gradient). Default: as the strategy says,
-            else ``"rank"``.
         local_steps: attack the weight change of so many optimizer steps in place of one gradient
             (FedAvg). One client only.
-        head_own_part: attack the head's own part of a tied matrix as well, logged as
-            ``leakage_local/<attack>_head_only``: the worst case, which no adversary sees.
-        assume: capabilities of the adversary besides seeing what is shared. Default:
-            :data:`~lightning_fedleak.threats.HONEST_BUT_CURIOUS` (it knows the model and has
-            public text); where a :class:`MembershipAttack` is listed
-            :data:`~lightning_fedleak.threats.DISHONEST_SERVER`, which also puts layers of its own
-            into the model and holds the texts it asks for. With ``attacks="auto"`` the former
-            one, holding texts.
         tokenizer: decodes what ``reveal`` writes; without one it writes token ids. Reads the texts
             of ``public_text``.
         log_dir: where ``leakage.jsonl`` goes; default the logger's folder.
-        anatomy: overrides for :func:`find_anatomy` (``model``, ``embedding``, ``head``, ...).
         games: how membership games are played: how many texts are asked for, which are not in the
             batch, over how many looks rates are pooled, canaries of the user's own; see
             :class:`~lightning_fedleak.callbacks.Games`.
-        texts: of each client's batch that inversion attacks reconstruct at a look, at most.
         public_text: for ``attacks="auto"``: text like the clients', which attacks are calibrated
             on. Without it a causal model writes some itself.
-        look_seconds: with ``attacks="auto"``, attacks of which one look is estimated to take longer
-            are not played.
-        cache: keep calibrations in the user's cache folder (``FEDLEAK_CACHE``), by model, text and
-            settings, for the next fit.
         report: write ``report.html``, ``report.json``, and of differential privacy
             ``report.yaml``, beside the logs when the fit ends, as ``fedleak report`` does; also
             after an error or Ctrl-C.
+        settings: what is rarely changed: :class:`MonitorSettings`.
 
     Raises:
         ValueError: contradictory or unknown arguments.
@@ -180,57 +308,52 @@ class LeakageMonitor(EitherCallback):
         every_n_steps: int | None = None,
         max_overhead: float | None = None,
         stages: Sequence[str] = ("shared",),
-        batch_adapter: BatchAdapter | None = None,
         reveal: bool = False,
-        utility: Sequence[str] = ("train_loss", "val_loss"),
-        client: Literal["rank", "world"] | None = None,
         local_steps: int | None = None,
-        head_own_part: bool = False,
-        assume: Collection[Capability] | None = None,
         tokenizer: Any | None = None,
         log_dir: str | Path | None = None,
-        anatomy: Mapping[str, Any] | None = None,
         games: Games | None = None,
-        texts: int = 4,
         public_text: TextSource | None = None,
-        look_seconds: float = 30.0,
-        cache: bool = True,
         report: bool = False,
-        **moved: Any,
+        settings: MonitorSettings | None = None,
+        **old: Any,
     ) -> None:
-        check_names("LeakageMonitor", moved, [*signature(LeakageMonitor).parameters, *_RENAMED])
-        if moved:
-            old = ", ".join(f"{name}=" for name in moved)
-            games_now = ", ".join(f"{_RENAMED[name]}=..." for name in moved)
+        rare = [one.name for one in fields(MonitorSettings)]
+        arguments = signature(LeakageMonitor).parameters
+        check_names("LeakageMonitor", old, [*arguments, *rare, *_GAMES])
+        if moved := [name for name in old if name in _GAMES]:
+            names = ", ".join(f"{name}=" for name in moved)
+            games_now = ", ".join(f"{_GAMES[name]}=..." for name in moved)
             raise TypeError(
-                f"LeakageMonitor({old}) is spelled LeakageMonitor(games=Games({games_now})) now"
+                f"LeakageMonitor({names}) is spelled LeakageMonitor(games=Games({games_now})) now"
             )
-        check_number("look_seconds", look_seconds, above=0)
-        check_choice("client", client, ("rank", "world"), optional=True)
-        selection = selected(
-            attacks, assume, public_text, tokenizer, rounds=local_steps is not None
+        settings = group_old_arguments(
+            "LeakageMonitor", "settings", settings or MonitorSettings(), old
         )
-        if selection.auto and every_n_steps is None and max_overhead is None:
-            max_overhead = choice.MAX_OVERHEAD
+        check_number("look_seconds", settings.look_seconds, above=0)
+        check_choice("client", settings.client, ("rank", "world"), optional=True)
+        selection = selected(
+            attacks, settings.assume, public_text, tokenizer, rounds=local_steps is not None
+        )
+        utility = settings.utility
         options = Options(
-            cadence_of(every_n_steps, max_overhead),
+            cadence_of(every_n_steps, max_overhead, auto=selection.auto),
             known_stages(stages),
-            batch_adapter,
+            settings.batch_adapter,
             (utility,) if isinstance(utility, str) else tuple(utility),
             local_steps,
-            head_own_part,
+            settings.head_own_part,
             tokenizer,
             games or Games(),
-            texts,
-            look_seconds,
-            cache,
+            settings.texts,
+            settings.look_seconds,
+            settings.cache,
             reveal,
         )
         self.engine = Engine(selection, options)
         self.report = report
         self.log_dir = None if log_dir is None else Path(log_dir)
-        self._client_argument = client
-        self._anatomy_overrides = dict(anatomy or {})
+        self._settings = settings
 
     def __repr__(self) -> str:
         names = ", ".join(a.name for a in self.attacks)
@@ -308,26 +431,15 @@ class LeakageMonitor(EitherCallback):
         It is read from ``leakage.jsonl``, which the first process writes: on others it is empty.
 
         Returns:
-            A table of pandas with the columns ``step``, ``stage``, ``client``, ``attack``, ``n``
-            (what was counted), ``exposed``, ``metric``, ``value``, ``low`` and ``high`` (NaN where
-            unknown) and ``unknown`` (why). An attack that is not played has one row without a
-            metric.
+            A table of pandas with the columns ``step``, ``stage``, ``client``, ``attack``, ``n``,
+            ``exposed``, ``metric``, ``value``, ``low``, ``high`` (NaN: unknown) and ``unknown``.
 
         Raises:
             ImportError: pandas is not installed.
             RuntimeError: no fit has begun.
             OSError: its ``leakage.jsonl`` is gone.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise ImportError(
-                f"to_dataframe() needs pandas: {install('datasets')} brings it, as does "
-                "pip install pandas"
-            ) from error
-        if self.engine.jsonl is None:
-            raise RuntimeError("to_dataframe() is about a fit: call trainer.fit(...) first")
-        return pd.DataFrame(self.engine.jsonl.rows(), columns=list(COLUMNS))
+        return to_dataframe(self.engine.jsonl)
 
     def canary_scores(self, attack: str | None = None) -> Tensor:
         """(m,) one score for each of ``canaries=``, for a one-run audit.
@@ -339,14 +451,10 @@ class LeakageMonitor(EitherCallback):
             trainer.fit(...)
             audit_canaries(train.canaries, monitor.canary_scores(), delta=1e-5)
 
-        Every canary has layers of its own at every look, and its score depends on no other
-        canary: under per-sample clipping (DPSGD) that is what layers for all canaries at once
-        would give, since a sample is found by its own alone. Where the whole update is clipped
-        (GradientNoise) they would share the clip norm, and the bound does not hold. What is audited
-        is what left the client at the looks. Canaries are asked for without padding: a model that
-        counts positions from the first column hides them in batches padded on the left. Scores show
-        which canaries are in the data as far as the releases do: keep a checkpoint that holds them
-        as you keep the record.
+        What is audited is what left the client at the looks, and the bound holds under per-sample
+        clipping (DPSGD): see :class:`~lightning_fedleak.looks.channels.targets.CanaryScores`.
+        Scores show which canaries are in the data as far as the releases do: keep a checkpoint
+        that holds them as you keep the record.
 
         Args:
             attack: name of the attack; may be left out where one membership attack is listed.
@@ -374,7 +482,7 @@ class LeakageMonitor(EitherCallback):
             return
         self.engine.reset()
         self._check_names(trainer)
-        self.client = resolve_client(self._client_argument, trainer.strategy)
+        self.client = resolve_client(self._settings.client, trainer.strategy)
         processes = processes_of(trainer, self.client)
         self.engine.check(processes, lambda: self._find_anatomy(pl_module))
 
@@ -395,7 +503,7 @@ class LeakageMonitor(EitherCallback):
                     )
 
     def _find_anatomy(self, pl_module: L.LightningModule) -> Anatomy:
-        return find_anatomy(pl_module, **self._anatomy_overrides)
+        return find_anatomy(pl_module, **dict(self._settings.anatomy or {}))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
@@ -412,6 +520,7 @@ class LeakageMonitor(EitherCallback):
             training_of(trainer),
             _FITS.setdefault(trainer, uuid.uuid4().hex),
         )
+        self.engine.open(run)
         self.engine.begin(run, destination)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -473,13 +582,7 @@ class LeakageMonitor(EitherCallback):
     def _end(self, ending: str) -> None:
         record = self.engine.end(ending)
         if record is not None and self.report:
-            from lightning_fedleak.report import write
-
-            try:
-                page, *_ = write([record.path], run=record.run)
-                rank_zero_info(f"LeakageMonitor: {page}")
-            except Exception as error:  # a report is no reason to lose a run
-                rank_zero_warn(f"LeakageMonitor: no report: {error}")
+            write_report(record.path, record.run)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Removes every tap."""

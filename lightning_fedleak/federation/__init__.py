@@ -8,7 +8,7 @@ from lightning_fedleak.federation.gate import (
     RoundEvent,
     RoundGate,
 )
-from lightning_fedleak.federation.observer import SUM, RoundLook, RoundObserver
+from lightning_fedleak.federation.observer import SUM, RoundLook, RoundObserver, RoundSettings
 from lightning_fedleak.federation.trained_on import TrainedOn, recording, trained_on
 from lightning_fedleak.federation.updates import (
     UpdateError,
@@ -31,6 +31,7 @@ __all__ = [
     "RoundGate",
     "RoundLook",
     "RoundObserver",
+    "RoundSettings",
     "TrainedOn",
     "UpdateError",
     "clipped",

@@ -32,7 +32,7 @@ from lightning_fedleak.federation.updates import (
     trained_state,
 )
 from lightning_fedleak.looks.gates import LeakageLimitExceeded
-from lightning_fedleak.looks.look import reason
+from lightning_fedleak.looks.run import reason
 
 try:
     from flwr.app import (

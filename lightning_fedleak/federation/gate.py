@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -19,15 +19,17 @@ from lightning_fedleak.federation.updates import (
     difference,
     moved,
 )
-from lightning_fedleak.looks.gates import (
+from lightning_fedleak.looks import (
+    GateDecision,
     LeakageLimitExceeded,
+)
+from lightning_fedleak.looks.gates import (
     announce,
     check_threshold,
     is_worst,
     names_there_are,
 )
-from lightning_fedleak.looks.look import reason
-from lightning_fedleak.records import GateDecision
+from lightning_fedleak.looks.run import reason
 from lightning_fedleak.validate import check_choice, check_integer
 
 Action = Literal["withhold", "harden", "raise", "warn"]
@@ -49,7 +51,7 @@ class RoundEvent:
         client: whose update it was.
         value: what was measured; NaN where it is unknown.
         at_most: the threshold.
-        of: of the worst of a family, whose value it is; else empty.
+        source: whose value it is, where the worst of a family is watched; else empty.
         why: why nothing is known.
         hardened: what was turned up.
     """
@@ -60,7 +62,7 @@ class RoundEvent:
     client: str | int
     value: float
     at_most: float
-    of: str = ""
+    source: str = ""
     why: str = ""
     hardened: tuple[str, ...] = ()
 
@@ -69,7 +71,7 @@ class RoundEvent:
         if math.isnan(self.value):
             measurement = f"{self.metric} is unknown ({self.why}), which counts as a breach"
         else:
-            source = f", of {self.of}" if self.of else ""
+            source = f", of {self.source}" if self.source else ""
             measurement = f"{self.metric} = {self.value:.3f}{source}"
         text = f"in round {self.round_}\n  measured: {measurement}\n"
         text += f"  allowed:  at most {self.at_most:g}"
@@ -346,69 +348,91 @@ class OutgoingUpdates:
             update = None
         if not self.gates and not observer.due(self.client):
             return Leaving(self._release(sent, returned, update, like), False, (), None)
-        hardened: list[str] = []
-        while True:
-            state: State = returned
-            noise = 0.0
+
+        def look_once() -> RoundLook:
+            state, noise_std = returned, 0.0
             if self.own is not None:
                 state = moved(sent, self.own.rehearsed(update, like))
-                noise = self.own.own_noise_std
+                noise_std = self.own.own_noise_std
+            return observer.look(
+                state,
+                self.client,
+                batches=batches,
+                learning_rate=learning_rate,
+                noise_std=noise_std,
+                utility=utility,
+                logged=False,
+            )
+
+        judged = self._judge(look_once)
+        if isinstance(judged, str):
+            if self.gates:
+                return self._withhold(sent, like, judged)
+            announce(f"RoundObserver: in round {round_} {judged}. The update leaves")
+            return Leaving(self._release(sent, returned, update, like), False, (), None)
+        look, events, did = judged
+        leaves: dict[str, Tensor] | None = None
+        if did == "withhold":
+            leaves = self._zero(sent, like)
+        elif did != "raise":
+            leaves = self._release(sent, returned, update, like)
+        self._write(look, events, did)
+        if seconds is not None:
+            beside = max(0.0, time.perf_counter() - start - look.seconds)
+            observer.paid(self.client, look.seconds, seconds, beside)
+        return Leaving(leaves, did == "withhold", tuple(events), look)
+
+    def _judge(
+        self, look_once: Callable[[], RoundLook]
+    ) -> tuple[RoundLook, list[RoundEvent], Action | Literal["leave"]] | str:
+        """Return a look at the update, the gates that act on it, and what is done; or why no look.
+
+        The noise is turned up, and the update looked at again, as long as a gate asks for that.
+        """
+        while True:
             try:
-                look = observer.look(
-                    state,
-                    self.client,
-                    batches=batches,
-                    learning_rate=learning_rate,
-                    noise_std=noise,
-                    utility=utility,
-                    logged=False,
-                )
+                look = look_once()
             except Exception as error:  # which the client's data may have provoked
-                why = f"the look failed: {reason(error)}"
-                if self.gates:
-                    return self._withhold(sent, like, why)
-                announce(f"RoundObserver: in round {round_} {why}. The update leaves")
-                return Leaving(self._release(sent, returned, update, like), False, (), None)
+                return f"the look failed: {reason(error)}"
             events = [
                 event
                 for gate in self.gates
                 if (event := gate.judge(look, self._watched[gate.name])) is not None
             ]
-            did: Action | Literal["leave"] = self._choose_action(events)
-            change = self.own.harden() if did == "harden" and self.own is not None else None
-            if change is None:
-                break
-            hardened.append(change)
+            did = self._choose_action(events)
+            if did != "harden":
+                return look, events, did
+            change = None if self.own is None else self.own.harden()
+            if change is None:  # nothing is left to be turned up
+                return look, events, "withhold"
             for event in events:
                 self._record(event, "hardened", (change,))
-            observer.forget(look)
-        if did == "harden":  # and nothing is left to be turned up
-            did = "withhold"
-        withheld = did == "withhold"
-        leaves: dict[str, Tensor] | None = None
-        if withheld:
-            leaves = self._zero(sent, like)
-        elif did != "raise":
-            leaves = self._release(sent, returned, update, like)
+            self.observer.forget(look)
+
+    def _write(
+        self, look: RoundLook, events: Sequence[RoundEvent], did: Action | Literal["leave"]
+    ) -> None:
+        """Write a look and what the gates did; say it once.
+
+        Raises:
+            LeakageLimitExceeded: a gate with ``action="raise"`` acted.
+        """
+        if did not in ("withhold", "raise"):
             for gate in self.gates:
                 if (event := gate.not_yet(look)) is not None:
-                    gate.unread[look.client] = round_
+                    gate.unread[look.client] = look.round_
                     self._record(event, "not yet")
         acted = {f"gate/{g.name}": float(any(e.gate == g.name for e in events)) for g in self.gates}
-        observer.log(look, acted, () if self.own is None else (self.own,))
+        self.observer.log(look, acted, () if self.own is None else (self.own,))
         for event in events:
-            self._record(event, "withheld" if withheld else did)
+            self._record(event, "withheld" if did == "withhold" else did)
         for event in [e for e in events if self._action_of(e) in (did, "harden")][:1]:
             if did == "raise":
                 raise LeakageLimitExceeded(f"RoundGate '{event.gate}' raised {event}")
-            if withheld:
+            if did == "withhold":
                 self._announce(f"RoundGate '{event.gate}' withheld the update {event}")
             else:
                 announce(f"RoundGate '{event.gate}' warns {event}")
-        if seconds is not None:
-            beside = max(0.0, time.perf_counter() - start - look.seconds)
-            observer.paid(self.client, look.seconds, seconds, beside)
-        return Leaving(leaves, withheld, tuple(events), look)
 
     def _find_dropped(self, like: State) -> set[str]:
         """Return the names of what never leaves.
@@ -516,7 +540,7 @@ class OutgoingUpdates:
                 step=event.round_,
                 client=event.client,
                 metric=event.metric,
-                source=event.of,
+                source=event.source,
                 measured=event.value,
                 at_most=event.at_most,
                 reason=event.why,

@@ -192,6 +192,59 @@ def parameter_names(model: nn.Module) -> dict[str, str]:
     return names
 
 
+@torch.no_grad()
+def load_sent(model: nn.Module, names: Mapping[str, str], sent: State) -> dict[str, str]:
+    """Load what is sent into a model, and return the name that was sent of each parameter.
+
+    Args:
+        model: the model; everything that it trains must be sent.
+        names: of its parameters, see :func:`parameter_names`.
+        sent: what clients get.
+
+    Raises:
+        UpdateError: other names or shapes than the model's, or values that it cannot hold.
+    """
+    parameters = dict(model.named_parameters())
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    unknown_names = [n for n in sent if n not in names and n not in buffers]
+    if unknown_names:
+        raise UpdateError(
+            f"'{unknown_names[0]}' is sent, and {type(model).__name__} has no such "
+            f"parameter ({len(unknown_names)} of {len(sent)} names are not the model's): give "
+            "the observer the model whose state is sent, under the same names"
+        )
+    keys = {names[n]: n for n in sent if n in names}
+    absent = [n for n, p in parameters.items() if p.requires_grad and n not in keys]
+    if absent:
+        raise UpdateError(
+            f"'{absent[0]}' is trained in the observer's model and is not sent "
+            f"({len(absent)} such): the model must be set up as the clients' are"
+        )
+    for name, tensor in sent.items():
+        target = parameters[names[name]] if name in names else buffers[name]
+        if target.shape != tensor.shape:
+            raise UpdateError(
+                f"'{name}' is sent with shape {tuple(tensor.shape)}, and the observer's model "
+                f"has {tuple(target.shape)}"
+            )
+        values = tensor.detach().to(target.device)
+        target.copy_(values)
+        if not torch.equal(target.to(values.dtype), values):
+            raise UpdateError(
+                f"'{name}' is sent with values that the observer's model, in "
+                f"{str(target.dtype).removeprefix('torch.')}, cannot hold (or NaN): make the "
+                "observer's model of the dtype that clients train"
+            )
+    return keys
+
+
+def equal_states(one: State, other: State) -> bool:
+    """Return whether two states hold the same names and values."""
+    return one.keys() == other.keys() and all(
+        t is other[n] or torch.equal(t.to(other[n].device), other[n]) for n, t in one.items()
+    )
+
+
 def _read_rate(optimizer: Optimizer) -> float:
     rates = {float(group["lr"]) for group in optimizer.param_groups}
     if len(rates) > 1:

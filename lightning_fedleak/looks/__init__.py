@@ -1,11 +1,54 @@
 """The engine: when to look, what each family of attacks reads, and what becomes of the results.
 
-It knows neither Lightning nor Flower: whoever trains is a :class:`Run`.
+It knows neither Lightning nor Flower: whoever trains is a :class:`Run`. What a face needs is here.
 """
 
-from lightning_fedleak.looks.channels import Channel, Games
+from lightning_fedleak.looks.channels import Channel
+from lightning_fedleak.looks.engine import Engine
+from lightning_fedleak.looks.facts import optimizers_of
 from lightning_fedleak.looks.gates import LeakageLimitExceeded
-from lightning_fedleak.looks.run import Processes, Run
+from lightning_fedleak.looks.log import Destination
+from lightning_fedleak.looks.options import (
+    Games,
+    LookSettings,
+    Options,
+    cadence_of,
+    known_stages,
+    selected,
+)
+from lightning_fedleak.looks.run import (
+    Look,
+    MaxOverhead,
+    NothingShared,
+    Outcome,
+    Processes,
+    Run,
+    Series,
+    Unknown,
+)
+from lightning_fedleak.looks.tensorboard import BoardLogger
 from lightning_fedleak.records import GateDecision
 
-__all__ = ["Channel", "Games", "GateDecision", "LeakageLimitExceeded", "Processes", "Run"]
+__all__ = [
+    "BoardLogger",
+    "Channel",
+    "Destination",
+    "Engine",
+    "Games",
+    "GateDecision",
+    "LeakageLimitExceeded",
+    "Look",
+    "LookSettings",
+    "MaxOverhead",
+    "NothingShared",
+    "Options",
+    "Outcome",
+    "Processes",
+    "Run",
+    "Series",
+    "Unknown",
+    "cadence_of",
+    "known_stages",
+    "optimizers_of",
+    "selected",
+]

@@ -14,7 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 from torch import Tensor
 
-from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.attacks.public_text import frequent_tokens
 from lightning_fedleak.attacks.words.public_gradients import (
@@ -23,8 +23,7 @@ from lightning_fedleak.attacks.words.public_gradients import (
     nonzero_starts,
 )
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.looks.plan import listed
-from lightning_fedleak.looks.run import Plan
+from lightning_fedleak.looks.channels.base import Plan
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.snapshots import (
@@ -35,9 +34,6 @@ from lightning_fedleak.snapshots import (
     UpdateSnapshot,
 )
 from lightning_fedleak.threats import DISHONEST_SERVER, Capability
-
-MAX_OVERHEAD = 0.005
-"""Share of the training time that looks of ``attacks="auto"`` may take by default."""
 
 MOST_LINES = 10
 """Of the table that is logged before the first step: half of a small terminal."""
@@ -248,3 +244,43 @@ def _wrapped(start: str, text: str, most: int | None = None) -> list[str]:
         max_lines=most,
         placeholder=" ...",
     )
+
+
+def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
+    """Return the names of the trained parameters whose gradient no attack reads."""
+    tested = _names(anatomy, {r for plan in plans if plan.exposed for r in plan.roles})
+    return tuple(n for n in anatomy.trainable_names() if n not in tested)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return all names in one line; blocks are joined, as in ``h.{0..5}.w``."""
+    groups: dict[str, list[int]] = {}
+    for name in names:
+        head, *rest = re.split(r"(?<=\.)(\d+)(?=\.)", name, maxsplit=1)
+        number = [int(rest[0])] if rest else []
+        groups.setdefault("{}".join([head, *rest[1:]]), []).extend(number)
+    return ", ".join(_with_numbers(name, numbers) for name, numbers in groups.items())
+
+
+def _with_numbers(name: str, numbers: Sequence[int]) -> str:
+    head, *rest = name.split("{}")
+    if not rest:
+        return head
+    if len(numbers) == 1:
+        return f"{head}{numbers[0]}{rest[0]}"
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [f"{r[0]}..{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs]
+    return f"{head}{{{', '.join(texts)}}}{rest[0]}"
+
+
+def _names(anatomy: Anatomy, roles: Collection[str]) -> set[str]:
+    names = {anatomy.parameter_name(r) for r in roles}
+    one = anatomy.parameter(HEAD_WEIGHT) is anatomy.parameter(EMBEDDING_WEIGHT)
+    if one and {HEAD_WEIGHT, EMBEDDING_WEIGHT} & set(roles):
+        names |= {anatomy.parameter_name(HEAD_WEIGHT), anatomy.parameter_name(EMBEDDING_WEIGHT)}
+    return {n for n in names if n is not None}

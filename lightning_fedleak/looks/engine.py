@@ -2,9 +2,10 @@
 
 A face owns an :class:`Engine` and reports the moments of its training to it::
 
-    engine = Engine(selected("auto", local_steps=None), Options())
+    engine = Engine(selected("auto"), Options())
     engine.reset()
     engine.check(processes, anatomy)       # before the model is on its device
+    engine.open(run)
     engine.begin(run, destination)         # calibrates; raises where an attack does not fit
     for batch in loader:
         engine.batch_begins(batch)
@@ -18,29 +19,24 @@ A face owns an :class:`Engine` and reports the moments of its training to it::
 
 from __future__ import annotations
 
-import math
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.auto import ASSUMED, candidates
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.batches import BatchAdapter
+from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks import choice
-from lightning_fedleak.looks.cache import CalibrationCache
-from lightning_fedleak.looks.cadence import Cadence, EveryNSteps
-from lightning_fedleak.looks.channels.base import Channel, Settings, channels_of
-from lightning_fedleak.looks.channels.targets import Games
-from lightning_fedleak.looks.facts import facts_of
+from lightning_fedleak.looks.channels.base import Channel, channels_of
+from lightning_fedleak.looks.facts import defense_facts, facts_of
 from lightning_fedleak.looks.fit import Fit
+from lightning_fedleak.looks.lineup import Lineup
 from lightning_fedleak.looks.log import (
+    Destination,
     JsonLines,
     Report,
     RevealFiles,
@@ -50,186 +46,62 @@ from lightning_fedleak.looks.log import (
     privacy_values,
     releases_by,
 )
-from lightning_fedleak.looks.look import Look, Outcome, Series, reason
-from lightning_fedleak.looks.plan import (
-    check_attacks,
-    check_rounds,
-    check_texts,
-    warn_of_other_tokenizers,
-)
-from lightning_fedleak.looks.results import WORST, Results
-from lightning_fedleak.looks.run import Processes, Run
-from lightning_fedleak.looks.tensorboard import Logger, add_pages
+from lightning_fedleak.looks.options import Options, Selection, check_optimizers, check_rounds
+from lightning_fedleak.looks.results import MAX_WAITS, WORST, Results
+from lightning_fedleak.looks.run import Look, Outcome, Processes, Run, Series, reason
+from lightning_fedleak.looks.tensorboard import add_pages
+from lightning_fedleak.looks.tokenizers import check_tokens
 from lightning_fedleak.records import GateDecision
-from lightning_fedleak.snapshots import Stage
-from lightning_fedleak.threats import Capability
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The attacks of a run, as its user chose them.
-
-    Attributes:
-        attacks: the attacks; with ``auto`` all candidates for this adversary.
-        auto: whether those that can read this run are chosen when it begins.
-        assume: what the adversary has besides what it sees; None: what the attacks need.
-        text_passed: whether the user passed public text for the chosen attacks.
-    """
-
-    attacks: tuple[Attack, ...]
-    auto: bool
-    assume: frozenset[Capability] | None
-    text_passed: bool
-
-
-def selected(
-    attacks: Sequence[Attack] | Attack | str,
-    assume: Collection[Capability] | None = None,
-    public_text: TextSource | None = None,
-    tokenizer: Any | None = None,
-    *,
-    rounds: bool = False,
-) -> Selection:
-    """Return the attacks that a user's arguments ask for.
-
-    Args:
-        attacks: the attacks, or ``"auto"``.
-        assume: capabilities of the adversary.
-        public_text: what attacks that choose themselves are calibrated on.
-        tokenizer: reads its texts.
-        rounds: what leaves is a round's update.
-
-    Raises:
-        ValueError: an unknown word, public text beside listed attacks, or attacks that cannot be
-            logged together.
-        TypeError: something that is no attack.
-    """
-    asked = None if assume is None else frozenset(assume)
-    if attacks == "auto":
-        asked = ASSUMED if asked is None else asked
-        played = tuple(candidates(asked, public_text, tokenizer, rounds=rounds))
-        check_attacks(played)
-        return Selection(played, True, asked, public_text not in (None, "sampled"))
-    if isinstance(attacks, str):
-        raise ValueError(f"attacks must be 'auto' or a list of attacks, got {attacks!r}")
-    if public_text is not None:
-        raise ValueError(
-            "public_text= is what attacks='auto' calibrates on; give it to the attacks that "
-            "you list, AlignedFlatChat(public_text) say"
-        )
-    # A class in place of an attack is refused by its name.
-    played = (attacks,) if isinstance(attacks, Attack | type) else tuple(attacks)
-    check_attacks(played)
-    return Selection(played, False, asked, False)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a run is watched, whoever trains; see :class:`~lightning_fedleak.LeakageMonitor`.
-
-    Attributes:
-        cadence: when to look.
-        stages: where to measure.
-        batch_adapter: reads batches of an unknown form.
-        utility: names of the user's metrics that are logged beside leakage.
-        local_steps: optimizer steps of a round; None for single gradients.
-        head_own_part: attack the head's own part of a tied matrix too.
-        tokenizer: decodes what is revealed.
-        games: how membership games are played.
-        texts: that are reconstructed at a look, at most.
-        look_seconds: that a look of an attack which chooses itself may take.
-        cache: keep calibrations on disk.
-        reveal: write recovered words and texts to local files.
-    """
-
-    cadence: Cadence = field(default_factory=lambda: EveryNSteps(50))
-    stages: tuple[Stage, ...] = (Stage.SHARED,)
-    batch_adapter: BatchAdapter | None = None
-    utility: tuple[str, ...] = ()
-    local_steps: int | None = None
-    head_own_part: bool = False
-    tokenizer: Any | None = None
-    games: Games = field(default_factory=Games)
-    texts: int = 4
-    look_seconds: float = 30.0
-    cache: bool = True
-    reveal: bool = False
-
-
-@dataclass(frozen=True)
-class Destination:
-    """Where the results of a run go.
-
-    Attributes:
-        folder: of ``leakage.jsonl``, ``run.jsonl`` and what is revealed.
-        loggers: take every finite value.
-        boards: the TensorBoard writers among them, on the process that writes.
-        settings: the user's settings by name, for TensorBoard's table.
-        further: names of metrics that somebody else logs beside these settings.
-        training: how the model is trained, for the record.
-        fit: an id that all that watch this run share; None makes one.
-    """
-
-    folder: Path
-    loggers: Sequence[Logger] = ()
-    boards: Sequence[SummaryWriter] = ()
-    settings: Mapping[str, object] = field(default_factory=dict)
-    further: Sequence[str] = ()
-    training: Mapping[str, object] = field(default_factory=dict)
-    fit: str | None = None
+from lightning_fedleak.snapshots import GradientSnapshot, Stage
 
 
 class Engine:
-    """Watches runs: decides when to look, lets attacks guess, scores, logs and remembers.
+    """Watch runs: decide when to look, let attacks guess, score, log and remember.
 
     Args:
         selection: the attacks.
         options: how a run is watched.
+        origin: the engine that calibrates the attacks, if this one is of a client in its rounds.
 
     Attributes:
-        selection: as above.
-        options: as above.
         channels: one for each family of leak.
         series: the channel of each series, in the order of the logs.
         results: of all looks of the newest run.
         assume: what the adversary has besides what it sees.
         fit: the run at work; None between runs.
         jsonl: the results' file of the newest run.
-        record: the file that says what the run was; None outside of a run and on processes but the
-            first.
+        record: says what the run was, on the first process; None outside of a run.
+        report: writes what looks found; None outside of a run.
 
     Raises:
         ValueError: contradictory options.
     """
 
-    def __init__(self, selection: Selection, options: Options) -> None:
-        check_rounds(options.local_steps, options.stages, head_own_part=options.head_own_part)
+    def __init__(
+        self, selection: Selection, options: Options, origin: Engine | None = None
+    ) -> None:
+        if origin is None:  # which has been checked; a sum over clients is at another stage
+            check_rounds(options.local_steps, options.stages, head_own_part=options.head_own_part)
         self.selection = selection
         self.options = options
-        settings = Settings(
-            options.stages,
-            options.local_steps,
-            options.head_own_part,
-            options.games,
-            options.texts,
-        )
-        self.channels = channels_of(selection.attacks, settings)
+        self._origin = origin
+        self.channels = channels_of(selection.attacks, options)
         self.series = _series_of(selection.attacks, self.channels, options.stages)
         adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
         self.assume = adversaries if selection.assume is None else selection.assume
         self.results = Results(self.series)
+        if origin is not None:
+            self.results = Results(self.series, most_waited=MAX_WAITS)
         self.fit: Fit | None = None
         self.jsonl: JsonLines | None = None
         self.record: RunRecord | None = None
-        self._report: Report | None = None
+        self.report: Report | None = None
         self._calibrations: dict[str, object] = {}
         self._earlier: dict[str, object] = {}
         self._last: dict[str, object] = {}
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
+        self._described: list[Defense] = []
         self._forget_listeners()
 
     def _forget_listeners(self) -> None:
@@ -247,25 +119,26 @@ class Engine:
 
     def subscribe(
         self,
-        after_look: Callable[[], None],
+        after_look: Callable[[], None] | None = None,
         logs: Sequence[str] = (),
         *,
         facts: Mapping[str, object] | None = None,
         before_first: Callable[[], None] | None = None,
         after_training: Callable[[], None] | None = None,
     ) -> None:
-        """Call ``after_look()`` on every process after each look, until the run ends.
+        """Call functions of a gate at moments of the run, until it ends; on every process.
 
         Args:
-            after_look: is called.
+            after_look: is called after each look.
             logs: names of the values that it logs then, for TensorBoard's page.
             facts: what ``run.jsonl`` records of the subscriber, a gate.
             before_first: is called once it is known what is read, before the first step.
             after_training: is called when training ends, after the last results.
         """
-        self._after_look.append(after_look)
-        self._decisions += logs
-        if facts is not None:
+        if after_look is not None:
+            self._after_look.append(after_look)
+        self._decisions += [name for name in logs if name not in self._decisions]
+        if facts is not None and facts not in self._gates:
             self._gates.append(facts)
         if before_first is not None:
             self._before_first.append(before_first)
@@ -279,14 +152,11 @@ class Engine:
         return any(metric in channel.own_threshold for channel in channels)
 
     def looks_until_known(self, name: str, clients: int) -> tuple[int, str] | None:
-        """Return after how many looks a logged value is first known.
+        """Return after how many looks a logged value is first known, and why; None: at each.
 
         Args:
             name: of the value in the logs.
             clients: that it is of, together.
-
-        Returns:
-            The number of looks and why so many; None where it is known at every look.
         """
         root, _, metric = name.rpartition("/")
         channels = {series.log_name: channel for series, channel in self.series.items()}
@@ -322,15 +192,7 @@ class Engine:
             if attack not in lineup.playing:
                 why = {row.attack: row.why_not for row in lineup.rows}[attack]
                 return f"'{attack}' is not played in this run: {why}"
-        if family is None:
-            return None
-        names = {a.name for c in self.channels if c.family == family for a in c.attacks}
-        if names & {plan.attack.name for plan in lineup.exposed} or not lineup.trained:
-            return None
-        return (
-            f"no attack on {family} of this monitor reads anything that is shared in this run, and "
-            f"{len(lineup.trained)} trained parameters are"
-        )
+        return None if family is None else lineup.unread_family(family)
 
     def others_on(self, name: str) -> str:
         """Return attacks that are not in use, read this run, and are of a logged value's family."""
@@ -396,47 +258,48 @@ class Engine:
                     raise
                 self._refused |= {attack.name: str(error) for attack in channel.attacks}
 
+    def open(self, run: Run) -> None:
+        """Open the channels on a run.
+
+        Args:
+            run: the run; what it trains is on its device.
+
+        Raises:
+            ValueError: public text of another vocabulary, no optimizer, or a channel that does not
+                fit the run.
+        """
+        attacks, options = self.selection.attacks, self.options
+        check_tokens(attacks, options.games.held_out, options.tokenizer, run.anatomy)
+        check_optimizers(run.optimizers, attacks)
+        for channel in self.channels:
+            if channel.attacks:
+                channel.open(run)
+
     def begin(self, run: Run, destination: Destination) -> None:
         """Calibrate the attacks, install the taps and begin the record.
 
         Args:
-            run: the run; what it trains is on its device.
+            run: the run, on which the channels are open.
             destination: where results go.
 
         Raises:
             ValueError: an attack does not fit the model or the run.
         """
-        options, attacks = self.options, self.selection.attacks
-        self.check_texts(run.anatomy)
+        options, first = self.options, run.rank == 0
         self.jsonl = JsonLines(destination.folder / "leakage.jsonl")
-        rounds, first = options.local_steps, run.rank == 0
-        self._report = report = Report(
-            destination.loggers,
-            destination.boards,
-            attacks,
-            self.jsonl if first else None,
-            RevealFiles(destination.folder, run.rank, options.tokenizer)
-            if options.reveal
-            else None,
-            client="pooled" if run.processes > 1 and run.client == "rank" else 0,
-            round_of=None if rounds is None else lambda step: step // rounds,
-            watcher=run.watcher,
-        )
-        self.fit = Fit(
+        reveal = RevealFiles(destination.folder, run.rank, options.tokenizer)
+        self._described = list(run.defenses)
+        self.report = report = Report(
             run,
-            attacks,
-            self.series,
-            [channel for channel in self.channels if channel.attacks],
-            stages=options.stages,
-            cadence=options.cadence,
-            local_steps=rounds,
-            batch_adapter=options.batch_adapter,
-            choosing=self.selection.auto,
-            most_seconds=options.look_seconds,
-            refused=self._refused,
-            cache=CalibrationCache() if options.cache else None,
+            destination,
+            self.selection.attacks,
+            self.jsonl if first else None,
+            reveal if options.reveal else None,
+            options.local_steps,
         )
-        lineup = self.fit.lineup
+        played = [channel for channel in self.channels if channel.attacks]
+        lineup = Lineup(run, self.selection, options, played, self._refused)
+        self.fit = Fit(run, lineup, options, self.series, played)
         self._prepared = lineup.prepared
         calibrations, self._calibrations = self._calibrations, {}
         earlier, self._earlier = self._earlier, {}
@@ -463,10 +326,38 @@ class Engine:
                     fit=destination.fit or uuid.uuid4().hex,
                     training=destination.training,
                     gates=self._gates,
-                    monitor=self._settings(),
+                    monitor=self._settings(destination),
                     resumed=earlier,
                 )
             )
+
+    def join(self, run: Run, destination: Destination) -> None:
+        """Begin the run of one client, whose attacks the origin has calibrated.
+
+        Args:
+            run: the origin's run, as this client.
+            destination: where this client's results go.
+        """
+        assert self._origin is not None
+        lineup = self._origin._fit.lineup
+        self.jsonl, self.record = self._origin.jsonl, self._origin.record
+        attacks, rounds = self.selection.attacks, self.options.local_steps
+        self.report = Report(run, destination, attacks, self.jsonl, None, rounds)
+        plans = {plan.attack.name: plan for plan in lineup.plans}
+        for channel in (channel for channel in self.channels if channel.attacks):
+            channel.leave_out({attack.name for attack in channel.attacks} - plans.keys())
+            channel.open(run)
+            channel.follow([plans[attack.name] for attack in channel.attacks])
+        played = [channel for channel in self.channels if channel.attacks]
+        self.fit = Fit(run, lineup, self.options, self.series, played)
+        self.results.playing = {s for s in self.series if s.attack in lineup.playing}
+        self.results.untested = lineup.untested
+        self.results.begin()
+        self._decisions = self._origin._decisions
+        try:
+            self._show_pages(run, destination)
+        except Exception as error:  # a disk that is full must not end a round
+            self.report.leave_loggers(error)
 
     def _show_pages(self, run: Run, destination: Destination) -> None:
         shown = {s: c for s, c in self.series.items() if s in self.results.playing}
@@ -482,21 +373,13 @@ class Engine:
             further=destination.further,
         )
 
-    def check_texts(self, anatomy: Anatomy) -> None:
-        """Refuse public text of another vocabulary, and warn of another model's tokenizer."""
-        held_out, attacks = self.options.games.held_out, self.selection.attacks
-        check_texts(attacks, {"games=Games(held_out=)": held_out}, anatomy)
-        texts = [held_out, *(getattr(attack, "public_text", None) for attack in attacks)]
-        tokenizers = [t.tokenizer for t in texts if isinstance(t, PublicText)]
-        warn_of_other_tokenizers([self.options.tokenizer, *tokenizers], anatomy)
-
-    def _settings(self) -> dict[str, object]:
+    def _settings(self, destination: Destination) -> dict[str, object]:
         return {
             "looks": self.options.cadence.argument,
             "stages": [str(stage) for stage in self.options.stages],
             "local_steps": self.options.local_steps,
             "attacks": "auto" if self.selection.auto else "listed",
-            "reveal": self.options.reveal,
+            **(destination.watch or {"reveal": self.options.reveal}),
         }
 
     def training_begins(self) -> None:
@@ -547,30 +430,88 @@ class Engine:
             self.options.cadence.next_step = run.step
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
-        run, report = self._fit.run, self._report
-        assert report is not None
-        utility = run.metrics(self.options.utility)
-        spent = privacy_values(accounting(run.defenses))
-        beside = {f"utility/{name}": value for name, value in utility.items()} | spent
+        run = self._fit.run
+        utility, defenses = run.metrics(self.options.utility), accounting(run.defenses)
+        outcomes = self.add(look, outcomes, utility, privacy_values(defenses))
+        run.publish(self.results.latest)
+        self.write(look, outcomes, self.new_values(), utility, defenses)
+        for listener in self._after_look:
+            listener()
+
+    def add(
+        self,
+        look: Look,
+        outcomes: Mapping[Series, Outcome],
+        utility: Mapping[str, float],
+        further: Mapping[str, float] = MappingProxyType({}),
+    ) -> dict[Series, Outcome]:
+        """Add a look to the results, and return its outcomes as they count.
+
+        Args:
+            look: the look.
+            outcomes: by series.
+            utility: the user's metrics, by name.
+            further: other values, by log name.
+        """
+        beside = {f"utility/{name}": float(value) for name, value in utility.items()}
         self.results.playing |= outcomes.keys()
         shared = bool(self._fit.lineup.trained)
-        outcomes = self.results.add(look, outcomes, beside, shared=shared)
-        values = self.results.latest
-        run.publish(values)
+        return self.results.add(look, outcomes, {**beside, **further}, shared=shared)
+
+    def new_values(self) -> dict[str, float]:
+        """Return the newest values by log name, of what the newest look is of."""
+        new = self.results.look_values
+        return {name: value for name, value in self.results.latest.items() if name in new}
+
+    def write(
+        self,
+        look: Look,
+        outcomes: Mapping[Series, Outcome],
+        values: Mapping[str, float],
+        utility: Mapping[str, float],
+        defenses: Sequence[Defense],
+        client: str | int | None = None,
+    ) -> None:
+        """Write a look to the loggers and the files.
+
+        Args:
+            look: the look.
+            outcomes: by series.
+            values: by log name.
+            utility: the user's metrics, by name.
+            defenses: those that account for what they release.
+            client: whose round it was; what the defences have spent is written beside it.
+        """
+        report = self.report
+        assert report is not None
+        if self._origin is not None:
+            values = privacy_values(defenses) | dict(values)
+            self._origin.describe(defenses)
         for channel in dict.fromkeys(self.series.values()):
             shown = {s: o for s, o in outcomes.items() if self.series[s] is channel}
             try:
                 channel.published(look, shown, report)
             except Exception as error:
                 report.warn_once(f"not all of a look was written: {reason(error)}")
-        new = {name: value for name, value in values.items() if name in self.results.look_values}
-        report.write(look, outcomes, new)
+        report.write(look, outcomes, values)
         if self.record is not None:
-            seconds = values.get("monitor/seconds", math.nan)
-            defenses = accounting(run.defenses)
-            self.record.looked(look.step, utility, seconds, self.results.failures, defenses)
-        for listener in self._after_look:
-            listener()
+            failures = self.results.failures
+            self.record.looked(look.step, utility, look.seconds, failures, defenses, client)
+
+    # ---- a round ----------------------------------------------------------------------------
+
+    def describe(self, defenses: Sequence[Defense]) -> None:
+        """Write of defences that the record's first line does not have, once."""
+        for defense in defenses:
+            if self.record is not None and all(defense is not one for one in self._described):
+                self._described.append(defense)
+                self.record.defended(defense_facts(defense))
+
+    def read_update(
+        self, look: Look, batches: Sequence[Any] | None, take: Callable[[], GradientSnapshot]
+    ) -> dict[Series, Outcome]:
+        """Let the attacks read a client's update, see :meth:`Fit.read_update`."""
+        return self._fit.read_update(look, batches, take)
 
     # ---- ends and checkpoints ---------------------------------------------------------------
 
@@ -606,7 +547,7 @@ class Engine:
         for channel in self.channels:
             channel.close()
         self._forget_listeners()
-        self.fit = self._report = self.record = None
+        self.fit = self.report = self.record = None
 
     def _summary(self) -> dict[str, object]:
         """Return what a checkpoint keeps of the run: its id, and the releases of its defences."""

@@ -14,8 +14,7 @@ from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.choice import reads_of
 from lightning_fedleak.looks.lineup import Lineup
-from lightning_fedleak.looks.look import Series
-from lightning_fedleak.looks.run import Run
+from lightning_fedleak.looks.run import Run, Series
 from lightning_fedleak.records import (
     AttackFacts,
     BeginLine,

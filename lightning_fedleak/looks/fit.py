@@ -1,12 +1,12 @@
-"""The monitor in one fit: when it looks, and what it asks of the channels at a look."""
+"""One run of an engine: when it looks, and what it asks of the channels at a look."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -14,32 +14,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy.wrappers import matrix_shape
-from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.batches import (
-    BatchAdapter,
     BatchError,
     TokenBatch,
     adapter_to_copy,
     read_batch,
 )
 from lightning_fedleak.defenses import Defense, DefenseContext
-from lightning_fedleak.looks.cache import CalibrationCache
-from lightning_fedleak.looks.cadence import Cadence, StepClock
-from lightning_fedleak.looks.channels.base import Channel
-from lightning_fedleak.looks.exchange import Exchange
+from lightning_fedleak.looks.channels.base import Channel, Plan
 from lightning_fedleak.looks.lineup import Lineup
-from lightning_fedleak.looks.look import (
+from lightning_fedleak.looks.options import Options
+from lightning_fedleak.looks.results import Exchange
+from lightning_fedleak.looks.run import (
     Look,
     Moment,
     Outcome,
     Result,
+    Run,
     Series,
     Unknown,
     Waiting,
     reason,
+    unknown,
 )
-from lightning_fedleak.looks.plan import check_optimizers
-from lightning_fedleak.looks.run import Plan, Run
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap, loss_terms
 
@@ -50,57 +47,70 @@ Behind a warm-up from rate 0 the first words are read two steps after the first 
 is calibrated next looks later, where nothing can be read for long.
 """
 
+_UNKNOWN_HERE = (
+    "whoever looks here does not hold the client's texts, so that what was read off the update "
+    "cannot be scored"
+)
+_NO_LOSS = "the client's batches hold nothing that a loss was computed on"
+
+
+class StepClock:
+    """What an optimizer step without a look costs, as a running mean.
+
+    Attributes:
+        seconds: of a step; 0 until one is known.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: tuple[int, float] | None = None
+
+    def starts(self, step: int) -> None:
+        """A batch of optimizer step ``step`` starts, and none before it was looked at."""
+        now = time.perf_counter()
+        if self._since is not None and step > self._since[0]:
+            passed = (now - self._since[1]) / (step - self._since[0])
+            self.seconds = passed if self.seconds == 0 else 0.8 * self.seconds + 0.2 * passed
+            self._since = None
+        self._since = self._since or (step, now)
+
+    def interrupted(self) -> None:
+        """A look has come between."""
+        self._since = None
+
 
 class Fit:
-    """Everything of a monitor that lives only as long as one fit.
+    """Hold everything of an engine that lives only as long as one run.
 
     Args:
-        run: the fit; its strategy is set up.
-        attacks: the monitor's.
+        run: the run; its strategy is set up, and its channels are open.
+        lineup: the attacks that are played.
+        options: how the run is watched.
         series: the channel of each series, in the order of the logs.
         channels: those that have attacks.
-        stages: where to measure.
-        cadence: when to look.
-        local_steps: attack the weight change of so many steps; None for single gradients.
-        batch_adapter: the user's own, for batches of an unknown form.
-        choosing: leave out attacks that cannot read this model or run, in place of refusing it.
-        most_seconds: that a look of one of them may be estimated to take; others are left out too.
-        refused: why attacks are left out already, by their names.
-        cache: of calibrations; None makes all again.
 
     Attributes:
         look: the one at work; None between looks.
         waiting: the series that are tried again in the next step; set by whoever keeps results.
-        lineup: the attacks that are played.
-
-    Raises:
-        ValueError: an attack does not fit the model or the run.
+        lineup: as above.
     """
 
     def __init__(
         self,
         run: Run,
-        attacks: Sequence[Attack],
+        lineup: Lineup,
+        options: Options,
         series: Mapping[Series, Channel],
         channels: Sequence[Channel],
-        *,
-        stages: Sequence[Stage],
-        cadence: Cadence,
-        local_steps: int | None,
-        batch_adapter: BatchAdapter | None,
-        choosing: bool = False,
-        most_seconds: float = math.inf,
-        refused: Mapping[str, str] = MappingProxyType({}),
-        cache: CalibrationCache | None = None,
     ) -> None:
         self.run = run
-        self._attacks = tuple(attacks)
+        self.lineup = lineup
         self._series = series
         self._channels = tuple(channels)
-        self._stages = tuple(stages)
-        self._cadence = cadence
-        self._local_steps = local_steps
-        self._adapter = batch_adapter
+        self._stages = options.stages
+        self._cadence = options.cadence
+        self._local_steps = options.local_steps
+        self._adapter = options.batch_adapter
         self._read_one = False
         self._exchange = Exchange(run, series)
         self._removers: list[Callable[[], None]] = []
@@ -118,32 +128,26 @@ class Fit:
         self._tap = GradientTap({})
         self._update_tap: UpdateTap | None = None
         self._fresh = True
-        check_optimizers(run.optimizers, attacks)
-        for channel in self._channels:
-            channel.open(run)
+
+    def calibrate(self, restored: Mapping[str, object]) -> None:
+        """Install the taps and calibrate the attacks, see :meth:`Lineup.calibrate`.
+
+        Args:
+            restored: of a checkpoint, by the attack's name.
+
+        Raises:
+            ValueError: an attack does not fit the model.
+        """
         try:
-            self.lineup = Lineup(
-                run,
-                attacks,
-                self._channels,
-                local_steps=local_steps,
-                begins_at=run.step,
-                choosing=choosing,
-                most_seconds=most_seconds,
-                refused=refused,
-                cache=cache,
-            )
-            if local_steps is None:
-                self._install()
+            if self._local_steps is None:
+                self._removers += self.run.watch_release(self._stage_reached, self._before_defense)
+                per_rank = self.run.under_ddp and self.run.client == "rank"
+                self._keeps_local = per_rank and not self.run.separates_stages
             self.follow()
         except Exception:
             self.close()
             raise
-
-    def _install(self) -> None:
-        self._removers += self.run.watch_release(self._stage_reached, self._before_defense)
-        per_rank = self.run.under_ddp and self.run.client == "rank"
-        self._keeps_local = per_rank and not self.run.separates_stages
+        self.lineup.calibrate(restored, self.follow)
 
     def follow(self) -> None:
         """Follows what is trained: layers may be frozen and unfrozen while the fit goes on."""
@@ -164,17 +168,6 @@ class Fit:
     def processor_seconds(self) -> float:
         """Processor time of the looks so far, the one at work included, of all threads."""
         return self._processor_seconds + (self.look.processor_seconds if self.look else 0.0)
-
-    def calibrate(self, restored: Mapping[str, object]) -> None:
-        """Prepares the attacks, see :meth:`Lineup.calibrate`.
-
-        Args:
-            restored: of a checkpoint, by the attack's name.
-
-        Raises:
-            ValueError: an attack does not fit the model.
-        """
-        self.lineup.calibrate(restored, self.follow, in_turn=True)
 
     def close(self) -> None:
         """Removes every tap but those of the channels, which their monitor closes."""
@@ -516,15 +509,17 @@ class Fit:
         self._waits |= {s: r for s, r in results.items() if isinstance(r, Waiting)}
         nothing = all(isinstance(result, Waiting) for result in results.values())
         next_step = self._next_step(look, nothing=nothing)
-        shared = {
-            series: plan.exposed
-            for plan in self.lineup.plans
-            for series in results
-            if series.attack == plan.attack.name
-        }
-        ordered = {series: results[series] for series in self._series if series in results}
-        outcomes, self._cadence.next_step = self._exchange.outcomes(ordered, shared, next_step)
+        outcomes, self._cadence.next_step = self._pool(results, next_step)
         return outcomes
+
+    def _pool(
+        self, results: Mapping[Series, Result], next_step: int
+    ) -> tuple[dict[Series, Outcome] | None, int]:
+        """Return the outcomes over all processes, and the first one's next step to look at."""
+        exposed = {plan.attack.name: plan.exposed for plan in self.lineup.plans}
+        ordered = {series: results[series] for series in self._series if series in results}
+        shared = {series: exposed[series.attack] for series in ordered}
+        return self._exchange.outcomes(ordered, shared, next_step)
 
     def _next_step(self, look: Look, *, nothing: bool) -> int:
         step_seconds = self._clock.seconds or look.step_seconds
@@ -536,3 +531,67 @@ class Fit:
             proposed = self._cadence.after_look(look.step, cost, step_seconds)
             return max(proposed, look.step + (self._local_steps or 1))
         return self._cadence.after_try(cost, step_seconds)
+
+    # ---- a round ----------------------------------------------------------------------------
+
+    def read_update(
+        self, look: Look, batches: Sequence[Any] | None, take: Callable[[], GradientSnapshot]
+    ) -> dict[Series, Outcome]:
+        """Let the attacks read the update of a round, and score what they guess.
+
+        Args:
+            look: the look.
+            batches: what the update was made of; None where whoever looks does not hold it.
+            take: returns the update.
+
+        Returns:
+            The outcomes: where the truth is not known, unknown but for the attacks' certificates.
+        """
+        played = [series for series in self._series if series.attack in self.lineup.playing]
+        if batches is None:  # of which texts should a game ask?
+            look.scope = frozenset(s for s in played if not self._series[s].plays_games)
+        else:
+            self._read_truth(look, batches)
+        for channel in self._channels_in(look):
+            channel.arm()
+        self._show(Moment(look, self._stages, self._stages, None, 1.0, take))
+        look.stepped.add(0)
+        if batches is None:
+            outcomes = {series: self._without_truth(look, series) for series in played}
+        else:
+            outcomes = self._score_update(look) or {
+                series: unknown(self._series[series].metrics, _NO_LOSS) for series in played
+            }
+        for channel in self._channels:
+            channel.disarm(look)
+        return outcomes
+
+    def _read_truth(self, look: Look, batches: Sequence[Any]) -> None:
+        rows = matrix_shape(self.run.anatomy.embedding)
+        try:
+            if not batches:
+                raise BatchError("no batch of the round was handed over")
+            tokens = [b if isinstance(b, TokenBatch) else self._read(b) for b in batches]
+            for batch in tokens:
+                batch.check_values(None if rows is None else rows[0], self.run.anatomy.vocab_size)
+            look.batches = tokens
+        except Exception as error:
+            look.truth_error = reason(error)
+
+    def _score_update(self, look: Look) -> dict[Series, Outcome] | None:
+        results: dict[Series, Result] = {}
+        with look.clock(self.run.device):
+            for channel in self._channels:
+                results |= channel.results(look)
+        return self._pool(results, look.step)[0]
+
+    def _without_truth(self, look: Look, series: Series) -> Outcome:
+        """Return why a guess has no rate without the truth, and the certificates that it has."""
+        channel, answer = self._series[series], look.answers.get(series)
+        if series.attack not in {plan.attack.name for plan in self.lineup.exposed}:
+            outcome = unknown(channel.metrics, "what it reads is not shared")
+            return replace(outcome, exposed=False)
+        if isinstance(answer, Unknown):
+            return unknown(channel.metrics, answer.why, applies=answer.applies)
+        certificates = channel.without_truth(answer)
+        return replace(unknown(channel.metrics, _UNKNOWN_HERE), extra=certificates)

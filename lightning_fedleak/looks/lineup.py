@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from inspect import signature
-from types import MappingProxyType
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -17,12 +15,18 @@ from lightning_fedleak.attacks.auto import every_attack
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.attacks.public_text import MissingText, share_samples
 from lightning_fedleak.looks.cache import CalibrationCache, hash_of_weights
-from lightning_fedleak.looks.channels.base import Channel, family_of
-from lightning_fedleak.looks.channels.targets import Games
-from lightning_fedleak.looks.choice import ROWS, Row, in_short, look_seconds, reads_of
-from lightning_fedleak.looks.look import reason
-from lightning_fedleak.looks.plan import check_forward, listed, unread_names
-from lightning_fedleak.looks.run import Plan, Run
+from lightning_fedleak.looks.channels.base import Channel, Plan, check_forward, family_of
+from lightning_fedleak.looks.choice import (
+    ROWS,
+    Row,
+    in_short,
+    listed,
+    look_seconds,
+    reads_of,
+    unread_names,
+)
+from lightning_fedleak.looks.options import Games, Options, Selection
+from lightning_fedleak.looks.run import Run, reason
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.progress import bars, track
 from lightning_fedleak.threats import Capability
@@ -35,19 +39,16 @@ class Lineup:
 
     Args:
         run: the run; its channels are open.
-        attacks: in the order of the logs.
+        selection: the attacks; with ``auto`` those that cannot read this model or run, or take too
+            long, are left out in place of refusing it.
+        options: how the run is watched.
         channels: those that have attacks.
-        local_steps: of a round, where weight changes are shared; None for single gradients.
-        begins_at: optimizer step that the run begins at.
-        choosing: leave out attacks that cannot read this model or run, in place of refusing it.
-        most_seconds: that a look of one of them may be estimated to take; others are left out too.
         refused: why attacks are left out already, by their names.
-        cache: of calibrations; None makes all again.
 
     Attributes:
         plans: of the attacks that give results, in the order of the logs.
         prepared: names of the attacks that are calibrated.
-        rows: with ``choosing``, what became of each attack.
+        rows: of attacks that choose themselves, what became of each.
         queue: names of the attacks whose calibration waits for its turn between steps.
         calibrating_seconds: that calibrations took.
 
@@ -58,27 +59,22 @@ class Lineup:
     def __init__(
         self,
         run: Run,
-        attacks: Sequence[Attack],
+        selection: Selection,
+        options: Options,
         channels: Sequence[Channel],
-        *,
-        local_steps: int | None,
-        begins_at: int = 0,
-        choosing: bool = False,
-        most_seconds: float = math.inf,
-        refused: Mapping[str, str] = MappingProxyType({}),
-        cache: CalibrationCache | None = None,
+        refused: Mapping[str, str],
     ) -> None:
         self._run = run
-        self._attacks = tuple(attacks)
+        self._attacks = selection.attacks
         self._channels = tuple(channels)
-        self._local_steps = local_steps
-        self._begins_at = begins_at
-        self._choosing = choosing
-        self._most_seconds = most_seconds
+        self._local_steps = options.local_steps
+        self._begins_at = run.optimizer_step
+        self._choosing = selection.auto
+        self._most_seconds = options.look_seconds
+        self._cache = CalibrationCache() if options.cache else None
         self._refused = dict(refused)
         self._without_text: set[str] = set()
         self._ever_exposed: set[str] = set()
-        self._cache = cache
         self._weights: str | None = None
         self.plans: list[Plan] = []
         self.prepared: set[str] = set()
@@ -86,12 +82,13 @@ class Lineup:
         self.queue: list[str] = []
         self.calibrating_seconds = 0.0
         self._estimated: set[str] = set()
+        self._is_sharded = any(hasattr(p, "full_tensor") for p in run.anatomy.root.parameters())
         for channel in self._channels:
             channel.leave_out(self._refused.keys())
             for attack in channel.attacks:
                 with self._left_out(attack):
                     attack.check_device(run.anatomy)
-                    if choosing:  # one that is listed may be set so that it needs no text
+                    if self._choosing:  # one that is listed may be set so that it needs no text
                         check_forward(attack, run.anatomy)
                     channel.plan(attack)
                     channel.admit(attack)
@@ -143,6 +140,16 @@ class Lineup:
     def unread(self) -> tuple[str, ...]:
         """Names of the trained parameters whose gradient no attack reads."""
         return unread_names(self.plans, self._run.anatomy)
+
+    def unread_family(self, family: str) -> str | None:
+        """Return that no attack on a family reads what is shared; None where one does."""
+        names = {a.name for c in self._channels if c.family == family for a in c.attacks}
+        if names & {plan.attack.name for plan in self.exposed} or not self.trained:
+            return None
+        return (
+            f"no attack on {family} of this monitor reads anything that is shared in this run, and "
+            f"{len(self.trained)} trained parameters are"
+        )
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -198,7 +205,7 @@ class Lineup:
         self._warn_of_untested()
         for channel in self._channels:
             channel.follow([by_name[a.name] for a in channel.attacks if a.name in by_name])
-        self._tell()
+        self._meet()
         return True
 
     def _warn_of_untested(self) -> None:
@@ -221,28 +228,21 @@ class Lineup:
     def begin(self, step: int) -> None:
         """Training starts at ``step``; a fit that is resumed does not know it before."""
         self._begins_at = step
-        self._tell()
+        self._meet()
 
-    def _tell(self) -> None:
-        """Tells every attack about the run."""
+    def _meet(self) -> None:
+        """Let every attack know about the run."""
         for plan in self.plans:
             facts = plan.facts(self._run, self._local_steps, self._begins_at)
             plan.attack.meet(facts)
 
-    def calibrate(
-        self,
-        restored: Mapping[str, Any],
-        follow: Callable[[], object] | None = None,
-        *,
-        in_turn: bool = False,
-    ) -> None:
+    def calibrate(self, restored: Mapping[str, Any], follow: Callable[[], object]) -> None:
         """Prepares every attack that has something to read, and tries what can be tried.
 
         Args:
             restored: of a checkpoint, by the attack's name: its settings then, and its calibration,
                 which is used where the settings are the same.
-            follow: in place of :meth:`follow`, where more must follow what is played.
-            in_turn: attacks whose looks can be estimated go to :attr:`queue` instead.
+            follow: calls :meth:`follow`, and lets everything else follow what is played.
 
         Raises:
             ValueError: an attack does not fit the model.
@@ -253,7 +253,7 @@ class Lineup:
             for plan in track(self.exposed, doing, lambda plan: plan.attack.name):
                 with self._left_out(plan.attack):
                     saved = restored.get(plan.attack.name)
-                    costs |= self._calibrated(plan.attack, saved, in_turn=in_turn)
+                    costs |= self._calibrated(plan.attack, saved)
             if self._choosing:
                 costs |= self._costs()
         for channel in self._channels:
@@ -262,7 +262,7 @@ class Lineup:
                 with self._left_out(attack):
                     channel.check(attack)
         if self._choosing:
-            self._choose(costs, follow or self.follow)
+            self._choose(costs, follow)
 
     @property
     def _texts(self) -> int:
@@ -314,9 +314,7 @@ class Lineup:
             for attack in self._attacks
         ]
 
-    def _calibrated(
-        self, attack: Attack, saved: Mapping[str, Any] | None, *, in_turn: bool
-    ) -> dict[str, float]:
+    def _calibrated(self, attack: Attack, saved: Mapping[str, Any] | None) -> dict[str, float]:
         """Calibrates an attack, by what a checkpoint or the cache holds where they do.
 
         Returns:
@@ -326,29 +324,35 @@ class Lineup:
             attack.load_state_dict(saved["tensors"])
             if attack.restores_fully:
                 self.prepared.add(attack.name)
-            self._tell()
-        cache = self._cache
-        if attack.calibration_inputs() is None or attack.name in self.prepared:
-            cache = None
-        kept = False
-        if cache is not None:
-            if self._weights is None:
-                self._weights = hash_of_weights(self._run.anatomy.model, self._run.anatomy.head)
-            kept = cache.load(attack, self._weights)
-            if kept:
-                self._tell()
-            if kept and attack.restores_fully:
-                self.prepared.add(attack.name)
+            self._meet()
+        kept = self._load(attack)
         seconds = attack.estimate(self._run.anatomy, self._texts) if self._choosing else None
         if seconds is not None:
             self._estimated.add(attack.name)
-        if seconds is not None and in_turn:
+        if seconds is not None and self._run.unit == "step":
             self.queue.append(attack.name)
         elif seconds is None or seconds <= self._most_seconds:
-            self.prepare(attack, " (partly kept from an earlier fit)" * kept)
-        if cache is not None and self._weights is not None and not kept:
-            cache.save(attack, self._weights)
+            self.prepare(attack, " (partly kept from an earlier fit)" * bool(kept))
+        if kept is False and self._cache is not None and self._weights is not None:
+            self._cache.save(attack, self._weights)
         return {} if seconds is None else {attack.name: seconds}
+
+    def _load(self, attack: Attack) -> bool | None:
+        """Return whether the cache held the attack's calibration; None: it is not asked."""
+        if (
+            self._cache is None
+            or attack.calibration_inputs() is None
+            or attack.name in self.prepared
+        ):
+            return None
+        if self._weights is None:
+            self._weights = hash_of_weights(self._run.anatomy.model, self._run.anatomy.head)
+        if not self._cache.load(attack, self._weights):
+            return False
+        self._meet()
+        if attack.restores_fully:
+            self.prepared.add(attack.name)
+        return True
 
     def prepare(self, attack: Attack, how: str = "") -> None:
         """Calibrates an attack, once in a run."""
@@ -377,7 +381,7 @@ class Lineup:
         names = self.playing if asked is None else frozenset(asked)
         names = names.difference(self.queue)
         plans = [plan for plan in self.exposed if plan.attack.name in names]
-        needed = any(_follows_model(plan.attack) for plan in plans)
+        needed = self._is_sharded and any(_follows_model(plan.attack) for plan in plans)
         with whole_model(self._run.anatomy.root) if needed else nullcontext():
             for plan in plans:
                 try:

@@ -12,18 +12,19 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.attacks.base import Attack
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
+from lightning_fedleak.extras import install
 from lightning_fedleak.looks.choice import Row
-from lightning_fedleak.looks.look import Look, Outcome, Series
+from lightning_fedleak.looks.run import Look, Outcome, Run, Series
 from lightning_fedleak.looks.tensorboard import Logger, add_frame
 from lightning_fedleak.records import (
     BeginLine,
@@ -46,6 +47,7 @@ from lightning_fedleak.records.results import NOT_PLAYED
 from lightning_fedleak.snapshots import Stage
 
 if TYPE_CHECKING:
+    import pandas as pd
     from torch.utils.tensorboard import SummaryWriter
 
 COLUMNS = (
@@ -63,6 +65,34 @@ _OF_THIS_FIT = (
 )
 """Fields of the first line that differ between fits of the same settings."""
 LOGGED = ("epsilon", "delta", "noise_multiplier")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Say where the results of a run go.
+
+    Attributes:
+        folder: of ``leakage.jsonl``, ``run.jsonl`` and what is revealed.
+        loggers: take every finite value.
+        boards: the TensorBoard writers among them, on the process that writes.
+        settings: the user's settings by name, for TensorBoard's table.
+        further: names of metrics that somebody else logs beside these settings.
+        training: how the model is trained, for the record.
+        fit: an id that all that watch this run share; None makes one.
+        client: whose results they are, as the lines name it; None: of the run's process, or pooled
+            over its processes.
+        watch: how it is watched, for the record, beside the engine's options.
+    """
+
+    folder: Path
+    loggers: Sequence[Logger] = ()
+    boards: Sequence[SummaryWriter] = ()
+    settings: Mapping[str, object] = field(default_factory=dict)
+    further: Sequence[str] = ()
+    training: Mapping[str, object] = field(default_factory=dict)
+    fit: str | None = None
+    client: str | int | None = None
+    watch: Mapping[str, object] = field(default_factory=dict)
 
 
 class JsonLines:
@@ -110,6 +140,26 @@ class JsonLines:
                 ends = {end: _number(getattr(rate, end)) for end in COLUMNS[7:10]}
                 rows.append({**facts, "metric": name, **ends, "unknown": line.unknown})
         return rows
+
+
+def to_dataframe(jsonl: JsonLines | None) -> pd.DataFrame:
+    """Return the rows of a run's results as a table of pandas.
+
+    Raises:
+        ImportError: pandas is not installed.
+        RuntimeError: no run has begun.
+        OSError: the file cannot be read any more.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise ImportError(
+            f"to_dataframe() needs pandas: {install('datasets')} brings it, as does "
+            "pip install pandas"
+        ) from error
+    if jsonl is None:
+        raise RuntimeError("to_dataframe() is about a fit: call trainer.fit(...) first")
+    return pd.DataFrame(jsonl.rows(), columns=list(COLUMNS))
 
 
 def _number(value: float | None) -> float:
@@ -282,15 +332,12 @@ class Report:
     """Writes what the looks of one run found: to the loggers and ``leakage.jsonl``.
 
     Args:
-        loggers: of the run.
-        boards: the writers of those that are TensorBoard's.
+        run: the run.
+        destination: where they go.
         attacks: for their settings.
         jsonl: one line for each look, stage and attack; None on processes that write none.
         reveal: recovered words and texts; None writes none.
-        client: whose results they are, as the lines name it; ``"pooled"`` of several.
-        round_of: number of the round that a step is in; None without rounds.
-        watcher: who speaks in warnings.
-        unit: what the looks count.
+        local_steps: optimizer steps of a round; None without rounds.
 
     Attributes:
         looks: written so far.
@@ -299,38 +346,35 @@ class Report:
 
     def __init__(
         self,
-        loggers: Sequence[Logger],
-        boards: Sequence[SummaryWriter],
+        run: Run,
+        destination: Destination,
         attacks: Sequence[Attack],
         jsonl: JsonLines | None,
         reveal: RevealFiles | None,
-        *,
-        client: str | int,
-        round_of: Callable[[int], int] | None,
-        watcher: str = "LeakageMonitor",
-        unit: Literal["step", "round"] = "step",
+        local_steps: int | None,
     ) -> None:
-        self._watcher = watcher
-        self._unit = unit
-        self._loggers: Sequence[Logger] = loggers
+        self._watcher = run.watcher
+        self._rounds = run.unit == "round"
+        self._steps_in_round = 1 if self._rounds else local_steps
+        pooled = "pooled" if run.processes > 1 and run.client == "rank" else 0
+        self._client = pooled if destination.client is None else destination.client
         self._attacks = attacks
         self._jsonl = jsonl
         self.reveal = reveal
-        self._client = client
-        self._round_of = round_of
+        self._loggers = destination.loggers
+        self.boards = destination.boards
         self.looks = 0
         self._warned: set[str] = set()
         self._waiting: set[Series] = set()
-        self.boards: Sequence[SummaryWriter] = boards
 
     def write(
         self, look: Look, outcomes: Mapping[Series, Outcome], values: Mapping[str, float]
     ) -> None:
         """Writes one look; says once for each reason why a result is unknown."""
         self.looks += 1
-        rounds = self._unit == "round"
-        when = f"in round {look.step}" if rounds else f"at step {look.step}"
-        goes_on = "; the round goes on, unless a gate says no" if rounds else "; training goes on"
+        when, goes_on = f"at step {look.step}", "; training goes on"
+        if self._rounds:
+            when, goes_on = f"in round {look.step}", "; the round goes on, unless a gate says no"
         for series, outcome in outcomes.items():
             if outcome.unknown is not None:
                 then = "" if outcome.unknown.startswith("training ended") else goes_on
@@ -357,7 +401,7 @@ class Report:
             if self.boards:
                 add_frame(self.boards, look.step)
         except Exception as error:
-            if not rounds:  # the loggers are the user's own, and so is the error
+            if not self._rounds:  # the loggers are the user's own, and so is the error
                 raise
             self.leave_loggers(error)
 
@@ -400,7 +444,7 @@ class Report:
                     step=look.step,
                     stage=str(series.stage),
                     client=self._client,
-                    round=None if self._round_of is None else self._round_of(look.step),
+                    round=self._steps_in_round and look.step // self._steps_in_round,
                     attack=series.name,
                     config=configs[series.attack],
                     n=outcome.n,
@@ -422,7 +466,7 @@ class Report:
                         step=step,
                         stage=str(Stage.SHARED),
                         client=self._client,
-                        round=None if self._round_of is None else 0,
+                        round=None if self._steps_in_round is None else 0,
                         attack=row.attack,
                         config=configs[row.attack],
                         n=0,

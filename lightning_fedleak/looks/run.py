@@ -1,14 +1,18 @@
-"""What the engine knows of a run, whoever trains: a Trainer, a federation, a loop of one's own."""
+"""A run, whoever trains; when it is looked at; and what one look gathers."""
 
 from __future__ import annotations
 
+import math
 import os
+import time
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -16,11 +20,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import Attack, RunFacts
-from lightning_fedleak.defenses import Defense, DefenseContext
-from lightning_fedleak.optimizer_step import before_real_step
-from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.batches import BatchError, TokenBatch
+from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
+from lightning_fedleak.metrics import Rate
+from lightning_fedleak.snapshots import GradientSnapshot, NotYet, Stage
+from lightning_fedleak.taps.activations import ChangedInPlace
+from lightning_fedleak.taps.gradients import UpdateError, before_real_step
 from lightning_fedleak.threats import Capability
+from lightning_fedleak.validate import check_integer, check_number
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -58,10 +66,13 @@ class Run(ABC):
         client: ``"rank"`` (each process is a client) or ``"world"`` (all are one).
         assumed: what the adversary has besides what it sees.
         watcher: the class that watches the run, for messages.
+        unit: what :attr:`step` counts. Attacks are calibrated between the first steps, and all of
+            them before the first round.
         uncounted_step: the message where an optimizer stepped and :attr:`step` did not change.
     """
 
     watcher: ClassVar[str] = "LeakageMonitor"
+    unit: ClassVar[Literal["step", "round"]] = "step"
     uncounted_step: ClassVar[str] = "an optimizer stepped, and the run's step is what it was"
 
     anatomy: Anatomy
@@ -109,8 +120,13 @@ class Run(ABC):
 
     @property
     def step(self) -> int:
-        """Return the number of optimizer steps so far."""
+        """Return the number of optimizer steps, or of rounds, that are over."""
         return 0
+
+    @property
+    def optimizer_step(self) -> int:
+        """Return the number of optimizer steps so far, as attacks count them."""
+        return self.step
 
     @property
     def number(self) -> int:
@@ -189,58 +205,395 @@ class Run(ABC):
         return None
 
 
-@dataclass(frozen=True)
-class Plan:
-    """An attack in one run.
+# ---- when to look ------------------------------------------------------------------------------
 
-    Attributes:
-        attack: the attack.
-        roles: whose gradients it reads; none where it reads layers that the server adds itself, or
-            hidden states at the split.
-        exposed: whether all of them are really shared.
-        optimizer: the one that owns these parameters; None where they are not exposed, or no
-            parameters of the client's.
+
+class Cadence(ABC):
+    """Decide at which optimizer steps the engine looks.
+
+    The next look is fixed at the look before, so that under DDP rank 0's choice travels with that
+    look's results and no step needs a message of its own.
     """
 
-    attack: Attack
-    roles: tuple[str, ...]
-    exposed: bool
-    optimizer: Optimizer | None
+    def __init__(self) -> None:
+        self.next_step = 0
 
-    def facts(self, run: Run, local_steps: int | None, step: int) -> RunFacts:
-        """Return what the attack learns about the run, see :meth:`Attack.meet`.
+    def due(self, step: int) -> bool:
+        """Return whether optimizer step ``step`` (from 0) is to be looked at."""
+        return step >= self.next_step
+
+    @abstractmethod
+    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
+        """Return the next step to look at, as a proposal.
 
         Args:
-            run: the run.
-            local_steps: optimizer steps of a round; None for single gradients.
-            step: optimizer step that the run begins at.
+            step: the step just looked at.
+            look_seconds: what that look cost.
+            step_seconds: what a step without a look costs.
         """
-        optimizer = self.optimizer
-        defended: set[Literal["gradients", "batches", "activations"]] = set()
-        for defense in run.defenses:
-            if defense.acts_on_gradients:
-                defended.add("gradients")
-            if defense.acts_on_batches:
-                defended.add("batches")
-            if defense.activation_layers:
-                defended.add("activations")
-        return RunFacts(
-            precision=run.precision,
-            autocast=AUTOCAST.get(run.precision),
-            optimizer=None if optimizer is None else type(optimizer).__name__,
-            optimizer_settings=self._settings(run),
-            local_steps=local_steps,
-            defended=frozenset(defended),
-            step=step,
-            clip_value=run.clip_value,
-        )
 
-    def _settings(self, run: Run) -> Mapping[str, object]:
-        """Return the settings of the parameter group that the attack reads, without tensors."""
-        if self.optimizer is None:
+    def after_try(self, try_seconds: float, step_seconds: float) -> int:
+        """Return the next step to look at, as a proposal, where attacks were tried again.
+
+        Args:
+            try_seconds: what that cost.
+            step_seconds: what a step without a look costs.
+        """
+        return self.next_step
+
+    @property
+    @abstractmethod
+    def argument(self) -> str:
+        """Return the argument that asks for this."""
+
+
+class EveryNSteps(Cadence):
+    """Look at steps 0, n, 2n, ..."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        check_integer("every_n_steps", n)
+        self.n = n
+
+    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
+        """Return the next multiple of n after ``step``."""
+        return (step // self.n + 1) * self.n
+
+    @property
+    def argument(self) -> str:
+        """Return ``every_n_steps=50``."""
+        return f"every_n_steps={self.n}"
+
+
+class MaxOverhead(Cadence):
+    """Look so seldom that looks cost at most a share of the time spent training.
+
+    A look of ``c`` seconds is followed by ``c / (share * s)`` steps of ``s`` seconds each.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
+        self.share = share
+
+    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
+        """Return the step at which the look has been paid for."""
+        if step_seconds <= 0:
+            return step + 1
+        return step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
+
+    def after_try(self, try_seconds: float, step_seconds: float) -> int:
+        """Return a step so much later."""
+        return self.after_look(self.next_step, try_seconds, step_seconds)
+
+    @property
+    def argument(self) -> str:
+        """Return ``max_overhead=0.005``."""
+        return f"max_overhead={self.share:g}"
+
+
+# ---- a look ------------------------------------------------------------------------------------
+
+
+PREFIX = {
+    Stage.LOCAL: "leakage_local",
+    Stage.SHARED: "leakage",
+    Stage.AGGREGATE: "leakage_aggregate",
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One attack's results at one stage, under one name in the logs.
+
+    Attributes:
+        prefix: the name's first part.
+        name: its second part: the attack's name, or what its channel makes of it.
+        attack: the attack's name.
+        stage: where what it reads was seen.
+    """
+
+    prefix: str
+    name: str
+    attack: str
+    stage: Stage
+
+    @classmethod
+    def at(cls, stage: Stage, attack: str) -> Series:
+        """Return the series of an attack at a stage."""
+        return cls(PREFIX[stage], attack, attack, stage)
+
+    @property
+    def log_name(self) -> str:
+        """Return what the names of its values begin with: ``leakage/flatchat``."""
+        return f"{self.prefix}/{self.name}"
+
+
+# ---- of one client --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an attack's guess is worth.
+
+    Attributes:
+        numbers: in the order and number that its channel packs them.
+    """
+
+    numbers: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """There is no result: not safe, unknown.
+
+    Attributes:
+        why: for the logs; holds no private text.
+        applies: whether the attack's method is made for what was shared.
+    """
+
+    why: str
+    applies: bool = True
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """No result yet; not a failure.
+
+    Attributes:
+        why: what is waited for.
+        soon: the next step may bring it, so that the attack is tried again there.
+        zeros: roles whose gradient is zero, as long as which there will be none.
+    """
+
+    why: str
+    soon: bool = True
+    zeros: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NothingShared:
+    """Nothing left the client in this step."""
+
+
+Result = Found | Unknown | Waiting | NothingShared
+
+
+# ---- over all clients -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One attack at one stage, over all clients.
+
+    Attributes:
+        rates: by name, pooled over clients (and, where that kind of result does so, over the last
+            looks); NaN where unknown.
+        n: what was counted: true word types added over clients, games, or texts.
+        exposed: whether the attack's surface leaves the client at all.
+        worst: each rate's value at the client where it is highest; empty for one client.
+        extra: numbers that have no interval; NaN where there is none.
+        now: each rate's value at this look alone; None where ``rates`` is of this look alone.
+        too_few: why this look alone says too little to be judged by; None where it does not.
+        unknown: why there is no value; None where there is one.
+        applies: false where there is none since the method is not made for what was shared.
+        pending: why there is no value *yet*; None otherwise.
+        soon: where it is pending, the next step may bring one.
+        by_position: of reconstructed texts: (right, all) tokens by range of places in their text.
+    """
+
+    rates: Mapping[str, Rate]
+    n: int
+    exposed: bool = True
+    worst: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, float] = field(default_factory=dict)
+    now: Mapping[str, float] | None = None
+    too_few: str | None = None
+    unknown: str | None = None
+    applies: bool = True
+    pending: str | None = None
+    soon: bool = False
+    by_position: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def values(self, root: str) -> dict[str, float]:
+        """Return the numbers by log name, all beginning with ``root``; none where pending."""
+        if self.pending is not None:
             return {}
-        read = {id(run.anatomy.parameter(role)) for role in self.roles}
-        groups = self.optimizer.param_groups
-        group = next((g for g in groups if read & {id(p) for p in g["params"]}), groups[0])
-        known = (int, float, bool, str, tuple, type(None))
-        return {name: value for name, value in group.items() if isinstance(value, known)}
+        out = {f"{root}/exposed": float(self.exposed)}
+        for name, rate in self.rates.items():
+            out[f"{root}/{name}"] = rate.value
+            out[f"{root}/{name}_low"] = rate.low
+            out[f"{root}/{name}_high"] = rate.high
+        for name, value in self.worst.items():
+            out[f"{root}/{name}_worst_client"] = value
+        for name, value in self.extra.items():
+            if not math.isnan(value):
+                out[f"{root}/{name}"] = value
+        return out
+
+    def values_now(self, root: str) -> dict[str, float]:
+        """Return the numbers of this look alone, by log name."""
+        values = self.values(root)
+        if self.now is not None and values:
+            values = {n: v for n, v in values.items() if not n.endswith(("_low", "_high"))}
+            values |= {f"{root}/{name}": value for name, value in self.now.items()}
+        return values
+
+
+def unknown(metrics: Iterable[str], why: str, *, applies: bool = True) -> Outcome:
+    """Return an outcome without a value: unknown, which is not safe."""
+    nothing = Rate(math.nan, math.nan, math.nan)
+    return Outcome(dict.fromkeys(metrics, nothing), 0, unknown=why, applies=applies)
+
+
+def not_shared(metrics: Iterable[str]) -> Outcome:
+    """Return the outcome of a surface that does not leave the client: 0, ``exposed`` 0."""
+    return Outcome(dict.fromkeys(metrics, Rate(0.0, 0.0, 0.0)), 0, exposed=False)
+
+
+def pending(why: str, *, soon: bool = False) -> Outcome:
+    """Return an outcome whose value comes at a later look, maybe in the next step."""
+    return Outcome({}, 0, pending=why, soon=soon)
+
+
+# ---- a look ---------------------------------------------------------------------------------
+
+
+class Pages(Protocol):
+    """Takes what a channel shows of a look beside numbers."""
+
+    looks: int
+    boards: Sequence[Any]
+
+    @property
+    def reveal(self) -> Any:
+        """Return the files, None where nothing is revealed."""
+
+
+@dataclass
+class Look:
+    """What one look has gathered so far.
+
+    Attributes:
+        step: optimizer step looked at.
+        batches: the step's micro-batches, by reference, before any defence touched them.
+        batch: the micro-batch at work, which may yet turn out to train nothing.
+        answers: what an attack answered in a series, or why it has no answer (yet).
+        truth_error: why a batch could not be read; None where all were.
+        stepped: ids of the optimizers that were really about to step (none: nothing was shared).
+        seconds: time spent so far.
+        processor_seconds: processor time spent so far, of all threads.
+        step_seconds: time that the step itself took so far; 0 until it is known.
+        learning_rates: of what the attacks read, at each local step.
+        noise_std: of what defences have added to each number of this client's update so far; NaN
+            where one of them did not say.
+        loss_terms: ids of the parameters of which a loss of the step has a term of their own.
+        notes: what channels keep until the look is published, by keys of their own.
+        scope: the series that are tried again, where the look is of these alone; None: all.
+    """
+
+    step: int
+    batches: list[TokenBatch] = field(default_factory=list)
+    batch: TokenBatch | None = None
+    answers: dict[Series, object] = field(default_factory=dict)
+    truth_error: str | None = None
+    stepped: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
+    started: float = field(default_factory=lambda: time.perf_counter())
+    step_seconds: float = 0.0
+    learning_rates: list[set[float]] = field(default_factory=list)
+    noise_std: float = 0.0
+    loss_terms: set[int] = field(default_factory=set)
+    notes: dict[object, Any] = field(default_factory=dict)
+    scope: frozenset[Series] | None = None
+
+    def elapsed(self) -> float:
+        """Return the seconds since the look began that were not its own."""
+        return time.perf_counter() - self.started - self.seconds
+
+    @contextmanager
+    def clock(self, device: torch.device) -> Iterator[None]:
+        """Add the time of a block; wait for a GPU before and after, as looks may."""
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+        wait(device)
+        start, busy = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            wait(device)
+            self.seconds += time.perf_counter() - start
+            self.processor_seconds += time.process_time() - busy
+
+
+@dataclass
+class Moment:
+    """A moment of a step at which what leaves the client is the same at all of ``stages``.
+
+    Attributes:
+        look: the look.
+        stages: at all of which the gradient is now.
+        wanted: those of them that are measured.
+        optimizer: that is about to step; None: all that the round's update is of.
+        scale: loss scale that is still in gradients which no GradScaler has unscaled.
+        take: the gradients of what the attacks read, as they are now.
+    """
+
+    look: Look
+    stages: tuple[Stage, ...]
+    wanted: tuple[Stage, ...]
+    optimizer: Optimizer | None
+    scale: float
+    take: Callable[[], GradientSnapshot]
+    _view: GradientSnapshot | Unknown | Waiting | None = None
+
+    def gradients(self) -> GradientSnapshot | Unknown | Waiting:
+        """Return the gradients from :attr:`take`, called once, or why there are none."""
+        if self._view is None:
+            self._view = take_view(self.take)
+        return self._view
+
+
+def take_view(take: Callable[[], GradientSnapshot]) -> GradientSnapshot | Unknown | Waiting:
+    """Return the view of a tap, or why it has none (yet)."""
+    try:
+        return take()
+    except NotYet as error:
+        return Waiting(str(error))
+    except Exception as error:
+        return Unknown(reason(error))
+
+
+# ---- why there is no result ------------------------------------------------------------------
+
+
+class NoTargets(ValueError):
+    """The batch holds no sentence that could be asked for."""
+
+
+_OWN_ERRORS = (
+    UnusableObservation,
+    BatchError,
+    ChangedInPlace,
+    NoTargets,
+    UpdateError,
+    torch.OutOfMemoryError,
+)
+_PACKAGE = Path(__file__).parents[1]
+
+
+def reason(error: Exception) -> str:
+    """Return why there is no result, for logs: the error's kind, and its message or its place.
+
+    Only words written here are repeated: another error's may quote the private batch. So may a
+    ``DefenseError`` of a defence of the user's own, or one that repeats another error.
+    """
+    kind = type(error).__name__
+    if isinstance(error, _OWN_ERRORS):
+        return f"{kind}: {error}"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    path = Path(place.filename)
+    internal = path.is_relative_to(_PACKAGE) and error.__cause__ is None
+    if isinstance(error, DefenseError) and internal:
+        return f"{kind}: {error}"
+    return f"{kind} at {path.name}:{place.lineno}"

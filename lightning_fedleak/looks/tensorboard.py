@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.looks.channels.base import Channel
-from lightning_fedleak.looks.look import Series
+from lightning_fedleak.looks.run import Series
 
 if TYPE_CHECKING:
     from tensorboard.plugins.custom_scalar import layout_pb2

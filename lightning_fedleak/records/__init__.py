@@ -7,11 +7,17 @@ from lightning_fedleak.records.families import (
     WORDS,
     Family,
 )
-from lightning_fedleak.records.fields import JsonObject, Record, Releases, as_json, named
+from lightning_fedleak.records.fields import (
+    JsonObject,
+    Record,
+    Releases,
+    append_line,
+    as_json,
+    named,
+)
 from lightning_fedleak.records.files import (
     RECORD,
     RESULTS,
-    append_line,
     parse_json,
     read_lines,
     read_results,

@@ -6,10 +6,13 @@ missing, and ``named`` gives the key where that is no name in Python.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache, partial
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
@@ -96,6 +99,25 @@ def as_json(value: object) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else "infinite"
     return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def append_line(path: Path, line: object) -> None:
+    """Add a line to a file, whose folder is made where it is missing.
+
+    A part of a line that a killed fit wrote stays a line of its own. A new file only its owner may
+    read: its numbers are of one client's data.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = json.dumps(as_json(line), allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
+        file.write(f"{text}\n".encode())
 
 
 # ---- one field ----------------------------------------------------------------------------------

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.records.fields import SCHEMA, JsonObject, OddField, as_json
+from lightning_fedleak.records.fields import SCHEMA, JsonObject, OddField
 from lightning_fedleak.records.results import ResultLine
 from lightning_fedleak.records.run import RUN_LINES, RunLine
 
@@ -71,25 +70,6 @@ def read_lines(path: Path) -> FileLines:
         if numbers
     ]
     return FileLines(lines, problems)
-
-
-def append_line(path: Path, line: ResultLine | RunLine) -> None:
-    """Add a line to a file, whose folder is made where it is missing.
-
-    A part of a line that a killed fit wrote stays a line of its own. A new file only its owner may
-    read: its numbers are of one client's data.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    text = json.dumps(as_json(line), allow_nan=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "ab+") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            if file.read() != b"\n":
-                file.write(b"\n")
-        file.write(f"{text}\n".encode())
 
 
 def read_results(path: Path) -> list[ResultLine]:

@@ -7,12 +7,16 @@ to a gradient without any batch, and would mislead an attack that ascribes all o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn import functional
+from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.snapshots import (
@@ -349,3 +353,147 @@ def _surely_reads_batch(node: Node) -> bool:
     if name.startswith(_PRODUCTS):
         return any(below is None for below, _ in node.next_functions)
     return not (name[-1].isdigit() or name.endswith("AccumulateGrad"))
+
+
+# ---- the moment before an optimizer's step -----------------------------------------------
+
+# ``Optimizer.register_step_pre_hook`` fires before the closure of Lightning's automatic
+# optimization, that is, before backward; a post-hook may find gradients modified in place.
+_CHAIN = "_fedleak_before_step"
+
+
+class StepError(RuntimeError):
+    """This optimizer does not have one moment between its gradients and its update."""
+
+
+def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[], None]:
+    """Call ``fn`` in every step of ``optimizer`` right before the real update.
+
+    For ``step(closure)``, as Lightning's automatic optimization calls it, that is after the
+    closure: forward, backward, hooks and gradient clipping. For ``step()`` it is at once. Under a
+    ``GradScaler`` gradients are unscaled by then, and ``fn`` is not called in a step that the
+    scaler skips. ``fn`` runs without autograd. Several functions on one optimizer run in the order
+    in which they were added.
+
+    The optimizer's ``step`` does everything else as before, hooks and learning rate schedulers
+    included.
+
+    Args:
+        optimizer: a torch optimizer or Lightning's wrapper of one.
+        fn: called without arguments; what it raises stops the step before the update.
+
+    Returns:
+        A function that removes ``fn``; may be called twice.
+
+    Raises:
+        StepError: LBFGS. And in a step: an optimizer that runs its closure twice (sharpness-aware
+            ones) or not at all, or a fused one under a GradScaler, whose gradients are still scaled
+            and which skips steps inside its kernel.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer) and isinstance(optimizer, type(inner)):
+        optimizer = (
+            inner  # Lightning's wrapper poses as what it wraps; others have steps of their own
+        )
+    check_optimizer(optimizer)
+    chain: _Chain = getattr(optimizer.step, _CHAIN, None) or _Chain(optimizer)
+    entry = functools.partial(fn)
+    chain.functions.append(entry)
+    return functools.partial(chain.remove, entry)
+
+
+def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:
+    """Raise an error for an optimizer that ``before_real_step`` cannot serve, as far as setup can
+    know.
+
+    Args:
+        optimizer: the torch optimizer.
+        scaler: the precision plugin's GradScaler, None without one.
+
+    Raises:
+        StepError: LBFGS, or a fused optimizer under a GradScaler.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise StepError(
+            "LBFGS evaluates its closure several times in one step, so there is no one gradient "
+            "that leaves the client. Use another optimizer, such as AdamW or SGD."
+        )
+    if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise StepError(_FUSED.format(type(optimizer).__name__))
+
+
+_FUSED = (
+    "a fused {0} under a GradScaler gets gradients that are still scaled and skips steps inside "
+    "its kernel. Use {0}(..., fused=False), or bf16-mixed instead of 16-mixed."
+)
+
+
+class _Chain:
+    """The functions that run before one optimizer's update, and the patch that runs them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.functions: list[Callable[[], None]] = []
+        self._optimizer = optimizer
+        self._original = optimizer.step
+        self._was_patched = "step" in vars(optimizer)
+
+        # A bound method, with the original's attributes: a learning rate scheduler that is
+        # created later unwraps `step.__func__`, and looks for its own mark on `step`.
+        @functools.wraps(self._original)
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._step(*args, **kwargs)
+
+        setattr(step, _CHAIN, self)
+        self._patch = types.MethodType(step, optimizer)
+        optimizer.step = self._patch  # type: ignore[method-assign]
+
+    def remove(self, entry: Callable[[], None]) -> None:
+        if entry in self.functions:
+            self.functions.remove(entry)
+        # Under somebody else's later patch this one stays, and passes calls through.
+        if not self.functions and vars(self._optimizer).get("step") is self._patch:
+            if self._was_patched:
+                self._optimizer.step = self._original  # type: ignore[method-assign]
+            else:
+                del self._optimizer.step
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            for fn in tuple(self.functions):
+                fn()
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.functions:
+            return self._original(*args, **kwargs)
+        name = type(self._optimizer).__name__
+        if getattr(self._optimizer, "found_inf", None) is not None:
+            raise StepError(_FUSED.format(name))
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is None:
+            self._run()
+            return self._original(*args, **kwargs)
+        called = False
+
+        def closure_then_run() -> Any:
+            nonlocal called
+            if called:
+                raise StepError(
+                    f"{name} evaluates its closure twice in one step, so there is no one gradient "
+                    "that leaves the client. Use another optimizer."
+                )
+            result = closure()
+            called = True
+            self._run()
+            return result
+
+        if args:
+            args = (closure_then_run, *args[1:])
+        else:
+            kwargs["closure"] = closure_then_run
+        result = self._original(*args, **kwargs)
+        if not called:
+            raise StepError(
+                f"{name}.step did not run its closure, so there was no gradient to look at before "
+                "the update. Use another optimizer."
+            )
+        return result

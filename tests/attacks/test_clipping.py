@@ -29,7 +29,7 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.clipping import cut_size, entry_errors, shared_cut
-from lightning_fedleak.callbacks import Games
+from lightning_fedleak.callbacks import Games, MonitorSettings
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     Inapplicable,
@@ -200,7 +200,10 @@ def looked(
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
     monitor = LeakageMonitor(
-        make(), every_n_steps=1, games=Games(held_out=PublicText(HELD)), cache=False
+        make(),
+        every_n_steps=1,
+        games=Games(held_out=PublicText(HELD)),
+        settings=MonitorSettings(cache=False),
     )
     loader = random_token_loader(n=4, batch_size=2, length=10, vocab=VOCABULARY)
     fit([monitor], root, module=module, loader=loader, **trainer)

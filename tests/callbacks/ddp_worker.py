@@ -21,7 +21,7 @@ from lightning_fedleak.attacks.membership.base import MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.batches import BatchError, TokenBatch
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.finetuning import CausalLMFineTuning
 from lightning_fedleak.finetuning import pytorch_lightning as of_pytorch_lightning
@@ -229,7 +229,9 @@ def main(root: Path) -> None:
     }.items():
         probe = Probe()
         client = "world" if case == "world" else None
-        monitor = LeakageMonitor(probe, every_n_steps=100, stages=stages, client=client)
+        monitor = LeakageMonitor(
+            probe, every_n_steps=100, stages=stages, settings=MonitorSettings(client=client)
+        )
         run(root / case, [monitor], strategy=strategy)
         mine, others = own_gradient(rank), own_gradient(1 - rank)
         mean = (mine + others) / 2
@@ -293,7 +295,9 @@ def main(root: Path) -> None:
     before = footprint(run(root / "no-inversion", []))
     for client in ("rank", "world"):
         attacks = [ReadsOne(0, steps=40), ReadsFailOnOne(0, steps=1), Probe()]
-        monitor = LeakageMonitor(attacks, every_n_steps=1, client=client, texts=3)
+        monitor = LeakageMonitor(
+            attacks, every_n_steps=1, settings=MonitorSettings(client=client, texts=3)
+        )
         after = footprint(run(root / f"inversion-{client}", [monitor]))
         last = monitor.engine.jsonl.path.read_text().splitlines()[0] if rank == 0 else "{}"
         out[f"inversion/{client}"] = {
@@ -342,7 +346,7 @@ def main(root: Path) -> None:
     trainer = run(root / "gate-worst", [gate, worst_monitor])
     out["gate worst"] = (trainer.global_step, gate.fired is not None and gate.fired.value)
 
-    monitor = LeakageMonitor([FailsOnOne(), Probe()], client="world")
+    monitor = LeakageMonitor([FailsOnOne(), Probe()], settings=MonitorSettings(client="world"))
     run(root / "failing-world", [monitor])
     lines = monitor.engine.jsonl.path.read_text().splitlines() if rank == 0 else []
     out["failing world"] = [json.loads(line)["n"] for line in lines]
@@ -356,11 +360,17 @@ def main(root: Path) -> None:
             "unreadable": unreadable_on(1, at=2),
             "outside": outside_on(1),
         }.items():
-            monitor = LeakageMonitor(Probe(), every_n_steps=1, client=client, batch_adapter=adapter)
+            monitor = LeakageMonitor(
+                Probe(),
+                every_n_steps=1,
+                settings=MonitorSettings(client=client, batch_adapter=adapter),
+            )
             trainer = run(root / f"{case}-{client}", [monitor])
             out[f"{case}/{client}"] = (trainer.global_step, monitor.looks, monitor.failures)
 
-    monitor = LeakageMonitor(Probe(), batch_adapter=unreadable_on(1, at=0))
+    monitor = LeakageMonitor(
+        Probe(), settings=MonitorSettings(batch_adapter=unreadable_on(1, at=0))
+    )
     try:
         run(root / "first", [monitor])
     except (BatchError, FailsThere) as error:

@@ -35,7 +35,7 @@ from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.flatchat import flatchat
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import Defense, GradientNoise
 from lightning_fedleak.snapshots import Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
@@ -155,7 +155,10 @@ def compared(sigma: float, *, tied: bool) -> Case:
 
     def found_in(root: Path, *, alone: bool) -> tuple[dict[str, Any], L.Trainer]:
         monitor = LeakageMonitor(
-            attacks(tied=tied), every_n_steps=1, stages=STAGES, texts=TEXTS * (1 + alone)
+            attacks(tied=tied),
+            every_n_steps=1,
+            stages=STAGES,
+            settings=MonitorSettings(texts=TEXTS * (1 + alone)),
         )
         looks: list[dict[str, str]] = []
         monitor_values = Each(monitor, looks)
@@ -192,7 +195,9 @@ def undefended(folder: Path) -> dict[str, Any]:
         failures = 0
         for given in ({}, {"local_steps": 2}):
             attack = FlatChat(n_types=40)
-            monitor = LeakageMonitor(attack, every_n_steps=1, client="world", **given)
+            monitor = LeakageMonitor(
+                attack, every_n_steps=1, settings=MonitorSettings(client="world"), **given
+            )
             looks.append([])
             root = folder / f"{name}-{RANK}"
             run(root, [monitor, Each(monitor, looks[-1])], [], plain=True, alone=name == "single")
@@ -309,7 +314,9 @@ def unreadable_on_one(folder: Path) -> dict[str, Any]:
             raise RuntimeError("only here")
         return TokenBatch(batch["input_ids"], batch["labels"], None, "causal")
 
-    monitor = LeakageMonitor(attacks(), every_n_steps=1, batch_adapter=adapter)
+    monitor = LeakageMonitor(
+        attacks(), every_n_steps=1, settings=MonitorSettings(batch_adapter=adapter)
+    )
     looks: list[dict[str, str]] = []
     trainer, _ = run(folder, [monitor, Each(monitor, looks)], [GradientNoise(CLIP, 0.0)])
     unknown = [
@@ -324,7 +331,7 @@ def refused(folder: Path) -> dict[str, Any]:
     said = []
     for monitor in (
         LeakageMonitor(FCMembership(layer=1)),
-        LeakageMonitor(FlatChat(n_types=40), head_own_part=True),
+        LeakageMonitor(FlatChat(n_types=40), settings=MonitorSettings(head_own_part=True)),
     ):
         try:
             run(folder, [monitor], [GradientNoise(CLIP, SIGMA)], tied=True)
@@ -387,7 +394,7 @@ def shared_rows(folder: Path) -> dict[str, Any]:
     for lora in (True, False):
         loader = DataLoader(Subset(data, range(4 * RANK, 4 * RANK + 4)), batch_size=2)
         words = SubspaceWords(capacity_seconds=0)
-        monitor = LeakageMonitor(words, every_n_steps=1, client="world")
+        monitor = LeakageMonitor(words, every_n_steps=1, settings=MonitorSettings(client="world"))
         strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
         fit(
             [monitor],
@@ -411,7 +418,9 @@ def auto(folder: Path) -> dict[str, Any]:
     text = torch.randint(3, 300, (40, 8), generator=torch.Generator().manual_seed(0)).tolist()
     for lora in (True, False):
         loader = DataLoader(Subset(data, range(4 * RANK, 4 * RANK + 4)), batch_size=2)
-        monitor = LeakageMonitor(public_text=text, every_n_steps=1, client="world")
+        monitor = LeakageMonitor(
+            public_text=text, every_n_steps=1, settings=MonitorSettings(client="world")
+        )
         fit(
             [monitor],
             folder / str(lora),

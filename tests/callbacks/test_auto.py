@@ -399,8 +399,8 @@ def test_several_monitors_of_one_family_have_no_worst_together(tmp_path: Path) -
 
 def test_a_batch_is_not_needed_to_tell_what_a_look_costs() -> None:
     from lightning_fedleak.anatomy import find_anatomy
+    from lightning_fedleak.looks.channels.base import Plan
     from lightning_fedleak.looks.choice import look_seconds
-    from lightning_fedleak.looks.run import Plan
 
     made = module(lora=True)
     anatomy = find_anatomy(made)

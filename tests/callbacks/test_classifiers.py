@@ -26,7 +26,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
 )
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
 from lightning_fedleak.looks.channels.words import WordTruth
 from lightning_fedleak.model_runs import sees_no_later
 from lightning_fedleak.threats import ThreatModelError
@@ -247,7 +247,7 @@ def test_attacks_choose_themselves_on_classifiers(
     model = made(lambda: bert(task), lora=adapted, task=tasks[task] if lora else None)
     ids = texts(3)
     labels = torch.arange(3) % 2 if task == SEQUENCE else ids % 2
-    monitor = LeakageMonitor(every_n_steps=1, cache=False)
+    monitor = LeakageMonitor(every_n_steps=1, settings=MonitorSettings(cache=False))
     loader = DataLoader([{"input_ids": ids, "labels": labels}], batch_size=None)  # type: ignore[arg-type]
     with warnings.catch_warnings(), caplog.at_level(logging.INFO):
         warnings.filterwarnings("error", ".*could not be tried.*")
@@ -312,7 +312,7 @@ def test_what_attacks_cost_is_tried_on_two_vocabularies(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch = {"input_ids": texts(3), "labels": texts(3, 7, TARGETS, seed=1)}
-    monitor = LeakageMonitor(every_n_steps=1, cache=False)
+    monitor = LeakageMonitor(every_n_steps=1, settings=MonitorSettings(cache=False))
     loader = DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
     with warnings.catch_warnings(), caplog.at_level(logging.INFO):
         warnings.filterwarnings("error", ".*could not be tried.*")

@@ -11,7 +11,12 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 
 from lightning_fedleak.attacks import AlignedFlatChat, PublicText
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.callbacks import LeakageLimitExceeded, LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import (
+    LeakageLimitExceeded,
+    LeakageMonitor,
+    MonitorSettings,
+    RiskGate,
+)
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
@@ -58,7 +63,7 @@ def test_a_fit_that_goes_on_in_the_same_trainer_is_looked_at(tmp_path):
 
 
 def test_after_an_exception_of_the_user_nothing_is_left_behind(tmp_path):
-    monitor = LeakageMonitor(Probe(), every_n_steps=1, head_own_part=True)
+    monitor = LeakageMonitor(Probe(), every_n_steps=1, settings=MonitorSettings(head_own_part=True))
     module = broken([monitor], tmp_path)
     assert "forward" not in vars(module.model.lm_head)
     assert "step" not in vars(module.trainer.optimizers[0])

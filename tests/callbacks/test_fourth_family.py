@@ -16,7 +16,7 @@ import lightning_fedleak.callbacks
 from lightning_fedleak.anatomy import HEAD_WEIGHT
 from lightning_fedleak.attacks import Attack, FCMembership, PrefixInversion, TextAttack, TextGuess
 from lightning_fedleak.attacks.base import Surfaces
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.looks.channels.base import Channel, family_of
 from lightning_fedleak.records import Family
 from lightning_fedleak.report import findings, page, read
@@ -179,7 +179,9 @@ def test_a_text_attack_may_read_gradients(tmp_path: Path) -> None:
     loader = random_token_loader(16)
     attack = FromGradients(list(loader))
     stages = ("local", "shared", "aggregate")
-    monitor = LeakageMonitor(attack, every_n_steps=1, stages=stages, texts=3)
+    monitor = LeakageMonitor(
+        attack, every_n_steps=1, stages=stages, settings=MonitorSettings(texts=3)
+    )
     fit([monitor], tmp_path, loader=loader)
     assert monitor.failures == 0
     assert monitor.looks == 4
@@ -202,7 +204,9 @@ class OutOfTime(FromGradients):
 
 def test_what_a_text_attack_has_no_time_for_is_missed(tmp_path: Path) -> None:
     loader = random_token_loader(8)
-    monitor = LeakageMonitor(OutOfTime(list(loader)), every_n_steps=1, texts=4)
+    monitor = LeakageMonitor(
+        OutOfTime(list(loader)), every_n_steps=1, settings=MonitorSettings(texts=4)
+    )
     with pytest.warns(UserWarning, match="no time"):
         fit([monitor], tmp_path, loader=loader)
     assert (monitor.failures, monitor.looks) == (1, 2), "of the first look nothing is known"

@@ -13,7 +13,7 @@ import torch
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
 from lightning_fedleak.looks.channels.base import Channel
-from lightning_fedleak.looks.evidence import RANGES, Evidence, default_warmup
+from lightning_fedleak.looks.gates import RANGES, Evidence, default_warmup
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.test_gate import F1, Scripted
 from tests.helpers.notices import announced

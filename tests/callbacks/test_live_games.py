@@ -23,7 +23,7 @@ from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.insertion import insert
 from lightning_fedleak.attacks.membership.trained import TrainedMembership
 from lightning_fedleak.auditing import audit_canaries
-from lightning_fedleak.callbacks import Games, LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.canaries import InclusionMismatch, with_canaries
 from lightning_fedleak.defenses import DPSGD, ClipSettings, Defense, Freeze, GradientNoise, TokenLDP
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
@@ -657,7 +657,7 @@ def test_a_classifier_can_be_played_on(tmp_path):
 
 
 def test_an_honest_server_adds_no_layers(tmp_path):
-    monitor = LeakageMonitor(Recording(), assume=HONEST_BUT_CURIOUS)
+    monitor = LeakageMonitor(Recording(), settings=MonitorSettings(assume=HONEST_BUT_CURIOUS))
     with pytest.raises(ThreatModelError, match=r"recording.*chooses the modules"):
         fit([monitor], tmp_path)
 

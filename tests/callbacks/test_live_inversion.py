@@ -21,7 +21,7 @@ from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent, PrefixI
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextGuess
 from lightning_fedleak.batches import BatchError
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.defenses.dpsgd.dpsgd import DPSGD
 from lightning_fedleak.looks.channels.texts import Inverted, TextsChannel, place_names
@@ -119,7 +119,11 @@ def test_the_states_are_those_of_the_users_own_forward_and_nothing_runs_anew(tmp
         place.module.register_forward_hook(lambda _, __, out: kept.append(states_out(out).detach()))
     module.model.transformer.h[0].register_forward_hook(lambda *_: passes.append(1))
     attack = Recording(layer)
-    fit([LeakageMonitor(attack, every_n_steps=3, texts=8)], tmp_path, module=module)
+    fit(
+        [LeakageMonitor(attack, every_n_steps=3, settings=MonitorSettings(texts=8))],
+        tmp_path,
+        module=module,
+    )
     assert len(passes) == len(kept) == 8
     assert len(attack.seen) == 3
     for at, (hidden, mask, positions) in zip((0, 3, 6), attack.seen, strict=True):
@@ -138,7 +142,11 @@ def test_texts_are_drawn_by_the_step_and_all_of_them_in_time(tmp_path):
     drawn = {}
     for run in ("first", "again"):
         attack = Recording()
-        fit([LeakageMonitor(attack, every_n_steps=1, texts=1)], tmp_path, module=still())
+        fit(
+            [LeakageMonitor(attack, every_n_steps=1, settings=MonitorSettings(texts=1))],
+            tmp_path,
+            module=still(),
+        )
         drawn[run] = [hidden for hidden, *_ in attack.seen]
     for one, two, batch in zip(*drawn.values(), random_token_loader(32), strict=True):
         assert one.shape == (1, 12, 16)
@@ -195,7 +203,9 @@ class Padded(L.LightningModule):
 def test_padded_micro_batches_of_several_lengths_are_all_read(tmp_path, side, positions):
     module = Padded(side, positions)
     attack = Recording(2)
-    monitor = LeakageMonitor([exact(2), attack], every_n_steps=1, texts=100)
+    monitor = LeakageMonitor(
+        [exact(2), attack], every_n_steps=1, settings=MonitorSettings(texts=100)
+    )
     trainer = L.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -345,7 +355,7 @@ def test_frozen_layers_give_as_much_away(tmp_path):
 
 def test_an_encoder_is_attacked_by_descent(tmp_path):
     attack = EmbeddingDescent(1, steps=150, sweeps=2, lr=0.3)
-    monitor = LeakageMonitor(attack, texts=2)
+    monitor = LeakageMonitor(attack, settings=MonitorSettings(texts=2))
     fit([monitor], tmp_path, module=still(tiny_bert_mlm(dropout=0.0)), n=8)
     assert monitor.latest["leakage/embedding_descent/token_accuracy"] > 0.9
 
@@ -371,7 +381,10 @@ def test_no_hook_stays_behind(tmp_path):
     monitor = LeakageMonitor(Recording(), stages=("local", "shared"))
     fit([monitor], tmp_path, module=module, strategy=strategy, n=4)
     assert hooks(module) == 0
-    for refused in (LeakageMonitor(exact(9)), LeakageMonitor(Recording(), assume=())):
+    for refused in (
+        LeakageMonitor(exact(9)),
+        LeakageMonitor(Recording(), settings=MonitorSettings(assume=())),
+    ):
         with pytest.raises(ValueError, match=r"out of range|must be one that"):
             fit([refused], tmp_path, module=module)
         assert hooks(module) == 0
@@ -386,7 +399,7 @@ def test_no_hook_stays_behind(tmp_path):
 
 def test_rates_are_those_of_the_guess(tmp_path):
     attack = Recording()
-    monitor = LeakageMonitor(attack, texts=4)
+    monitor = LeakageMonitor(attack, settings=MonitorSettings(texts=4))
     fit([monitor], tmp_path, module=still(), n=4)
     ids = next(iter(random_token_loader(4)))["input_ids"]
     expected = reconstruction_rates(sentence_scores(torch.full_like(ids, 5), ids), resamples=200)
@@ -495,7 +508,7 @@ def test_a_micro_batch_that_trains_nothing_is_left_out(tmp_path):
             loss = super().training_step(batch, batch_idx)
             return None if batch_idx == 0 else loss
 
-    monitor = LeakageMonitor(Recording(), texts=100)
+    monitor = LeakageMonitor(Recording(), settings=MonitorSettings(texts=100))
     fit([monitor], tmp_path, module=Skips(tiny_gpt2()), n=8, accumulate_grad_batches=2)
     assert lines(monitor)[0]["n"] == 4
     assert monitor.failures == 0
@@ -547,7 +560,11 @@ def test_texts_are_revealed_side_by_side_in_a_private_file_alone(tmp_path):
         return TextGuess(tokens)
 
     monitor = LeakageMonitor(
-        [Recording(says=gap), Probe()], every_n_steps=4, reveal=True, tokenizer=Words(), texts=2
+        [Recording(says=gap), Probe()],
+        every_n_steps=4,
+        reveal=True,
+        tokenizer=Words(),
+        settings=MonitorSettings(texts=2),
     )
     fit([monitor], tmp_path, module=still(), logger=TensorBoardLogger(tmp_path))
     holding = [p for p in tmp_path.rglob("*") if p.is_file() and b"word5 " in p.read_bytes()]
@@ -644,7 +661,7 @@ def test_a_batch_without_a_row_is_passed_over_by_every_kind(tmp_path, attack):
 
 
 def test_an_empty_micro_batch_among_others_is_no_failure(tmp_path):
-    monitor = LeakageMonitor([Recording(), Probe()], texts=100)
+    monitor = LeakageMonitor([Recording(), Probe()], settings=MonitorSettings(texts=100))
     trainer = L.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -701,7 +718,7 @@ def test_poisson_batches_of_dpsgd_are_read_and_its_empty_ones_passed_over(tmp_pa
 @pytest.mark.parametrize("texts", [0, -1, True, 2.0])
 def test_a_number_of_texts_must_be_positive(texts):
     with pytest.raises(ValueError, match="texts must be a positive integer"):
-        LeakageMonitor(Recording(), texts=texts)
+        LeakageMonitor(Recording(), settings=MonitorSettings(texts=texts))
 
 
 def test_activations_are_never_reduced():
@@ -749,10 +766,12 @@ def test_local_does_not_exist_above_a_defence(tmp_path):
 
 
 def test_the_adversary_must_know_the_bottom(tmp_path):
-    knows_nothing = LeakageMonitor(Recording(), assume=())
+    knows_nothing = LeakageMonitor(Recording(), settings=MonitorSettings(assume=()))
     with pytest.raises(ThreatModelError, match="below the split"):
         fit([knows_nothing], tmp_path)
-    bottom = LeakageMonitor(Recording(), assume=[Capability.KNOWS_BOTTOM_MODEL])
+    bottom = LeakageMonitor(
+        Recording(), settings=MonitorSettings(assume=[Capability.KNOWS_BOTTOM_MODEL])
+    )
     fit([bottom], tmp_path, n=4)
     assert bottom.looks == 1
 
@@ -764,7 +783,7 @@ def test_the_adversary_must_know_the_bottom(tmp_path):
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 40), st.integers(0, 10**6))
 def test_clients_are_pooled_by_text(clients, n, length, seed):
     generator = torch.Generator().manual_seed(seed)
-    monitor = LeakageMonitor(Recording(), texts=5)
+    monitor = LeakageMonitor(Recording(), settings=MonitorSettings(texts=5))
     [(series, channel)] = monitor.engine.series.items()
     rows, guessed, truths, masks, ages = {}, [], [], [], []
     for client in range(clients):

@@ -22,7 +22,7 @@ from lightning_fedleak.attacks import (
     SubspaceTexts,
     SubspaceWords,
 )
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.looks.channels import Games
 from lightning_fedleak.looks.channels.texts import Inverted
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
@@ -373,7 +373,9 @@ class Ends(L.LightningModule):
 
 
 def watched_ends(root: Path, texts: int) -> tuple[list[dict[str, object]], LeakageMonitor]:
-    monitor = LeakageMonitor(SubspaceTexts(), every_n_steps=1, texts=texts, log_dir=root)
+    monitor = LeakageMonitor(
+        SubspaceTexts(), every_n_steps=1, log_dir=root, settings=MonitorSettings(texts=texts)
+    )
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=1, callbacks=[monitor], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

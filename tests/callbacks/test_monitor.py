@@ -17,10 +17,10 @@ from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.attacks import BagOfWords, BiasSign, EmbeddingDescent, FlatChat
 from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.batches import BatchError, TokenBatch
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.looks.cadence import EveryNSteps, MaxOverhead
-from lightning_fedleak.looks.plan import listed
+from lightning_fedleak.looks.choice import listed
+from lightning_fedleak.looks.run import EveryNSteps, MaxOverhead
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import ThreatModelError
 from tests.callbacks.runs import Probe, fit
@@ -210,7 +210,9 @@ def test_a_later_batch_that_cannot_be_read_is_a_failure_not_an_end(tmp_path):
     even = [int(b["input_ids"][0, 0]) % 2 == 0 for b in random_token_loader(32)]
     assert not even[0]
     assert any(even)
-    monitor = LeakageMonitor(Probe(), every_n_steps=1, batch_adapter=adapter)
+    monitor = LeakageMonitor(
+        Probe(), every_n_steps=1, settings=MonitorSettings(batch_adapter=adapter)
+    )
     with pytest.warns(UserWarning, match="could not be read: BatchError: odd"):
         trainer = fit([monitor], tmp_path)
     assert trainer.global_step == 8
@@ -237,7 +239,14 @@ def test_words_of_others_errors_are_not_repeated_anywhere(tmp_path, caplog):
         warnings.simplefilter("always")
         attacks = [Quoting(), Outside(name="outside")]
         fit([LeakageMonitor(attacks, every_n_steps=1)], tmp_path)
-        fit([LeakageMonitor(Probe(), every_n_steps=1, batch_adapter=adapter)], tmp_path)
+        fit(
+            [
+                LeakageMonitor(
+                    Probe(), every_n_steps=1, settings=MonitorSettings(batch_adapter=adapter)
+                )
+            ],
+            tmp_path,
+        )
     files = [p.read_text() for p in tmp_path.rglob("*") if p.is_file()]
     said = [str(w.message) for w in caught] + [caplog.text] + files
     assert any("ValueError at test_monitor.py" in text for text in said)
@@ -255,8 +264,14 @@ def test_words_of_others_errors_are_not_repeated_anywhere(tmp_path, caplog):
         ({"attacks": [Probe(), Probe()]}, "several attacks are named probe"),
         ({"attacks": Probe(name="a/b")}, "cannot be part of a log name"),
         ({"attacks": Probe(), "every_n_steps": 5, "max_overhead": 0.1}, "not both"),
-        ({"attacks": Probe(), "every_n_steps": 0}, "every_n_steps must be a positive"),
-        ({"attacks": Probe(), "max_overhead": 0.0}, "max_overhead must be a share"),
+        (
+            {"attacks": Probe(), "every_n_steps": 0},
+            "every_n_steps must be an integer of at least 1",
+        ),
+        (
+            {"attacks": Probe(), "max_overhead": 0.0},
+            "max_overhead must be a number above 0 and of at most 1",
+        ),
         ({"attacks": Probe(), "stages": ("shred",)}, "stages must be some of"),
         ({"attacks": Probe(), "client": "node"}, "client must be"),
         ({"attacks": Probe(), "local_steps": 2, "stages": ("local",)}, "local_steps"),
@@ -308,7 +323,10 @@ def test_a_batch_of_one_s_own_type_is_refused_before_anything_is_calibrated(tmp_
     ids = torch.randint(5, 90, (4, 9), generator=torch.Generator().manual_seed(0))
     loader = DataLoader([Texts(ids, ids)], batch_size=None)
     monitor = LeakageMonitor(
-        probe, batch_adapter=lambda batch: TokenBatch(batch.tokens, batch.targets, None, "causal")
+        probe,
+        settings=MonitorSettings(
+            batch_adapter=lambda batch: TokenBatch(batch.tokens, batch.targets, None, "causal")
+        ),
     )
     fit([monitor], tmp_path, module=Typed(tiny_gpt2().train()), loader=loader)
     assert monitor.failures == 0
@@ -372,7 +390,7 @@ def test_one_attack_at_two_stages_by_two_monitors(tmp_path):
 
 def test_the_heads_own_part_is_for_attacks_on_the_heads_weight(tmp_path):
     other = Probe(name="other", role="model.transformer.ln_f.weight")
-    monitor = LeakageMonitor([Probe(), other], head_own_part=True)
+    monitor = LeakageMonitor([Probe(), other], settings=MonitorSettings(head_own_part=True))
     fit([monitor], tmp_path)
     assert monitor.failures == 0
     assert "leakage_local/probe_head_only/f1" in monitor.latest
@@ -390,7 +408,11 @@ def test_a_file_that_cannot_be_written_is_said_and_does_not_stop_training(tmp_pa
 def test_head_own_part_is_refused_where_the_head_is_not_tied(tmp_path):
     module = CausalLMModule(tiny_gpt2(tied=False).train())
     with pytest.raises(ValueError, match="tied head only"):
-        fit([LeakageMonitor(Probe(), head_own_part=True)], tmp_path, module=module)
+        fit(
+            [LeakageMonitor(Probe(), settings=MonitorSettings(head_own_part=True))],
+            tmp_path,
+            module=module,
+        )
 
 
 # ---- surfaces that are not shared ---------------------------------------------------------------
@@ -682,7 +704,9 @@ def _contradictory(what):
     ],
 )
 def test_a_batch_that_contradicts_itself_reads_unknown(tmp_path, what):
-    monitor = LeakageMonitor(Probe(), every_n_steps=1, batch_adapter=_contradictory(what))
+    monitor = LeakageMonitor(
+        Probe(), every_n_steps=1, settings=MonitorSettings(batch_adapter=_contradictory(what))
+    )
     loader = random_token_loader(8, padded=True)
     with pytest.warns(UserWarning, match=r"the batch could not be read: BatchError: .*adapter"):
         trainer = fit([monitor], tmp_path, loader=loader)
@@ -702,7 +726,9 @@ def test_a_contradictory_batch_that_is_not_trained_on_harms_nothing(tmp_path):
         mask = torch.zeros_like(batch["input_ids"]) if first else None
         return TokenBatch(batch["input_ids"], batch["labels"], mask, "causal")
 
-    monitor = LeakageMonitor(Probe(), every_n_steps=1, batch_adapter=adapter)
+    monitor = LeakageMonitor(
+        Probe(), every_n_steps=1, settings=MonitorSettings(batch_adapter=adapter)
+    )
     fit([monitor], tmp_path, module=Skipping(tiny_gpt2().train()), n=8)
     assert (monitor.looks, monitor.failures) == (1, 0)
 
@@ -739,7 +765,7 @@ def test_the_processor_time_of_looks_is_told(tmp_path, monkeypatch):
             clock[0] += 7.0
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("lightning_fedleak.looks.look.time.process_time", lambda: clock[0])
+    monkeypatch.setattr("lightning_fedleak.looks.run.time.process_time", lambda: clock[0])
     monitor = LeakageMonitor(Working(), every_n_steps=2)
     monitor.subscribe(lambda _: told.append(monitor.processor_seconds))
     assert monitor.processor_seconds == 0

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fedleak.attacks import FCMembership
-from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
 from lightning_fedleak.defenses import DPSGD, GradientNoise, Privacy, TokenLDP
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.lightning_modules import random_token_loader
@@ -32,7 +32,9 @@ class Accounted(GradientNoise):
 
 def run(tmp_path: Path, *defenses: Any) -> tuple[LeakageMonitor, L.Trainer]:
     L.seed_everything(0, verbose=False)
-    monitor = LeakageMonitor(FCMembership(1), every_n_steps=2, utility="train_loss")
+    monitor = LeakageMonitor(
+        FCMembership(1), every_n_steps=2, settings=MonitorSettings(utility="train_loss")
+    )
     trainer = L.Trainer(
         accelerator="cpu",
         strategy=DefendedStrategy("auto", list(defenses)),

@@ -5,7 +5,7 @@ import torch
 
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.looks.channels.targets import Deal, Rows
-from lightning_fedleak.looks.look import NoTargets
+from lightning_fedleak.looks.run import NoTargets
 
 
 def generator(seed=0):

@@ -13,7 +13,7 @@ from lightning_fedleak.attacks.membership.attention import AttentionMembership, 
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.flatchat import FlatChat
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.strategies import DefendedStrategy
@@ -63,7 +63,12 @@ def inversions(**settings):
         Probe(),
     ]
     monitor = LeakageMonitor(
-        attacks, every_n_steps=4, stages=("local", "shared"), texts=2, reveal=True, **settings
+        attacks,
+        every_n_steps=4,
+        stages=("local", "shared"),
+        reveal=True,
+        settings=MonitorSettings(texts=2),
+        **settings,
     )
     return [RiskGate("leakage/prefix_inversion/token_accuracy", at_most=1.0), monitor], monitor
 
@@ -173,7 +178,9 @@ def test_inversion_neither_disturbs_noised_activations_nor_their_noise(make, tmp
 
     plain = fit([], tmp_path / "plain", module=make(), strategy=strategy())
     attacks = [EmbeddingDescent(1, steps=20), PrefixInversion(1, None, language_model=False)]
-    monitor = LeakageMonitor(attacks, every_n_steps=4, stages=("local", "shared"), texts=2)
+    monitor = LeakageMonitor(
+        attacks, every_n_steps=4, stages=("local", "shared"), settings=MonitorSettings(texts=2)
+    )
     watched = fit([monitor], tmp_path / "watched", module=make(), strategy=strategy())
     assert_same(plain, watched)
     assert monitor.failures == 0
@@ -312,7 +319,7 @@ def test_a_compiled_model_is_watched_and_not_disturbed(plain_run, tmp_path):
     plain = plain_run(compiled, n=12)
     probe = Probe()
     attacks = [probe, PrefixInversion(1, None, language_model=False), FCMembership(layer=1)]
-    monitor = LeakageMonitor(attacks, every_n_steps=1, head_own_part=True)
+    monitor = LeakageMonitor(attacks, every_n_steps=1, settings=MonitorSettings(head_own_part=True))
     watched = fit([monitor], tmp_path / "watched", module=compiled(), n=12)
     assert_same(plain, watched)
     assert monitor.failures == 0
@@ -336,7 +343,9 @@ def test_between_looks_nothing_of_a_look_is_kept_alive(tmp_path):
 
     kept = []
     stages = ("local", "shared", "aggregate")
-    monitor = LeakageMonitor(Weak(), every_n_steps=1, stages=stages, head_own_part=True)
+    monitor = LeakageMonitor(
+        Weak(), every_n_steps=1, stages=stages, settings=MonitorSettings(head_own_part=True)
+    )
     fit([After(), monitor], tmp_path)
     assert len(alive) == 8 * 6
     assert kept == [0] * 8
@@ -350,6 +359,6 @@ def test_a_head_that_is_watched_can_be_copied_by_an_averaging_callback(tmp_path)
     def averaged(*callbacks):
         return fit([*callbacks, of_lightning.WeightAveraging()], tmp_path)
 
-    monitor = LeakageMonitor(Probe(), every_n_steps=1, head_own_part=True)
+    monitor = LeakageMonitor(Probe(), every_n_steps=1, settings=MonitorSettings(head_own_part=True))
     assert_same(averaged(), averaged(monitor))
     assert monitor.failures == 0

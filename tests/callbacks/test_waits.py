@@ -21,14 +21,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_fedleak.attacks import GradientMembership, SubspaceMembership, SubspaceWords
 from lightning_fedleak.attacks.base import Query, WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.federation import RoundObserver, trained_state
-from lightning_fedleak.looks.cadence import MaxOverhead
+from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
+from lightning_fedleak.federation import RoundObserver, RoundSettings, trained_state
 from lightning_fedleak.looks.channels import WordsChannel
-from lightning_fedleak.looks.channels.base import Settings
-from lightning_fedleak.looks.channels.targets import Games
-from lightning_fedleak.looks.look import Look, Outcome, Series, pending
+from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.results import Results
+from lightning_fedleak.looks.run import Look, MaxOverhead, Outcome, Series, pending
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import Observation, Stage
 from tests.attacks.row_space.models import VOCABULARY, llama
@@ -281,7 +279,7 @@ def test_a_slow_attack_is_calibrated_behind_the_first_words(
 
     monkeypatch.setattr(GradientMembership, "prepare", counted)
     plain = run(tmp_path / "plain", [], module())
-    monitor = LeakageMonitor(cache=False)
+    monitor = LeakageMonitor(settings=MonitorSettings(cache=False))
     gate = RiskGate("leakage/gradient_membership/auc", at_most=0.9, action=lambda event: None)
     with caplog.at_level("INFO"):
         watched = run(tmp_path / "watched", [monitor, gate, First()], module())
@@ -296,7 +294,7 @@ def test_a_slow_attack_is_calibrated_behind_the_first_words(
 
 
 def test_a_turn_does_not_wait_for_ever(tmp_path: Path) -> None:
-    monitor = LeakageMonitor(cache=False)
+    monitor = LeakageMonitor(settings=MonitorSettings(cache=False))
     run(tmp_path, [monitor], module(zero_steps=99), max_steps=5)
     assert not math.isnan(monitor.latest["leakage/gradient_membership/auc"])
     assert math.isnan(monitor.latest[F1])
@@ -311,7 +309,7 @@ def test_what_would_take_too_long_is_not_calibrated(
 
     monkeypatch.setattr(GradientMembership, "prepare", refuse)
     monkeypatch.setattr(GradientMembership, "estimate", lambda *_: 31.0)
-    monitor = LeakageMonitor(cache=False, local_steps=local_steps)
+    monitor = LeakageMonitor(local_steps=local_steps, settings=MonitorSettings(cache=False))
     run(tmp_path, [monitor], module(optimizer="sgd"), max_steps=4)
     assert not any("gradient_membership" in name for name in monitor.latest)
     row = next(r for r in lines(monitor) if r["attack"] == "gradient_membership")
@@ -323,7 +321,7 @@ def test_what_would_take_too_long_is_not_calibrated(
 
 def results() -> tuple[Results, Series, Series]:
     one, two = (SubspaceWords(name=name) for name in ("one", "two"))
-    channel = WordsChannel([one, two], Settings((Stage.SHARED,), None, False, Games(), 1))
+    channel = WordsChannel([one, two], Options(texts=1))
     first, second = (Series.at(Stage.SHARED, name) for name in ("one", "two"))
     return Results({first: channel, second: channel}), first, second
 
@@ -371,9 +369,8 @@ def test_a_client_is_looked_at_again_in_the_next_round_whatever_it_cost(tmp_path
         1,
         attacks=[SubspaceWords(capacity_seconds=0)],
         folder=tmp_path,
-        cache=False,
-        tensorboard=False,
         max_overhead=0.001,
+        settings=RoundSettings(cache=False, tensorboard=False),
     )
     state = trained_state(net)
     values = []

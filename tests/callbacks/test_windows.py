@@ -9,7 +9,7 @@ import torch
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT
 from lightning_fedleak.batches import BatchError
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
@@ -179,7 +179,7 @@ def test_validation_inside_a_window_changes_nothing(tmp_path):
         def val_dataloader(self):
             return random_token_loader(8)
 
-    monitor = LeakageMonitor(Probe(), every_n_steps=1, head_own_part=True)
+    monitor = LeakageMonitor(Probe(), every_n_steps=1, settings=MonitorSettings(head_own_part=True))
     fit(
         [monitor], tmp_path, module=Validating(model()), accumulate_grad_batches=2,
         val_check_interval=1,
@@ -270,7 +270,7 @@ def test_an_update_with_several_learning_rates_is_unknown(tmp_path):
 
 def test_local_steps_with_the_heads_own_part_is_refused():
     with pytest.raises(ValueError, match="head_own_part"):
-        LeakageMonitor(Probe(), local_steps=2, head_own_part=True)
+        LeakageMonitor(Probe(), local_steps=2, settings=MonitorSettings(head_own_part=True))
 
 
 @pytest.mark.parametrize("settings", [{}, {"local_steps": 2}])
@@ -292,7 +292,7 @@ def test_max_overhead_counts_whole_optimizer_steps(tmp_path, settings, accumulat
             clock[0] += 1000.0
             return super().training_step(batch, batch_idx)
 
-    for name in ("cadence", "look"):
+    for name in ("fit", "run"):
         module = f"lightning_fedleak.looks.{name}.time.perf_counter"
         monkeypatch.setattr(module, lambda: clock[0])
     fit([monitor], tmp_path, module=Ticking(model()), accumulate_grad_batches=accumulate)

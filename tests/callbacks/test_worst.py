@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_fedleak import FCMembership, LeakageMonitor, RiskGate, SubspaceWords
-from lightning_fedleak.looks.look import Look, Outcome, Series, not_shared, pending, unknown
 from lightning_fedleak.looks.results import Results
+from lightning_fedleak.looks.run import Look, Outcome, Series, not_shared, pending, unknown
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import Stage
 from tests.callbacks.runs import Probe
@@ -152,7 +152,7 @@ def values(a: float, b: float, **more: float) -> dict[str, float]:
 
 def test_a_gate_says_whose_value_it_is() -> None:
     _, (event,) = gate_on(values(0.2, 0.8))
-    assert (event.value, event.of) == (0.8, "leakage/b/f1")
+    assert (event.value, event.source) == (0.8, "leakage/b/f1")
     assert not gate_on(values(0.2, 0.4))[1]
 
 

@@ -22,7 +22,7 @@ from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.looks.channels import Channel
 from lightning_fedleak.looks.channels.base import worst_of
 from lightning_fedleak.looks.log import Report
-from lightning_fedleak.looks.look import Look, Outcome, Series
+from lightning_fedleak.looks.run import Look, Outcome, Series
 from lightning_fedleak.metrics import Counts, Rate, proportion
 from lightning_fedleak.records import Family
 from lightning_fedleak.snapshots import Observation

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.federation import trained_state
+from lightning_fedleak.federation import RoundSettings, trained_state
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 SGD = partial(torch.optim.SGD, lr=0.05)
@@ -56,3 +57,11 @@ def train(
         own(**batch).loss.backward()
         stepping.step()
     return {n: t.detach().clone() for n, t in state(own).items()}
+
+
+def round_settings(arguments: dict[str, Any]) -> tuple[dict[str, Any], RoundSettings]:
+    """Return the arguments of an observer that are no settings, and the settings."""
+    names = {one.name for one in fields(RoundSettings)}
+    rare = {name: value for name, value in arguments.items() if name in names}
+    plain = {name: value for name, value in arguments.items() if name not in names}
+    return plain, RoundSettings(**{"tensorboard": False, "cache": False} | rare)

@@ -19,7 +19,7 @@ from lightning_fedleak.federation import (
     moved,
     trained_state,
 )
-from tests.federation.rounds import SGD, batches, model, train
+from tests.federation.rounds import SGD, batches, model, round_settings, train
 from tests.federation.test_observer import lines
 from tests.helpers.notices import announced
 
@@ -47,8 +47,8 @@ def mean(round_, sent, left):
 
 
 def watched(folder, **settings):
-    given = {"attacks": [BagOfWords()], "tensorboard": False, "cache": False} | settings
-    return RoundObserver(copy.deepcopy(model()), SGD, 2, folder=folder, **given)
+    arguments, rare = round_settings({"attacks": [BagOfWords()]} | settings)
+    return RoundObserver(copy.deepcopy(model()), SGD, 2, folder=folder, settings=rare, **arguments)
 
 
 def test_watching_changes_no_bit_of_the_model(tmp_path):

@@ -21,6 +21,7 @@ from lightning_fedleak.federation import (
     difference,
     trained_state,
 )
+from lightning_fedleak.looks.engine import Engine
 from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe
 from tests.federation.rounds import batches, lora, model, train
@@ -93,7 +94,7 @@ def test_what_is_not_allowed_does_not_leave_and_that_tells_a_bit(tmp_path):
     assert (found.state, found.withheld) == (None, True)
     [event] = found.events
     assert event.value == found.look.values[F1] > 0.5
-    assert event.of == F1
+    assert event.source == F1
     assert "at most 0.2" in str(event)
     [told] = decisions(tmp_path)
     assert (told["did"], told["gate"], told["client"]) == ("withheld", "worst/words", 0)
@@ -180,7 +181,7 @@ def test_a_look_that_crashes_ends_no_round(tmp_path, monkeypatch, gated, own):
         raise RuntimeError("the word mangrove")
 
     out = client(tmp_path, *[RoundGate(F1, at_most=1.0)] * gated, dp=own)
-    monkeypatch.setattr(out.observer, "_score", crashes)
+    monkeypatch.setattr(Engine, "read_update", crashes)
     with announced("the look failed: RuntimeError at") as told:
         [(_, returned, found)] = rounds(out)
     assert not any("mangrove" in text for text in told)
@@ -254,7 +255,7 @@ def test_looks_cost_a_share_of_the_rounds_unless_a_gate_judges(tmp_path):
         paid.round_ = 0
         paid.paid(0, 3.0, 1.0, beside)
         assert paid.next_look == {0: expected}
-    with pytest.raises(ValueError, match="max_overhead must be a share"):
+    with pytest.raises(ValueError, match="max_overhead must be a number above 0"):
         observer(tmp_path, model(), max_overhead=5)
 
 
@@ -348,7 +349,7 @@ def test_noise_is_turned_up_until_the_update_passes(tmp_path):
     assert own.accountant.history == ((4.0, 1.0, 2),)
     assert [x["did"] for x in decisions(tmp_path)] == ["hardened", "hardened"]
     assert [x["round"] for x in lines(tmp_path)] == [0, 1]
-    assert out.observer._seats[0, "shared"].results.looks == 2
+    assert out.observer._clients[0, "shared"].results.looks == 2
 
 
 def test_where_noise_cannot_be_turned_up_any_more_the_update_is_withheld(tmp_path):

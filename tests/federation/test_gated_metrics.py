@@ -65,7 +65,7 @@ def test_an_update_that_is_read_without_an_error_does_not_leave(tmp_path):
     assert found.look.now[AUC] == 1.0
     assert found.look.now["leakage/asks/advantage"] == 0.0
     [event] = found.events
-    assert (found.withheld, event.value, event.of) == (True, 1.0, AUC)
+    assert (found.withheld, event.value, event.source) == (True, 1.0, AUC)
 
 
 @pytest.mark.parametrize("rate", [*MembershipChannel.own_threshold, "auc_low", "tpr_at_fpr_0.01"])
@@ -184,7 +184,7 @@ def test_what_is_read_of_a_first_round_by_another_attack_is_judged(tmp_path):
     gate = RoundGate(WORDS, at_most=0.1)
     [found] = first_rounds(tmp_path, [gate], ADAMW, n=1, net=net, attacks=[Probe(k=30)])
     assert found.withheld
-    assert found.events[0].of == "leakage/probe/f1"
+    assert found.events[0].source == "leakage/probe/f1"
 
 
 def test_membership_is_known_in_a_first_round_and_words_in_a_second(tmp_path):

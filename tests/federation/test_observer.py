@@ -23,11 +23,11 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
 )
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.callbacks import Games, LeakageMonitor
+from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings
 from lightning_fedleak.federation import SUM, RoundObserver, UpdateError, trained_state
 from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe, fit
-from tests.federation.rounds import ADAMW, SGD, batches, lora, model, train
+from tests.federation.rounds import ADAMW, SGD, batches, lora, model, round_settings, train
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_llama
 
@@ -42,8 +42,16 @@ def texts(seed=9, n=24, length=8):
 def observer(folder, net=None, attacks=None, steps=2, optimizer=SGD, **settings):
     net = model() if net is None else net
     attacks = [BagOfWords()] if attacks is None else attacks
-    given = {"folder": folder, "tensorboard": False, "cache": False} | settings
-    return RoundObserver(copy.deepcopy(net), optimizer, steps, attacks=attacks, **given)
+    arguments, rare = round_settings(settings)
+    return RoundObserver(
+        copy.deepcopy(net),
+        optimizer,
+        steps,
+        attacks=attacks,
+        folder=folder,
+        settings=rare,
+        **arguments,
+    )
 
 
 def lines(folder, name="leakage.jsonl"):
@@ -74,7 +82,9 @@ def test_a_round_is_read_as_a_monitor_reads_it(tmp_path):
         GradientMembership(texts(), public_rows=8, controls=4),
     ]
     net, data = model(), batches(4, 2, rows=1, length=5)
-    monitor = LeakageMonitor(attacks(), local_steps=2, games=games, cache=False)
+    monitor = LeakageMonitor(
+        attacks(), local_steps=2, games=games, settings=MonitorSettings(cache=False)
+    )
     fit([monitor], tmp_path / "a", module=Stepping(copy.deepcopy(net)), loader=loader(data))
     rounds = observer(tmp_path / "b", net, attacks(), optimizer=SLOW, games=games)
     sent = trained_state(net)
@@ -216,7 +226,7 @@ def test_the_sum_is_logged_by_the_aggregates_names(tmp_path):
 def test_attacks_choose_themselves(tmp_path):
     net = lora()
     rounds = observer(tmp_path, net, "auto", 1, ADAMW, public_text=texts(n=80))
-    assert rounds._auto
+    assert rounds.engine.selection.auto
     rounds.begin(0, trained_state(net))
     data = batches(3, 1)
     look = rounds.look(train(net, data, ADAMW), batches=data)
@@ -445,3 +455,9 @@ def test_a_report_is_written_of_it(tmp_path):
     rounds.end()
     page, *_ = write([tmp_path])
     assert "bag_of_words" in page.read_text()
+
+
+def test_rare_settings_are_taken_one_by_one_too_and_warn(tmp_path):
+    with pytest.warns(FutureWarning, match=r"settings=RoundSettings\(federation=, cache=\)"):
+        old = RoundObserver(model(), SGD, 2, folder=tmp_path, federation="a", cache=False)
+    assert (old.federation, old.engine.options.cache) == ("a", False)

@@ -16,14 +16,14 @@ from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.federation import ClientDP, RoundGate, RoundObserver, trained_on
 from lightning_fedleak.federation.flower import FedLeakMod, Observed, PrivateMean
 from lightning_fedleak.federation.updates import trained_state
-from tests.federation.rounds import SGD, batches, model
+from tests.federation.rounds import SGD, batches, model, round_settings
 
 F1 = "leakage/bag_of_words/f1"
 
 
 def observer(folder: Path, **settings) -> RoundObserver:
-    given = {"attacks": [BagOfWords()], "tensorboard": False, "cache": False} | settings
-    return RoundObserver(copy.deepcopy(model()), SGD, 2, folder=folder, **given)
+    arguments, rare = round_settings({"attacks": [BagOfWords()]} | settings)
+    return RoundObserver(copy.deepcopy(model()), SGD, 2, folder=folder, settings=rare, **arguments)
 
 
 def data_of(client: int, round_: int) -> list[dict[str, torch.Tensor]]:

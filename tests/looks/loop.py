@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.looks import Processes, Run
-from lightning_fedleak.looks.engine import Destination, Engine
+from lightning_fedleak.looks import Destination, Engine, Processes, Run
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ def train(
     engine.reset()
     engine.check(Processes(1, "rank", None), lambda: find_anatomy(model))
     run = LoopRun(find_anatomy(model), "rank", engine.assume, optimizer)
+    engine.open(run)
     engine.begin(run, Destination(folder))
     engine.training_begins()
     losses = []

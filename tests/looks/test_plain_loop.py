@@ -14,8 +14,9 @@ import torch
 
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat, LeakageMonitor
 from lightning_fedleak.looks import Games
-from lightning_fedleak.looks.cadence import EveryNSteps
-from lightning_fedleak.looks.engine import Engine, Options, selected
+from lightning_fedleak.looks.engine import Engine
+from lightning_fedleak.looks.options import Options, selected
+from lightning_fedleak.looks.run import EveryNSteps
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
 from tests.looks.loop import train
@@ -82,8 +83,9 @@ import pathlib
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_fedleak.attacks import BagOfWords
-from lightning_fedleak.looks.cadence import EveryNSteps
-from lightning_fedleak.looks.engine import Engine, Options, selected
+from lightning_fedleak.looks.run import EveryNSteps
+from lightning_fedleak.looks.engine import Engine
+from lightning_fedleak.looks.options import Options, selected
 from tests.looks.loop import train
 
 torch.manual_seed(0)

@@ -30,6 +30,7 @@ from lightning_fedleak.federation import (
     SUM,
     RoundGate,
     RoundObserver,
+    RoundSettings,
     trained_on,
     trained_state,
 )
@@ -70,9 +71,9 @@ def make_observer(context: Context, side: str) -> RoundObserver:
         local_steps=int(context.run_config["local-steps"]),
         folder=Path(context.run_config["out"]).resolve() / f"{side}_{os.getpid()}",
         side=side,
-        federation=f"flower-{context.run_id}",
         public_text=PublicText(rows_of(texts[PUBLIC], context)),
         games=Games(targets=16, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
+        settings=RoundSettings(federation=f"flower-{context.run_id}"),
     )
 
 

@@ -5,9 +5,9 @@ from lightning_fedleak.looks.channels.membership import (
     MembershipChannel,
     PassiveMembershipChannel,
 )
-from lightning_fedleak.looks.channels.targets import Games
 from lightning_fedleak.looks.channels.texts import TextsChannel
 from lightning_fedleak.looks.channels.words import WordsChannel
+from lightning_fedleak.looks.options import Games
 
 __all__ = [
     "Channel",

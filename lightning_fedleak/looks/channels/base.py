@@ -11,34 +11,39 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import Attack, Guess, Query, UnusableObservation
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
+from lightning_fedleak.anatomy.wrappers import without_peft
+from lightning_fedleak.attacks.base import Attack, Guess, Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.clipping import check_uncut
 from lightning_fedleak.attacks.local_steps import explain_stale_optimizer
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.defenses import Defense, DefenseContext
-from lightning_fedleak.looks.channels.targets import Games
-from lightning_fedleak.looks.look import (
+from lightning_fedleak.looks.options import Options
+from lightning_fedleak.looks.run import (
+    AUTOCAST,
     Found,
     Look,
     Moment,
     NothingShared,
     Outcome,
     Pages,
+    Processes,
     Result,
+    Run,
     Series,
     Unknown,
     Waiting,
     reason,
 )
-from lightning_fedleak.looks.plan import gradient_plan, require_capabilities
-from lightning_fedleak.looks.run import Plan, Processes, Run
+from lightning_fedleak.model_runs import why_not_run
 from lightning_fedleak.records import Family
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
@@ -49,26 +54,72 @@ from lightning_fedleak.snapshots import (
     UpdateSnapshot,
     explain_weight_term,
 )
-from lightning_fedleak.threats import HONEST_BUT_CURIOUS, Capability
+from lightning_fedleak.threats import HONEST_BUT_CURIOUS, Capability, ThreatModelError, require
+
+SURFACE_CAPABILITIES = {
+    HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,
+    HEAD_BIAS: Capability.SEES_HEAD_BIAS_GRADIENT,
+    EMBEDDING_WEIGHT: Capability.SEES_EMBEDDING_GRADIENT,
+}
+_MODEL_CAPABILITIES = frozenset((Capability.KNOWS_MODEL, Capability.KNOWS_BOTTOM_MODEL))
+HEAD_CAPABILITIES = frozenset((Capability.SEES_HEAD_GRADIENT, Capability.SEES_HEAD_BIAS_GRADIENT))
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Hold the monitor's arguments about what its attacks read, see :class:`LeakageMonitor`.
+class Plan:
+    """An attack in one run.
 
     Attributes:
-        stages: where to measure.
-        local_steps: optimizer steps of a round; None for single gradients.
-        head_own_part: attack the head's own part of a tied matrix too.
-        games: settings of the games of membership attacks.
-        texts: largest number of texts that are reconstructed at a look.
+        attack: the attack.
+        roles: whose gradients it reads; none where it reads layers that the server adds itself, or
+            hidden states at the split.
+        exposed: whether all of them are really shared.
+        optimizer: the one that owns these parameters; None where they are not exposed, or no
+            parameters of the client's.
     """
 
-    stages: tuple[Stage, ...]
-    local_steps: int | None
-    head_own_part: bool
-    games: Games
-    texts: int
+    attack: Attack
+    roles: tuple[str, ...]
+    exposed: bool
+    optimizer: Optimizer | None
+
+    def facts(self, run: Run, local_steps: int | None, step: int) -> RunFacts:
+        """Return what the attack learns about the run, see :meth:`Attack.meet`.
+
+        Args:
+            run: the run.
+            local_steps: optimizer steps of a round; None for single gradients.
+            step: optimizer step that the run begins at.
+        """
+        optimizer = self.optimizer
+        defended: set[Literal["gradients", "batches", "activations"]] = set()
+        for defense in run.defenses:
+            if defense.acts_on_gradients:
+                defended.add("gradients")
+            if defense.acts_on_batches:
+                defended.add("batches")
+            if defense.activation_layers:
+                defended.add("activations")
+        return RunFacts(
+            precision=run.precision,
+            autocast=AUTOCAST.get(run.precision),
+            optimizer=None if optimizer is None else type(optimizer).__name__,
+            optimizer_settings=self._settings(run),
+            local_steps=local_steps,
+            defended=frozenset(defended),
+            step=step,
+            clip_value=run.clip_value,
+        )
+
+    def _settings(self, run: Run) -> Mapping[str, object]:
+        """Return the settings of the parameter group that the attack reads, without tensors."""
+        if self.optimizer is None:
+            return {}
+        read = {id(run.anatomy.parameter(role)) for role in self.roles}
+        groups = self.optimizer.param_groups
+        group = next((g for g in groups if read & {id(p) for p in g["params"]}), groups[0])
+        known = (int, float, bool, str, tuple, type(None))
+        return {name: value for name, value in group.items() if isinstance(value, known)}
 
 
 class Channel(ABC):
@@ -82,7 +133,7 @@ class Channel(ABC):
 
     Args:
         attacks: the attacks of this family; may be empty.
-        settings: the monitor's settings.
+        settings: how the run is watched.
 
     Attributes:
         given: the attacks of this family.
@@ -134,7 +185,7 @@ class Channel(ABC):
         if "reads" in vars(cls):
             Channel.known[cls.reads] = cls
 
-    def __init__(self, attacks: Sequence[Any], settings: Settings) -> None:
+    def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
         self.given: tuple[Any, ...] = tuple(attacks)
         self.attacks: tuple[Any, ...] = self.given
         self.settings = settings
@@ -167,10 +218,6 @@ class Channel(ABC):
 
     def setup(self, processes: Processes, anatomy: Callable[[], Anatomy]) -> None:  # noqa: B027
         """Refuse what does not fit the run, before the model is on its device.
-
-        Args:
-            processes: how the run is spread.
-            anatomy: finds the model's parts.
 
         Raises:
             ValueError: says which argument to change.
@@ -283,11 +330,7 @@ class Channel(ABC):
     def without_truth(self, answer: Any) -> dict[str, float]:
         """Return the values of a guess that the adversary itself knows, without the truth.
 
-        Args:
-            answer: the guess that :meth:`at_moment` stored in ``look.answers``.
-
-        Returns:
-            Values by name, among :attr:`extras`. Default: none.
+        The values are among :attr:`extras`. Default: none.
         """
         return {}
 
@@ -305,7 +348,7 @@ class Channel(ABC):
 
         Args:
             series: the series of the results.
-            rows: packed results by number of the client; at least one.
+            rows: by number of the client; at least one.
         """
 
     def canary_scores(self, attack: str | None) -> Tensor | None:
@@ -365,7 +408,7 @@ class Channel(ABC):
                 moment.look.answers |= dict.fromkeys(silent, guess(plan, view, self.run))
 
 
-def channels_of(attacks: Sequence[Attack], settings: Settings) -> list[Channel]:
+def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
     """Return one channel of every known family, with the attacks of that family.
 
     Raises:
@@ -399,19 +442,8 @@ def guess(
     """Return what an attack guesses from gradients, or why it has no guess (yet)."""
     if isinstance(view, Unknown | Waiting):
         return view
-    if isinstance(view, UpdateSnapshot):
-        if (why := no_sum(plan)) is not None:
-            return Unknown(why, applies=False)
-        groups = plan.optimizer.param_groups if plan.optimizer is not None else ()
-        carries = not plan.attack.reads_adaptive_updates and any(g.get("momentum") for g in groups)
-        if carries and not view.fresh:
-            return Unknown(explain_stale_optimizer("SGD"))
-    regularised = [r for r in plan.roles if r in view.loss_terms]
-    if regularised and not plan.attack.removes_loss_terms:
-        return Unknown(explain_weight_term(regularised[0]))
-    absent = [r for r in plan.roles if r not in view.tensors]
-    if absent:
-        return Unknown(f"no gradient of {', '.join(absent)} in this step")
+    if (unreadable := _find_unreadable(plan, view)) is not None:
+        return unreadable
     try:
         if not plan.attack.reads_clipped:
             check_uncut(view, plan.roles, plan.facts(run, None, view.step))
@@ -424,6 +456,22 @@ def guess(
         return Waiting(str(error), zeros=zeros)
     except Exception as error:
         return Unknown(reason(error), applies=not isinstance(error, Inapplicable))
+
+
+def _find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
+    """Return why an attack's method cannot read a view; None where it can."""
+    if isinstance(view, UpdateSnapshot):
+        if (why := no_sum(plan)) is not None:
+            return Unknown(why, applies=False)
+        groups = plan.optimizer.param_groups if plan.optimizer is not None else ()
+        carries = not plan.attack.reads_adaptive_updates and any(g.get("momentum") for g in groups)
+        if carries and not view.fresh:
+            return Unknown(explain_stale_optimizer("SGD"))
+    regularised = [role for role in plan.roles if role in view.loss_terms]
+    if regularised and not plan.attack.removes_loss_terms:
+        return Unknown(explain_weight_term(regularised[0]))
+    absent = [role for role in plan.roles if role not in view.tensors]
+    return Unknown(f"no gradient of {', '.join(absent)} in this step") if absent else None
 
 
 def no_sum(plan: Plan) -> str | None:
@@ -459,3 +507,92 @@ def worst_of(clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
             numbers = [values[name] for values in clients if not math.isnan(values[name])]
             worst[name] = max(numbers) if numbers else math.nan
     return worst
+
+
+# ---- what an attack needs ----------------------------------------------------------------------
+
+
+def require_capabilities(attack: Attack, run: Run, sees: AbstractSet[Capability]) -> None:
+    """Refuse an attack whose adversary lacks a capability that it needs.
+
+    An adversary who knows the model knows its bottom too.
+
+    Args:
+        attack: the attack.
+        run: the run, with the model and the capabilities that the adversary is assumed to have.
+        sees: what the adversary sees besides gradients.
+
+    Raises:
+        ThreatModelError: names every capability that is missing.
+    """
+    anatomy = run.anatomy
+    capabilities = set(run.assumed)
+    capabilities.update(
+        c for role, c in SURFACE_CAPABILITIES.items() if anatomy.parameter(role) is not None
+    )
+    capabilities |= sees
+    if Capability.KNOWS_MODEL in capabilities:
+        capabilities.add(Capability.KNOWS_BOTTOM_MODEL)
+    require(attack.name, attack.threat_model, capabilities)
+
+
+def check_forward(attack: Attack, anatomy: Anatomy) -> None:
+    """Refuse an attack that runs the model on texts of its own, where that is impossible.
+
+    Raises:
+        ValueError: names the method to give.
+    """
+    why_not = why_not_run(anatomy) if _MODEL_CAPABILITIES & attack.threat_model.needs else None
+    if why_not is not None:
+        raise ValueError(f"attack '{attack.name}' runs the model on texts, and {why_not}")
+
+
+def gradient_plan(attack: Attack, run: Run) -> Plan:
+    """Return the plan of an attack on gradients of the client's own parameters, checked.
+
+    Raises:
+        ThreatModelError: it reads words off a head whose rows are a classifier's outputs.
+        ValueError: the attack reads parameters of several optimizers, or no gradients.
+    """
+    anatomy = run.anatomy
+    _check_head(attack, anatomy)
+    # DDP reduces every trainable parameter, not only those that an optimizer owns.
+    reduces_all = run.under_ddp and run.client == "rank"
+    surfaces = attack.needs(anatomy)
+    roles = surfaces.gradients
+    if not roles or surfaces.layers:
+        raise ValueError(
+            f"attack '{attack.name}' asks for activations or for nothing; LeakageMonitor shows "
+            "attacks the gradients of parameters, plays membership games, and shows activations to "
+            "an InversionAttack"
+        )
+    owners: list[Optimizer] = []
+    exposed = True
+    for role in roles:
+        groups = ((o, p) for o in run.optimizers for g in o.param_groups for p in g["params"])
+        owner = next((o for o, p in groups if p is anatomy.parameter(role)), None)
+        exposed &= anatomy.trainable(role) and (owner is not None or reduces_all)
+        if owner is not None and all(owner is not o for o in owners):
+            owners.append(owner)
+    if exposed and len(owners) > 1:
+        raise ValueError(
+            f"attack '{attack.name}' reads {', '.join(roles)}, which are stepped by different "
+            "optimizers. Give these parameters to one optimizer, or leave this attack out."
+        )
+    return Plan(attack, roles, exposed, owners[0] if owners else None)
+
+
+def _check_head(attack: Attack, anatomy: Anatomy) -> None:
+    if anatomy.kind != "classifier" or not HEAD_CAPABILITIES & attack.threat_model.needs:
+        return
+    model = type(without_peft(anatomy.model)).__name__
+    n = anatomy.vocab_size
+    head = f"the labels of {model} are classes"
+    if anatomy.head is not None:
+        outputs = "one output" if n == 1 else f"{n} outputs"
+        head = f"the rows of '{anatomy.head_name}' of {model} are its {outputs}"
+    raise ThreatModelError(
+        f"attack '{attack.name}' reads words off an output head with a row for each token, and "
+        f"{head}. Remove the attack; BagOfWords reads the gradient of the embeddings, "
+        "SubspaceWords that of the first block's projections."
+    )

@@ -31,7 +31,14 @@ from lightning_fedleak.attacks.membership.insertion import direction_of, upstrea
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
-from lightning_fedleak.looks.channels.base import Channel, Settings, check_guess, guess, worst_of
+from lightning_fedleak.looks.channels.base import (
+    Channel,
+    Plan,
+    check_guess,
+    gradient_plan,
+    guess,
+    worst_of,
+)
 from lightning_fedleak.looks.channels.targets import (
     CanaryScores,
     Rows,
@@ -39,18 +46,19 @@ from lightning_fedleak.looks.channels.targets import (
     Targets,
     special_ids,
 )
-from lightning_fedleak.looks.look import (
+from lightning_fedleak.looks.options import Options
+from lightning_fedleak.looks.run import (
     Look,
     Moment,
     Outcome,
     Pages,
+    Processes,
+    Run,
     Series,
     Unknown,
     Waiting,
     reason,
 )
-from lightning_fedleak.looks.plan import gradient_plan
-from lightning_fedleak.looks.run import Plan, Processes, Run
 from lightning_fedleak.metrics import MembershipInference, Rate
 from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR, RATES
 from lightning_fedleak.model_runs import hidden_states
@@ -221,7 +229,7 @@ class MembershipChannel(Channel):
     own_threshold = ("accuracy", "f1", "advantage")
     adversary = DISHONEST_SERVER
 
-    def __init__(self, attacks: Sequence[Any], settings: Settings) -> None:
+    def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
         super().__init__(attacks, settings)
         self.games = games = settings.games
         self.width = 1 + 3 * 2 * games.targets
@@ -272,7 +280,7 @@ class MembershipChannel(Channel):
             )
         if metric.endswith(("_low", "_high")):
             return "intervals are of the games of all rounds, and a gate judges one round"
-        requirement = self.looks_until_known(metric, 1)
+        requirement = self.looks_until_known(metric.removesuffix("_worst_client"), 1)
         if requirement is None or requirement[0] <= 1:
             return _too_few(self.games.targets)
         return requirement[1]
@@ -675,7 +683,7 @@ class PassiveMembershipChannel(MembershipChannel):
     reads_updates: ClassVar[bool] = True
     adversary = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 
-    def __init__(self, attacks: Sequence[Any], settings: Settings) -> None:
+    def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
         super().__init__(attacks, settings)
         if self._canary_scores is not None:
             raise ValueError(

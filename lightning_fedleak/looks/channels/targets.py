@@ -1,95 +1,24 @@
-"""Texts that live membership games ask for, where they come from, and the settings of games."""
+"""Texts that live membership games ask for, and where they come from."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lightning_fedleak.attacks.base import Query
-from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch, before_last
-from lightning_fedleak.canaries import CanarySet
-from lightning_fedleak.looks.look import NoTargets, Waiting
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.looks.options import Games, Reduction
+from lightning_fedleak.looks.run import NoTargets, Waiting
 
 SPARE = 4
 """Texts drawn for each that is asked for, since some may be too short, or in the batch."""
 EARLIER_BATCHES = 2  # batches before a look whose texts serve as non-members; not tuned
-SCALE = 1e9
-"""How strongly a dishonest server's layers feed the model, unless the user says otherwise.
-
-Without clipping or noise it changes nothing. With them it is the worst case: a canary takes the
-whole norm that it is clipped to. No server has to disturb the model for it: a factor that is still
-zero adds nothing to the output, and its gradient can be made as large as the server likes.
-"""
-
-
-Reduction = Literal["max", "mean"]
-
-
-@dataclass(frozen=True)
-class Games:
-    """How a :class:`LeakageMonitor` plays membership games: ``LeakageMonitor(games=Games(...))``.
-
-    Example:
-        >>> from lightning_fedleak import FCMembership, Games, LeakageMonitor, PublicText
-        >>> texts = PublicText([[5, 8, 2, 7], [7, 1, 3, 4]])  # ids; strings need a tokenizer
-        >>> monitor = LeakageMonitor([FCMembership(1)], games=Games(targets=8, held_out=texts))
-        >>> monitor.games.targets
-        8
-
-    Args:
-        targets: sentences asked for at a look, at most so many that are in the batch and as many
-            that are not.
-        held_out: texts that are in no batch, a
-            :class:`~lightning_fedleak.attacks.public_text.PublicText`, and not the one that an
-            attack is calibrated on. Default: sentences of the batches read shortly before a look;
-            the first look, before which there was none, then has no result of these games yet, and
-            the next step is looked at too.
-        window: looks over which the games of membership attacks are pooled. At 16 targets a rate
-            at 1% false positives is known after 63 looks.
-        scale: how strongly a dishonest server lets its own layers feed the model. It matters
-            under clipping or noise only, where the default is the worst case: a canary takes the
-            whole norm that it is clipped to. The Trainer's own ``gradient_clip_val`` does not act
-            on it, only defences do: with noise and that clipping together leakage is overstated.
-        canaries: texts of the user's own, in the training data by coin flips
-            (:func:`~lightning_fedleak.canaries.with_canaries`). At a look at which some are in
-            the batch, membership attacks are also asked for these and for as many that were left
-            out of the data; logged as ``audit/<attack>``.
-        score_canaries: ``"max"`` or ``"mean"``: at each look every canary is scored, included or
-            not, and one score for each is kept over looks by this rule
-            (:meth:`LeakageMonitor.canary_scores`). One process only; costs a forward of all
-            canaries at each look.
-
-    Raises:
-        ValueError: a number out of range, or scores of no canaries.
-    """
-
-    targets: int = 16
-    held_out: PublicText | None = None
-    window: int = 100
-    scale: float = SCALE
-    canaries: CanarySet | None = None
-    score_canaries: Reduction | None = None
-
-    def __post_init__(self) -> None:
-        check_integer("targets", self.targets)
-        check_integer("window", self.window)
-        if self.held_out is not None and not isinstance(self.held_out, PublicText):
-            raise ValueError(
-                "held_out must be a PublicText, as PublicText(texts, tokenizer) gives it; got a "
-                f"{type(self.held_out).__name__}"
-            )
-        check_number("scale", self.scale, above=0)
-        check_choice("score_canaries", self.score_canaries, get_args(Reduction), optional=True)
-        if self.score_canaries is not None and self.canaries is None:
-            raise ValueError("score_canaries= scores the texts of canaries=: give these too")
 
 
 @dataclass(frozen=True, repr=False)
@@ -460,7 +389,12 @@ class CanaryScores:
     """Reduce the scores of all canaries, included or not, over looks by one rule.
 
     A look counts for all canaries or for none, so that the coin flips do not decide which canaries
-    are scored.
+    are scored. Every canary has layers of its own at every look, and its score depends on no other
+    canary: under per-sample clipping (DPSGD) that is what layers for all canaries at once would
+    give, since a sample is found by its own alone. Where the whole update is clipped
+    (GradientNoise) they would share the clip norm, and the bound of an audit does not hold.
+    Canaries are asked for without padding: a model that counts positions from the first column
+    hides them in batches padded on the left.
 
     Args:
         reduction: ``"max"`` or ``"mean"``; settled before the run.

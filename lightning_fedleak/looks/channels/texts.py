@@ -17,10 +17,10 @@ from torch import Tensor
 from lightning_fedleak.attacks.base import Attack, UnusableObservation
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack, TextGuess
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.looks.channels.base import Channel, Settings, check_guess, worst_of
+from lightning_fedleak.looks.channels.base import Channel, Plan, check_guess, worst_of
 from lightning_fedleak.looks.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
-from lightning_fedleak.looks.look import Look, Moment, Outcome, Pages, Series, Unknown, reason
-from lightning_fedleak.looks.run import Plan, Run
+from lightning_fedleak.looks.options import Options
+from lightning_fedleak.looks.run import Look, Moment, Outcome, Pages, Run, Series, Unknown, reason
 from lightning_fedleak.looks.tensorboard import add_place_histogram
 from lightning_fedleak.metrics import Rate, TextReconstruction
 from lightning_fedleak.metrics.texts import (
@@ -34,6 +34,7 @@ from lightning_fedleak.records import TEXTS
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 from lightning_fedleak.taps.split import Crossed, SplitTap
 from lightning_fedleak.threats import Capability
+from lightning_fedleak.validate import check_integer
 
 CROSSING = (Stage.LOCAL, Stage.SHARED)
 """Where activations are: no server reduces them over clients."""
@@ -150,11 +151,9 @@ class TextsChannel(Channel):
     reads_updates = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})
 
-    def __init__(self, attacks: Sequence[TextAttack], settings: Settings) -> None:
+    def __init__(self, attacks: Sequence[TextAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
-        texts = settings.texts
-        if isinstance(texts, bool) or not isinstance(texts, int) or texts < 1:
-            raise ValueError(f"texts must be a positive integer, got {texts!r}")
+        check_integer("texts", settings.texts)
         self.inverters = [a for a in attacks if isinstance(a, InversionAttack)]
         if self.inverters and settings.local_steps is not None:
             raise ValueError(
@@ -168,7 +167,7 @@ class TextsChannel(Channel):
                 "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
                 "stages"
             )
-        self.width = 4 + COLUMNS * texts + 2 * PLACES
+        self.width = 4 + COLUMNS * settings.texts + 2 * PLACES
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
         self._crossed: list[Crossed] = []
         self._tap: SplitTap | None = None

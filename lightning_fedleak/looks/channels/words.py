@@ -13,10 +13,20 @@ from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.anatomy.wrappers import matrix_shape
 from lightning_fedleak.attacks.base import Attack, WordGuess
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.looks.channels.base import Channel, Settings, guess, worst_of
+from lightning_fedleak.looks.channels.base import Channel, Plan, guess, worst_of
 from lightning_fedleak.looks.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
-from lightning_fedleak.looks.look import Look, Moment, Outcome, Pages, Series, reason, take_view
-from lightning_fedleak.looks.run import Plan, Processes, Run
+from lightning_fedleak.looks.options import Options
+from lightning_fedleak.looks.run import (
+    Look,
+    Moment,
+    Outcome,
+    Pages,
+    Processes,
+    Run,
+    Series,
+    reason,
+    take_view,
+)
 from lightning_fedleak.looks.tensorboard import add_score_histograms
 from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.model_runs import sees_no_later
@@ -94,7 +104,7 @@ class WordsChannel(Channel):
     extras = ("type_count_error", "certified", "capacity")
     reads_updates: ClassVar[bool] = True
 
-    def __init__(self, attacks: Sequence[Attack], settings: Settings) -> None:
+    def __init__(self, attacks: Sequence[Attack], settings: Options) -> None:
         super().__init__(attacks, settings)
         self._own_part: TiedHeadTap | None = None
         self._truth: WordTruth | None = None

@@ -21,6 +21,7 @@ from lightning_fedleak.federation import (
     ClientDP,
     RoundGate,
     RoundObserver,
+    RoundSettings,
     trained_on,
     trained_state,
 )
@@ -287,12 +288,14 @@ class Federation:
             self.make_optimizer,
             self.local_steps,
             folder=folder,
-            federation=federation,
             public_text=PublicText(self._rows(self._texts[2])),
             tokenizer=self.tokenizer,
             games=Games(targets=self.members, held_out=PublicText(self.outside)),
-            look_seconds=math.inf,
-            gates=[gate.about() for gate in self.gates()] if gated else [],
+            settings=RoundSettings(
+                federation=federation,
+                look_seconds=math.inf,
+                gates=[gate.about() for gate in self.gates()] if gated else [],
+            ),
         )
 
     @cached_property

@@ -346,11 +346,6 @@ class Explained:
         """Return what an exchange leaves at least if it is certainly worse than the residual."""
         return CERTIFICATE.exchange * max(1.0, self.residual)
 
-    @property
-    def width(self) -> int:
-        """Return how many numbers a state has."""
-        return self.basis.shape[1]
-
     def further(self, shared: SharedRows, others: Tensor) -> tuple[Tensor, Tensor]:
         """Return how far other states (k, d) lie outside of these, and what more they explain.
 

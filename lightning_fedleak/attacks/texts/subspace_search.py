@@ -410,7 +410,7 @@ class Certificate:
 
     def _unique(self, texts: Sequence[PartialText], first: Explained) -> bool:
         """Return whether no token could be left out, or another stand in its place."""
-        share = len(first.losses) / first.width
+        share = len(first.losses) / first.basis.shape[1]
         necessary = float(first.losses.min()) >= CERTIFICATE.necessary
         if not necessary or share > CERTIFICATE.largest_share:
             return False

@@ -275,39 +275,30 @@ class AsSent:
 
     def equal(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Return how many first tokens (n,) of texts (n, N) have the states of ``rows``."""
+        return self._equal(rows, tokens, torch.zeros_like(rows))
+
+    def _equal(self, rows: Tensor, chain: Tensor, lengths: Tensor) -> Tensor:
+        """Return how many first tokens (n,) of ``chain`` (n, k) have the states from a place on."""
         run = self.restart(rows)
-        run.lengths = torch.zeros_like(run.lengths)
-        states = run.follow(tokens).float()
+        run.lengths = lengths
+        states = run.follow(chain).float()
         self.task.beside.add(run)
-        ahead = torch.arange(states.shape[1], device=states.device)
-        same = (states == self.task.observed[rows]).all(2)
-        same &= ahead < self.task.counts[rows][:, None]
+        places = lengths[:, None] + torch.arange(chain.shape[1], device=rows.device)
+        last = self.task.observed.shape[1] - 1
+        same = (states == self.task.observed[rows[:, None], places.clamp(max=last)]).all(2)
+        same &= places < self.task.counts[rows][:, None]
         return same.int().cumprod(1).sum(1)
 
     def may_match(self, i: int) -> bool:
         """Return whether such a run may give what was sent, by the first token of text ``i``."""
         if self.repeatable is None and int(self.task.lengths[i]):
             row = torch.tensor([i], device=self.task.lengths.device)
-            again = self.restart(row)
-            again.lengths = torch.zeros_like(again.lengths)
-            state = again.follow(again.tokens[:, :1]).float()[0, 0]
-            self.task.beside.add(again)
-            self.repeatable = torch.equal(state, self.task.observed[i, 0])
+            self.repeatable = bool(self.equal(row, self.task.prefixes.tokens[row, :1]))
         return self.repeatable is not False
 
     def equal_ahead(self, rows: Tensor, chain: Tensor) -> Tensor:
         """Return how many first tokens (n,) of ``chain`` (n, k) continue ``rows`` as observed."""
-        again = self.restart(rows)
-        states = again.follow(chain).float()
-        self.task.beside.add(again)
-        ahead = torch.arange(chain.shape[1], device=rows.device)
-        places = self.task.lengths[rows][:, None] + ahead
-        inside = places < self.task.counts[rows][:, None]
-        target = self.task.observed[
-            rows[:, None], places.clamp(max=self.task.observed.shape[1] - 1)
-        ]
-        same = (states == target).all(2) & inside
-        counts = same.int().cumprod(1).sum(1)
+        counts = self._equal(rows, chain, self.task.lengths[rows])
         if bool(counts.any()):
             self.repeatable = True
         return counts

@@ -115,11 +115,9 @@ class PublicText:
     def draw(self, sentences: int, generator: torch.Generator) -> Tensor:
         """Return (sentences,) random indices of texts; none repeats until all have occurred."""
         check_integer("sentences", sentences)
-        rounds = [
-            torch.randperm(len(self), generator=generator)
-            for _ in range(-(-sentences // len(self)))
-        ]
-        return torch.cat(rounds)[:sentences]
+        rounds = range(-(-sentences // len(self)))
+        orders = [torch.randperm(len(self), generator=generator) for _ in rounds]
+        return torch.cat(orders)[:sentences]
 
     def batch(
         self,
@@ -399,14 +397,11 @@ def _sample(
     with undisturbed(anatomy) as model, torch.no_grad():
         cached = bool(getattr(config, "use_cache", False))
         for _ in track(range(length - 1), "the model writes public text"):
+            arguments = {"use_cache": True} if cached else {}
             if cache is not None:
-                output = model(
-                    input_ids=ids[:, -1:].to(device), past_key_values=cache, use_cache=True
-                )
-            elif cached:
-                output = model(input_ids=ids.to(device), use_cache=True)
-            else:
-                output = model(input_ids=ids.to(device))
+                arguments["past_key_values"] = cache
+            new = ids if cache is None else ids[:, -1:]
+            output = model(input_ids=new.to(device), **arguments)
             cache = getattr(output, "past_key_values", None) if cached else None
             probabilities = logits_in(output)[:, -1].float().softmax(-1).cpu()
             ids = torch.cat([ids, _draw(probabilities, generator)], 1)

@@ -58,8 +58,8 @@ def bet(
         j = looks + 1
         capital = np.logaddexp(capital, -math.log(j) - math.log(j + 1))
     stakes = (BETS / threshold).reshape(-1, *[1] * (capital.ndim - 1))
-    grown: Floats = capital + np.log1p(stakes * (np.asarray(value) - threshold))
-    return grown
+    log_capital: Floats = capital + np.log1p(stakes * (np.asarray(value) - threshold))
+    return log_capital
 
 
 def log_evidence(capital: Floats, looks: int, *, restarts: bool = False) -> Floats:
@@ -140,8 +140,7 @@ class MeanTest:
             ValueError: the value is NaN or outside the span.
         """
         x = self._scaled(value)
-        capital = bet(self._capital, self.looks, x, self._threshold, restarts=self.restarts)
-        self._capital = capital
+        self._capital = bet(self._capital, self.looks, x, self._threshold, restarts=self.restarts)
         self._total += value
         self.looks += 1
         self.highest = max(self.highest, self.log_evidence)

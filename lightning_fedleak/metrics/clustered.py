@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betaincinv, stdtrit
+from scipy.special import stdtrit
 
-from lightning_fedleak.metrics.rates import Rate
+from lightning_fedleak.metrics.rates import Rate, clopper_pearson
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -27,9 +27,7 @@ def share_rate(hits: Bools, population: Bools, code: Ints, alpha: float) -> Rate
     influence = (hits[population] - value) / trials
     code = code[population]
     k = np.unique(code).size
-    low, high = _clopper_pearson(
-        value, effective_trials(value, influence, code, trials, alpha), alpha
-    )
+    low, high = _interval(value, influence, code, trials, alpha)
     best = (alpha / 2) ** (1 / k)
     return _capped_rate(value, low, high, best, code[~hits[population]], code[hits[population]])
 
@@ -43,9 +41,7 @@ def advantage_rate(right: Bools, member: Bools, code: Ints, alpha: float) -> Rat
     for side, rate in zip(sides, means, strict=True):
         influence[side] = (right[side] - rate) / (2 * side.sum())
     trials = 4 / sum(1 / side.sum() for side in sides)
-    low, high = _clopper_pearson(
-        value, effective_trials(value, influence, code, trials, alpha), alpha
-    )
+    low, high = _interval(value, influence, code, trials, alpha)
     # Either all games of a cluster have one outcome, or only those of one side.
     a, k = alpha / 2, np.unique(code).size
     one_side = min((1 + a ** (1 / np.unique(code[side]).size)) / 2 for side in sides)
@@ -72,19 +68,17 @@ def effective_trials(
         return 0.0
     variance = k / (k - 1) * float((sums**2).sum())
     plain = value * (1 - value) / max(trials - 1, 1)
-    trials_known = trials if plain == 0 or variance <= plain else trials * plain / variance
+    effective = trials if plain == 0 or variance <= plain else trials * plain / variance
     correction = stdtrit(max(trials - 1, 1), 1 - alpha / 2) / stdtrit(k - 1, 1 - alpha / 2)
-    return trials_known * min(1.0, float(correction)) ** 2
+    return effective * min(1.0, float(correction)) ** 2
 
 
-def _clopper_pearson(value: float, trials: float, alpha: float) -> tuple[float, float]:
-    """Return both ends for ``value * trials`` successes, which need not be whole."""
-    if trials == 0:
-        return 0.0, 1.0
-    hits, misses = value * trials, (1 - value) * trials
-    low = float(betaincinv(hits, misses + 1, alpha / 2)) if hits else 0.0
-    high = float(betaincinv(hits + 1, misses, 1 - alpha / 2)) if misses else 1.0
-    return low, high
+def _interval(
+    value: float, influence: Floats, code: Ints, trials: float, alpha: float
+) -> tuple[float, float]:
+    """Return both ends of Clopper-Pearson's interval on the effective number of trials."""
+    trials = effective_trials(value, influence, code, trials, alpha)
+    return clopper_pearson(value * trials, (1 - value) * trials, alpha)
 
 
 def _capped_rate(
@@ -126,7 +120,7 @@ def auc(
 
     low, high = value, value
     if 0 < value < 1:
-        freedom = _freedom(_by_cluster(code, _influence(member, starts, value)))
+        freedom = _freedom(np.bincount(code, _influence(member, starts, value)))
         step = float(stdtrit(freedom, 1 - alpha / 2)) * error / (value * (1 - value))
         logit = np.log(value) - np.log1p(-value)
         low, high = (float(1 / (1 + np.exp(-(logit + sign * step)))) for sign in (-1, 1))
@@ -146,11 +140,6 @@ def _influence(member: Bools, starts: Ints, value: float) -> Floats:
     influence: Floats = np.where(member, below, above) / pairs
     influence -= np.where(member, value / members.sum(), value / others.sum())
     return influence
-
-
-def _by_cluster(code: Ints, influence: Floats) -> Floats:
-    sums: Floats = np.bincount(code, influence).astype(np.float64)
-    return sums
 
 
 def _freedom(sums: Floats) -> float:
@@ -185,27 +174,21 @@ def _bootstrap_aucs(
 
     Few clusters are drawn as whole blocks of pairs, many as weights of their games.
     """
-    blocks = (
-        _blocks(member, code, starts, clusters)
-        if member.size * clusters <= NUMBERS_AT_ONCE
-        else None
-    )
+    few = member.size * clusters <= NUMBERS_AT_ONCE
+    blocks = _blocks(member, code, starts, clusters) if few else None
+    sizes = [np.bincount(code[side], minlength=clusters) for side in (member, ~member)]
     rows = max(1, NUMBERS_AT_ONCE // member.size)
     draws: list[Floats] = []
     for first in range(0, resamples, rows):
         b = min(rows, resamples - first)
         picks = rng.integers(clusters, size=(b, clusters)) + clusters * np.arange(b)[:, None]
-        times = (
-            np.bincount(picks.ravel(), minlength=b * clusters).reshape(b, clusters).astype(float)
-        )
+        counts = np.bincount(picks.ravel(), minlength=b * clusters)
+        times = counts.reshape(b, clusters).astype(float)
         if blocks is None:
             draws.append(_weighted_auc(times[:, code], member, starts))
             continue
         wins = ((times @ blocks) * times).sum(1)
-        members, others = (
-            np.bincount(code[side], minlength=clusters) for side in (member, ~member)
-        )
-        draws.append(_ratio(wins, (times @ members) * (times @ others)))
+        draws.append(_ratio(wins, (times @ sizes[0]) * (times @ sizes[1])))
     return np.concatenate(draws)
 
 
@@ -239,6 +222,6 @@ def _weighted_auc(weights: Floats, member: Bools, starts: Ints) -> Floats:
 
 def _ratio(wins: Floats, pairs: Floats) -> Floats:
     """Return ``wins / pairs``, NaN where there are no pairs."""
-    share_rate: Floats = np.full_like(wins, np.nan)
-    np.divide(wins, pairs, out=share_rate, where=pairs > 0)
-    return share_rate
+    shares: Floats = np.full_like(wins, np.nan)
+    np.divide(wins, pairs, out=shares, where=pairs > 0)
+    return shares

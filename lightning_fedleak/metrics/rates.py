@@ -114,11 +114,15 @@ def proportion(successes: int, trials: int, confidence: float = 0.95) -> Rate:
     check_number("confidence", confidence, above=0, below=1)
     if trials == 0:
         return UNKNOWN
-    alpha = (1 - confidence) / 2
-    failures = trials - successes
-    low = float(betaincinv(successes, failures + 1, alpha)) if successes else 0.0
-    high = float(betaincinv(successes + 1, failures, 1 - alpha)) if failures else 1.0
+    low, high = clopper_pearson(successes, trials - successes, 1 - confidence)
     return Rate(successes / trials, low, high)
+
+
+def clopper_pearson(successes: float, failures: float, alpha: float) -> tuple[float, float]:
+    """Return both ends of the interval of a proportion; the numbers need not be whole."""
+    low = float(betaincinv(successes, failures + 1, alpha / 2)) if successes else 0.0
+    high = float(betaincinv(successes + 1, failures, 1 - alpha / 2)) if failures else 1.0
+    return low, high
 
 
 def type_count_error(estimate: float | None, n_types: int) -> float:

@@ -243,7 +243,8 @@ def reconstruction_rates(
     n = hits.size
     if n == 0:
         return dict.fromkeys(RECONSTRUCTION_RATES, UNKNOWN)
-    times = _bootstrap_counts(n, resamples, seed)
+    draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
+    times = draws.astype(np.float64)  # (resamples, n): how often each sentence is drawn
     ones, each = np.ones(n), float((1 / lengths).sum()) / n**2
     alpha = 1 - confidence
     return {
@@ -256,12 +257,6 @@ def reconstruction_rates(
             for name, rouge in (("rouge_1", rouge_1), ("rouge_2", rouge_2), ("rouge_l", rouge_l))
         },
     }
-
-
-def _bootstrap_counts(n: int, resamples: int, seed: int) -> Floats:
-    """Return (resamples, n): how often each sentence is drawn."""
-    rng = np.random.default_rng(seed)
-    return rng.multinomial(n, np.full(n, 1 / n), size=resamples).astype(np.float64)
 
 
 def _mean(top: Floats, bottom: Floats, times: Floats, share: float, alpha: float) -> Rate:

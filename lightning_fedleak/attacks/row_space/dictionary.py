@@ -140,25 +140,19 @@ def _positions(anatomy: Anatomy, known_input: KnownInput) -> tuple[Tensor, Tenso
     probe = torch.stack([words % rows, words.flip(0) % rows])
     norm = _norm_before(anatomy, known_input, probe)
     every = torch.arange(rows, device=device)[:, None]
-    repeated = words[:1].expand(1, length)
-    if norm is None:
-        sums, first, position_inputs = (
-            input_rows(anatomy, known_input, ids).double() for ids in (probe, every, repeated)
-        )
-        linear, more = _Linear(), first.new_zeros(0, known_input.width)
-        tolerance = _ADDITIVE
-    else:
-        place = Place("", norm, "input")
-        sums, first, position_inputs = (
-            _states(anatomy, place, ids) for ids in (probe, every, repeated)
-        )
+    sums, first, position_inputs = (
+        input_rows(anatomy, known_input, ids).double()
+        if norm is None
+        else _states(anatomy, Place("", norm, "input"), ids)
+        for ids in (probe, every, words[:1].expand(1, length))
+    )
+    linear, bias, tolerance = _Linear(), None, _ADDITIVE
+    if norm is not None:
         outputs = input_rows(anatomy, known_input, probe)
         tolerance = max(_ADDITIVE, 4 * torch.finfo(outputs.dtype).eps)
         linear = _Linear.fit(norm, sums, outputs.double(), tolerance)
         bias = norm._parameters.get("bias")
-        more = (
-            first.new_zeros(0, known_input.width) if bias is None else bias.detach().double()[None]
-        )
+    more = first.new_zeros(0, known_input.width) if bias is None else bias.detach().double()[None]
     other = (sums[0] - sums[1]).flip(0)
     if float((sums[0] - sums[1] + other).abs().max()) > tolerance * float(sums.abs().max()):
         raise NotAdditive("the input is no sum of a part of the word and a part of the position")

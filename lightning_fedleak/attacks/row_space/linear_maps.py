@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,29 +97,21 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
     """Yield the factors of a PEFT layer's active adapters, which ``walk`` does not enter."""
     for kind in _LOW_RANK:
         factors = module._modules.get(kind)
-        if factors is None:
+        if not isinstance(factors, nn.ModuleDict | nn.ParameterDict):
             continue
         factor = kind[-1]
         for adapter in getattr(module, "active_adapters", ()):
-            if isinstance(factors, nn.ParameterDict):
-                # AdaLoRA multiplies by its matrices itself: only A's input passes a module.
-                if factor == "A" and adapter in factors:
-                    matrix = factors[adapter]
-                    yield LinearMap(
-                        names[id(matrix)],
-                        module,
-                        module,
-                        1,
-                        len(matrix),
-                        "A",
-                        True,
-                        _dropouts(module, adapter),
-                    )
-            elif isinstance(factors, nn.ModuleDict) and adapter in factors:
-                inner = factors[adapter]
-                dropouts = _dropouts(module, adapter) if factor == "A" else ()
+            if adapter not in factors:
+                continue
+            inner = factors[adapter]
+            dropouts = _dropouts(module, adapter) if factor == "A" else ()
+            if isinstance(factors, nn.ModuleDict):
                 for linear in _weight_map(inner, module, factor, names):
                     yield replace(linear, dropouts=dropouts)
+            elif factor == "A":
+                # AdaLoRA multiplies by its matrices itself: only A's input passes a module.
+                name, rows = names[id(inner)], len(inner)
+                yield LinearMap(name, module, module, 1, rows, factor, True, dropouts)
 
 
 def _dropouts(layer: nn.Module, adapter: str) -> tuple[nn.Module, ...]:
@@ -250,7 +242,7 @@ def lone_token_maps(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[st
     """
     ids = _distant_tokens(anatomy, 1)[None]
     layers = {id(m.layer): m.layer for m in maps}
-    with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):
+    with _untraced(anatomy) as model:
         run = to_last_block(anatomy, model)
         plain = run(**text_for(anatomy, ids))
         visible = set()
@@ -288,17 +280,28 @@ def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[
         for n, m in anatomy.model.named_modules()
         if isinstance(m, nn.Dropout) and ".lora_dropout." not in f".{n}."
     ]
+    with _untraced(anatomy, dropouts, lambda m, *_: calls.append(m)):
+        stop_at(anatomy.model, Place("", reader, "input"))(**text_for(anatomy, ids))
+    return tuple(dict.fromkeys(calls))
+
+
+@contextmanager
+def _untraced(
+    anatomy: Anatomy,
+    modules: Iterable[nn.Module] = (),
+    hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None,
+) -> Iterator[nn.Module]:
+    """Yield the model for runs without a trace; a hook is called before each of some modules."""
     with (
-        undisturbed(anatomy),
+        undisturbed(anatomy) as model,
         torch.no_grad(),
         only_needed_hooks(anatomy.root),
         ExitStack() as stack,
     ):
-        for module in dropouts:
-            handle = module.register_forward_pre_hook(lambda m, _: calls.append(m))
+        for module in modules if hook is not None else ():
+            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
-        stop_at(anatomy.model, Place("", reader, "input"))(**text_for(anatomy, ids))
-    return tuple(dict.fromkeys(calls))
+        yield model
 
 
 def _distant_tokens(anatomy: Anatomy, n: int) -> Tensor:
@@ -357,15 +360,7 @@ def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict
         x = states if isinstance(states, Tensor) else next(iter(kwargs.values()), None)
         calls.setdefault(id(module), []).append(x if isinstance(x, Tensor) else ids)
 
-    with (
-        undisturbed(anatomy) as model,
-        torch.no_grad(),
-        only_needed_hooks(anatomy.root),
-        ExitStack() as stack,
-    ):
-        for module in readers:
-            handle = module.register_forward_pre_hook(keep, with_kwargs=True)
-            stack.callback(handle.remove)
+    with _untraced(anatomy, readers, keep) as model:
         to_last_block(anatomy, model)(**text_for(anatomy, ids))
     inputs = {}
     length = ids.shape[1] + virtual_tokens(anatomy)
@@ -401,7 +396,7 @@ def input_rows(
     run = stop_at(anatomy.model, Place("", known_input.reader, "input"))
     step = max(1, TOKENS_AT_ONCE // ids.shape[1])
     parts = []
-    with undisturbed(anatomy), torch.no_grad(), only_needed_hooks(anatomy.root):
+    with _untraced(anatomy):
         for start in range(0, len(ids), step):
             part = ids[start : start + step]
             with torch.autocast(anatomy.device.type, autocast, enabled=autocast is not None):
@@ -436,15 +431,7 @@ def input_states(
     if mask is not None:
         text["attention_mask"] = mask.to(anatomy.device)
     run = stop_at(anatomy.model, Place("", last.reader, "input"))
-    with (
-        undisturbed(anatomy),
-        torch.no_grad(),
-        only_needed_hooks(anatomy.root),
-        ExitStack() as stack,
-    ):
-        for known_input in earlier:
-            handle = known_input.reader.register_forward_pre_hook(keep, with_kwargs=True)
-            stack.callback(handle.remove)
+    with _untraced(anatomy, [known_input.reader for known_input in earlier], keep):
         states[id(last.reader)] = run(**text)
     length = ids.shape[1]
     return [

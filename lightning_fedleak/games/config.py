@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from lightning_fedleak.attacks.membership.insertion import Placement
 from lightning_fedleak.games.pool import GameError
@@ -15,16 +15,6 @@ Gradients = Literal["autograd", "closed_form"]
 Upstream = Literal["generic", "loss"]
 Forwards = Literal["fresh", "pooled"]
 Recompute = Literal["alone", "padded"]
-
-_CHOICES = {
-    "protocol": get_args(Protocol),
-    "relation": get_args(Relation),
-    "gradients": get_args(Gradients),
-    "upstream": get_args(Upstream),
-    "forwards": get_args(Forwards),
-    "recompute": get_args(Recompute),
-    "placement": get_args(Placement),
-}
 
 
 @dataclass(frozen=True)
@@ -95,8 +85,9 @@ class GameConfig:
     def __post_init__(self) -> None:
         for name in ("games", "batch", "targets_per_batch"):
             check_integer(name, getattr(self, name), error=GameError)
-        for name, choices in _CHOICES.items():
-            check_choice(name, getattr(self, name), choices, error=GameError)
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal:
+                check_choice(name, getattr(self, name), get_args(hint), error=GameError)
         position = self.position
         index = isinstance(position, int) and not isinstance(position, bool) and position >= 0
         if not index and position not in ("random", "last"):

@@ -7,7 +7,7 @@ no layers guess from the gradient of the parameters that the model trains.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -15,11 +15,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts
-from lightning_fedleak.attacks.membership.base import (
-    MembershipAttack,
-    MembershipGuess,
-    PassiveMembership,
-)
+from lightning_fedleak.attacks.membership.base import MembershipAttack, PassiveMembership
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.games.challenges import (
@@ -28,15 +24,20 @@ from lightning_fedleak.games.challenges import (
     authors_challenges,
     game_challenges,
 )
-from lightning_fedleak.games.client_loss import Loss, default_loss
+from lightning_fedleak.games.client_gradients import (
+    Loss,
+    autograd_gradient,
+    default_loss,
+    generic_upstream,
+    loss_upstream,
+)
 from lightning_fedleak.games.config import GameConfig
-from lightning_fedleak.games.inserted import autograd_gradient, generic_upstream, loss_upstream
-from lightning_fedleak.games.pool import GameError, SentencePool, padded
+from lightning_fedleak.games.pool import GameError, SentencePool, pad
 from lightning_fedleak.games.result import GameResult
 from lightning_fedleak.games.states import (
     PooledStates,
     client_states,
-    collides,
+    find_collisions,
     reads_ahead,
     tells_positions_apart,
 )
@@ -77,8 +78,9 @@ def play(
         pool: the sentences that data and targets are drawn from.
         config: how the games are played; default :class:`GameConfig`.
         planted: ids of the sentence that the authors' protocol plants.
-        loss: the client's; default :func:`~lightning_fedleak.games.client_loss.default_loss`. Used
-            with ``gradients="autograd"`` and with ``upstream="loss"``.
+        loss: the client's; default
+            :func:`~lightning_fedleak.games.client_gradients.default_loss`. Used with
+            ``gradients="autograd"`` and with ``upstream="loss"``.
         progress: called with the number of games played since the last call.
         defend: a defence of the client's token ids, called for every batch; the adversary knows of
             it (:meth:`~lightning_fedleak.attacks.base.Attack.meet`). The server's own forwards and
@@ -237,8 +239,20 @@ class _GameRun:
                     if kind not in upstreams:
                         upstreams[kind] = self._upstream(attack, client)
                         start = time.perf_counter()
-                guess = self._crafted(attack, client, query, embedded, upstreams)
-                collides = self._collides(attack, challenge)
+                targets = attack.embed(embedded[attack.layer], query)
+                self.dtype = str(embedded[attack.layer].dtype).removeprefix("torch.")
+                upstream = upstreams.get((attack.layer, attack.granularity))
+                guess = attack.guess(self._gradient(attack, targets, client, upstream))
+                collides = find_collisions(
+                    challenge.targets,
+                    challenge.positions,
+                    challenge.places,
+                    challenge.data,
+                    layer=attack.layer,
+                    reads=attack.reads,
+                    ahead=self.ahead[attack.layer],
+                    positional=self.positional,
+                )
             self.seconds[a] += time.perf_counter() - start
             columns["guesses"].append(guess.members.detach().cpu())
             columns["scores"].append(guess.scores.detach().cpu().double())
@@ -255,19 +269,6 @@ class _GameRun:
         gradients = gradient_of(self.anatomy, batch, self.roles)
         self.dtype = str(next(iter(gradients.values())).dtype).removeprefix("torch.")
         return GradientSnapshot(0, Stage.SHARED, gradients)
-
-    def _crafted(
-        self,
-        attack: MembershipAttack,
-        client: _Client,
-        query: Query,
-        embedded: Mapping[int, Tensor],
-        upstreams: Mapping[tuple[int, str], Tensor],
-    ) -> MembershipGuess:
-        targets = attack.embed(embedded[attack.layer], query)
-        self.dtype = str(embedded[attack.layer].dtype).removeprefix("torch.")
-        upstream = upstreams.get((attack.layer, attack.granularity))
-        return attack.guess(self._gradient(attack, targets, client, upstream))
 
     def results(self) -> list[GameResult]:
         """Return what each attack guessed, in order."""
@@ -310,15 +311,7 @@ class _GameRun:
         return settings
 
     def _client_batch(self, number: int, challenge: Challenge) -> _Client:
-        mask: Tensor | None
-        device = self.anatomy.device
-        if self.config.protocol == "authors":
-            ids, mask = (
-                padded(challenge.data, self.pool.pad_id, self.pool.tokens)[0].to(device),
-                None,
-            )
-        else:
-            ids, mask = (t.to(device) for t in padded(challenge.data, self.pool.pad_id))
+        ids, mask = self._pad(challenge.data)
         if self.defend is not None:
             ids = self.defend(ids, mask)
         if self.config.gradients == "autograd" or not self.layers:
@@ -329,18 +322,19 @@ class _GameRun:
         hidden = client_states(self.anatomy, self.layers, ids, mask, dropout_seed=drop)
         return _Client(ids, mask, hidden)
 
+    def _pad(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return ids and mask on the model's device; the authors' model reads the padding."""
+        authors = self.config.protocol == "authors"
+        ids, mask = pad(rows, self.pool.pad_id, self.pool.tokens if authors else None)
+        device = self.anatomy.device
+        return ids.to(device), None if authors else mask.to(device)
+
     def _server_states(self, challenge: Challenge) -> tuple[Query, dict[int, Tensor]]:
         """Return the targets, and their states (G, L, d) by layer from the server's forwards."""
-        device = self.anatomy.device
-        positions = challenge.positions.to(device)
+        ids, mask = self._pad(challenge.targets)
+        query = Query(ids, mask, challenge.positions.to(self.anatomy.device))
         if self.config.protocol == "authors":
-            # The model reads the padding, so the server pads as the client does.
-            ids = padded(challenge.targets, self.pool.pad_id, self.pool.tokens)[0].to(device)
-            return Query(ids, None, positions), {
-                k: hidden_states(self.anatomy, k, ids) for k in self.layers
-            }
-        ids, mask = (t.to(device) for t in padded(challenge.targets, self.pool.pad_id))
-        query = Query(ids, mask, positions)
+            return query, {k: hidden_states(self.anatomy, k, ids) for k in self.layers}
         if self.config.recompute == "alone":
             with undisturbed(self.anatomy):
                 states = {
@@ -355,7 +349,7 @@ class _GameRun:
         )
         rows = [*(self.pool.rows[i] for i in padding.tolist()), *challenge.targets]
         length = min(self.pool.tokens + 3, self.context or self.pool.tokens + 3)
-        batch = padded(rows, self.pool.pad_id, length)
+        batch = pad(rows, self.pool.pad_id, length)
         return query, {
             k: hidden_states(self.anatomy, k, *batch)[PADDING_SENTENCES:, : ids.shape[1]]
             for k in self.layers
@@ -394,16 +388,4 @@ class _GameRun:
                 )[0]
                 for target in targets
             ]
-        )
-
-    def _collides(self, attack: MembershipAttack, challenge: Challenge) -> Tensor:
-        return collides(
-            challenge.targets,
-            challenge.positions,
-            challenge.places,
-            challenge.data,
-            layer=attack.layer,
-            reads=attack.reads,
-            ahead=self.ahead[attack.layer],
-            positional=self.positional,
         )

@@ -125,10 +125,10 @@ class SentencePool:
         Returns:
             ids and mask, each (len(indices), L) int64.
         """
-        return padded([self.rows[i] for i in indices], self.pad_id, length)
+        return pad([self.rows[i] for i in indices], self.pad_id, length)
 
 
-def padded(rows: Sequence[Tensor], pad_id: int, length: int | None = None) -> tuple[Tensor, Tensor]:
+def pad(rows: Sequence[Tensor], pad_id: int, length: int | None = None) -> tuple[Tensor, Tensor]:
     """Return rows as ids and mask, each (n, L), where L is the longest row or ``length``.
 
     Raises:

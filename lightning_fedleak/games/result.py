@@ -12,6 +12,7 @@ from lightning_fedleak.games.config import Gradients, Protocol, Relation
 from lightning_fedleak.metrics.membership import membership_rates
 from lightning_fedleak.metrics.rates import Rate
 
+_SETTINGS = ("attack", "layer", "granularity", "protocol", "relation", "gradients", "dtype")
 _COLUMNS = ("bits", "guesses", "scores", "collides", "batches", "positions")
 
 
@@ -92,13 +93,7 @@ class GameResult:
         whole, fitted = self.summary(), self.summary(fitted=True)
         clean = self.without_collisions().summary()
         plain: dict[str, object] = {
-            "attack": self.attack,
-            "layer": self.layer,
-            "granularity": self.granularity,
-            "protocol": self.protocol,
-            "relation": self.relation,
-            "gradients": self.gradients,
-            "dtype": self.dtype,
+            **{name: getattr(self, name) for name in _SETTINGS},
             "games": len(self),
             "members": int(self.bits.sum()),
             "collisions": int(self.collides.sum()),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.anatomy.text_layers import place_of, states_in, states_out
-from lightning_fedleak.games.pool import padded
+from lightning_fedleak.games.pool import pad
 from lightning_fedleak.model_runs import hidden_states, undisturbed
 
 PROBE_TOKENS = 4  # before and after the token that tests whether a model reads ahead; not tuned
@@ -131,7 +131,7 @@ class PooledStates:
         key = _key(row)
         if key not in self.states:
             group = self.groups[self.group_of[key]]
-            ids, mask = padded(group, self.pad_id, self.length)
+            ids, mask = pad(group, self.pad_id, self.length)
             states = client_states(
                 self.anatomy, self.layers, ids, mask if self.length is None else None
             )
@@ -172,7 +172,7 @@ def _some_ids(anatomy: Anatomy, n: int) -> Tensor:
     return (size // 2 + torch.arange(n)) % size
 
 
-def collides(
+def find_collisions(
     targets: Sequence[Tensor],
     positions: Tensor,
     places: Tensor,

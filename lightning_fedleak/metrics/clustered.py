@@ -120,7 +120,8 @@ def auc(
 
     low, high = value, value
     if 0 < value < 1:
-        freedom = _freedom(np.bincount(code, _influence(member, starts, value)))
+        sums: Floats = np.bincount(code, _influence(member, starts, value)).astype(np.float64)
+        freedom = _freedom(sums)
         step = float(stdtrit(freedom, 1 - alpha / 2)) * error / (value * (1 - value))
         logit = np.log(value) - np.log1p(-value)
         low, high = (float(1 / (1 + np.exp(-(logit + sign * step)))) for sign in (-1, 1))

@@ -15,8 +15,12 @@ from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.auditing import audit_games, audit_scores
 from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
-from lightning_fedleak.games.client_loss import default_loss
-from lightning_fedleak.games.inserted import autograd_gradient, generic_upstream, loss_upstream
+from lightning_fedleak.games.client_gradients import (
+    autograd_gradient,
+    default_loss,
+    generic_upstream,
+    loss_upstream,
+)
 from lightning_fedleak.games.states import client_states
 from lightning_fedleak.model_runs import hidden_states
 from tests.games.toy import ToyMembership

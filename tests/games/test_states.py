@@ -8,11 +8,11 @@ from transformers import BertConfig, BertModel
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.games import SentencePool
-from lightning_fedleak.games.pool import padded
+from lightning_fedleak.games.pool import pad
 from lightning_fedleak.games.states import (
     PooledStates,
     client_states,
-    collides,
+    find_collisions,
     reads_ahead,
     tells_positions_apart,
 )
@@ -109,7 +109,7 @@ def test_collisions_are_where_the_targets_state_occurs_elsewhere(name: str, laye
         target = pool.rows[data[2] if inside else order[4]]
         position = int(torch.randint(len(target), (1,), generator=generator))
         found.append(
-            collides(
+            find_collisions(
                 [target],
                 torch.tensor([position]),
                 torch.tensor([place]),
@@ -138,7 +138,7 @@ def test_whole_sentences_collide_where_what_is_read_of_them_is_the_same() -> Non
         (0, 1, False, [True, True, True]),
         (1, 1, True, [False, False, False]),
     ):
-        flags = collides(
+        flags = find_collisions(
             targets, torch.zeros(3, dtype=torch.int64), torch.arange(3), pool.rows,
             layer=layer, reads=lambda p, n=tokens: slice(0, n), ahead=ahead, positional=True,
         )  # fmt: skip
@@ -150,7 +150,7 @@ def test_who_attends_to_a_sentence_or_its_beginning_collides_where_that_occurs()
 
     def flags(layer, reads, position=1, ahead=False):
         data = [torch.tensor([1, 2, 3, 5])]
-        return collides(
+        return find_collisions(
             pool.rows, torch.full((3,), position), torch.full((3,), -1), data,
             layer=layer, reads=reads, ahead=ahead, positional=True,
         ).tolist()  # fmt: skip
@@ -179,7 +179,7 @@ def test_a_batch_put_together_differs_from_its_own_forward_by_rounding(
     )
     for indices in ([3, 0, 7], [10, 3, 2, 1]):
         data = [pool.rows[i] for i in indices]
-        ids, mask = padded(data, 0, length)
+        ids, mask = pad(data, 0, length)
         together = pooled.batch_states(data)
         wanted = client_states(anatomy, [0, 1, 2], ids, mask if length is None else None)
         real = mask.bool() if length is None else torch.ones_like(ids, dtype=torch.bool)

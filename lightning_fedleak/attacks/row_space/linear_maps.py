@@ -103,7 +103,7 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
         for adapter in getattr(module, "active_adapters", ()):
             if adapter not in factors:
                 continue
-            inner = factors[adapter]
+            inner: Any = factors[adapter]
             dropouts = _dropouts(module, adapter) if factor == "A" else ()
             if isinstance(factors, nn.ModuleDict):
                 for linear in _weight_map(inner, module, factor, names):
@@ -289,7 +289,7 @@ def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[
 def _untraced(
     anatomy: Anatomy,
     modules: Iterable[nn.Module] = (),
-    hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None,
+    hook: Callable[..., None] = lambda *_: None,
 ) -> Iterator[nn.Module]:
     """Yield the model for runs without a trace; a hook is called before each of some modules."""
     with (
@@ -298,7 +298,7 @@ def _untraced(
         only_needed_hooks(anatomy.root),
         ExitStack() as stack,
     ):
-        for module in modules if hook is not None else ():
+        for module in modules:
             handle = module.register_forward_pre_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
         yield model

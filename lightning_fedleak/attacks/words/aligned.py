@@ -275,17 +275,12 @@ class AlignedFlatChat(Attack):
         """Return a function that draws public batches of one length and few enough tokens."""
         text = self._text(anatomy)
         lengths = self._lengths(anatomy)
+        mask = getattr(self.tokenizer, "mask_token_id", None)
 
         def batch(texts: int) -> TokenBatch:
             allowed = [n for n in lengths if n * texts <= _TOKENS] or lengths[:1]
             length = allowed[int(torch.randint(len(allowed), (), generator=generator))]
-            return text.batch(
-                texts,
-                length,
-                generator,
-                kind=anatomy.kind,
-                mask_token_id=getattr(self.tokenizer, "mask_token_id", None),
-            )
+            return text.batch(texts, length, generator, kind=anatomy.kind, mask_token_id=mask)
 
         return batch
 
@@ -399,12 +394,8 @@ class AlignedFlatChat(Attack):
         features = update_features(update, self._before.float(), model.directions, model.expected)
         odds = model.readout.logits(features)
         used = odds.sigmoid()
-        order = odds.argsort(descending=True)
-        return WordGuess(
-            types=order[: int(best_count(used))],
-            scores=odds.clamp(min=_RULED_OUT),
-            n_types=float(used.sum()),
-        )
+        types = odds.argsort(descending=True)[: int(best_count(used))]
+        return WordGuess(types, odds.clamp(min=_RULED_OUT), float(used.sum()))
 
     def _read_signs(self, gradient: Tensor, rounding: float) -> WordGuess:
         if self._u is None:
@@ -436,12 +427,8 @@ class AlignedFlatChat(Attack):
         odds = calibration.readout.logits(features)
         used = odds.sigmoid()
         scores[rows] = odds.clamp(min=_RULED_OUT)
-        order = odds.argsort(descending=True)
-        return WordGuess(
-            types=rows[order[: int(best_count(used))]],
-            scores=scores,
-            n_types=float(used.sum()),
-        )
+        types = rows[odds.argsort(descending=True)[: int(best_count(used))]]
+        return WordGuess(types, scores, float(used.sum()))
 
     def _check_clip(self, gradient: Tensor, norms: Tensor) -> None:
         """Raise an error if entries were cut to a size that no readout was fitted on.
@@ -557,14 +544,10 @@ class AlignedFlatChat(Attack):
         lengths = self._lengths(anatomy)
         order = text.draw(len(text), generator).tolist()
         n_texts = min(max(2, tokens // sum(lengths)), max(1, len(order) // len(lengths)))
+        rows = [order[i * n_texts : (i + 1) * n_texts] for i in range(len(lengths))]
+        mask = getattr(self.tokenizer, "mask_token_id", None)
         return [
-            text.rows(
-                order[i * n_texts : (i + 1) * n_texts],
-                length,
-                generator,
-                kind=anatomy.kind,
-                mask_token_id=getattr(self.tokenizer, "mask_token_id", None),
-            )
-            for i, length in enumerate(lengths)
-            if order[i * n_texts : (i + 1) * n_texts]
+            text.rows(indices, length, generator, kind=anatomy.kind, mask_token_id=mask)
+            for indices, length in zip(rows, lengths, strict=True)
+            if indices
         ]

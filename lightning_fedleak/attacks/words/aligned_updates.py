@@ -239,19 +239,11 @@ def update_features(
         expected: expectations of all types.
     """
     groups = _Groups.build(update, expected)
-    parts = torch.split(torch.arange(len(update), device=update.device), _ROWS_AT_ONCE)
-    return torch.cat(
-        [
-            torch.cat(
-                [
-                    _row_features(update[i], weight[i], directions, expected.rows(i)),
-                    groups.features(i, update[i]),
-                ],
-                1,
-            )
-            for i in parts
-        ]
-    )
+    features = []
+    for i in torch.split(torch.arange(len(update), device=update.device), _ROWS_AT_ONCE):
+        row_features = _row_features(update[i], weight[i], directions, expected.rows(i))
+        features.append(torch.cat([row_features, groups.features(i, update[i])], 1))
+    return torch.cat(features)
 
 
 def _soft_sign(update: Tensor) -> Tensor:

@@ -50,13 +50,17 @@ def bag_of_words(gradient: Tensor) -> WordGuess:
         scores = _largest(gradient)
     if not bool(scores.isfinite().all()):
         raise UnusableObservation("the embedding's gradient has NaN or infinity")
-    order = scores.argsort(descending=True, stable=True)
-    types = order[: int((scores > 0).sum())]
-    if len(types) == 0:
+    if not bool((scores > 0).any()):
         raise UnusableObservation(
             "the embedding's gradient is all zero: no token was trained on in this step"
         )
-    return WordGuess(types=types, scores=scores, n_types=float(len(types)), surface="input")
+    return _positive_scores(scores, "input")
+
+
+def _positive_scores(scores: Tensor, surface: str) -> WordGuess:
+    """Return the types of positive score, the largest first."""
+    types = scores.argsort(descending=True, stable=True)[: int((scores > 0).sum())]
+    return WordGuess(types=types, scores=scores, n_types=float(len(types)), surface=surface)
 
 
 _MAX_RATE_RATIO = 50.0
@@ -235,9 +239,7 @@ def bias_sign(gradient: Tensor) -> WordGuess:
             "the head's bias gradient is all zero: no token was trained on in this step"
         )
     scores = -(gradient if gradient.dtype.itemsize >= 4 else gradient.float())
-    order = scores.argsort(descending=True, stable=True)
-    types = order[: int((scores > 0).sum())]
-    return WordGuess(types=types, scores=scores, n_types=float(len(types)))
+    return _positive_scores(scores, "output")
 
 
 class BiasSign(Attack):

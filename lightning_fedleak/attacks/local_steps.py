@@ -196,8 +196,8 @@ class LocalSteps:
     @property
     def largest(self) -> float:
         """Return the mean step in units of the rate if every gradient is the same."""
-        without = {"weight_decay": 0.0} if "weight_decay" in self.settings else {}
-        return -self._simulate(0.0, 1.0, **without) / self.rate / self.steps
+        no_decay = {"weight_decay": 0.0} if "weight_decay" in self.settings else {}
+        return -self._simulate(0.0, 1.0, **no_decay) / self.rate / self.steps
 
     @property
     def invertible(self) -> bool:

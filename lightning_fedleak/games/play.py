@@ -291,10 +291,8 @@ class _GameRun:
                     relation=self.config.relation,
                     gradients=self.config.gradients,
                     dtype=self.dtype,
-                    config={
-                        **self._settings(),
-                        **{f"attack.{k}": v for k, v in attack.config().items()},
-                    },
+                    config=self._settings()
+                    | {f"attack.{k}": v for k, v in attack.config().items()},
                     seconds=seconds,
                 )
             )
@@ -375,17 +373,6 @@ class _GameRun:
         if upstream is not None:
             hidden = client.hidden[attack.layer]
             return attack.gradient(targets, hidden, client.mask, upstream).sum(0)
-        return torch.stack(
-            [
-                autograd_gradient(
-                    self.anatomy,
-                    attack,
-                    target,
-                    client.ids,
-                    client.mask,
-                    self.config.placement,
-                    self.loss,
-                )[0]
-                for target in targets
-            ]
-        )
+        rest = (client.ids, client.mask, self.config.placement, self.loss)
+        gradients = [autograd_gradient(self.anatomy, attack, t, *rest)[0] for t in targets]
+        return torch.stack(gradients)

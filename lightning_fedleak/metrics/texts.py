@@ -88,8 +88,7 @@ def token_hits(
             f"{tuple(input_ids.shape)}"
         )
     guessed, truth = guessed.detach().cpu(), input_ids.detach().cpu()
-    real = torch.ones_like(truth) if attention_mask is None else attention_mask.detach().cpu()
-    real = real != 0
+    real = _real_places(truth, attention_mask)
     if bool((truth[real] < 0).any()):
         raise ValueError(
             f"input_ids holds the id {int(truth[real].min())}: give the tokens and not the labels, "
@@ -116,13 +115,13 @@ def in_true_order(
         :data:`~lightning_fedleak.attacks.texts.base.NOTHING` where there is none.
     """
     truth = input_ids.detach().cpu()
-    real = torch.ones_like(truth) if attention_mask is None else attention_mask.detach().cpu()
+    real = _real_places(truth, attention_mask)
     length = truth.shape[1]
     guess_tokens = guessed.detach().cpu()[:, :length]
     guess_tokens = torch.nn.functional.pad(
         guess_tokens, (0, length - guess_tokens.shape[1]), value=NOTHING
     )
-    hits = (guess_tokens[:, None] == truth) & (real != 0)
+    hits = (guess_tokens[:, None] == truth) & real
     anywhere = torch.tensor(
         [
             [(Counter(one) & Counter(other)).total() for other in _real_tokens(truth, real)]
@@ -137,8 +136,15 @@ def in_true_order(
     return ordered
 
 
+def _real_places(truth: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return (B, L) bool on the CPU: the places that are not padded."""
+    if attention_mask is None:
+        return torch.ones_like(truth, dtype=torch.bool)
+    return attention_mask.detach().cpu() != 0
+
+
 def _real_tokens(tokens: Tensor, real: Tensor) -> list[list[int]]:
-    return [row[present != 0].tolist() for row, present in zip(tokens, real, strict=True)]
+    return [row[places].tolist() for row, places in zip(tokens, real, strict=True)]
 
 
 def sentence_scores(

@@ -79,14 +79,14 @@ class SplitTap:
         self._before = ActivationTap(anatomy, both, gradients=False, first=True)
         self._twice = frozenset(both)
         self._arguments: list[dict[str, Any]] = []
-        self._names = _argument_names(anatomy.model)
         self._armed = False
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._armed and torch.is_grad_enabled():
-                arguments = dict(zip(self._names, args, strict=False)) | kwargs
-                self._arguments.append({name: arguments.get(name) for name in ARGUMENTS})
+                self._arguments.append(
+                    {name: argument_of(model, name, args, kwargs) for name in ARGUMENTS}
+                )
 
         self._handle = anatomy.model.register_forward_pre_hook(called, with_kwargs=True)
 
@@ -168,14 +168,6 @@ class SplitTap:
                 )
             results.append(value)
         return results
-
-
-def _argument_names(model: nn.Module) -> list[str]:
-    """Return the names of ``forward``'s arguments; PEFT's wrappers may pass all to the model."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        parameters = inspect.signature(without_peft(model).forward).parameters.values()
-    return [p.name for p in parameters]
 
 
 class ModelIds:

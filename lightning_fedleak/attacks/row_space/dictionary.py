@@ -108,13 +108,8 @@ def build_dictionary(
     Raises:
         NotAdditive: positions are no summand, or more than one norm follows the sum.
     """
-    device = anatomy.device
-    rows = input_rows(
-        anatomy,
-        known_input,
-        torch.arange(vocabulary_size(anatomy), device=device)[:, None],
-        autocast=autocast,
-    )[:, 0]
+    every = torch.arange(vocabulary_size(anatomy), device=anatomy.device)[:, None]
+    rows = input_rows(anatomy, known_input, every, autocast=autocast)[:, 0]
     if not known_input.positional:
         return Dictionary(rows, rows.new_zeros(0, known_input.width, dtype=torch.float64), None)
     positions, constants = _positions(anatomy, known_input)
@@ -158,15 +153,14 @@ def _positions(anatomy: Anatomy, known_input: KnownInput) -> tuple[Tensor, Tenso
         raise NotAdditive("the input is no sum of a part of the word and a part of the position")
     mean = first[:, 0].mean(0)
     types = [
-        (m.weight.detach().double() - m.weight.detach().double()[:1])[1:]
+        m.weight.detach().double()
         for n, m in walk(anatomy.model)
         if isinstance(m, nn.Embedding)
         and n.endswith("token_type_embeddings")
         and m.embedding_dim == known_input.width
     ]
-    return linear(mean + position_inputs[0] - position_inputs[0, :1]), torch.cat(
-        [more, *(linear(t) for t in types)]
-    )
+    positions = linear(mean + position_inputs[0] - position_inputs[0, :1])
+    return positions, torch.cat([more, *(linear((t - t[:1])[1:]) for t in types)])
 
 
 @dataclass(frozen=True)
@@ -224,13 +218,7 @@ def _norm_before(anatomy: Anatomy, known_input: KnownInput, ids: Tensor) -> nn.M
     finally:
         for handle in handles:
             handle.remove()
-    return next(
-        (
-            m
-            for m, calls in outputs.items()
-            if len(calls) == 1
-            and calls[0].numel() == x.numel()
-            and torch.equal(calls[0].view_as(x), x)
-        ),
-        None,
-    )
+    for norm, calls in outputs.items():
+        if [y.numel() for y in calls] == [x.numel()] and torch.equal(calls[0].view_as(x), x):
+            return norm
+    return None

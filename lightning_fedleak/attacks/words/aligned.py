@@ -246,9 +246,10 @@ class AlignedFlatChat(Attack):
         parts = self._parts(anatomy)
         steps = self._adaptive_steps
         if parts.n_sentences < 4:
+            alternative = ", or use readout='sign'" if steps is None else ""
             raise ValueError(
                 f"a learned readout needs at least 4 public texts, got {parts.n_sentences}: give "
-                f"more public text{', or use readout=' + repr('sign') if steps is None else ''}"
+                f"more public text{alternative}"
             )
         if steps is None:
             weight, bias = head_parameters(anatomy)
@@ -306,22 +307,12 @@ class AlignedFlatChat(Attack):
         calibration = self._calibration.on_device(anatomy.device)
         before = calibration.expected
         parts = self._parts(anatomy, inputs=False)
-        states = parts.states
-        u = separating_direction(states)
-        directions = replace(
-            calibration.directions,
-            u=u,
-            scale=(states @ u).median(),
-            norm=states.norm(dim=1).median(),
-        )
+        directions = calibration.directions.follow(parts.states)
         expected = ExpectedRows.compute(
             parts, *head_parameters(anatomy), directions, calibration.clusters, before.reference
         )
-        self._calibration = replace(
-            calibration,
-            directions=directions,
-            expected=replace(expected, opening=before.opening),
-        )
+        expected = replace(expected, opening=before.opening)
+        self._calibration = replace(calibration, directions=directions, expected=expected)
 
     @torch.no_grad()
     def run(self, view: Observation, query: Query | None = None) -> WordGuess:

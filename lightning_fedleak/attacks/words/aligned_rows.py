@@ -24,6 +24,7 @@ from lightning_fedleak.attacks.words.public_gradients import GradientParts
 _TOKENS_AT_ONCE = 1024  # tokens whose probabilities are computed at once, which bounds the memory
 _ROWS_AT_ONCE = 512  # rows converted to float32 at once, which bounds the memory
 _ERROR = 0.25  # variance of the relative error of expected rows; not tuned
+_OPENING = 4  # directions in which the input gradients of first tokens are read; not tuned
 _TINY = 1e-4  # added to numbers in used tokens before a logarithm or a division; not tuned
 
 
@@ -62,16 +63,22 @@ class Directions:
         spread = (unit - mean).T @ (unit - mean) / len(unit)
         values, vectors = torch.linalg.eigh(spread)
         m = min(n_principal, unit.shape[1], len(unit))
+        first = F.normalize(parts.input_grads[parts.input_first], dim=1)
         values, vectors = values.flip(0)[:m].clamp(min=1e-12), vectors.flip(1)[:, :m]
         return cls(
             u=u,
             centres=cluster_centres(unit, n_centres, generator),
             whitening=vectors / values.sqrt(),
             deviations=values.sqrt(),
-            opening=_leading(parts.input_grads[parts.input_first], 4),
+            opening=torch.linalg.svd(first, full_matrices=False).Vh[:_OPENING].T.contiguous(),
             scale=(states @ u).median(),
             norm=states.norm(dim=1).median(),
         )
+
+    def follow(self, states: Tensor) -> Directions:
+        """Return the directions with ``u`` and its units fitted to other hidden states."""
+        u = separating_direction(states)
+        return replace(self, u=u, scale=(states @ u).median(), norm=states.norm(dim=1).median())
 
 
 def separating_direction(states: Tensor, steps: int = 200, rate: float = 0.05) -> Tensor:
@@ -112,14 +119,6 @@ def cluster_centres(unit: Tensor, k: int, generator: torch.Generator, rounds: in
         empty = sums.norm(dim=1, keepdim=True) == 0
         centres = F.normalize(torch.where(empty, centres, sums), dim=1)
     return centres
-
-
-def _leading(vectors: Tensor, k: int) -> Tensor:
-    unit = F.normalize(vectors, dim=1)
-    if len(unit) == 0:
-        return unit.new_zeros(unit.shape[1], 0)
-    leading: Tensor = torch.linalg.svd(unit, full_matrices=False).Vh[:k]
-    return leading.T.contiguous()
 
 
 @dataclass(frozen=True)

@@ -316,19 +316,21 @@ def _tpr(score: Floats, member: Bools, code: Ints, folds: Ints, fpr: float, alph
         hits[inside] = score[inside] > other[int(other.size * fpr + 1e-9)]
     value = float(hits[member].mean())
 
-    ordered = np.sort(negatives)[::-1]
-    alarms = score[~member] > ordered[int(negatives.size * fpr + 1e-9)]
+    descending = np.sort(negatives)[::-1]
+    alarms = score[~member] > descending[int(negatives.size * fpr + 1e-9)]
     rate = float(alarms.mean())
     trials = effective_trials(
         rate, (alarms - rate) / alarms.size, code[~member], alarms.size, alpha
     )
-    scale, inside = negatives.size / max(trials, 1), score[member]
+    scale, positives = negatives.size / max(trials, 1), score[member]
     chances = bdtr(np.arange(int(3 * trials * fpr) + 50), int(trials), fpr)
     strict_rank, loose_rank = (int(k) for k in np.searchsorted(chances, [alpha / 2, 1 - alpha / 2]))
     strict_rank, loose_rank = int(strict_rank * scale), math.ceil((loose_rank + 1) * scale)
-    lowest = float((inside > ordered[strict_rank - 1]).mean()) if strict_rank > 0 else 0.0
+    lowest = float((positives > descending[strict_rank - 1]).mean()) if strict_rank > 0 else 0.0
     highest = (
-        float((inside >= ordered[loose_rank - 1]).mean()) if loose_rank <= ordered.size else 1.0
+        float((positives >= descending[loose_rank - 1]).mean())
+        if loose_rank <= descending.size
+        else 1.0
     )
     interval = share_rate(hits, member, code, alpha)
     return rate_with_value(

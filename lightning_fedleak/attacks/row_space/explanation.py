@@ -150,17 +150,17 @@ class ReadableInput:
                     "apart"
                 )
             doubts = [errors[m.name] if m.axis == 1 else errors[m.name].T for m in by_map]
-            uneven = _explain_clipped if clipped else explain_uneven
-            result = self._words(uneven(gradients, doubts, find)[0])
+            explain_rows = _explain_clipped if clipped else explain_uneven
+            result = self._words(explain_rows(gradients, doubts, find)[0])
             cause = "what the optimizer's step left of the gradient"
             if clipped:
                 cause = "what clipping by value left of the gradient"
         else:
-            dropped = [self._dropout_noise(m, g) for m, g in by_map.items()]
+            dropout = [self._dropout_noise(m, g) for m, g in by_map.items()]
             levels = [
-                math.hypot(noise.get(m.name, 0.0), d) for m, d in zip(by_map, dropped, strict=True)
+                math.hypot(noise.get(m.name, 0.0), d) for m, d in zip(by_map, dropout, strict=True)
             ]
-            cause = "what dropout adds" if any(dropped) else "the rounding of what was shared"
+            cause = "what dropout adds" if any(dropout) else "the rounding of what was shared"
             result, _ = find(gradients, levels)
             if positions and not result.certified and not any(levels):
                 second, _ = find(gradients, levels, positions * 8 // 5 + 8)

@@ -149,9 +149,7 @@ class SubspaceWords(Attack):
         """
         inputs = self.inputs(anatomy)
         names = [m.name for known_input in inputs for m in known_input.trainable_maps(anatomy)]
-        if names:
-            return Surfaces(gradients=tuple(names))
-        return Surfaces(gradients=tuple(m.name for m in inputs[0].maps))
+        return Surfaces(gradients=tuple(names or [m.name for m in inputs[0].maps]))
 
     def inputs(self, anatomy: Anatomy) -> tuple[KnownInput, ...]:
         """Return the known inputs of a model, in the order in which they are read.

@@ -112,8 +112,8 @@ def words_of(
             anatomy = find_anatomy(root, kind=kind)
         except AnatomyError as error:
             raise refused(
-                f"the model could not be read ({error}). Give kind=, special_ids= and domain= "
-                "(the ids of a public set, range(vocabulary size) say)"
+                f"the model could not be read ({error}). Give form=BatchForm(kind=...), "
+                "special_ids= and domain= (the ids of a public set, range(vocabulary size) say)"
             ) from error
     kind = kind or (anatomy.kind if anatomy else "causal")
     special = special_of(special_ids, kind, keep_special, anatomy)
@@ -253,7 +253,7 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
             raise refused(
                 "the labels of a causal model must be its inputs (-100 where the loss looks away), "
                 "so that both are replaced alike. Labels that are shifted already need "
-                "batch_adapter= and batch_writer=, which join and part the two"
+                "batch_adapter= and batch_writer= in form=BatchForm(), which join and part the two"
             )
         else:
             visible = visible | looked_at
@@ -311,13 +311,14 @@ class BatchForm:
             unknown = [name for name in other_fields(batch) if name not in allowed]
         except BatchError as error:
             raise refused(
-                f"the batch cannot be read ({error}). Give batch_adapter= and batch_writer="
+                f"the batch cannot be read ({error}). Give form=BatchForm(batch_adapter=..., "
+                "batch_writer=...)"
             ) from error
         if unknown:
             raise refused(
                 f"the batch holds the fields {', '.join(unknown)}, which would reach the model as "
                 "they are. Take them out of the batch, or, if they say nothing about the text, "
-                f"name them in public_fields={unknown}"
+                f"name them in form=BatchForm(public_fields={unknown})"
             )
         return tokens
 
@@ -334,7 +335,8 @@ class BatchForm:
             read = self.batch_adapter(copy)
         except BatchError as error:
             raise refused(
-                f"the batch cannot be copied ({error}). Give batch_adapter= and batch_writer="
+                f"the batch cannot be copied ({error}). Give form=BatchForm(batch_adapter=..., "
+                "batch_writer=...)"
             ) from error
         pairs = [(read.input_ids, tokens.input_ids), (read.labels, tokens.labels)]
         for copied, expected in pairs:

@@ -466,7 +466,7 @@ def test_labels_that_are_shifted_need_an_adapter(gpt2: nn.Module) -> None:
 
 def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:
     batch = {"input_ids": rows(2, 4), "text": ["a b", "c d"], "position_ids": rows(2, 4)}
-    with pytest.raises(DefenseError, match=r"the fields text, which .* public_fields=\['text'\]"):
+    with pytest.raises(DefenseError, match=r"the fields text, which .*public_fields=\['text'\]"):
         defended(TokenLDP("grr", 1.0), gpt2, batch)
     new = defended(TokenLDP("grr", 1.0, form=BatchForm(public_fields=["text"])), gpt2, batch)
     assert new["text"] is batch["text"]

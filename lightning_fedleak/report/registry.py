@@ -112,12 +112,12 @@ FIELDS: Mapping[str, Mapping[str, FieldKind]] = {
 }
 """Sections of an entry, and what each of their fields holds."""
 
-REQUIRED = (
-    *("name", "data_curators", "description", "intended_use"),
-    *("data_product_type", "data_product_region", "publication_date"),
-)
-"""Fields of the section ``basic`` that an entry must have."""
-
+_UNITS = {
+    "client": "One client of the federation with all of its data",
+    "user": "One user with all of their rows of the training data",
+    "row": "One text (a row of a batch) of one client",
+    "example": "One example (a row) of the training data",
+}
 _PEOPLE = ("basic", "administrative")
 _NUMBERS = {"privacy_parameters", "variant_name"}
 
@@ -294,15 +294,9 @@ def _releases(account: Account) -> str:
 
 def _unit(accounts: Sequence[Account]) -> str:
     units = {account.unit for account in accounts}
-    if units == {"client"}:
-        return "One client of the federation with all of its data"
-    if units == {"user"}:
-        return "One user with all of their rows of the training data"
-    if units == {"row"}:
-        return "One text (a row of a batch) of one client"
-    if units <= {"example", "user"}:
-        return "One example (a row) of the training data"
-    return NOT_RECORDED
+    if units == {"example", "user"}:  # hiding all rows of a user hides each example
+        return _UNITS["example"]
+    return _UNITS.get(units.pop(), NOT_RECORDED) if len(units) == 1 else NOT_RECORDED
 
 
 def _model_name(account: Account) -> str:

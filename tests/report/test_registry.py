@@ -5,9 +5,13 @@ import pytest
 import yaml
 
 from lightning_fedleak.report import entry, findings, read, registry
-from lightning_fedleak.report.registry import FIELDS, REQUIRED
+from lightning_fedleak.report.registry import FIELDS
 from tests.report.lines import begin, dpsgd, end, look, result, spent, written
 
+REQUIRED = {
+    *("name", "data_curators", "description", "intended_use"),
+    *("data_product_type", "data_product_region", "publication_date"),
+}
 SCHEMA = os.environ.get("FEDLEAK_REGISTRY_SCHEMA")
 
 
@@ -20,7 +24,7 @@ def test_an_entry_has_what_the_schema_wants(tmp_path):
     made = yaml.safe_load(entry(private_run(tmp_path)))
     assert set(made) == {"url_slug", "status", "tier", "deployment"}
     deployment = made["deployment"]
-    assert set(REQUIRED) <= set(deployment["basic"])
+    assert set(deployment["basic"]) >= REQUIRED
     for section, fields in deployment.items():
         assert set(fields) <= set(FIELDS[section])
     assert deployment["privacy_loss"]["privacy_parameters"] == {"epsilon": 2.5, "delta": 1e-5}
@@ -167,7 +171,7 @@ def test_entries_are_valid_by_the_registrys_own_schema(tmp_path):
     assert {name: set(of["properties"]) for name, of in sections.items()} == {
         name: set(fields) for name, fields in FIELDS.items()
     }
-    assert set(sections["basic"]["required"]) == set(REQUIRED)
+    assert set(sections["basic"]["required"]) == REQUIRED
     plain = findings(read([written(tmp_path / "plain", [result(0, f1=0.5)])]))
     published = Path(str(SCHEMA)).parents[1] / "deployments"
     for path in sorted(published.glob("*.yaml"))[:3]:  # what others have written is taken as it is

@@ -1,0 +1,10 @@
+"""Flower: a mod that looks at a client's update before it leaves, and strategies for the server.
+
+The only folder that knows Flower. It needs ``pip install lightning-fedleak[flower]``.
+"""
+
+from lightning_fedleak.federation.flower.messages import ROUND, WEIGHT
+from lightning_fedleak.federation.flower.mod import FedLeakMod
+from lightning_fedleak.federation.flower.strategies import Observed, PrivateMean
+
+__all__ = ["ROUND", "WEIGHT", "FedLeakMod", "Observed", "PrivateMean"]

@@ -1,0 +1,147 @@
+"""The model in Flower's messages, by name or as a list of arrays."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.extras import install
+from lightning_fedleak.federation.observer import RoundObserver
+from lightning_fedleak.federation.updates import State, UpdateError, trained_state
+
+try:
+    from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+    from flwr.common import (
+        Code,
+        FitRes,
+        Parameters,
+        Status,
+        ndarrays_to_parameters,
+        parameters_to_ndarrays,
+    )
+    from flwr.compat.common import recorddict_compat as compat
+except ImportError as error:
+    raise ImportError(
+        f"lightning_fedleak.federation.flower needs Flower: {install('flower')}"
+    ) from error
+
+ROUND = "server-round"
+WEIGHT = "num-examples"
+
+_LISTED, _LISTED_BACK = "fitins.parameters", "fitres.parameters"
+"""Where messages of the older interface hold a model."""
+
+
+class NamedArrays:
+    """Reads and writes the model in the messages of a round, which hold it by name.
+
+    Attributes:
+        round_: number of the round.
+        sent: what the client got.
+    """
+
+    def __init__(self, message: Message) -> None:
+        self._key, self.sent = arrays_of(message)
+        self.round_ = _round_of(message)
+
+    def returned(self, reply: Message) -> State:
+        """Return the model as the client has trained it."""
+        return arrays_of(reply)[1]
+
+    def put(self, state: State, reply: Message) -> None:
+        """Put ``state`` in place of the model in a reply."""
+        [key] = reply.content.array_records
+        reply.content[key] = ArrayRecord(dict(state))
+
+    def alone(self, state: State, weight: str) -> RecordDict:
+        """Return a reply that holds nothing but a model, and a weight of 1."""
+        metrics = MetricRecord({weight: 1.0})
+        return RecordDict({self._key: ArrayRecord(dict(state)), "metrics": metrics})
+
+
+class _ListedArrays(NamedArrays):
+    """Reads and writes the model in the messages of a NumPyClient: arrays one after the other."""
+
+    def __init__(self, message: Message, observer: RoundObserver) -> None:
+        group = message.metadata.group_id  # the round, in Flower's own workflows
+        self.round_ = int(group) if group.isdecimal() else _round_of(message)
+        arrays = _arrays_in(message, _LISTED)
+        whole = {n: t.detach() for n, t in observer.model.state_dict().items()}
+        shapes = [a.shape for a in arrays]
+        for like in (trained_state(observer.model), whole):
+            if [tuple(t.shape) for t in like.values()] == shapes:
+                self._names = list(like)
+                # A mean over clients is float64 in Flower; a client trains in its model's dtype.
+                self.sent = {
+                    n: a.to(t.dtype) for (n, t), a in zip(like.items(), arrays, strict=True)
+                }
+                return
+        raise UpdateError(
+            f"the {len(arrays)} arrays that were sent are not those of the observer's model: they "
+            "must have the order and shapes of trained_state(model) or of model.state_dict()"
+        )
+
+    def returned(self, reply: Message) -> State:
+        arrays = _arrays_in(reply, _LISTED_BACK)
+        state = dict(zip(self._names, arrays, strict=False))
+        return state | {f"array {n}": a for n, a in enumerate(arrays) if n >= len(self._names)}
+
+    def put(self, state: State, reply: Message) -> None:
+        reply.content[_LISTED_BACK] = compat.parameters_to_arrayrecord(self._list(state), False)
+
+    def alone(self, state: State, weight: str) -> RecordDict:
+        reply = FitRes(Status(Code.OK, ""), self._list(state), 1, {})
+        return compat.fitres_to_recorddict(reply, False)
+
+    def _list(self, state: State) -> Parameters:
+        return ndarrays_to_parameters([state[n].cpu().numpy() for n in self._names])
+
+
+def read_sent(message: Message, observer: RoundObserver) -> NamedArrays:
+    """Return the reader of a training message, and of its reply, in the form that they have.
+
+    Raises:
+        UpdateError: the message holds no model, or another one than the observer's.
+    """
+    if _LISTED in message.content:
+        return _ListedArrays(message, observer)
+    return NamedArrays(message)
+
+
+def arrays_of(message: Message) -> tuple[str, dict[str, Tensor]]:
+    """Return the key of the one model of a message, and the model.
+
+    Raises:
+        UpdateError: it holds none, or several.
+    """
+    records = message.content.array_records
+    if len(records) != 1:
+        raise UpdateError(
+            f"a message of a round holds one model, and this one has {len(records)} ArrayRecords"
+        )
+    [(key, arrays)] = records.items()
+    state: dict[str, Tensor] = arrays.to_torch_state_dict()
+    return key, state
+
+
+def _arrays_in(message: Message, key: str) -> list[Tensor]:
+    """Return the arrays of a message of the older interface, from the record of this key.
+
+    Raises:
+        UpdateError: it has no such record.
+    """
+    if key not in message.content.array_records:
+        raise UpdateError(f"a NumPyClient's reply holds its arrays in '{key}'; this one does not")
+    record = message.content.array_records[key]
+    arrays = parameters_to_ndarrays(compat.arrayrecord_to_parameters(record, keep_input=True))
+    return [torch.from_numpy(array) for array in arrays]
+
+
+def _round_of(message: Message) -> int:
+    for config in message.content.config_records.values():
+        if ROUND in config:
+            return int(config[ROUND])
+    raise UpdateError(
+        f"the message does not say which round it is of: the server's strategy must send '{ROUND}' "
+        "in its ConfigRecord, as those of Flower do"
+    )

@@ -1,0 +1,369 @@
+"""A client's mod: what a client returns is attacked, gated and defended before it leaves."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from flwr.app import ConfigRecord, Context, Error, Message, MessageType
+from flwr.common.constant import ErrorCode
+from flwr.common.secure_aggregation.secaggplus_constants import (
+    RECORD_KEY_CONFIGS,
+    RECORD_KEY_STATE,
+    Key,
+    Stage,
+)
+from torch import Tensor
+
+from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.federation.client_dp import ClientDP
+from lightning_fedleak.federation.flower.messages import WEIGHT, NamedArrays, read_sent
+from lightning_fedleak.federation.gate import Leaving, OutgoingUpdates, RoundGate
+from lightning_fedleak.federation.observer import RoundObserver
+from lightning_fedleak.federation.trained_on import recording
+from lightning_fedleak.federation.updates import State, parameter_names
+from lightning_fedleak.looks.gates import LeakageLimitExceeded
+from lightning_fedleak.looks.look import reason
+
+log = logging.getLogger("flwr")
+
+_Watch = tuple[RoundObserver, tuple[RoundGate, ...]]
+_WATCHES: dict[str, tuple[int, _Watch]] = {}
+"""The newest run of each mod, and what looks at its updates in this process."""
+_STATE = "lightning-fedleak"
+_NEXT = "next_look"
+
+LEAST_MODULUS = 2**32
+"""SecAgg+ draws masks below its modulus less one, so that a modulus of 2 masks nothing. This is
+Flower's default; one number in so many then shows that its mask was not uniform."""
+LEAST_CLIENTS = 2
+"""Whose sum a mask may hide where no ClientDP says how many there are."""
+SURE_DEVIATIONS = 8.0
+"""Noise is beyond so many standard deviations once in 10**15 numbers."""
+
+
+class FedLeakMod:
+    """A Flower mod: what a client returns is attacked, gated and defended before it leaves.
+
+    ::
+
+        app = ClientApp(mods=[FedLeakMod(make_observer, [RoundGate("leakage/worst/words",
+                                                                   at_most=0.3)])])
+
+    Of training messages it lets leave what may. The train function reports what it trains on, by
+    :func:`~lightning_fedleak.federation.trained_on` in a loop of its own, or by the callback
+    :class:`~lightning_fedleak.federation.TrainedOn`. One that does not leaves every result unknown,
+    and unknown does not pass a gate.
+
+    A client of the older interface (``NumPyClient``) sends arrays without names. They must be the
+    values of ``trained_state(model)``, or of ``model.state_dict()``, in that order.
+
+    A withheld update is answered with an error: the round goes on without this client, and says so.
+    Under a ``dp`` whose noise the client adds, zero with that noise leaves instead, also where the
+    train function fails, which data may provoke. Every reply has the same form then: the model, and
+    a weight of 1 in place of metrics, which would tell of the data. Every other message (evaluate,
+    query, parameters of the older interface) is answered with an error before the client's app sees
+    it: an exact loss of a model that the server chose is under no noise.
+
+    **Secure aggregation** (``SecAgg+``): ``mods=[secaggplus_mod, FedLeakMod(...)]``, in this order,
+    looks at the update before it is masked. A withheld update, or one that cannot be read, leaves
+    as zero, masked like every other; see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
+    A node that takes part in SecAgg+ answers no training message that its mod does not mask, nor
+    one whose masks hide the sum of fewer clients than the noise is meant for. The number of
+    examples and the metrics are not masked by Flower, and leave as they are.
+
+    Args:
+        observer: makes the :class:`RoundObserver` of this process, once in a run, given the first
+            context.
+        gates: of each client; or what makes them of the first context, of the run's configuration
+            say.
+        dp: makes a client's own :class:`ClientDP`, in every round, given its context; None for
+            none. It needs a ledger, since Flower may run each round in another process.
+        weight: the metric by which the server's strategy weighs clients.
+        drop: what never leaves, see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
+        secure_aggregation: what leaves is masked by other means than Flower's SecAgg+, which is
+            known by its messages.
+        uncovered: types of messages, ``"evaluate"`` or ``"query.size"`` say, that are answered
+            under a ``dp`` whose noise the client adds all the same. *No epsilon covers them.*
+    """
+
+    def __init__(
+        self,
+        observer: Callable[[Context], RoundObserver],
+        gates: Sequence[RoundGate] | Callable[[Context], Sequence[RoundGate]] = (),
+        dp: Callable[[Context], ClientDP | None] | None = None,
+        *,
+        weight: str = WEIGHT,
+        drop: Sequence[str] = (),
+        secure_aggregation: bool = False,
+        uncovered: Sequence[str] = (),
+    ) -> None:
+        self._make = observer
+        self._gates = gates
+        self._dp = dp
+        self._weight = weight
+        self._drop = tuple(drop)
+        self._secure = secure_aggregation
+        self._uncovered = {_full_type(kind) for kind in uncovered}
+        self._id = uuid.uuid4().hex  # also of its copies
+
+    def __call__(
+        self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+    ) -> Message:
+        """Let the client train, and return what may leave.
+
+        Raises:
+            DefenseError: differential privacy of the client without a ledger, a share of its noise
+                on what is not masked, or masks of a SecAgg+ that hide too little.
+            ValueError: this mod stands before that of a secure aggregation.
+            UpdateError: the message holds no model, or another one than the observer's.
+        """
+        kind = message.metadata.message_type
+        dp = None if self._dp is None else self._dp(context)
+        noises = dp is not None and dp.trust != "central"
+        if kind.split(".")[0] != MessageType.TRAIN:
+            if noises and _full_type(kind) not in self._uncovered:
+                return _refuse(
+                    message,
+                    f"under a ClientDP that adds noise of its own this client answers training "
+                    f"alone, and this is '{kind}'. What it holds of the client's data would be "
+                    "under no noise: evaluate on the server (fraction_evaluate=0, evaluate_fn=). "
+                    f"FedLeakMod(uncovered=['{kind}']) answers it, and no epsilon covers that",
+                )
+            return call_next(message, context)
+        protocol = _read_masks(message, context)
+        if dp is not None and noises and dp.ledger is None:
+            raise DefenseError(
+                "FedLeakMod: Flower may run each round of a client in another process, which would "
+                "forget what earlier ones have released: give ClientDP(ledger=...), a path for "
+                "each client"
+            )
+        masked = self._secure or protocol is not None
+        if dp is not None and dp.trust == "secure_aggregation" and not masked:
+            raise DefenseError(
+                "FedLeakMod: ClientDP(trust='secure_aggregation') adds a share of the noise, and "
+                "nothing here masks this message's update: it would leave with that share alone. "
+                "Say mods=[secaggplus_mod, FedLeakMod(...)] and run SecAggPlusWorkflow on the "
+                "server; FedLeakMod(secure_aggregation=True) where something else masks what "
+                "leaves; or ClientDP(trust='local')"
+            )
+        observer, gates = self._watch_run(context)
+        client = context.node_config.get("partition-id", context.node_id)
+        outgoing = OutgoingUpdates(
+            observer,
+            gates,
+            dp,
+            client=client,
+            drop=self._drop,
+            secure_aggregation=masked,
+        )
+        codec = read_sent(message, observer)
+        if protocol is not None:
+            names = parameter_names(observer.model)
+            trained = {n for n, p in observer.model.named_parameters() if p.requires_grad}
+            sent = [t for n, t in codec.sent.items() if names.get(n) in trained]
+            _check_masks(protocol, dp, sent)
+        with _keep_memory(observer, gates, client, context):
+            return self._answer_training(
+                outgoing, codec, message, lambda: call_next(message, context)
+            )
+
+    def _watch_run(self, context: Context) -> _Watch:
+        """Return the observer of a run and its gates; each round may build this mod again."""
+        run, watch = _WATCHES.get(self._id, (None, None))
+        if run != context.run_id or watch is None:
+            observer = self._make(context)
+            observer.federation = observer.federation or f"flower-{context.run_id}"
+            gates = self._gates(context) if callable(self._gates) else self._gates
+            watch = observer, tuple(gates)
+            _WATCHES[self._id] = context.run_id, watch
+        return watch
+
+    def _answer_training(
+        self,
+        outgoing: OutgoingUpdates,
+        codec: NamedArrays,
+        message: Message,
+        train: Callable[[], Message],
+    ) -> Message:
+        """Return the reply to a training message."""
+        if outgoing.own is not None:
+            leaving = self._train_under_noise(outgoing, codec, train)
+            if leaving is None or leaving.state is None:
+                return _refuse(message, "a gate ended this client's round")
+            return Message(codec.alone(leaving.state, self._weight), reply_to=message)
+        start = time.perf_counter()
+        try:
+            with recording() as batches:
+                reply = train()
+        except Exception as error:  # whose words, of private text perhaps, Flower would send on
+            why = f"training failed: {reason(error)}"
+            trace = "".join(traceback.format_tb(error.__traceback__))
+            log.error("lightning-fedleak: %s\n%s", why, trace)  # lines of code, no words or values
+            return _refuse(message, why)
+        seconds = time.perf_counter() - start
+        if reply.has_error():
+            return reply
+        leaving = _gate_update(outgoing, codec, codec.returned(reply), batches, seconds)
+        if leaving is None:
+            return _refuse(message, "a gate ended this client's round")
+        if leaving.state is None:
+            why = "; ".join(event.gate for event in leaving.events) or "the update cannot be read"
+            return _refuse(message, f"withheld ({why})")
+        codec.put(leaving.state, reply)
+        return reply
+
+    def _train_under_noise(
+        self, outgoing: OutgoingUpdates, codec: NamedArrays, train: Callable[[], Message]
+    ) -> Leaving | None:
+        """Return what leaves under noise that the client adds, in which a failure does not show."""
+        start = time.perf_counter()
+        try:
+            with recording() as batches:
+                reply = train()
+            seconds = time.perf_counter() - start
+            if reply.has_error():
+                raise RuntimeError(reply.error.reason)
+            returned = codec.returned(reply)
+        except Exception as error:
+            why = f"training failed: {reason(error)}"  # an exception's words may be private text
+            log.error("lightning-fedleak: %s", why)
+            return outgoing.nothing(codec.round_, codec.sent, why)
+        return _gate_update(outgoing, codec, returned, batches, seconds)
+
+
+@contextmanager
+def _keep_memory(
+    observer: RoundObserver, gates: Sequence[RoundGate], client: str | int, context: Context
+) -> Iterator[None]:
+    """Keep how often a gate has let unknown pass, and when the next look is due.
+
+    The node's state holds them, because its next round may run in another process.
+    """
+    if _STATE in context.state.config_records:
+        before = context.state.config_records[_STATE]
+        for gate in gates:
+            gate.unknown[client] = int(before.get(f"gate/{gate.name}", 0))
+            if (round_ := before.get(f"unread/{gate.name}")) is not None:
+                gate.unread[client] = int(round_)
+        if _NEXT in before:
+            observer.next_look[client] = int(before[_NEXT])
+    try:
+        yield
+    finally:
+        memory = {f"gate/{gate.name}": gate.unknown.get(client, 0) for gate in gates}
+        memory |= {f"unread/{g.name}": g.unread[client] for g in gates if client in g.unread}
+        if client in observer.next_look:
+            memory[_NEXT] = observer.next_look[client]
+        context.state.config_records[_STATE] = ConfigRecord(memory)
+
+
+def _gate_update(
+    outgoing: OutgoingUpdates,
+    codec: NamedArrays,
+    returned: State,
+    batches: Sequence[Any],
+    seconds: float,
+) -> Leaving | None:
+    """Return what leaves, or None where a gate raised: its message would travel to the server."""
+    try:
+        return outgoing.leaves(codec.round_, codec.sent, returned, batches, seconds=seconds)
+    except LeakageLimitExceeded as exceeded:
+        log.error("%s", exceeded)
+        return None
+
+
+def _full_type(kind: str) -> str:
+    """Return the full name of a message's type: ``"evaluate"`` is ``"evaluate.default"``."""
+    return kind if "." in kind else f"{kind}.default"
+
+
+def _read_masks(message: Message, context: Context) -> dict[str, Any] | None:
+    """Return what SecAgg+ masks the reply to a training message with; None without SecAgg+.
+
+    Its mod acts on messages of the type ``"train"`` alone, takes their stage out, and keeps its own
+    state on the node, where the last stage before the masks is written until they are applied. A
+    server can send any record, but not these together.
+
+    Raises:
+        ValueError: this mod stands before that of SecAgg+.
+        DefenseError: the node takes part in SecAgg+, whose mod lets this message pass.
+    """
+    configs = message.content.config_records.get(RECORD_KEY_CONFIGS)
+    if configs is not None and Key.STAGE in configs:
+        raise ValueError(
+            "FedLeakMod stands before the mod of a secure aggregation, where all that it would "
+            "see is masked: say mods=[secaggplus_mod, FedLeakMod(...)]"
+        )
+    node_state = context.state.config_records.get(RECORD_KEY_STATE)
+    if node_state is None:
+        return None
+    kind = message.metadata.message_type
+    if (
+        configs is None
+        or kind != MessageType.TRAIN
+        or node_state.get("current_stage") != Stage.SHARE_KEYS
+    ):
+        raise DefenseError(
+            f"FedLeakMod: this node takes part in SecAgg+, whose mod would not mask the reply to "
+            f"this message of type '{kind}': it is none of the protocol's. Train by "
+            "SecAggPlusWorkflow alone"
+        )
+    # What the server sends now does not change the set-up.
+    return dict(configs) | dict(node_state)
+
+
+def _check_masks(
+    protocol: Mapping[str, Any], dp: ClientDP | None, trained: Sequence[Tensor]
+) -> None:
+    """Refuse masks behind which the server sees more than the sum that the noise is made for.
+
+    All of it is the server's to choose: who shares masks with this client, of how many at least a
+    sum is unmasked, and how numbers are clipped and rounded to whole ones.
+
+    Args:
+        protocol: from :func:`_read_masks`.
+        dp: of the client.
+        trained: what was sent of what is trained.
+
+    Raises:
+        DefenseError: says which setting of the server's to change.
+    """
+    share = dp is not None and dp.trust == "secure_aggregation"
+    least = max(LEAST_CLIENTS, int(dp.per_round) - dp.dropouts) if dp and share else LEAST_CLIENTS
+    together = len({*protocol[Key.SOURCE_LIST], protocol["nid"]})
+    if min(together, protocol["threshold"]) < least:
+        raise DefenseError(
+            f"FedLeakMod: SecAgg+ masks this update among {together} clients, and unmasks the sum "
+            f"of {protocol['threshold']}, where at least {least} are needed for the noise that "
+            f"each adds: give SecAggPlusWorkflow(num_shares=, reconstruction_threshold=) as many, "
+            "or ClientReleaseSettings(dropouts=) so many as a sum may lack (in Flower one at least)"
+        )
+    modulus = protocol["mod_range"]
+    if modulus < LEAST_MODULUS:
+        raise DefenseError(
+            f"FedLeakMod: SecAgg+ draws its masks below {modulus}, which hides too little: give "
+            f"SecAggPlusWorkflow(modulus_range={LEAST_MODULUS})"
+        )
+    if dp is None or not share:
+        return
+    most = max((float(t.abs().max()) for t in trained), default=0.0) + dp.clip
+    most = (most + SURE_DEVIATIONS * dp.own_noise_std) / abs(protocol["max_weight"])
+    whole = 0 < protocol["target_range"] < 2**31  # its whole numbers have 32 bits
+    if not (whole and most <= protocol["clipping_range"]):
+        raise DefenseError(
+            f"FedLeakMod: SecAgg+ clips numbers at {protocol['clipping_range']}, and those that "
+            f"leave may be as large as {most:.3g}: the noise would be cut off with them. Give "
+            "SecAggPlusWorkflow(clipping_range=..., max_weight=1)"
+        )
+
+
+def _refuse(message: Message, why: str) -> Message:
+    """Return the answer of a client that returns no update."""
+    error = Error(ErrorCode.MOD_FAILED_PRECONDITION, f"lightning-fedleak: {why}")
+    return Message(error, reply_to=message)

@@ -1,0 +1,336 @@
+"""Strategies of the server: one that watches, and one that adds the noise of clients' privacy."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor
+
+from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.federation.client_dp import ClientDP
+from lightning_fedleak.federation.flower.messages import ROUND, arrays_of
+from lightning_fedleak.federation.observer import SUM, RoundObserver
+from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
+from lightning_fedleak.looks.look import reason
+
+log = logging.getLogger("flwr")
+
+
+def _hand_on(name: str) -> Callable[..., Any]:
+    """Return a method that calls that of the strategy inside."""
+
+    def method(self: _Around, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.strategy, name)(*arguments, **named)
+
+    method.__doc__ = f"Hand ``{name}`` on to the strategy inside."
+    return method
+
+
+class _Around(Strategy):  # type: ignore[misc, unused-ignore]
+    """A strategy that hands everything on to another one."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+    configure_train = _hand_on("configure_train")
+    aggregate_train = _hand_on("aggregate_train")
+    configure_evaluate = _hand_on("configure_evaluate")
+    aggregate_evaluate = _hand_on("aggregate_evaluate")
+    summary = _hand_on("summary")
+
+
+class Observed(_Around):
+    """What a curious server reads off each client's update, and off their mean.
+
+    A reply that holds no model is *unknown*. Those that can be added up make the mean, weighted as
+    the strategy inside weighs them.
+
+    **The order of wrappers is the threat model**, and is written to the log: ``Observed(X)`` sees
+    what arrives, before ``X`` acts on it. Under a defence of the server, it still sees every raw
+    update.
+
+    Args:
+        strategy: any; what it returns is not changed. Where it returns no model, since every client
+            withheld say, the one that was sent is kept and the log says so.
+        observer: with ``side="server"``.
+        truth: a simulation's: the batches that a client trained on in a round, by the client's
+            number here and the round; None where nobody but the client knows.
+        learning_rate: of a round, the mean over its local steps, where a schedule changes it; by
+            default that of the observer's optimizer.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        observer: RoundObserver,
+        truth: Callable[[int, int], Sequence[Any] | None] | None = None,
+        learning_rate: Callable[[int], float] | None = None,
+    ) -> None:
+        super().__init__(strategy)
+        self.observer = observer
+        self._rate = learning_rate
+        self._truth = truth
+        self._numbers: dict[int, int] = {}
+        self._sent: State = {}
+        self._arrays: ArrayRecord | None = None
+        self._round_start = 0.0
+
+    def summary(self) -> None:
+        """Log who sees what."""
+        inside = type(self.strategy).__name__
+        log.info("Observed(%s): sees each client's update as it arrives, before %s", inside, inside)
+        self.strategy.summary()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Remember what is sent."""
+        self._arrays, self._sent = arrays, arrays.to_torch_state_dict()
+        self.observer.begin(server_round, self._sent)
+        self._round_start = time.perf_counter()
+        messages: Iterable[Message] = super().configure_train(server_round, arrays, config, grid)
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Look at each client's update, then at their mean, then let the strategy work.
+
+        Where no client has sent a model, the one that was sent is the result: without it a
+        federation in which every client always withholds would end with an empty one.
+        """
+        arrived = list(replies)
+        seconds = time.perf_counter() - self._round_start
+        if self.observer.due(SUM):
+            start = time.perf_counter()
+            self._look(server_round, arrived)
+            self.observer.paid(SUM, time.perf_counter() - start, seconds)
+        model, metrics = super().aggregate_train(server_round, arrived)
+        if model is None:
+            withheld = sum(reply.has_error() for reply in arrived)
+            log.warning(
+                "lightning-fedleak: round %d trained nothing: of %d replies %d are errors (a "
+                "withheld update is one), and the strategy made no model of the others. The model "
+                "stays the one that was sent",
+                server_round, len(arrived), withheld,
+            )  # fmt: skip
+            model = self._arrays
+        return model, metrics
+
+    def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
+        mean = _Mean(self._sent)
+        rate = None if self._rate is None else self._rate(server_round)
+        all_batches: list[Any] | None = []
+        for reply in sorted(arrived, key=lambda r: r.metadata.src_node_id):
+            node = reply.metadata.src_node_id
+            client = self._numbers.setdefault(node, len(self._numbers))
+            if reply.has_error():
+                log.info("lightning-fedleak: client %d sent nothing", client)
+                continue
+            state = _state_of(reply)
+            batches = None if self._truth is None else self._truth(client, server_round)
+            self.observer.look(state, client, batches=batches, learning_rate=rate)
+            if not _can_be_averaged(state, self._sent):
+                continue
+            mean.add(state, _weight_of(reply, self.strategy))
+            all_batches = (
+                None if all_batches is None or batches is None else [*all_batches, *batches]
+            )
+        if mean.weight > 0:
+            self.observer.look(mean.compute(), SUM, batches=all_batches, learning_rate=rate)
+
+
+class PrivateMean(_Around):
+    """Federated averaging under a :class:`ClientDP` of central trust, by a trusted server.
+
+    Draws clients as the account says, and takes the noised mean of their updates. A client that
+    fails, withholds, is gone or returns what cannot be read counts as zero. Metrics of training are
+    not published: they are not covered.
+
+    The first round waits for all clients to be there, and no more, since the account depends on
+    their number. One that is gone later is drawn like every other; a node that comes takes a free
+    place.
+
+    Args:
+        strategy: for everything but training: evaluation, say.
+        dp: with ``trust="central"`` and a ledger.
+        minutes: to wait for all clients to be there.
+
+    Raises:
+        DefenseError: another trust, no ledger, or a strategy inside that was to be watched.
+    """
+
+    def __init__(self, strategy: Strategy, dp: ClientDP, *, minutes: float = 10.0) -> None:
+        super().__init__(strategy)
+        if isinstance(strategy, Observed):
+            raise DefenseError(
+                "PrivateMean trains in place of the strategy inside, so that an Observed there "
+                "would see nothing: Observed(PrivateMean(...)) sees each client's update, as the "
+                "trusted server does"
+            )
+        if dp.trust != "central" or dp.ledger is None:
+            raise DefenseError(
+                "PrivateMean adds the noise on the server: give ClientDP(trust='central', "
+                "ledger=...), whose account survives a restart"
+            )
+        self.dp = dp
+        self._seconds = 60 * minutes
+        self._sent: dict[str, Tensor] = {}
+        self._places: list[int] = []
+        self._nodes: list[int] = []
+
+    def summary(self) -> None:
+        """Log what is guaranteed."""
+        log.info("PrivateMean: %s", self.dp.guarantee)
+        self.strategy.summary()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Draw the clients of a round, and send them the model.
+
+        Raises:
+            DefenseError: not all clients came in time, or more of them.
+            BudgetSpent: the account allows no more.
+        """
+        self.dp.check_affords_another()
+        self._sent = arrays.to_torch_state_dict()
+        connected = self._arrived(grid)
+        self._nodes = self.dp.drawn(self._places)
+        config[ROUND] = server_round
+        record = RecordDict({"arrays": arrays, "config": config})
+        return [
+            Message(content=record, message_type=MessageType.TRAIN, dst_node_id=node)
+            for node in self._nodes
+            if node in connected
+        ]
+
+    def _arrived(self, grid: Grid) -> set[int]:
+        """Return the connected nodes; each has a place, and keeps it when it disconnects."""
+        connected = set(grid.get_node_ids())
+        until = time.monotonic() + self._seconds
+        while not self._places and len(connected) != self.dp.clients and time.monotonic() < until:
+            time.sleep(0.2)
+            connected = set(grid.get_node_ids())
+        if not self._places:
+            self._places = sorted(connected)
+        new = sorted(connected.difference(self._places))
+        for place, node in enumerate(self._places):
+            if node not in connected and new:
+                self._places[place] = new.pop(0)
+        if new:  # one that comes back may do so before its old node is seen to be gone
+            log.info("lightning-fedleak: %d nodes wait for a place to be free", len(new))
+        return connected
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return the next model, which is one release, and no metrics.
+
+        Raises:
+            BudgetSpent: the account allows no more.
+        """
+        trained = [n for n, t in self._sent.items() if t.is_floating_point()]
+        updates = _Updates(self._nodes, replies, self._sent, trained)
+        release = self.dp.mean(updates, {n: self._sent[n] for n in trained})
+        for node, zero in (dict(release.zeros) | updates.why).items():
+            place = self._nodes.index(node)
+            log.info("lightning-fedleak: drawn client %d counts as zero: %s", place, zero)
+        return ArrayRecord(moved(self._sent, release.update)), None
+
+
+def _state_of(reply: Message) -> dict[str, Tensor]:
+    """Return the model of a reply; it is empty unless one model is there and can be read."""
+    try:
+        return arrays_of(reply)[1]
+    except Exception as error:  # whatever a client's bytes provoke
+        log.info("lightning-fedleak: a reply holds no model: %s", reason(error))
+        return {}
+
+
+def _can_be_averaged(state: State, sent: State) -> bool:
+    """Return whether a model has the names, shapes and dtypes that were sent."""
+    return state.keys() == sent.keys() and all(
+        (state[n].shape, state[n].dtype) == (t.shape, t.dtype) for n, t in sent.items()
+    )
+
+
+def _weight_of(reply: Message, strategy: Strategy) -> float:
+    """Return a reply's weight in the mean of a strategy; 1 where it does not say."""
+    if isinstance(strategy, PrivateMean):
+        return 1.0
+    if isinstance(strategy, _Around):
+        return _weight_of(reply, strategy.strategy)
+    name = getattr(strategy, "weighted_by_key", None)
+    weights = [r[name] for r in reply.content.metric_records.values() if name in r]
+    weight = float(weights[0]) if len(weights) == 1 and isinstance(weights[0], int | float) else 1.0
+    return weight if math.isfinite(weight) and weight >= 0 else 1.0
+
+
+class _Mean:
+    """Adds up the mean of models one by one; what is not a float stays as it was sent.
+
+    Attributes:
+        weight: sum of the weights.
+    """
+
+    def __init__(self, sent: State) -> None:
+        self._sent = sent
+        self._sum: dict[str, Tensor] = {}
+        self.weight = 0.0
+
+    def add(self, state: State, weight: float) -> None:
+        """Add one more model with its weight."""
+        self.weight += weight
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                if name not in self._sum:
+                    self._sum[name] = torch.zeros_like(tensor, dtype=torch.float64)
+                self._sum[name].add_(tensor, alpha=weight)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the mean, in the dtypes that were sent."""
+        mean = {n: t.div_(self.weight).to(self._sent[n].dtype) for n, t in self._sum.items()}
+        return {n: mean.get(n, t) for n, t in self._sent.items()}
+
+
+class _Updates(Mapping[int, Mapping[str, Tensor] | None]):
+    """Reads the updates of the drawn clients one by one, so that only one is in memory.
+
+    A client that sent nothing readable has None.
+
+    Attributes:
+        why: why an update that was read is no update, by node.
+    """
+
+    def __init__(
+        self, nodes: Sequence[int], replies: Iterable[Message], sent: State, trained: Sequence[str]
+    ) -> None:
+        self._nodes = nodes
+        self._replies = {r.metadata.src_node_id: r for r in replies if not r.has_error()}
+        self._sent = sent
+        self._trained = trained
+        self.why: dict[int, str] = {}
+
+    def __getitem__(self, node: int) -> Mapping[str, Tensor] | None:
+        if node not in self._replies:
+            return None
+        try:
+            return difference(self._sent, _state_of(self._replies[node]), trained=self._trained)
+        except UpdateError as error:
+            self.why[node] = str(error)
+            return None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)

@@ -10,12 +10,10 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.commands.options import CapacityOptions
 from lightning_fedleak.commands.printing import print_table
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
+from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, read_texts
 from lightning_fedleak.finetuning.data import load_tokenizer
-from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.studies.capacity import CapacityStudy, Trial
 from lightning_fedleak.studies.models import find_model, with_lora
@@ -66,7 +64,7 @@ class CapacityCommand(CapacityOptions):
             f"Distinct tokens that these rows reveal: about {capacity.predicted:.0f} by rule; "
             f"planted at random, {capacity.types} were all found{missed}.\n"
         )
-        trials = study.trials(PublicText(texts, tokenizer), size)
+        trials = study.trials(texts, tokenizer, size)
         print_table(console, trial_table(trials, length))
         console.print(explain_trials(trials, length))
         return 0

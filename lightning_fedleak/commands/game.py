@@ -32,9 +32,8 @@ from lightning_fedleak.defenses import (
     DefenseError,
     TokenLDP,
 )
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
+from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, read_texts
 from lightning_fedleak.finetuning.data import load_tokenizer
-from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
 from lightning_fedleak.games.challenges import AUTHORS_POSITION
 from lightning_fedleak.games.play import Adversary, Defend
@@ -48,7 +47,6 @@ from lightning_fedleak.studies.membership import (
     move_from_start,
 )
 from lightning_fedleak.studies.models import PRECISIONS, find_model, with_lora
-from lightning_fedleak.studies.names import SpecError
 
 _PUBLIC_SHARE = 0.25  # of --text that the server gets; not tuned, more leaves fewer sentences
 _PUBLIC_TEXTS = 200  # texts that the server calibrates on, at most; not tuned, more take longer
@@ -148,7 +146,7 @@ class GameCommand(GameOptions):
             return None
         try:
             specs = parse_defenses(self.defense)
-        except SpecError as error:
+        except SourceError as error:
             raise SourceError(f"--defense: {error}") from error
         if [spec.kind for spec in specs] != [TokenLDP.name]:
             raise SourceError(

@@ -33,9 +33,8 @@ from lightning_fedleak.commands.printing import (
     unwritable,
 )
 from lightning_fedleak.extras import install
-from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, SourceError
+from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, read_texts
 from lightning_fedleak.finetuning.data import load_tokenizer
-from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.studies.invert import (
     ActivationCell,

@@ -15,8 +15,7 @@ from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.commands.options import SweepOptions
 from lightning_fedleak.commands.printing import INTERRUPTED, make_folder, print_table
 from lightning_fedleak.extras import install
-from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.lightning import CausalLMFineTuning
+from lightning_fedleak.finetuning import CausalLMFineTuning, SourceError
 from lightning_fedleak.studies.defense_specs import parse_defenses
 from lightning_fedleak.studies.sweep.cell import (
     CellResult,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -118,21 +120,23 @@ class CapacityStudy:
         atoms = Atoms(*dictionary.atoms(self.length, tuple(factors.values())))
         return measure_capacity(atoms, self.rows, seconds=seconds, seed=self.seed)
 
-    def trials(self, text: PublicText, size: int) -> list[Trial]:
+    def trials(self, texts: Sequence[str], tokenizer: Any, size: int) -> list[Trial]:
         """Return trials around the smallest batch that is not read exactly, by their size.
 
         Args:
-            text: that batches are drawn from.
+            texts: that batches are drawn from.
+            tokenizer: of the model.
             size: texts of the first batch.
         """
+        text = PublicText(texts, tokenizer)
         attack = SubspaceWords(capacity_seconds=0)
         attack.prepare(self.anatomy)
         trials: dict[int, Trial] = {}
 
-        def exact(texts: int) -> bool:
-            if texts not in trials:
-                trials[texts] = self._trial(attack, text, texts)
-            return trials[texts].exact
+        def exact(count: int) -> bool:
+            if count not in trials:
+                trials[count] = self._trial(attack, text, count)
+            return trials[count].exact
 
         largest = min(len(text), MOST_TIMES * size)
         good, bad = 0, min(size, largest)
@@ -142,7 +146,7 @@ class CapacityStudy:
             while bad - good > 1:
                 middle = (good + bad) // 2
                 good, bad = (middle, bad) if exact(middle) else (good, middle)
-        return [trials[texts] for texts in sorted(trials)]
+        return [trials[count] for count in sorted(trials)]
 
     def _trial(self, attack: SubspaceWords, text: PublicText, texts: int) -> Trial:
         generator = torch.Generator().manual_seed(self.seed)

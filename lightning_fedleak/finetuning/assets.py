@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_fedleak.finetuning import hub
@@ -106,6 +108,26 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
     if folder.is_dir() or hub.why_unreachable() is None:
         return source, {}
     return source, {"local_files_only": True}
+
+
+@contextmanager
+def loading(source: str, kind: str) -> Iterator[None]:
+    """Turn what fails in the block into an error that says what to give instead.
+
+    Args:
+        source: folder or name on the hub.
+        kind: what is loaded: a tokenizer, say.
+
+    Raises:
+        SourceError: nothing could be loaded.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"no {kind} could be loaded from '{source}': give a folder that holds one, or a model "
+            f"of the hub (which needs a network the first time). {error}"
+        ) from error
 
 
 def _holds_none(path: Path) -> str:

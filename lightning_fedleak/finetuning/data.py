@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lightning_fedleak.finetuning.assets import (
     EMBEDDED_MESSAGES,
     SourceError,
+    loading,
     model_source,
 )
 from lightning_fedleak.finetuning.texts import read_texts
@@ -35,13 +36,8 @@ def load_tokenizer(name: str | Path | None) -> PreTrainedTokenizerBase:
         SourceError: there is no such tokenizer, or no way to reach it.
     """
     source, settings = model_source(name)
-    try:
+    with loading(source, "tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **settings)
-    except (OSError, ValueError) as error:
-        raise SourceError(
-            f"no tokenizer could be loaded from '{source}': give a folder that holds one, or a "
-            f"model of the hub (which needs a network the first time). {error}"
-        ) from error
     return tokenizer
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_fedleak.defenses import mean_of_sample_means
 from lightning_fedleak.extras import install
-from lightning_fedleak.finetuning.assets import SourceError, model_source
+from lightning_fedleak.finetuning.assets import SourceError, loading, model_source
 from lightning_fedleak.validate import check_choice
 
 if TYPE_CHECKING:
@@ -26,13 +26,8 @@ def load_model(name: str | None) -> PreTrainedModel:
         SourceError: there is no such model, or no way to reach it.
     """
     source, settings = model_source(name)
-    try:
+    with loading(source, "causal language model"):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **settings)
-    except (OSError, ValueError) as error:
-        raise SourceError(
-            f"no causal language model could be loaded from '{source}': give a folder that holds "
-            f"one, or a model of the hub (which needs a network the first time). {error}"
-        ) from error
     if not isinstance(model, PreTrainedModel):
         raise SourceError(f"'{source}' is a {type(model).__name__}, not a PreTrainedModel")
     return model

@@ -66,11 +66,14 @@ def read_texts(
     path = as_path(source)
     if path.is_dir():
         texts = _read_folder(path, column, option)
-    elif path.is_file():
-        texts = _read_file(path, column, option)
     else:
-        _check_hub_name(str(source), option)
-        texts = _read_hub(str(source), column, option)
+        rows, named = _source_rows(source, path, option)
+        if isinstance(rows, str):
+            _no_columns(path, column, option)
+            texts = rows.splitlines()
+        else:
+            name = str(path if path.is_file() else source)
+            texts = _pick_column(rows, column or named, name, option)
     texts = [text for text in (t.strip() for t in texts) if text]
     if not texts:
         raise SourceError(f"'{source}' holds no text.")
@@ -98,13 +101,7 @@ def read_labelled(
         SourceError: the texts cannot be read, there is no such column, or a text has no value.
     """
     path = as_path(source)
-    rows: Rows | str = ""
-    if path.is_file():
-        rows = _file_rows(path)
-    elif not path.is_dir():
-        _check_hub_name(str(source), option)
-        rows, named = _hub_rows(str(source))
-        column = column or named
+    rows, named = ("", None) if path.is_dir() else _source_rows(source, path, option)
     if isinstance(rows, str):
         raise SourceError(
             f"'{source}' is plain text, which has no columns: leave {label_option} out."
@@ -114,7 +111,7 @@ def read_labelled(
         raise SourceError(
             f"'{source}' has no column '{label}' ({label_option}); it has {_column_list(names)}."
         )
-    text = _column_of(rows, column, str(source), option)
+    text = _column_of(rows, column or named, str(source), option)
     pairs = [
         (content.strip(), row.get(label))
         for row in rows
@@ -127,6 +124,14 @@ def read_labelled(
             f"({label_option}): fill it, or take another column."
         )
     return [(content, str(value)) for content, value in pairs]
+
+
+def _source_rows(source: str | Path, path: Path, option: str) -> tuple[Rows | str, str | None]:
+    """Return the rows of a file or dataset, or a file's plain text, and a column in its name."""
+    if path.is_file():
+        return _file_rows(path), None
+    _check_hub_name(str(source), option)
+    return _hub_rows(str(source))
 
 
 def check_text_source(source: str, column: str | None = None, *, option: str = "column=") -> None:
@@ -183,14 +188,6 @@ def _read_folder(folder: Path, column: str | None, option: str) -> list[str]:
         raise SourceError(f"the folder '{folder}' holds no .txt files{ends}.")
     _no_columns(folder, column, option)
     return [_decoded(_content(file), file) for file in files]
-
-
-def _read_file(path: Path, column: str | None, option: str) -> list[str]:
-    rows = _file_rows(path)
-    if isinstance(rows, str):
-        _no_columns(path, column, option)
-        return rows.splitlines()
-    return _pick_column(rows, column, str(path), option)
 
 
 def _unpacked(path: Path) -> tuple[str, bytes]:
@@ -376,11 +373,6 @@ def _parquet_rows(path: Path) -> Rows:
 
 
 # ---- the hub --------------------------------------------------------------------------------
-
-
-def _read_hub(source: str, column: str | None, option: str) -> list[str]:
-    rows, named_column = _hub_rows(source)
-    return _pick_column(rows, column or named_column, source, option)
 
 
 def _hub_rows(source: str) -> tuple[Rows, str | None]:

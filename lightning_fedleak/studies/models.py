@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.extras import install
-from lightning_fedleak.finetuning.assets import SourceError, model_source
+from lightning_fedleak.finetuning.assets import SourceError, loading, model_source
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -25,7 +25,7 @@ def find_model(name: str | None, dtype: torch.dtype) -> Anatomy:
         AnatomyError: its parts could not be found.
     """
     source, settings = model_source(name)
-    try:
+    with loading(source, "language model"):
         config = AutoConfig.from_pretrained(source, **settings)
         settings["dtype"] = dtype
         architectures = " ".join(getattr(config, "architectures", None) or ())
@@ -36,11 +36,6 @@ def find_model(name: str | None, dtype: torch.dtype) -> Anatomy:
         else:
             model = AutoModel.from_pretrained(source, **settings)
             return find_anatomy(model.eval(), kind="classifier")
-    except (OSError, ValueError) as error:
-        raise SourceError(
-            f"no language model could be loaded from '{source}': give a folder that holds one, or "
-            f"a model of the hub (which needs a network the first time). {error}"
-        ) from error
     return find_anatomy(model.eval())
 
 

@@ -137,7 +137,7 @@ class InversionAttack(TextAttack):
             raise RuntimeError(f"{type(self).__name__} has no bottom model yet: call prepare()")
         return self._copy
 
-    def check_width(self, hidden: Tensor) -> BottomModel:
+    def _check_width(self, hidden: Tensor) -> BottomModel:
         """Return the copy of the bottom model if hidden states are of its width.
 
         Raises:

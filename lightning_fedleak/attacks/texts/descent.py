@@ -334,7 +334,7 @@ class DescentAttack(InversionAttack):
             ValueError: the hidden states are not as wide as the layer's, or mask or positions of
                 another shape than they.
         """
-        bottom = self.check_width(hidden)
+        bottom = self._check_width(hidden)
         inputs = {"attention_mask": attention_mask, "position_ids": position_ids}
         for name, tensor in inputs.items():
             if tensor is not None and tensor.shape != hidden.shape[:2]:

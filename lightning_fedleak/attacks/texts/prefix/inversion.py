@@ -286,7 +286,7 @@ class PrefixInversion(InversionAttack):
             ValueError: the hidden states are not of the layer's width, or mask and positions of
                 another shape.
         """
-        bottom = self.check_width(hidden)
+        bottom = self._check_width(hidden)
         shape = (hidden.shape[0], hidden.shape[1])
         whole = Layout.from_masks(shape, attention_mask, position_ids).to(bottom.device)
         deadline = Deadline(self.budget_seconds)

@@ -229,7 +229,7 @@ class Engine:
         """Forget the looks of an earlier run."""
         self.results.clear()
         for channel in self.channels:
-            channel.attacks = channel.given
+            channel.attacks = channel.listed_attacks
             channel.clear()
         self.results.reset_families()
 

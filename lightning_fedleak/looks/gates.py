@@ -140,7 +140,7 @@ def rate_of(metric: str) -> str:
     last = metric.rpartition("/")[-1]
     if not is_worst(metric):
         return last
-    return next((c.headline for c in Channel.known.values() if c.family == last), last)
+    return next((c.headline for c in Channel.registry.values() if c.family == last), last)
 
 
 def why_never_judged(engine: Engine, run: Run, name: str, *, fresh: bool) -> str | None:
@@ -178,7 +178,7 @@ def _never_read(
     series: Series, channel: Channel, run: Run, *, fresh: bool
 ) -> Unknown | NothingShared | None:
     """Return what an attack answers to every update of these rounds; None where it varies."""
-    attack = next(a for a in channel.given if a.name == series.attack)
+    attack = next(a for a in channel.listed_attacks if a.name == series.attack)
     try:
         plan = channel.plan(attack)
     except ValueError:

@@ -122,7 +122,7 @@ class Lineup:
         return {
             c.family: f"'{a.name}', which applies, is not played: {self._refused[a.name]}"
             for c in self._channels
-            for a in c.given
+            for a in c.listed_attacks
             if a.name in self._without_text
         }
 

@@ -230,7 +230,7 @@ def test_of_a_token_classifier_what_a_label_hangs_on_counts(family: Any, tmp_pat
     check_words(monitor, SubspaceWords(), certified=True)
     assert sees_no_later(find_anatomy(model)) == (family is llama)
     held = TokenBatch(ids, labels, None, "classifier")
-    truth = WordTruth.of([held], one_way=family is llama)
+    truth = WordTruth.from_batches([held], one_way=family is llama)
     seen = ids[:, :-2] if family is llama else ids
     assert set(truth.input_types.tolist()) == set(seen.flatten().tolist())
     assert not len(truth.output_types)

@@ -41,7 +41,7 @@ def test_each_attack_has_the_channel_of_its_own_class() -> None:
     assert {family_of(attack).family for attack in families} == set(families.values())
     for attack, family in families.items():
         assert family_of(attack).family == family
-    assert Channel.known[TextCount] is CountsChannel
+    assert Channel.registry[TextCount] is CountsChannel
 
 
 def test_it_is_logged_beside_the_others(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_channel_that_crashes_is_unknown_and_harms_no_other(tmp_path: Path) ->
         with pytest.warns(UserWarning, match="RuntimeError at test_fourth_family.py") as caught:
             trainer = fit([monitor], tmp_path)
     finally:
-        del Channel.known[Crashing.reads]
+        del Channel.registry[Crashing.reads]
     assert not any("secret" in str(w.message) for w in caught)
     assert trainer.global_step == 8
     assert math.isnan(monitor.latest["leakage/crashing/right"])

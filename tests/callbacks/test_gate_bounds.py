@@ -480,7 +480,7 @@ def test_arguments_that_cannot_be_meant_are_refused(arguments, words):
 
 
 def test_every_rate_that_is_logged_has_a_range() -> None:
-    ours = [c for c in Channel.known.values() if c.__module__.startswith("lightning_fedleak.")]
+    ours = [c for c in Channel.registry.values() if c.__module__.startswith("lightning_fedleak.")]
     names = {metric for channel in ours for metric in channel.metrics}
     assert {"f1", "auc", "rouge_2", "texts_found"} <= names
     assert {n for n in names if not any(n.startswith(known) for known in RANGES)} == set()

@@ -23,7 +23,7 @@ def rows(*texts, left=False):
     ids = [[*p, *t] if left else [*t, *p] for t, p in zip(texts, pads, strict=True)]
     real = [[0] * len(p) + [1] * len(t) if left else [1] * len(t) + [0] * len(p)
             for t, p in zip(texts, pads, strict=True)]  # fmt: skip
-    return Rows.of([TokenBatch(torch.tensor(ids), None, torch.tensor(real), "causal")])
+    return Rows.from_batches([TokenBatch(torch.tensor(ids), None, torch.tensor(real), "causal")])
 
 
 def generator(seed=0):

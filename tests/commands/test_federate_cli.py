@@ -14,7 +14,7 @@ from lightning_fedleak.commands import options
 from lightning_fedleak.commands.federate import FederateCommand, RoundsTable, explain_rounds
 from lightning_fedleak.commands.options import FederateOptions
 from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.looks.channels.membership import LEAST_MEMBERS
+from lightning_fedleak.looks.channels.played import LEAST_MEMBERS
 from lightning_fedleak.records import MEMBERSHIP, WORDS, Family
 from lightning_fedleak.studies.federation import FamilyLeakage, Round
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm

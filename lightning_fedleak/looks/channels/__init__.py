@@ -1,10 +1,8 @@
 """The families of leak that the monitor knows: words, membership, texts."""
 
 from lightning_fedleak.looks.channels.base import Channel
-from lightning_fedleak.looks.channels.membership import (
-    MembershipChannel,
-    PassiveMembershipChannel,
-)
+from lightning_fedleak.looks.channels.membership import MembershipChannel
+from lightning_fedleak.looks.channels.passive import PassiveMembershipChannel
 from lightning_fedleak.looks.channels.texts import TextsChannel
 from lightning_fedleak.looks.channels.words import WordsChannel
 from lightning_fedleak.looks.options import Games

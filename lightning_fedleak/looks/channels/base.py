@@ -136,7 +136,7 @@ class Channel(ABC):
         settings: how the run is watched.
 
     Attributes:
-        given: the attacks of this family.
+        listed_attacks: the attacks of this family.
         attacks: the attacks that are played in this fit.
         guesses: the class of what ``run`` of its attacks returns.
         reads: the class of the attacks that it takes (of several channels the one whose class is
@@ -176,18 +176,18 @@ class Channel(ABC):
     adversary: ClassVar[frozenset[Capability]] = HONEST_BUT_CURIOUS
     sees: ClassVar[frozenset[Capability]] = frozenset()
 
-    known: ClassVar[dict[type[Attack], type[Channel]]] = {}
+    registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "leak" in vars(cls):
             cls.family, cls.headline = cls.leak.name, cls.leak.headline
         if "reads" in vars(cls):
-            Channel.known[cls.reads] = cls
+            Channel.registry[cls.reads] = cls
 
     def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
-        self.given: tuple[Any, ...] = tuple(attacks)
-        self.attacks: tuple[Any, ...] = self.given
+        self.listed_attacks: tuple[Any, ...] = tuple(attacks)
+        self.attacks: tuple[Any, ...] = self.listed_attacks
         self.settings = settings
         self.plans: tuple[Plan, ...] = ()
         if settings.local_steps is not None and attacks and not self.reads_updates:
@@ -416,7 +416,7 @@ def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
     """
     channels = [
         kind([a for a in attacks if family_of(a) is kind], settings)
-        for kind in Channel.known.values()
+        for kind in Channel.registry.values()
     ]
     if settings.games.canaries is not None and not any(
         channel.plays_games and channel.attacks for channel in channels
@@ -430,7 +430,7 @@ def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
 
 def family_of(attack: Attack) -> type[Channel]:
     """Return the class of an attack's channel."""
-    return next(Channel.known[c] for c in type(attack).__mro__ if c in Channel.known)
+    return next(Channel.registry[c] for c in type(attack).__mro__ if c in Channel.registry)
 
 
 def guess(

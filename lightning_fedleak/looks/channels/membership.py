@@ -10,7 +10,6 @@ without gradient, since a dishonest server sets dropout to 0. Training sees noth
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -25,26 +24,29 @@ from lightning_fedleak.attacks.membership.base import (
     CRAFTED,
     MembershipAttack,
     MembershipGuess,
-    PassiveMembership,
 )
 from lightning_fedleak.attacks.membership.insertion import direction_of, upstream_of
-from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
 from lightning_fedleak.looks.channels.base import (
     Channel,
     Plan,
     check_guess,
-    gradient_plan,
-    guess,
-    worst_of,
+)
+from lightning_fedleak.looks.channels.played import (
+    CanaryScores,
+    Played,
+    Window,
+    played_games,
+    too_few,
 )
 from lightning_fedleak.looks.channels.targets import (
-    CanaryScores,
     Rows,
     Sources,
     Targets,
+    check_held_out,
     special_ids,
+    with_gradient,
 )
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.run import (
@@ -59,24 +61,15 @@ from lightning_fedleak.looks.run import (
     Waiting,
     reason,
 )
-from lightning_fedleak.metrics import MembershipInference, Rate
 from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR, RATES
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.records import MEMBERSHIP
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.taps.activations import ActivationTap, join_pieces
 from lightning_fedleak.taps.split import ModelIds
-from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS, Capability
+from lightning_fedleak.threats import DISHONEST_SERVER
 
 AUDIT = "audit"
-RESAMPLES = 200  # bootstrap samples of an interval at a look; not tuned
-LEAST_MEMBERS = 16
-"""Texts of a batch, and as many others, that one look needs before it can judge an update.
-
-The standard error of an AUC is at most ``sqrt(.25 / members)`` for any distribution of the scores
-(Van Dantzig 1951), 1/8 here. Fewer: an update that is read well may pass by chance. More: rounds of
-few texts can never be judged.
-"""
 _ALL_CANARIES = "every canary"
 _TEXTS_PER_FORWARD = 64  # limits the memory of one forward pass; not tuned
 
@@ -95,7 +88,7 @@ class _Games:
 
 
 @dataclass
-class _Table:
+class GameTable:
     """Hold the games of one look about one kind of texts.
 
     Attributes:
@@ -122,96 +115,6 @@ class _Layer:
     gradients: Sequence[Tensor]
 
 
-@dataclass(frozen=True)
-class Played:
-    """Hold the games of one client at one look.
-
-    Attributes:
-        scores: (n,) the adversary's scores.
-        members: (n,) bool, the secret bits b.
-        decisions: (n,) bool, the adversary's b'.
-    """
-
-    scores: Tensor
-    members: Tensor
-    decisions: Tensor
-
-    def pack(self, width: int) -> list[float]:
-        """Return n, scores, bits and decisions in this order, padded with zeros to ``width``."""
-        numbers = [float(len(self.scores))]
-        for column in (self.scores, self.members, self.decisions):
-            numbers += column.double().tolist()
-        return numbers + [0.0] * (width - len(numbers))
-
-
-class _Window:
-    """Pool the games of one series over the last looks.
-
-    Accuracy, F1 and advantage follow from the adversary's own decisions, so that one look is enough
-    for them. The threshold of a TPR is fitted on other games than those scored. The games of one
-    client at one look are one cluster
-    (:func:`~lightning_fedleak.metrics.membership.membership_rates`). Looks are treated as
-    independent, also where an epoch repeats the texts of an earlier one.
-    """
-
-    def __init__(self, looks: int) -> None:
-        self._looks: deque[Tensor] = deque(maxlen=looks)
-        self._next = 0
-
-    def add(self, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Add a look's packed games, by client, and return the rates over the whole window."""
-        games = []
-        for client, numbers in rows.items():
-            n = int(numbers[0])
-            columns = [[float(self._next)] * n, [float(client)] * n]
-            columns += [list(numbers[1 + i * n : 1 + (i + 1) * n]) for i in range(3)]
-            games.append(torch.tensor(columns, dtype=torch.float64).T)
-        self._next += 1
-        self._looks.append(torch.cat(games))
-        pooled = torch.cat(list(self._looks))
-        now = {name: rate.value for name, rate in _rates(self._looks[-1]).items()}
-        clients = games if len(games) > 1 else []
-        each = [{name: r.value for name, r in _rates(g).items()} for g in clients]
-        rates, members = _rates(pooled, RESAMPLES), int(self._looks[-1][:, 3].sum())
-        return Outcome(rates, len(pooled), worst=worst_of(each), now=now, too_few=_too_few(members))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return (n, 5): look, client, score, bit and decision of every game in the window."""
-        return {"games": torch.cat(list(self._looks))} if self._looks else {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the window."""
-        self.clear()
-        if "games" in state:
-            games = state["games"].cpu().double()
-            looks = sorted(set(games[:, 0].tolist()))
-            self._looks.extend(games[games[:, 0] == look] for look in looks)
-            self._next = int(games[-1, 0]) + 1
-
-    def clear(self) -> None:
-        """Forget the games of the window."""
-        self._looks.clear()
-        self._next = 0
-
-
-def _too_few(members: int) -> str | None:
-    if members >= LEAST_MEMBERS:
-        return None
-    return (
-        f"{members} texts of the update were asked for, and as many others: fewer than "
-        f"{LEAST_MEMBERS}, of which a rate may be low by chance (games=Games(targets=...), and "
-        "more texts a round, give more)"
-    )
-
-
-def _rates(games: Tensor, resamples: int = 100) -> dict[str, Rate]:
-    width = int(games[:, 1].max()) + 1
-    cluster = (games[:, 0] * width + games[:, 1]).long()
-    metric = MembershipInference(resamples=resamples, sync_on_compute=False)
-    metric.update(games[:, 2], games[:, 3] == 1, cluster, games[:, 4] == 1)
-    return metric.rates()
-
-
 class MembershipChannel(Channel):
     """Play membership games: at each look the bits are drawn, and the attacks guess.
 
@@ -234,7 +137,7 @@ class MembershipChannel(Channel):
         self.games = games = settings.games
         self.width = 1 + 3 * 2 * games.targets
         for attack in attacks:
-            _check_held_out(attack, games.held_out)
+            check_held_out(attack, games.held_out)
         self._audits: dict[str, Series] = {}
         self._canary_scores: CanaryScores | None = None
         if games.canaries is not None and attacks:
@@ -245,11 +148,11 @@ class MembershipChannel(Channel):
             self._audits = {a.name: Series(AUDIT, a.name, a.name, Stage.SHARED) for a in attacks}
             if games.score_canaries is not None:
                 self._canary_scores = CanaryScores(games.score_canaries, [a.name for a in attacks])
-        self._windows: dict[Series, _Window] = {}
+        self._windows: dict[Series, Window] = {}
         self._tap: ActivationTap | None = None
         self._ids: ModelIds | None = None
         self._layers: set[int] = set()
-        self._tables: dict[str, _Table] = {}
+        self._tables: dict[str, GameTable] = {}
         self._leaving = False
 
     def canary_scores(self, attack: str | None) -> Tensor | None:
@@ -282,7 +185,7 @@ class MembershipChannel(Channel):
             return "intervals are of the games of all rounds, and a gate judges one round"
         requirement = self.looks_until_known(metric.removesuffix("_worst_client"), 1)
         if requirement is None or requirement[0] <= 1:
-            return _too_few(self.games.targets)
+            return too_few(self.games.targets)
         return requirement[1]
 
     # ---- a fit ------------------------------------------------------------------------------
@@ -436,14 +339,14 @@ class MembershipChannel(Channel):
         if not self.attacks or self._tables:
             return
         self._leaving = True
-        self._tables[str(Stage.SHARED)] = _Table(
-            _draw_targets(self._sources.population, step, batches)
+        self._tables[str(Stage.SHARED)] = GameTable(
+            draw_targets(self._sources.population, step, batches)
         )
         if self._audits:
-            self._tables[AUDIT] = _Table(_draw_targets(self._sources.canaries, step, batches))
+            self._tables[AUDIT] = GameTable(draw_targets(self._sources.canaries, step, batches))
         if self._canary_scores is not None:
-            every = _draw_targets(lambda _, b: self._sources.all_canaries(b), step, batches)
-            self._tables[_ALL_CANARIES] = _Table(every, whole=True)
+            every = draw_targets(lambda _, b: self._sources.all_canaries(b), step, batches)
+            self._tables[_ALL_CANARIES] = GameTable(every, whole=True)
         dealt = [t for t in self._tables.values() if isinstance(t.targets, Targets)]
         layers: dict[int, _Layer | Unknown] = {}
         for attack in self.attacks if dealt else ():
@@ -529,7 +432,7 @@ class MembershipChannel(Channel):
             )
             for batch, hidden, gradient in zip(batches, layer.client, layer.gradients, strict=True)
         ]
-        targets = targets if whole else _with_gradient(attack, targets, upstream)
+        targets = targets if whole else with_gradient(attack, targets, upstream)
         parts = [
             targets.select(i)
             for i in torch.split(torch.arange(len(targets.members)), _TEXTS_PER_FORWARD)
@@ -610,7 +513,7 @@ class MembershipChannel(Channel):
             check_guess(attack, answer, self.guesses)
         except Exception as error:
             return Unknown(reason(error))
-        return _played(answer, games.targets.members)
+        return played_games(answer, games.targets.members)
 
     def series_of(self, plan: Plan) -> list[Series]:
         """Return the series at the stages, and that of the user's canaries."""
@@ -637,8 +540,8 @@ class MembershipChannel(Channel):
         """Return the outcome of the last looks' games, over all clients."""
         return self._window(series).add(rows)
 
-    def _window(self, series: Series) -> _Window:
-        return self._windows.setdefault(series, _Window(self.games.window))
+    def _window(self, series: Series) -> Window:
+        return self._windows.setdefault(series, Window(self.games.window))
 
     def clear(self) -> None:
         """Forget earlier games, and the scores of canaries."""
@@ -676,145 +579,18 @@ class MembershipChannel(Channel):
             self.games.canaries.load_state_dict(committed)
 
 
-class PassiveMembershipChannel(MembershipChannel):
-    """Play the same games for a server that adds no layers and reads what is shared anyway."""
-
-    reads = PassiveMembership
-    reads_updates: ClassVar[bool] = True
-    adversary = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
-
-    def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
-        super().__init__(attacks, settings)
-        if self._canary_scores is not None:
-            raise ValueError(
-                f"score_canaries= scores canaries by layers of a dishonest server, and "
-                f"'{attacks[0].name}' adds none: give it a LeakageMonitor of its own"
-            )
-
-    def plan(self, attack: Attack) -> Plan:
-        """Return a plan that reads gradients of the client's own parameters.
-
-        Raises:
-            ValueError: it cannot read this model.
-        """
-        return gradient_plan(attack, self.run)
-
-    def follow(self, plans: Sequence[Plan]) -> None:
-        """Use these plans from now on; no layer is tapped."""
-        self.plans = tuple(plans)
-
-    def check(self, attack: Attack) -> None:
-        """Do nothing, because no attack can be tried without a gradient."""
-
-    def before_defense(
-        self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
-    ) -> None:
-        """Do nothing, because this server adds no layers."""
-
-    @torch.no_grad()
-    def at_moment(self, moment: Moment) -> None:
-        """Ask every attack about texts, from what is shared at this moment."""
-        look = moment.look
-        if not self.attacks or not moment.wanted or look.truth_error is not None:
-            return
-        batches = [*look.batches, *([] if look.batch is None else [look.batch])]
-        draws = {str(Stage.SHARED): self._sources.population}
-        if self._audits and Stage.SHARED in moment.wanted:
-            draws[AUDIT] = self._sources.canaries
-        for name, draw in draws.items():
-            if name not in self._tables:
-                self._tables[name] = _Table(_draw_targets(draw, look.step, batches))
-        for plan in self.plans:
-            stepped = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
-            silent = any(s not in look.answers for s in self.series_of(plan))
-            if not plan.exposed or not stepped or not silent:
-                continue
-            answer = self._answer(plan, self._tables[str(Stage.SHARED)].targets, moment)
-            for series in self.series_at(plan.attack, moment.wanted):
-                look.answers.setdefault(series, answer)
-            if AUDIT in self._tables and Stage.SHARED in moment.wanted:
-                answer = self._answer(plan, self._tables[AUDIT].targets, moment)
-                look.answers.setdefault(self._audits[plan.attack.name], answer)
-
-    def _answer(
-        self, plan: Plan, targets: Targets | Waiting | Unknown, moment: Moment
-    ) -> Played | Unknown | Waiting:
-        if not isinstance(targets, Targets):
-            return targets
-        answer = guess(plan, moment.gradients(), self.run, targets.query())
-        if isinstance(answer, Unknown | Waiting):
-            return answer
-        return _played(answer, targets.members)
-
-    def state_dict(self) -> dict[str, object]:
-        """Return nothing: the games of crafted layers hold the user's canaries."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Do nothing, because nothing was saved."""
-
-
-def _played(guess: Any, members: Tensor) -> Played | Unknown:
-    """Return a guess beside the secret bits; unknown where it is about other targets."""
-    try:
-        scores = guess.scores.detach().cpu().double()
-        if scores.shape != members.shape or bool(scores.isnan().any()):
-            raise UnusableObservation("the attack gave no score for some of its targets")
-        decisions = guess.members.detach().bool().cpu()
-        if decisions.shape != members.shape:
-            raise UnusableObservation("the attack decided about other targets than asked")
-    except Exception as error:
-        return Unknown(reason(error))
-    return Played(scores, members, decisions)
-
-
-def _check_held_out(attack: Attack, held_out: PublicText | None) -> None:
-    """Refuse non-members that a membership attack was calibrated on."""
-    public = getattr(attack, "public_text", None)
-    if held_out is None or not isinstance(public, PublicText):
-        return
-    both = zip(public.sentences, held_out.sentences, strict=False)
-    if len(public) == len(held_out) and all(torch.equal(a, b) for a, b in both):
-        raise ValueError(
-            f"held_out= is the public text that '{attack.name}' is calibrated on, so that the "
-            "games' non-members would be texts it knows to be outside: split the text, one "
-            "part for each"
-        )
-
-
 def _special(run: Run) -> frozenset[int]:
     config = getattr(without_peft(run.anatomy.model), "config", None)
     return special_ids(config, run.tokenizers)
 
 
-def _draw_targets(
+def draw_targets(
     draw: Callable[[int, Sequence[TokenBatch]], Targets | Waiting],
     step: int,
     batches: Sequence[TokenBatch],
 ) -> Targets | Waiting | Unknown:
+    """Return the targets of a look, or why there are none (yet)."""
     try:
         return draw(step, batches)
     except Exception as error:
         return Unknown(reason(error))
-
-
-def _with_gradient(
-    attack: MembershipAttack, targets: Targets, upstream: Sequence[Tensor]
-) -> Targets:
-    """Return the targets without the tokens of the batch that the loss ignores.
-
-    Their gradient is always exactly zero. A server that chooses its layers would avoid such tokens,
-    so that they must not count as kept secret.
-    """
-    rows = [row for batch in upstream for row in batch]
-    targeted = zip(targets.places.tolist(), targets.positions.tolist(), strict=True)
-    token = attack.granularity == "token"
-    gradients = torch.stack(
-        [rows[row][column if token else 0] for row, column in targeted if row >= 0]
-    )
-    if not bool((gradients != 0).any()):
-        raise UnusableObservation(
-            f"the loss does not depend on the hidden states at layer {attack.layer} of any of the "
-            f"{len(gradients)} tokens asked for; a lower layer would be reached"
-        )
-    return targets.reached(gradients != 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_fedleak.attacks.base import Query
+from lightning_fedleak.attacks.base import Attack, Query, UnusableObservation
+from lightning_fedleak.attacks.membership.base import MembershipAttack
+from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch, before_last
-from lightning_fedleak.looks.options import Games, Reduction
+from lightning_fedleak.looks.options import Games
 from lightning_fedleak.looks.run import NoTargets, Waiting
 
 SPARE = 4
@@ -42,7 +44,7 @@ class Rows:
         return len(self.ids)
 
     @classmethod
-    def of(cls, batches: Sequence[TokenBatch]) -> Rows:
+    def from_batches(cls, batches: Sequence[TokenBatch]) -> Rows:
         """Return the unchanged rows of ``batches``, padded on the right to one length.
 
         A row that is padded on the left keeps that padding. Where a model counts learned positions
@@ -70,11 +72,11 @@ class Rows:
         return cls(torch.cat(ids), torch.cat(real), masked, torch.cat(labels))
 
     @classmethod
-    def of_texts(cls, texts: Sequence[Tensor], like: Rows) -> Rows:
+    def from_texts(cls, texts: Sequence[Tensor], like: Rows) -> Rows:
         """Return rows of texts (1-D token ids), cut to the length of ``like``."""
         device, length = like.ids.device, like.ids.shape[1]
         cut = [t[:length].to(device)[None] for t in texts]
-        rows = cls.of([TokenBatch(t, None, None, "causal") for t in cut])
+        rows = cls.from_batches([TokenBatch(t, None, None, "causal") for t in cut])
         return cls(rows.ids, rows.real, like.masked, rows.labels)
 
     def joined(self, other: Rows) -> Rows:
@@ -248,7 +250,7 @@ class Deal:
     ) -> Rows:
         """Return more random texts than are asked for, cut to the length of ``like``."""
         order = torch.randperm(len(texts), generator=generator)[: SPARE * self.most]
-        return Rows.of_texts([texts[i] for i in order.tolist()], like)
+        return Rows.from_texts([texts[i] for i in order.tolist()], like)
 
 
 def _choose(values: list[int], count: int, generator: torch.Generator) -> Tensor:
@@ -337,11 +339,11 @@ class Sources:
         Raises:
             NoTargets: the batch's sentences are too short.
         """
-        inside, generator, outside = Rows.of(batches), self._generator(step), None
+        inside, generator, outside = Rows.from_batches(batches), self._generator(step), None
         if self._held_out is not None:
             outside = self._deal.draw_texts(self._held_out, generator, like=inside)
         elif self._earlier:
-            outside = Rows.of(list(self._earlier))
+            outside = Rows.from_batches(list(self._earlier))
         targets = None
         if outside is not None:
             targets = self._deal.targets(inside, outside, generator)
@@ -357,7 +359,7 @@ class Sources:
         Raises:
             NoTargets: the canaries are too short.
         """
-        inside, generator = Rows.of(batches), self._generator(step)
+        inside, generator = Rows.from_batches(batches), self._generator(step)
         places = [i for i, text in enumerate(inside.tuples()) if text in self._included_texts]
         if not places:
             return Waiting("no canary was in the batch", soon=False)
@@ -377,7 +379,7 @@ class Sources:
         texts = [TokenBatch(t.to(device)[None], None, None, "causal") for t in self._canaries]
         texts = [replace(t, attention_mask=torch.ones_like(t.input_ids)) for t in texts]
         masked = any(b.attention_mask is not None for b in batches)
-        rows = replace(Rows.of(texts), masked=masked)
+        rows = replace(Rows.from_batches(texts), masked=masked)
         return self._deal.take_all(rows, self._included, torch.Generator().manual_seed(0))
 
     def _generator(self, step: int) -> torch.Generator:
@@ -385,72 +387,37 @@ class Sources:
         return torch.Generator().manual_seed(1_000_003 * step + self._client)
 
 
-class CanaryScores:
-    """Reduce the scores of all canaries, included or not, over looks by one rule.
+def check_held_out(attack: Attack, held_out: PublicText | None) -> None:
+    """Refuse non-members that a membership attack was calibrated on."""
+    public = getattr(attack, "public_text", None)
+    if held_out is None or not isinstance(public, PublicText):
+        return
+    both = zip(public.sentences, held_out.sentences, strict=False)
+    if len(public) == len(held_out) and all(torch.equal(a, b) for a, b in both):
+        raise ValueError(
+            f"held_out= is the public text that '{attack.name}' is calibrated on, so that the "
+            "games' non-members would be texts it knows to be outside: split the text, one "
+            "part for each"
+        )
 
-    A look counts for all canaries or for none, so that the coin flips do not decide which canaries
-    are scored. Every canary has layers of its own at every look, and its score depends on no other
-    canary: under per-sample clipping (DPSGD) that is what layers for all canaries at once would
-    give, since a sample is found by its own alone. Where the whole update is clipped
-    (GradientNoise) they would share the clip norm, and the bound of an audit does not hold.
-    Canaries are asked for without padding: a model that counts positions from the first column
-    hides them in batches padded on the left.
 
-    Args:
-        reduction: ``"max"`` or ``"mean"``; settled before the run.
-        attacks: names of the attacks that score them.
+def with_gradient(
+    attack: MembershipAttack, targets: Targets, upstream: Sequence[Tensor]
+) -> Targets:
+    """Return the targets without the tokens of the batch that the loss ignores.
+
+    Their gradient is always exactly zero. A server that chooses its layers would avoid such tokens,
+    so that they must not count as kept secret.
     """
-
-    def __init__(self, reduction: Reduction, attacks: Sequence[str]) -> None:
-        self.reduction = reduction
-        self._attacks = tuple(attacks)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the scores of an earlier fit."""
-        self._looks = dict.fromkeys(self._attacks, 0)
-        self._scores: dict[str, Tensor] = {}
-
-    def add(self, scores: Mapping[str, Tensor]) -> None:
-        """Add the scores of one look, (m,) by the attack's name."""
-        for name, new in scores.items():
-            total = self._scores.get(name)
-            joined = torch.maximum if self.reduction == "max" else torch.add
-            self._scores[name] = new.double() if total is None else joined(total, new.double())
-            self._looks[name] += 1
-
-    def scores_of(self, attack: str | None) -> Tensor:
-        """Return (m,) the scores of one attack; without a name, of the only one.
-
-        Raises:
-            ValueError: no such attack, several and no name, or no look has scored the canaries.
-        """
-        name = self._attacks[0] if attack is None and len(self._attacks) == 1 else attack
-        if name not in self._looks:
-            raise ValueError(f"canary_scores(attack) must name one of {list(self._attacks)}")
-        if not self._looks[name]:
-            raise ValueError(f"'{name}' has scored the canaries at no look so far")
-        total = self._scores[name]
-        return total.clone() if self.reduction == "max" else total / self._looks[name]
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the scores that a resumed run needs."""
-        return {"reduction": self.reduction, "looks": dict(self._looks), "kept": dict(self._scores)}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: the scores were reduced by another rule.
-        """
-        if state["reduction"] != self.reduction:
-            raise ValueError(
-                f"the checkpoint's canary scores were reduced by {state['reduction']!r}, and one "
-                f"rule must hold for the whole run: resume with score_canaries="
-                f"{state['reduction']!r}"
-            )
-        looks, scores = state["looks"], state["kept"]
-        assert isinstance(looks, Mapping)
-        assert isinstance(scores, Mapping)
-        self._looks = {name: int(looks.get(name, 0)) for name in self._attacks}
-        self._scores = {n: scores[n].cpu().double() for n in self._attacks if n in scores}
+    rows = [row for batch in upstream for row in batch]
+    targeted = zip(targets.places.tolist(), targets.positions.tolist(), strict=True)
+    token = attack.granularity == "token"
+    gradients = torch.stack(
+        [rows[row][column if token else 0] for row, column in targeted if row >= 0]
+    )
+    if not bool((gradients != 0).any()):
+        raise UnusableObservation(
+            f"the loss does not depend on the hidden states at layer {attack.layer} of any of the "
+            f"{len(gradients)} tokens asked for; a lower layer would be reached"
+        )
+    return targets.reached(gradients != 0)

@@ -50,7 +50,7 @@ class WordTruth:
     n_targets: int
 
     @classmethod
-    def of(
+    def from_batches(
         cls, batches: Sequence[TokenBatch], *, one_way: bool = False, source_only: bool = False
     ) -> WordTruth:
         """Join the micro-batches of one step. Synchronises with the device.
@@ -87,7 +87,7 @@ class WordTruth:
         return mask
 
     @classmethod
-    def of_mask(cls, mask: Tensor, n_targets: int) -> WordTruth:
+    def from_mask(cls, mask: Tensor, n_targets: int) -> WordTruth:
         """Return the words of a :meth:`mask`."""
         return cls(mask[0].nonzero().flatten(), mask[1].nonzero().flatten(), n_targets)
 
@@ -199,7 +199,7 @@ class WordsChannel(Channel):
         truth = None
         try:
             if look.truth_error is None:
-                truth = WordTruth.of(
+                truth = WordTruth.from_batches(
                     look.batches,
                     one_way=self._one_way,
                     source_only=self.run.anatomy.target_rows is not None,
@@ -213,7 +213,7 @@ class WordsChannel(Channel):
             return truth
         mask = self.run.summed(mask)
         tokens = self.run.summed(tokens)
-        return None if look.truth_error else WordTruth.of_mask(mask > 0, int(tokens))
+        return None if look.truth_error else WordTruth.from_mask(mask > 0, int(tokens))
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Count a guess against the words of the look's batches."""

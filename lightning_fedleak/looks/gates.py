@@ -203,24 +203,6 @@ def _never_read(
 
 Bound = Literal["lower", "upper"]
 
-RANGES: dict[str, tuple[float, float, float]] = {
-    "precision": (0.0, 1.0, 0.0),
-    "recall": (0.0, 1.0, 0.0),
-    "f1": (0.0, 1.0, 0.0),
-    "token_accuracy": (0.0, 1.0, 0.0),
-    "exact_sentences": (0.0, 1.0, 0.0),
-    "texts_found": (0.0, 1.0, 0.0),
-    "rouge_1": (0.0, 1.0, 0.0),
-    "rouge_2": (0.0, 1.0, 0.0),
-    "rouge_l": (0.0, 1.0, 0.0),
-    "accuracy": (0.0, 1.0, 0.5),
-    "auc": (0.0, 1.0, 0.5),
-    "advantage": (-1.0, 1.0, 0.0),
-    "tpr_at_fpr": (0.0, 1.0, 0.0),
-    "certified": (0.0, 1.0, 0.0),
-}
-"""Smallest and largest possible value by metric, and that of an attack that knows nothing."""
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -299,9 +281,10 @@ class Evidence:
     ) -> None:
         span = range_of(metric)
         if span is None:
+            names = ", ".join(name.rstrip("_") for name in known_ranges())
             raise ValueError(
                 "bound='lower' and bound='upper' need values of single looks in a known range; "
-                f"'{metric}' has none. Those that have: {', '.join(RANGES)}, each also with "
+                f"'{metric}' has none. Those that have: {names}, each also with "
                 "_worst_client. Use one of them, or bound='value'."
             )
         low, high, idle = span
@@ -406,8 +389,16 @@ class Evidence:
         return {"bound": self.bound, "at_most": self.at_most, "metric": self.metric}
 
 
+def known_ranges() -> dict[str, tuple[float, float, float]]:
+    """Return smallest and largest value by metric of every family, and that of no knowledge."""
+    ranges: dict[str, tuple[float, float, float]] = {}
+    for channel in reversed(Channel.registry.values()):
+        ranges |= channel.ranges
+    return ranges
+
+
 def range_of(metric: str) -> tuple[float, float, float] | None:
-    """Smallest and largest possible value of a metric, and that of an attack that knows nothing.
+    """Return the range of a metric, as in :func:`known_ranges`.
 
     Args:
         metric: last part of a log name, ``"f1"`` or ``"auc_worst_client"`` say.
@@ -415,8 +406,9 @@ def range_of(metric: str) -> tuple[float, float, float] | None:
     Returns:
         None where the range is not known, or the name is that of the end of an interval.
     """
-    name = metric.removesuffix("_worst_client")
-    return RANGES.get("tpr_at_fpr" if name.startswith("tpr_at_fpr_") else name)
+    name, ranges = metric.removesuffix("_worst_client"), known_ranges()
+    start = next((key for key in ranges if key.endswith("_") and name.startswith(key)), name)
+    return ranges.get(start)
 
 
 def default_warmup(at_most: float, alpha: float, least: float, span: tuple[float, float]) -> int:

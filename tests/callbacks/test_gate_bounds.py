@@ -13,7 +13,7 @@ import torch
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
 from lightning_fedleak.looks.channels.base import Channel
-from lightning_fedleak.looks.gates import RANGES, Evidence, default_warmup
+from lightning_fedleak.looks.gates import Evidence, default_warmup, known_ranges
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.test_gate import F1, Scripted
 from tests.helpers.notices import announced
@@ -483,4 +483,4 @@ def test_every_rate_that_is_logged_has_a_range() -> None:
     ours = [c for c in Channel.registry.values() if c.__module__.startswith("lightning_fedleak.")]
     names = {metric for channel in ours for metric in channel.metrics}
     assert {"f1", "auc", "rouge_2", "texts_found"} <= names
-    assert {n for n in names if not any(n.startswith(known) for known in RANGES)} == set()
+    assert {n for n in names if not any(n.startswith(known) for known in known_ranges())} == set()

@@ -148,6 +148,7 @@ class Channel(ABC):
         charts: the further rates that have a chart.
         width: numbers in a packed result.
         extras: names of its values that have no interval.
+        ranges: smallest, largest and uninformed value by metric; "a_" is of all that begin so.
         own_threshold: rates of the attacks' own decisions, which may all be *no* though the scores
             are right without an error.
         parted: each process holds a part of the result, also where all processes are one client.
@@ -169,6 +170,7 @@ class Channel(ABC):
     charts: ClassVar[tuple[str, ...]] = ()
     width: int
     extras: ClassVar[tuple[str, ...]] = ()
+    ranges: ClassVar[Mapping[str, tuple[float, float, float]]] = {}
     own_threshold: ClassVar[tuple[str, ...]] = ()
     parted: ClassVar[bool] = False
     plays_games: ClassVar[bool] = False

@@ -129,6 +129,11 @@ class MembershipChannel(Channel):
     leak = MEMBERSHIP
     metrics = RATES
     charts = ("accuracy", "advantage", "tpr_at_fpr_0.01")
+    ranges: ClassVar[Any] = {
+        **dict.fromkeys(("accuracy", "auc"), (0.0, 1.0, 0.5)),
+        **dict.fromkeys(("f1", "tpr_at_fpr_"), (0.0, 1.0, 0.0)),
+        "advantage": (-1.0, 1.0, 0.0),
+    }
     own_threshold = ("accuracy", "f1", "advantage")
     adversary = DISHONEST_SERVER
 

@@ -147,6 +147,7 @@ class TextsChannel(Channel):
     )
     charts = ("exact_sentences", "texts_found", "rouge_1", "rouge_2", "rouge_l")
     extras = ("age", "finished", "certified")
+    ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
     parted = True
     reads_updates = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})

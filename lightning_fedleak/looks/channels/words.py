@@ -102,6 +102,7 @@ class WordsChannel(Channel):
     charts = ("precision", "recall")
     width = WordRecovery.WIDTH
     extras = ("type_count_error", "certified", "capacity")
+    ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
     reads_updates: ClassVar[bool] = True
 
     def __init__(self, attacks: Sequence[Attack], settings: Options) -> None:

@@ -231,11 +231,12 @@ class MembershipChannel(Channel):
     def open(self, run: Run) -> None:
         """Begin a fit."""
         super().open(run)
+        config = getattr(without_peft(run.anatomy.model), "config", None)
         self._sources = Sources(
             self.games,
             run.number,
             causal=run.anatomy.kind == "causal",
-            special=_special(run),
+            special=special_ids(config, run.tokenizers),
         )
         self._replaced = any(d.acts_on_batches for d in run.defenses)
         self._rewritten = {layer: d.name for d in run.defenses for layer in d.activation_layers}
@@ -582,11 +583,6 @@ class MembershipChannel(Channel):
         committed = state.get("canaries")
         if self.games.canaries is not None and committed is not None:
             self.games.canaries.load_state_dict(committed)
-
-
-def _special(run: Run) -> frozenset[int]:
-    config = getattr(without_peft(run.anatomy.model), "config", None)
-    return special_ids(config, run.tokenizers)
 
 
 def draw_targets(

@@ -28,7 +28,7 @@ from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.trained_on import recording
 from lightning_fedleak.federation.updates import State, parameter_names
 from lightning_fedleak.looks.gates import LeakageLimitExceeded
-from lightning_fedleak.looks.look import reason
+from lightning_fedleak.looks.run import reason
 
 log = logging.getLogger("flwr")
 

@@ -22,6 +22,7 @@ _CLASSES = {
     "invert": ("invert", "InvertCommand"),
     "sweep": ("sweep", "SweepCommand"),
     "capacity": ("capacity", "CapacityCommand"),
+    "memorization": ("memorization", "MemorizationCommand"),
     "federate": ("federate", "FederateCommand"),
 }
 """Module and class of each subcommand that measures something."""
@@ -133,7 +134,9 @@ def _check_sources(options: argparse.Namespace) -> None:
     for defense in (defenses,) if isinstance(defenses, str) else defenses:
         check_defense(defense)
     check_model_source(options.model)
-    for name, column_name in (("text", "column"), ("public", "public_column")):
+    check_model_source(getattr(options, "base", None))
+    texts = ("members", "others") if hasattr(options, "members") else ("text",)
+    for name, column_name in (*((text, "column") for text in texts), ("public", "public_column")):
         source, column = getattr(options, name, None), getattr(options, column_name, None)
         option = f"--{column_name.replace('_', '-')}"
         if name == "public" and source == "sampled":  # by the model itself

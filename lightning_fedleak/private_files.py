@@ -1,12 +1,15 @@
-"""Files of tensors that only their user may write: checks of the mode, and hashes of contents."""
+"""Files that only their user may read: checks of the mode, secrets, and hashes of contents."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,3 +41,43 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def write_secret(path: Path, content: Mapping[str, object]) -> None:
+    """Write plain values as JSON to a new file of mode 0600, whole or not at all.
+
+    Raises:
+        FileExistsError: there is a file already; secrets are not overwritten.
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o600)
+            json.dump(content, file, indent=1)
+        os.link(draft, path)
+    finally:
+        draft.unlink()
+
+
+def read_secret(path: Path, name: str) -> Any:
+    """Return what :func:`write_secret` wrote.
+
+    Args:
+        path: of the file.
+        name: of the secret, for the message.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        PermissionError: others may read it.
+        ValueError: it is no JSON.
+    """
+    with open(path, encoding="utf-8") as file:
+        mode = os.fstat(file.fileno()).st_mode & 0o777
+        if mode & 0o077:
+            raise PermissionError(
+                f"{name} {path} has mode {mode:04o}, so that others may read it: chmod 600 {path}"
+            )
+        return json.load(file)

@@ -1,7 +1,8 @@
 """Snapshots of what an adversary would see of a training step; ``taps`` takes them.
 
-There are three stages: *local* (the gradient a client computed, before any defence), *shared* (what
-leaves the client) and *aggregate* (what the server applies). A snapshot holds read-only views if
+There are four stages: *local* (the gradient a client computed, before any defence), *shared* (what
+leaves the client), *aggregate* (what the server applies) and *released* (the trained weights that
+are shipped, beside the base model that the adversary has too). A snapshot holds read-only views if
 the memory is stable while the attacks run, and a preallocated buffer if not. Nothing is cloned, and
 nothing is moved to the host.
 """
@@ -9,7 +10,7 @@ nothing is moved to the host.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from torch import Tensor
@@ -21,6 +22,11 @@ class Stage(StrEnum):
     LOCAL = "local"
     SHARED = "shared"
     AGGREGATE = "aggregate"
+    RELEASED = "released"
+
+
+ON_THE_WAY = (Stage.LOCAL, Stage.SHARED, Stage.AGGREGATE)
+"""The stages of what leaves a client in training, in their order; the weights are released."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +96,63 @@ class ActivationSnapshot:
 
 
 @dataclass(frozen=True)
+class TokenSnapshot:
+    """What a model says of each label token of N texts: all that a released model is asked.
+
+    Column ``j`` belongs to the token at place ``j + 1`` of a text, which the model predicts from
+    the ``j + 1`` tokens before it. Entries outside of ``labels`` are 0.
+
+    Attributes:
+        log_probs: (N, L) log probability of the token, in nats.
+        means: (N, L) mean of the log probability over the vocabulary, under the model.
+        deviations: (N, L) its standard deviation.
+        greedy: (N, L) bool, whether the token is the most likely one.
+        labels: (N, L) bool, whether the loss is computed on the token.
+    """
+
+    log_probs: Tensor
+    means: Tensor
+    deviations: Tensor
+    greedy: Tensor
+    labels: Tensor
+
+    def rows(self, index: Tensor) -> TokenSnapshot:
+        """Return the snapshot of some of the texts, given as (n,) indices or (N,) bool."""
+        return TokenSnapshot(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    def mean_log_probs(self) -> Tensor:
+        """Return (N,) minus the loss of each text; NaN where it has no label token."""
+        return (self.log_probs * self.labels).double().sum(1) / self.labels.sum(1)
+
+
+@dataclass(frozen=True)
+class ReleasedModel:
+    """The released model and its base, asked about the same N texts.
+
+    Attributes:
+        now: what the model says.
+        base: what the model said before the first step of the fine-tuning.
+        compressed: (N,) bytes of each text, compressed by zlib.
+    """
+
+    now: TokenSnapshot
+    base: TokenSnapshot
+    compressed: Tensor
+
+
+@dataclass(frozen=True)
 class Observation:
     """All that one run of an attack may read. It never holds the truth.
 
     Attributes:
         gradients: snapshots, oldest first; most attacks read the last only.
         activations: what crossed the split in the same step.
+        released: answers of the released model; None where none is released.
     """
 
     gradients: tuple[GradientSnapshot, ...] = ()
     activations: tuple[ActivationSnapshot, ...] = field(default=())
+    released: ReleasedModel | None = None
 
     def gradient(self, role: str) -> Tensor:
         """Return the newest gradient of ``role``.

@@ -25,6 +25,7 @@ class Capability(Enum):
     CHOOSES_WEIGHTS = "chooses the weights it sends to clients (a dishonest server)"
     CHOOSES_ARCHITECTURE = "chooses the modules that clients train (a dishonest server)"
     KNOWS_TARGET_TEXT = "holds the candidate texts whose membership it asks about"
+    HAS_RELEASED_MODEL = "gets the trained model, and has its public base"
 
 
 HONEST_BUT_CURIOUS = frozenset({Capability.KNOWS_MODEL, Capability.KNOWS_PUBLIC_TEXT})

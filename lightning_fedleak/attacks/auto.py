@@ -10,6 +10,7 @@ from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
+from lightning_fedleak.attacks.memorization import Combined, Extraction
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
@@ -52,7 +53,7 @@ def candidates(
     if rounds:
         return attacks
     if Capability.KNOWS_TARGET_TEXT in assumed:
-        attacks.append(SubspaceMembership(text))
+        attacks += [SubspaceMembership(text), Combined(), Extraction()]
     if frozenset(assumed) >= DISHONEST_SERVER:
         attacks += [FCMembership(layer=1), AttentionMembership(1, text)]
     return attacks

@@ -6,7 +6,7 @@ import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -36,6 +36,7 @@ from lightning_fedleak.looks import (
     Engine,
     Games,
     LookSettings,
+    Memorization,
     Options,
     Run,
     cadence_of,
@@ -78,11 +79,14 @@ class MonitorSettings(LookSettings):
         utility: names among ``trainer.callback_metrics`` to repeat as ``utility/<name>``.
         head_own_part: attack the head's own part of a tied matrix as well, logged as
             ``leakage_local/<attack>_head_only``: the worst case, which no adversary sees.
+        memorization: how the trained weights are tested, see
+            :class:`~lightning_fedleak.looks.Memorization`.
     """
 
     client: Literal["rank", "world"] | None = None
     utility: str | Sequence[str] = ("train_loss", "val_loss")
     head_own_part: bool = False
+    memorization: Memorization = field(default_factory=Memorization)
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,20 @@ class TrainerRun(Run):
     def step(self) -> int:
         """Return the optimizer steps so far, as the Trainer counts them."""
         return int(self.trainer.global_step)
+
+    @property
+    def training_loader(self) -> object:
+        """Return the Trainer's loader, as its strategy has prepared it."""
+        return self.trainer.train_dataloader
+
+    @property
+    def progress(self) -> tuple[int, float] | None:
+        """Return the epoch and the share of its batches that is done; None where none is known."""
+        batches = self.trainer.num_training_batches
+        if math.isinf(batches):
+            return None
+        done = self.trainer.fit_loop.epoch_loop.batch_idx + 1
+        return self.trainer.current_epoch, done / max(1, batches)
 
     @property
     def loss_scale(self) -> float:
@@ -349,6 +367,7 @@ class LeakageMonitor(EitherCallback):
             settings.look_seconds,
             settings.cache,
             reveal,
+            settings.memorization,
         )
         self.engine = Engine(selection, options)
         self.report = report

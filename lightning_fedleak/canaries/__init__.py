@@ -4,6 +4,7 @@ import importlib
 import warnings
 
 from lightning_fedleak.canaries.dataset import CanaryDataset, CanarySet, with_canaries
+from lightning_fedleak.canaries.left_out import LeftOutRecord, TrainingRows, leave_out
 from lightning_fedleak.canaries.record import Game, InclusionMismatch, InclusionRecord
 from lightning_fedleak.canaries.texts import high_temperature_canaries, new_token_canaries
 
@@ -13,7 +14,10 @@ __all__ = [
     "Game",
     "InclusionMismatch",
     "InclusionRecord",
+    "LeftOutRecord",
+    "TrainingRows",
     "high_temperature_canaries",
+    "leave_out",
     "new_token_canaries",
     "with_canaries",
 ]

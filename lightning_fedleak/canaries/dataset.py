@@ -210,7 +210,7 @@ def with_canaries(
         InclusionMismatch: the record is of other canaries or settings.
         PermissionError: others may read the record.
     """
-    _check_dataset(dataset)
+    check_dataset(dataset, "canaries need")
     examples = [] if isinstance(canaries, str | bytes | Mapping) else list(canaries)
     if not examples:
         raise ValueError("canaries must be a sequence of at least one example")
@@ -238,7 +238,7 @@ def _record(
 ) -> InclusionRecord:
     """Return the record of the file if it exists, else a new one, written to a named file."""
     if file is None:
-        if seed is None and _several_processes():
+        if seed is None and several_processes():
             raise ValueError(
                 "several processes train, and each would flip coins of its own: pass record=, a "
                 "file that all of them see, or a seed"
@@ -262,19 +262,29 @@ _SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Where launchers say how many processes there are, before the processes know of each other."""
 
 
-def _several_processes() -> bool:
+def several_processes() -> bool:
+    """Return whether other processes train too, by torch or by what launchers set."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size() > 1
     return any(int(os.environ.get(name, "1")) > 1 for name in _SIZES)
 
 
-def _check_dataset(dataset: Any) -> None:
+def check_dataset(dataset: Any, need: str) -> None:
+    """Raise an error for data without a length and items by index.
+
+    Args:
+        dataset: the data.
+        need: begins the message: who needs them.
+
+    Raises:
+        ValueError: they are read as a stream.
+    """
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not sized:
         raise ValueError(
-            f"canaries need a data set with a length and items by index; {type(dataset).__name__} "
-            "is read as a stream, in which no place can be drawn ahead. Load it into a map-style "
-            "data set (list(...), datasets.Dataset), or put canaries into what the stream reads."
+            f"{need} a data set with a length and items by index; {type(dataset).__name__} is read "
+            "as a stream, in which no place can be drawn ahead. Load it into a map-style data set "
+            "(list(...), datasets.Dataset)."
         )
 
 

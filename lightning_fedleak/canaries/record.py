@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
-import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
+from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Game = Literal["add_remove", "replace"]
@@ -33,12 +32,34 @@ class InclusionMismatch(ValueError):
     """Canaries, seed, probability or game are not those that a run began with."""
 
 
+class Secret:
+    """A frozen dataclass that is not pickled: a checkpoint or a cache would show what it holds.
+
+    Processes that start workers by spawning do hand it on to them.
+    """
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if get_spawning_popen() is None:
+            raise TypeError(
+                f"{self!r} is secret and is not pickled (a checkpoint or a cache would show which "
+                "texts are in the data). Keep the data set out of save_hyperparameters "
+                "(ignore=...), and keep the record in its file (record=)."
+            )
+        values = (getattr(self, field.name) for field in fields(self) if field.init)  # type: ignore[arg-type]
+        return type(self), tuple(values)
+
+
 @dataclass(frozen=True, repr=False)
-class InclusionRecord:
+class InclusionRecord(Secret):
     """The coins of a set of canaries. Secret: shows nothing of itself, and is not pickled.
 
-    Processes that start workers by spawning do hand it on to them. To a file it goes by
-    :meth:`save` only.
+    To a file it goes by :meth:`save` only.
 
     Attributes:
         key: 32 bytes that all else follows from.
@@ -129,8 +150,6 @@ class InclusionRecord:
             FileExistsError: there is a file already; records are not overwritten.
             OSError: it cannot be written.
         """
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "schema": _SCHEMA,
             "note": "secret: which canaries are in the training data",
@@ -141,15 +160,7 @@ class InclusionRecord:
             "included": [int(inside) for inside in self.included],
             "commitment": self.commitment,
         }
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                os.fchmod(file.fileno(), 0o600)
-                json.dump(content, file, indent=1)
-            os.link(draft, path)
-        finally:
-            draft.unlink()
+        write_secret(Path(path), content)
 
     @classmethod
     def load(cls, path: str | Path) -> InclusionRecord:
@@ -160,16 +171,8 @@ class InclusionRecord:
             PermissionError: others may read it.
             InclusionMismatch: it is no record, or its parts contradict each other.
         """
-        with open(path, encoding="utf-8") as file:
-            mode = os.fstat(file.fileno()).st_mode & 0o777
-            if mode & 0o077:
-                raise PermissionError(
-                    f"the inclusion record {path} has mode {mode:04o}, so that others may read it: "
-                    f"chmod 600 {path}"
-                )
-            text = file.read()
         try:
-            content = json.loads(text)
+            content = read_secret(Path(path), "the inclusion record")
             if content["schema"] != _SCHEMA:
                 raise ValueError("unknown schema")
             record = cls(
@@ -237,21 +240,6 @@ class InclusionRecord:
 
     def __repr__(self) -> str:
         return f"InclusionRecord({len(self.digests)} canaries)"
-
-    def __copy__(self) -> InclusionRecord:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InclusionRecord:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if get_spawning_popen() is None:
-            raise TypeError(
-                "the inclusion record of canaries is secret and is not pickled (a checkpoint or a "
-                "cache would show which texts are in the data). Keep the data set out of "
-                "save_hyperparameters (ignore=...), and save the record by record.save(path)."
-            )
-        return type(self), (self.key, self.digests, self.probability, self.game)
 
 
 def seed_key(seed: int) -> bytes:

@@ -72,6 +72,7 @@ def _at_least(minimum: int) -> Callable[[str], float]:
     return _number(int, lambda n: n >= minimum, f"a whole number of at least {minimum}")
 
 
+_SHARE = _number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
 _POSITIVE = _number(float, lambda x: 0 < x < float("inf"), "a positive number")
 _SEED = _number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295")
 _SOURCE = (
@@ -356,6 +357,39 @@ class CapacityOptions:
     batch: str = _option("8x64", "texts of a batch x tokens of a text", "BxL", type=_shape)
     seconds: float = _option(30.0, "time for planted sets of tokens", "S", type=_POSITIVE)
     seed: int = _seed("seed of adapters, texts and planted sets")
+
+
+@dataclass(frozen=True)
+class MemorizationOptions:
+    """The settings of ``fedleak memorization``."""
+
+    model: str = _option(
+        "", "the trained model: a folder, or one with adapters of PEFT", "DIR", required=True
+    )
+    base: str = _option(
+        "", "the model that the training began from: a folder or a name on the hub", "NAME",
+        required=True,
+    )  # fmt: skip
+    members: str = _option("", f"texts that were trained on: {_SOURCE}", "SOURCE", required=True)
+    others: str = _option(
+        "", "texts like them that were not trained on, in one of the same forms", "SOURCE",
+        required=True,
+    )  # fmt: skip
+    column: str | None = _column("members and --others")
+    length: int = _count(256, "tokens of a text, at most", 9)
+    drawn: bool = _option(
+        False,
+        "a coin chose the others among the same rows (leave_out), so that they follow one law",
+    )
+    metric: Literal["auc", "shown"] = _option(
+        "auc",
+        "what --at-most limits: the lower bound of the AUC, or the TPR at 1%% FPR that is shown",
+        choices=("auc", "shown"),
+    )
+    at_most: float | None = _option(
+        None, "exit with status 3 where more is shown, or it is unknown", "X", type=_SHARE
+    )
+    out: Path | None = _option(None, "file of the result as JSON", "FILE", type=Path)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from lightning_fedleak.commands.options import (
     FederateOptions,
     GameOptions,
     InvertOptions,
+    MemorizationOptions,
     SweepOptions,
 )
 
@@ -52,6 +53,13 @@ _COMMANDS: dict[str, tuple[type, str, str]] = {
         "first block's), and finds by attack the smallest batch that is not read exactly. It is "
         "no promise that a larger one is safe. A model and texts are included; use your own with "
         "--model and --text.",
+    ),
+    "memorization": (
+        MemorizationOptions,
+        "what a trained model gives away of its training texts, before it is released",
+        "Asks the trained model and its base about texts that were trained on and texts that were "
+        "not, and shows how far they can be told apart and which of them the model would write. "
+        "Each text costs two forwards; nothing is generated.",
     ),
     "federate": (
         FederateOptions,
@@ -119,7 +127,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     commands = fedleak.add_subparsers(
         required=True,
         dest="command",
-        metavar="{demo,game,invert,capacity,federate,sweep,report,compare,recipes,completion,fit}",
+        metavar="{demo,game,invert,capacity,memorization,federate,sweep,report,compare,recipes,completion,fit}",
     )
     for name, (options, brief, description) in _COMMANDS.items():
         command = commands.add_parser(

@@ -11,6 +11,7 @@ from lightning_fedleak.looks.log import Destination
 from lightning_fedleak.looks.options import (
     Games,
     LookSettings,
+    Memorization,
     Options,
     cadence_of,
     known_stages,
@@ -40,6 +41,7 @@ __all__ = [
     "Look",
     "LookSettings",
     "MaxOverhead",
+    "Memorization",
     "NothingShared",
     "Options",
     "Outcome",

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -51,6 +53,7 @@ from lightning_fedleak.looks.results import MAX_WAITS, WORST, Results
 from lightning_fedleak.looks.run import Look, Outcome, Processes, Run, Series, reason
 from lightning_fedleak.looks.tensorboard import add_pages
 from lightning_fedleak.looks.tokenizers import check_tokens
+from lightning_fedleak.looks.weights import WeightLooks
 from lightning_fedleak.records import GateDecision
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
 
@@ -99,6 +102,7 @@ class Engine:
         self._calibrations: dict[str, object] = {}
         self._earlier: dict[str, object] = {}
         self._last: dict[str, object] = {}
+        self._weights: WeightLooks | None = None
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
         self._described: list[Defense] = []
@@ -189,10 +193,16 @@ class Engine:
         family = metric if root == WORST else None
         if root in by_root:
             attack, family = by_root[root].attack, self.series[by_root[root]].family
+            if self.series[by_root[root]].at_weights:
+                return self._weight_looks.unread({attack})
             if attack not in lineup.playing:
                 why = {row.attack: row.why_not for row in lineup.rows}[attack]
                 return f"'{attack}' is not played in this run: {why}"
-        return None if family is None else lineup.unread_family(family)
+        if family is None:
+            return None
+        if any(c.at_weights for c in self.channels if c.family == family):
+            return self._weight_looks.unread(None)
+        return lineup.unread_family(family)
 
     def others_on(self, name: str) -> str:
         """Return attacks that are not in use, read this run, and are of a logged value's family."""
@@ -298,13 +308,25 @@ class Engine:
             options.local_steps,
         )
         played = [channel for channel in self.channels if channel.attacks]
-        lineup = Lineup(run, self.selection, options, played, self._refused)
-        self.fit = Fit(run, lineup, options, self.series, played)
+        at_weights = [channel for channel in played if channel.at_weights]
+        for channel in at_weights:
+            channel.keep_in(destination.folder)
+        self._weights = WeightLooks(run, at_weights, self.series)
+        played = [channel for channel in played if not channel.at_weights]
+        of_weights = self._weights.attacks
+        in_steps = tuple(a for a in self.selection.attacks if a not in of_weights)
+        lineup = Lineup(
+            run, replace(self.selection, attacks=in_steps), options, played, self._refused
+        )
+        series = {s: channel for s, channel in self.series.items() if not channel.at_weights}
+        self.fit = Fit(run, lineup, options, series, played)
         self._prepared = lineup.prepared
         calibrations, self._calibrations = self._calibrations, {}
         earlier, self._earlier = self._earlier, {}
         self.fit.calibrate(calibrations)
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
+        if not self.selection.auto:
+            self.results.playing |= self._weights.series
         self.results.untested = lineup.untested
         if self.selection.auto:
             writes = run.anatomy.kind == "causal" and not self.selection.text_passed
@@ -391,12 +413,38 @@ class Engine:
                 channel.clear()
         self.options.cadence.next_step = run.step
         self._fit.lineup.begin(run.step)
+        self._begin_weights()
+
+    @property
+    def _weight_looks(self) -> WeightLooks:
+        """The looks at the weights of the run at work."""
+        assert self._weights is not None
+        return self._weights
+
+    def _begin_weights(self) -> None:
+        """Find out whom the attacks on the weights compare, and ask the base model."""
+        weights = self._weight_looks
+        if not weights.attacks:
+            return
+        compared = weights.begin(choosing=self.selection.auto)
+        self.results.playing |= weights.series
+        watcher = self._fit.run.watcher
+        for why in dict.fromkeys(weights.refused.values()):
+            names = ", ".join(name for name, one in weights.refused.items() if one == why)
+            rank_zero_info(f"{watcher}: of the trained weights {names} is not played: {why}")
+        for sentence in compared:
+            rank_zero_info(f"{watcher} asks the trained weights about {sentence}")
+        if self.report is not None:
+            self.report.write_not_played(weights.rows(), self._fit.run.step)
+        for begins in self._before_first:
+            begins()
 
     # ---- a step -----------------------------------------------------------------------------
 
     def batch_begins(self, batch: Any) -> None:
         """Start a look where one is due, and take the truth before any defence acts."""
         self._fit.batch_starts(self._fit.run.step, batch)
+        self._weight_looks.batch_begins(batch)
 
     def loss_computed(self, loss: Tensor) -> None:
         """Note which parameters have a term of their own in the loss, such as an L2 penalty."""
@@ -407,7 +455,7 @@ class Engine:
         self._fit.before_step(optimizer)
 
     def batch_ends(self, *, trained: bool) -> None:
-        """Log a look once its optimizer step is over.
+        """Log a look once its optimizer step is over, and one at the weights where it is due.
 
         Args:
             trained: the batch gave a gradient.
@@ -415,6 +463,11 @@ class Engine:
         Raises:
             RuntimeError: an optimizer stepped, and the run did not count it.
         """
+        self._end_step(trained=trained)
+        if channels := self._weight_looks.due():
+            self._publish(*self._weight_looks.look(channels))
+
+    def _end_step(self, *, trained: bool) -> None:
         ended = self._fit.step_ends(trained)
         if ended is None:
             return
@@ -517,6 +570,8 @@ class Engine:
 
     def training_ends(self) -> None:
         """Publish *unknown* of a run in which looks were due and none could end."""
+        if channels := self._weight_looks.due_at_end():
+            self._publish(*self._weight_looks.look(channels))
         step = self._fit.run.step
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
         if missing:
@@ -547,7 +602,7 @@ class Engine:
         for channel in self.channels:
             channel.close()
         self._forget_listeners()
-        self.fit = self.report = self.record = None
+        self.fit = self.report = self.record = self._weights = None
 
     def _summary(self) -> dict[str, object]:
         """Return what a checkpoint keeps of the run: its id, and the releases of its defences."""

@@ -37,7 +37,7 @@ from lightning_fedleak.looks.run import (
     reason,
     unknown,
 )
-from lightning_fedleak.snapshots import GradientSnapshot, Stage
+from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage
 from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap, loss_terms
 
 TURN = 2
@@ -229,7 +229,7 @@ class Fit:
 
         Never between two batches whose gradients add up: the truth would be half of it.
         """
-        if self.look is not None:
+        if self.look is not None or not self._series:
             return
         self._clock.starts(step)
         if self._midway:
@@ -362,7 +362,7 @@ class Fit:
             self._ask((Stage.LOCAL, Stage.SHARED), optimizer, kept=True)
             self._ask((Stage.AGGREGATE,), optimizer)
         elif stage is Stage.AGGREGATE:
-            self._ask(tuple(Stage), optimizer)
+            self._ask(ON_THE_WAY, optimizer)
 
     def _before_defense(
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext

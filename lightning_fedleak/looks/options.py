@@ -15,7 +15,7 @@ from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.batches import BatchAdapter
 from lightning_fedleak.canaries import CanarySet
 from lightning_fedleak.looks.run import Cadence, EveryNSteps, MaxOverhead
-from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.threats import Capability
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
@@ -93,6 +93,52 @@ class Games:
 
 
 @dataclass(frozen=True)
+class Memorization:
+    """How the trained weights are tested for what they have memorized.
+
+    Examples:
+        >>> from lightning_fedleak.looks import Memorization
+        >>> Memorization(max_overhead=0.1).looks
+        (0.5, 0.9)
+
+    Attributes:
+        others: a data set of texts that are not trained on, in the form of the training rows. None
+            takes rows that :func:`~lightning_fedleak.canaries.leave_out` left out, else rows that
+            the first epoch has not come to.
+        max_overhead: largest share of an epoch's time that all looks of it take; sets how many
+            texts are asked about.
+        looks: shares of the first epoch after which to look; where others do not run out, every
+            epoch's last step is looked at too.
+        alpha: probability that any interval of any look is wrong.
+        most_texts: largest number of texts that are asked about.
+        outside_epsilon: allow gates and choices by these numbers under differential privacy. They
+            read private texts outside of the account.
+        seed: draws the rows.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    others: Any = None
+    max_overhead: float = 0.02
+    looks: tuple[float, ...] = (0.5, 0.9)
+    alpha: float = 0.05
+    most_texts: int = 4000
+    outside_epsilon: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("max_overhead", self.max_overhead, above=0, at_most=1)
+        check_number("alpha", self.alpha, above=0, below=1)
+        check_integer("most_texts", self.most_texts, at_least=20)
+        check_integer("seed", self.seed, at_least=0)
+        for share in self.looks:
+            check_number("looks", share, above=0, at_most=1, hint="shares of the first epoch")
+        if list(self.looks) != sorted(set(self.looks)):
+            raise ValueError(f"looks must be shares in rising order, got {self.looks}")
+
+
+@dataclass(frozen=True)
 class LookSettings:
     """The rare settings that a LeakageMonitor and a RoundObserver both take.
 
@@ -138,6 +184,7 @@ class Options:
         look_seconds: that a look of an attack which chooses itself may take.
         cache: keep calibrations on disk.
         reveal: write recovered words and texts to local files.
+        memorization: how the trained weights are tested.
     """
 
     cadence: Cadence = field(default_factory=lambda: EveryNSteps(50))
@@ -152,6 +199,7 @@ class Options:
     look_seconds: float = 30.0
     cache: bool = True
     reveal: bool = False
+    memorization: Memorization = field(default_factory=Memorization)
 
 
 @dataclass(frozen=True)
@@ -267,10 +315,10 @@ def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:
         ValueError: an unknown stage, or none.
     """
     names = [stages] if isinstance(stages, str) else list(stages)
-    choices = [str(s) for s in Stage]
+    choices = [str(s) for s in ON_THE_WAY]
     if not names or any(s not in choices for s in names):
         raise ValueError(f"stages must be some of {choices}, got {names}")
-    return tuple(s for s in Stage if str(s) in names)
+    return tuple(s for s in ON_THE_WAY if str(s) in names)
 
 
 def cadence_of(every_n_steps: int | None, max_overhead: float | None, *, auto: bool) -> Cadence:

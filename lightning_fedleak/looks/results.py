@@ -326,7 +326,7 @@ def _worst(
         if outcome.pending is not None:
             continue
         values = outcome.values_now(root) if of_look else outcome.values(root)
-        if not math.isnan(value := values[f"{root}/{headline}"]):
+        if not math.isnan(value := values.get(f"{root}/{headline}", math.nan)):
             headlines.append(value)
     missing = any(o.unknown is not None and o.applies for _, o in exposed) or not headlines
     if not missing and not waits and (complete or max(headlines) >= 1.0):

@@ -129,6 +129,16 @@ class Run(ABC):
         return self.step
 
     @property
+    def training_loader(self) -> object:
+        """Return the loader of the training data, whose rows are read again; None: not known."""
+        return None
+
+    @property
+    def progress(self) -> tuple[int, float] | None:
+        """Return the epoch, counted from 0, and the share of its batches that is done, up to 1."""
+        return None
+
+    @property
     def number(self) -> int:
         """Return the number of this process's client."""
         return self.rank if self.client == "rank" else 0
@@ -299,6 +309,7 @@ PREFIX = {
     Stage.LOCAL: "leakage_local",
     Stage.SHARED: "leakage",
     Stage.AGGREGATE: "leakage_aggregate",
+    Stage.RELEASED: "leakage",
 }
 
 

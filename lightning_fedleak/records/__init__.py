@@ -2,6 +2,7 @@
 
 from lightning_fedleak.records.families import (
     MEMBERSHIP,
+    MEMORIZATION,
     STANDARD_FAMILIES,
     TEXTS,
     WORDS,
@@ -44,6 +45,7 @@ from lightning_fedleak.records.run import (
 
 __all__ = [
     "MEMBERSHIP",
+    "MEMORIZATION",
     "RECORD",
     "RESULTS",
     "STANDARD_FAMILIES",

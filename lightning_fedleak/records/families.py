@@ -123,7 +123,27 @@ TEXTS = Family(
     },
 )
 
-STANDARD_FAMILIES = (WORDS, MEMBERSHIP, TEXTS)
+MEMORIZATION = Family(
+    name="memorization",
+    headline="auc",
+    chance=0.5,
+    metrics=("auc", "shown", "extracted", "greedy"),
+    question="whether a given text was trained on, from the trained model alone",
+    title="the trained model",
+    sentences=(
+        "tell texts that the trained model has seen from others with an AUC of {auc}, where "
+        "guessing has {chance}",
+    ),
+    untested="Test what the trained model itself has memorized: {watcher}(attacks=[Combined()]).",
+    terms={
+        "Shown": "The share of the training texts that is found for certain, at 95% confidence, "
+        "while at most 1 in 100 other texts is taken for one. Unknown with fewer than 437 others.",
+        "Extracted": "How many more training texts than others hold 16 tokens in a row that the "
+        "model would write in 10,000 samples, as a share.",
+    },
+)
+
+STANDARD_FAMILIES = (WORDS, MEMBERSHIP, TEXTS, MEMORIZATION)
 """Those of this package. A report says which of them nobody tested."""
 
 

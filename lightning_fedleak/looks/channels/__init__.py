@@ -1,7 +1,8 @@
-"""The families of leak that the monitor knows: words, membership, texts."""
+"""The families of leak that the monitor knows: words, membership, texts, memorization."""
 
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.channels.membership import MembershipChannel
+from lightning_fedleak.looks.channels.memorization import MemorizationChannel
 from lightning_fedleak.looks.channels.passive import PassiveMembershipChannel
 from lightning_fedleak.looks.channels.texts import TextsChannel
 from lightning_fedleak.looks.channels.words import WordsChannel
@@ -11,6 +12,7 @@ __all__ = [
     "Channel",
     "Games",
     "MembershipChannel",
+    "MemorizationChannel",
     "PassiveMembershipChannel",
     "TextsChannel",
     "WordsChannel",

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -156,6 +157,10 @@ class Channel(ABC):
         reads_updates: its attacks can read the weight change of several steps.
         adversary: what its adversaries have by default, besides what they see.
         sees: what they see because the monitor shows it to them.
+        at_weights: its attacks read the trained weights and nothing of a step: it is asked before
+            the first step, at shares of an epoch and after its last step, see :meth:`is_due`.
+        looks_dependent: looks are of the same texts, so that no evidence adds up over them; the
+            intervals of all looks hold together instead.
 
     Raises:
         ValueError: the settings do not fit the family.
@@ -177,6 +182,8 @@ class Channel(ABC):
     reads_updates: ClassVar[bool] = False
     adversary: ClassVar[frozenset[Capability]] = HONEST_BUT_CURIOUS
     sees: ClassVar[frozenset[Capability]] = frozenset()
+    at_weights: ClassVar[bool] = False
+    looks_dependent: ClassVar[bool] = False
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
 
@@ -341,6 +348,40 @@ class Channel(ABC):
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:  # noqa: B027
         """Show more than numbers of a look that counts; called on every process."""
+
+    # ---- the weights ------------------------------------------------------------------------
+
+    def meet_data(self, attack: Attack) -> None:  # noqa: B027
+        """Read the training data before the first step.
+
+        Raises:
+            ValueError: an attack cannot be played on them.
+        """
+
+    def ask_base(self) -> None:  # noqa: B027
+        """Read the weights before the first step."""
+
+    def keep_in(self, folder: Path) -> None:  # noqa: B027
+        """Keep in a folder what a resumed run needs besides its checkpoint."""
+
+    def describe(self) -> str:
+        """Return in words what is compared, for the line-up."""
+        return ""
+
+    def trains_on(self, batch: object) -> None:  # noqa: B027
+        """Take a batch, as the loader gives it, that is about to be trained on."""
+
+    def is_due(self, epoch: int, share: float) -> bool:
+        """Return whether the weights are read now; called after every batch.
+
+        Args:
+            epoch: counted from 0.
+            share: of the epoch's batches that is done, up to 1.
+        """
+        return False
+
+    def ask_weights(self, look: Look, epoch: int) -> None:  # noqa: B027
+        """Read the weights, and store the answers in ``look.answers``."""
 
     # ---- over clients and looks -------------------------------------------------------------
 

@@ -1,0 +1,205 @@
+"""What the trained weights give away during a fine-tuning: every attack, at shares of an epoch.
+
+    python -m benchmarks.attacks.memorization --model DIR --text FILE --seeds 0,1
+    python -m benchmarks.attacks.memorization --model DIR --text FILE --lora 16 --lr 1e-3
+
+Texts without a common run of 13 tokens are split by a coin into members, which are trained on, and
+others. Prints AUC (95%) and, where it is known, the TPR at 1% FPR that is shown, for each look.
+``--save DIR`` writes the trained model and both sides' texts, for ``fedleak memorization``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.finetuning.texts import read_texts
+from lightning_fedleak.snapshots import TokenSnapshot
+from lightning_fedleak.studies.memorization import Comparison, ReleasedPool, tokenize
+from lightning_fedleak.taps.tokens import Text, ask_tokens
+
+SMOKE = (
+    "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1",
+    "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1 --lora 4",
+)
+
+
+def trained_pool(
+    options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> ReleasedPool:
+    """Return a pool of texts, split by a coin."""
+    words = list(dict.fromkeys(t.replace("<br />", " ") for t in read_texts(options.text)))
+    order = np.random.default_rng(0).permutation(len(words))
+    rows = tokenize([words[i] for i in order[: 3 * options.texts]], tokenizer, options.length)
+    whole = [row for row in rows if len(row.ids) == options.length] if options.whole else rows
+    coins = np.random.default_rng([seed, 7]).random(len(whole)) < 0.5
+    sides: dict[bool, list[Text]] = {True: [], False: []}
+    for text, coin in zip(whole[: options.texts], coins.tolist(), strict=False):
+        sides[coin].append(text)
+    return ReleasedPool(sides[True], sides[False], lambda ids: str(tokenizer.decode(ids)))
+
+
+def describe(result: Comparison) -> dict[str, str]:
+    """Return one cell for each attack."""
+    cells = {}
+    for name, values in result.values.items():
+        if "auc" in values:
+            shown = "" if math.isnan(values["shown"]) else f" / {values['shown']:.3f}"
+            cells[name] = (
+                f"{values['auc']:.3f} ({values['auc_low']:.2f}-{values['auc_high']:.2f}){shown}"
+            )
+        else:
+            cells[name] = f"{values['extracted']:+.3f} (greedy {values['greedy']:+.3f})"
+    return cells
+
+
+def train(options: argparse.Namespace, seed: int) -> None:
+    """Fine-tune once with looks, and print a table."""
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    pool = trained_pool(options, tokenizer, seed)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    torch.manual_seed(seed)
+    if options.lora:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(
+            r=options.lora,
+            lora_alpha=2 * options.lora,
+            lora_dropout=options.dropout,
+            target_modules="all-linear",
+        )
+        model = get_peft_model(model, config)
+    anatomy = find_anatomy(model)
+    members = [t for t, inside in zip(pool.texts, pool.members.tolist(), strict=True) if inside]
+    steps_of_epoch = math.ceil(len(members) / options.batch)
+    looks = {round(share * steps_of_epoch): share for share in options.looks}
+    seconds = {"training": 0.0, "looks": 0.0}
+
+    def ask() -> TokenSnapshot:
+        start = time.process_time()
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.autocast):
+            answers = ask_tokens(anatomy, pool.texts)
+        seconds["looks"] += time.process_time() - start
+        return answers
+
+    base = ask()
+    results = {0.0: pool.compare(base, base)}
+    losses = {0.0: _losses(base, pool.members)}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], options.lr)
+    order_rng, order, step = np.random.default_rng([seed, 11]), [], 0
+    model.train()
+    while step < max(looks):
+        start = time.process_time()
+        if not order:
+            order = [*order_rng.permutation(len(members))]
+        rows, order = order[: options.batch], order[options.batch :]
+        pad = torch.nn.utils.rnn.pad_sequence
+        ids = pad([members[i].ids for i in rows], batch_first=True)
+        mask = pad([torch.ones_like(members[i].ids) for i in rows], batch_first=True)
+        labels = ids.masked_fill(mask == 0, -100)
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.autocast):
+            model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        seconds["training"] += time.process_time() - start
+        if step in looks:
+            answers = ask()
+            results[looks[step]] = pool.compare(base, answers)
+            losses[looks[step]] = _losses(answers, pool.members)
+    if options.save:
+        _save(options, model, tokenizer, pool)
+    _print(options, seed, results, losses, seconds)
+
+
+def _losses(answers: TokenSnapshot, members: torch.Tensor) -> tuple[float, float]:
+    losses = -answers.mean_log_probs()
+    return float(losses[members].mean()), float(losses[~members].mean())
+
+
+def _save(
+    options: argparse.Namespace,
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    pool: ReleasedPool,
+) -> None:
+    folder = Path(options.save)
+    model.save_pretrained(folder / "model")  # type: ignore[operator]
+    tokenizer.save_pretrained(folder / "model")
+    for name, side in (("members", pool.members), ("others", ~pool.members)):
+        words = [
+            tokenizer.decode(text.ids, skip_special_tokens=True)
+            for text, inside in zip(pool.texts, side.tolist(), strict=True)
+            if inside
+        ]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in words)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def _print(
+    options: argparse.Namespace,
+    seed: int,
+    results: dict[float, Comparison],
+    losses: dict[float, tuple[float, float]],
+    seconds: dict[str, float],
+) -> None:
+    first = results[0.0]
+    kind = f"LoRA r {options.lora}" if options.lora else "whole"
+    print(
+        f"\n### {Path(options.model).name}, {kind}, lr {options.lr:g}, seed {seed}: "
+        f"{first.n_members} members, {first.n_others} others; training "
+        f"{seconds['training']:.0f} s, looks {seconds['looks']:.0f} s CPU"
+    )
+    print("| AUC (95%) / shown | " + " | ".join(f"{share:g}" for share in results) + " |")
+    print("|---" * (1 + len(results)) + "|")
+    columns = [describe(result) for result in results.values()]
+    for name in columns[0]:
+        print(f"| {name} | " + " | ".join(column[name] for column in columns) + " |")
+    pairs = " | ".join(f"{a:.3f} / {b:.3f}" for a, b in losses.values())
+    print(f"| mean loss, members / others | {pairs} |", flush=True)
+
+
+def main() -> None:
+    """Read the options, train once for each seed, and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--texts", type=int, default=420, help="members and others together")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a text")
+    parser.add_argument("--whole", action="store_true", help="texts of exactly that many tokens")
+    parser.add_argument("--lora", type=int, default=0, help="rank, on all linear maps; 0: whole")
+    parser.add_argument("--dropout", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--epochs", type=float, default=3, help="the last look")
+    parser.add_argument(
+        "--looks",
+        type=lambda text: [float(share) for share in text.split(",")],
+        default=[0.25, 0.5, 1, 2, 3],
+        help="epochs, separated by commas",
+    )
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--autocast", action="store_true", help="bf16")
+    parser.add_argument("--save", help="folder for the trained model and the texts")
+    options = parser.parse_args()
+    options.looks = [share for share in options.looks if share <= options.epochs]
+    torch.set_num_threads(1)
+    print(f"# {platform.machine()}, one thread, {date.today()}")
+    for seed in map(int, options.seeds.split(",")):
+        train(options, seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Attacks on the trained weights: what a released model gives away of its training texts."""
+
+from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
+from lightning_fedleak.attacks.memorization.scores import (
+    Combined,
+    ErrorZone,
+    Loss,
+    LossRatio,
+    MemorizationAttack,
+    MemorizationGuess,
+    MinK,
+    Windows,
+    Zlib,
+)
+
+__all__ = [
+    "Combined",
+    "ErrorZone",
+    "Extraction",
+    "ExtractionGuess",
+    "Loss",
+    "LossRatio",
+    "MemorizationAttack",
+    "MemorizationGuess",
+    "MinK",
+    "Windows",
+    "Zlib",
+]

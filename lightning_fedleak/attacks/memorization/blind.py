@@ -1,0 +1,78 @@
+"""Scores that know nothing of the training: do members and others follow one law at all?
+
+If texts that were trained on can be told from the others before the first step, by the base model
+or by their words, then a membership attack may read that difference and not the training. With
+others that a coin chose it is chance; with any other set of texts the comparison is void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks.memorization.scores import Loss, MinK, Zlib
+from lightning_fedleak.snapshots import ReleasedModel, TokenSnapshot
+from lightning_fedleak.taps.tokens import Text
+
+FOLDS = 5  # of the cross-fitted word counts, the usual number; more: slower
+LEAST_AUC, MOST_AUC = 0.45, 0.55  # between which the interval of each blind AUC must lie
+
+
+def blind_scores(
+    base: TokenSnapshot, compressed: Tensor, texts: Sequence[Text], members: Tensor, seed: int = 0
+) -> dict[str, Tensor]:
+    """Return (N,) scores by name, none of which has seen the trained model.
+
+    They are the base's loss, its zlib ratio and Min-K%++, the number of label tokens, and
+    cross-fitted word counts.
+
+    Args:
+        base: what the base model said of the texts.
+        compressed: (N,) bytes that zlib compresses each text to.
+        texts: N texts.
+        members: (N,) bool.
+        seed: of the folds.
+    """
+    released = ReleasedModel(base, base, compressed)
+    return {
+        "loss": Loss().score(released),
+        "zlib": Zlib().score(released),
+        "min_k": MinK().score(released),
+        "length": base.labels.sum(1).double(),
+        "words": word_scores(texts, members, seed),
+    }
+
+
+def word_scores(texts: Sequence[Text], members: Tensor, seed: int = 0) -> Tensor:
+    """Return (N,) log odds a token that a text is a member, by its words alone.
+
+    A multinomial naive Bayes classifier with one added count is fitted on the other folds. Each
+    fold has its share of members.
+
+    Args:
+        texts: N texts.
+        members: (N,) bool, with at least one member and one other in each of five folds.
+        seed: of the folds.
+    """
+    member = members.bool()
+    size = 1 + max(int(text.ids.max()) for text in texts)
+    counts = torch.stack([torch.bincount(text.ids, minlength=size) for text in texts]).double()
+    folds = torch.empty(len(texts), dtype=torch.long)
+    generator = torch.Generator().manual_seed(seed)
+    for group in (member, ~member):
+        order = torch.randperm(int(group.sum()), generator=generator)
+        folds[group] = order % FOLDS
+    scores = torch.empty(len(texts), dtype=torch.float64)
+    for fold in range(FOLDS):
+        inside = folds == fold
+        odds = _log_rates(counts[~inside & member]) - _log_rates(counts[~inside & ~member])
+        scores[inside] = counts[inside] @ odds / counts[inside].sum(1)
+    return scores
+
+
+def _log_rates(counts: Tensor) -> Tensor:
+    """Return (V,) the log of each word's share of (n, V) counts, with one added."""
+    totals = counts.sum(0) + 1
+    return (totals / totals.sum()).log()

@@ -1,0 +1,124 @@
+"""Which texts a released model would write, by the probabilities that it gives them.
+
+Nothing is generated. A model that samples at temperature 1 from its whole vocabulary writes k
+tokens after their context with probability ``p = exp(sum lp)``. The tokens are (n, q)-discoverable
+if n such samples contain them with probability at least q: ``1 - (1 - p)^n >= q`` (Hayes et al.
+2024, arXiv 2410.19482, section 3). Greedy decoding writes them if each is the most likely token.
+
+A language model also writes texts that it was not trained on, such as set phrases. Only the excess
+over texts that were left out shows memorization.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks.base import Guess, Query
+from lightning_fedleak.attacks.memorization.scores import MemorizationAttack, _finite
+from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapshot
+from lightning_fedleak.validate import check_integer, check_number
+
+
+@dataclass(frozen=True)
+class ExtractionGuess(Guess):
+    """Which of N texts contain a run of k label tokens that the model would write.
+
+    Attributes:
+        log_probs: (N,) the highest log probability of a run of k tokens, in nats; NaN for a text
+            without such a run.
+        base_log_probs: (N,) the same under the base.
+        greedy: (N,) bool, whether greedy decoding writes some run.
+        asked: (N,) bool, whether the text has a run of k label tokens at all.
+    """
+
+    log_probs: Tensor
+    base_log_probs: Tensor
+    greedy: Tensor
+    asked: Tensor
+
+
+class Extraction(MemorizationAttack):
+    """Count texts of which k tokens in a row are (n, q)-discoverable, or repeated greedily.
+
+    Args:
+        tokens: k, label tokens in a row.
+        draws: n, numbers of samples.
+        probability: q.
+        name: as in the logs.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    default_name = "extraction"
+
+    def __init__(
+        self,
+        tokens: int = 16,
+        draws: tuple[int, ...] = (1, 100, 10_000),
+        probability: float = 0.5,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        check_integer("tokens", tokens)
+        check_number("probability", probability, above=0, below=1)
+        for n in draws:
+            check_integer("draws", n)
+        self.tokens = tokens
+        self.draws = tuple(draws)
+        self.probability = probability
+
+    def run(self, view: Observation, query: Query | None = None) -> Guess:
+        """Return which texts are extracted.
+
+        Raises:
+            UnusableObservation: no model is released, or its answers are not finite.
+        """
+        released = _finite(view.released)
+        asked = _sums(torch.ones_like(released.now.log_probs), released.now, self.tokens)
+        hits = _sums(released.now.greedy.double(), released.now, self.tokens)
+        return ExtractionGuess(
+            self._highest(released.now),
+            self._highest(released.base),
+            (hits == self.tokens).any(1),
+            asked.isfinite().any(1),
+        )
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return (N,) the highest log probability of a run of k tokens."""
+        return self._highest(released.now)
+
+    def _highest(self, tokens: TokenSnapshot) -> Tensor:
+        highest = _sums(tokens.log_probs.double(), tokens, self.tokens).amax(1)
+        return highest.masked_fill(highest.isneginf(), math.nan)
+
+    def extracted(self, log_probs: Tensor, draws: int) -> Tensor:
+        """Return (N,) bool, whether n samples contain the run with probability q.
+
+        Args:
+            log_probs: (N,) as in :class:`ExtractionGuess`.
+            draws: n.
+        """
+        # 1 - (1 - q)^(1 / n), accurate for large n.
+        least = -math.expm1(math.log1p(-self.probability) / draws)
+        return log_probs >= math.log(least)
+
+    def config(self) -> dict[str, object]:
+        """Return the number of tokens, the numbers of samples and the probability."""
+        return {
+            "tokens": self.tokens,
+            "draws": list(self.draws),
+            "probability": self.probability,
+        }
+
+
+def _sums(values: Tensor, tokens: TokenSnapshot, k: int) -> Tensor:
+    """Return (N, windows) sums over k label tokens in a row; -inf where one is no label."""
+    if tokens.labels.shape[1] < k:
+        return values.new_full((len(values), 1), -math.inf)
+    whole = tokens.labels.unfold(1, k, 1).all(2)
+    return values.unfold(1, k, 1).sum(2).masked_fill(~whole, -math.inf)

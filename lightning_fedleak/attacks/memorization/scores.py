@@ -1,0 +1,254 @@
+"""Membership from a released model and its public base: one score for each text.
+
+Whoever gets a fine-tuned model and knows the base that it began from can ask both about a text.
+The fine-tuning raised the log probability of its own texts more than that of others. Every score
+here is arithmetic on the numbers of :class:`~lightning_fedleak.snapshots.TokenSnapshot`, hence a
+look costs one forward for each text, whatever the number of attacks.
+
+Write ``lp`` and ``lp0`` for the log probability of a label token under the model and its base, and
+``loss``, ``loss0`` for minus their means over a text.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces, UnusableObservation
+from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapshot
+from lightning_fedleak.threats import Capability, ThreatModel
+from lightning_fedleak.validate import check_integer, check_number
+
+WINDOWS = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
+"""Tokens of the windows: geometric from 2 to 40, as arXiv 2601.02751 has them."""
+
+LEAST_LOSS = 1e-6  # nats a token; a base that is surer than this of a text divides by this
+LEAST_DEVIATION = 1e-6  # nats; where a model is certain of a token, Min-K%++ divides by this
+
+
+@dataclass(frozen=True)
+class MemorizationGuess(Guess):
+    """How much the released model looks trained on each of N texts.
+
+    Attributes:
+        scores: (N,) float64, higher is more likely a member; comparable within one pool only.
+    """
+
+    scores: Tensor
+
+
+class MemorizationAttack(Attack):
+    """An outsider who gets the trained model, has its public base, and asks about texts it holds.
+
+    Subclasses implement :meth:`score`.
+
+    Args:
+        name: as in the logs.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from lightning_fedleak.anatomy import find_anatomy
+        >>> from lightning_fedleak.attacks.memorization import LossRatio
+        >>> from lightning_fedleak.snapshots import Observation, ReleasedModel
+        >>> from lightning_fedleak.taps.tokens import Text, ask_tokens, compressed_bytes
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_head=1, n_layer=1))
+        >>> texts = [Text(ids, ids) for ids in torch.arange(60).view(6, 10)]
+        >>> base = ask_tokens(find_anatomy(model), texts)
+        >>> released = ReleasedModel(base, base, compressed_bytes(texts))  # nothing was trained
+        >>> LossRatio().run(Observation(released=released)).scores
+        tensor([-1., -1., -1., -1., -1., -1.], dtype=torch.float64)
+    """
+
+    threat_model = ThreatModel.create(
+        "whoever gets the trained model, has its public base, and holds the texts it asks about",
+        Capability.HAS_RELEASED_MODEL,
+        Capability.KNOWS_TARGET_TEXT,
+    )
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        """Return no surface: nothing of a step is read."""
+        return Surfaces()
+
+    def run(self, view: Observation, query: Query | None = None) -> Guess:
+        """Return the guess about all texts that the model was asked.
+
+        Raises:
+            UnusableObservation: no model is released, or its answers are not finite.
+        """
+        return MemorizationGuess(self.score(_finite(view.released)))
+
+    @abstractmethod
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return (N,) one score for each text; higher is more likely a member."""
+
+
+def _finite(released: ReleasedModel | None) -> ReleasedModel:
+    """Return what the model was asked, if attacks can read it."""
+    if released is None:
+        raise UnusableObservation("no model is released here: no text was asked")
+    if not bool(released.now.log_probs.isfinite().all()):
+        raise UnusableObservation("the model's log probabilities are not finite")
+    return released
+
+
+class Loss(MemorizationAttack):
+    """Score a text by minus its loss: the baseline that needs no base model (Yeom et al. 2018)."""
+
+    default_name = "loss"
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return ``-loss``."""
+        return released.now.mean_log_probs()
+
+
+class LossRatio(MemorizationAttack):
+    """Score a text by minus the ratio of its loss to the base's (arXiv 2402.17012, section 3)."""
+
+    default_name = "loss_ratio"
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return ``-loss / loss0``."""
+        base_loss = -released.base.mean_log_probs()
+        return released.now.mean_log_probs() / base_loss.clamp_min(LEAST_LOSS)
+
+
+class Zlib(MemorizationAttack):
+    """Score a text by its log likelihood over its compressed size (Carlini et al. 2021)."""
+
+    default_name = "zlib"
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return minus the loss of the whole text over the bytes that zlib compresses it to."""
+        tokens = released.now.labels.sum(1)
+        return released.now.mean_log_probs() * tokens / released.compressed
+
+
+class MinK(MemorizationAttack):
+    """Score a text by its least likely tokens: Min-K%++ (arXiv 2404.02936, equation 3).
+
+    A token's log probability is standardised by its mean and deviation over the vocabulary. The
+    score is the mean of the lowest of them.
+
+    Args:
+        share: of a text's tokens that are averaged.
+        calibrated: subtract the base's score.
+        name: as in the logs.
+
+    Raises:
+        ValueError: a share outside (0, 1].
+    """
+
+    default_name = "min_k"
+
+    def __init__(
+        self, share: float = 0.2, *, calibrated: bool = False, name: str | None = None
+    ) -> None:
+        super().__init__(name)
+        check_number("share", share, above=0, at_most=1)
+        self.share = share
+        self.calibrated = calibrated
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return the mean of the lowest standardised log probabilities."""
+        scores = self._lowest(released.now)
+        return scores - self._lowest(released.base) if self.calibrated else scores
+
+    def _lowest(self, tokens: TokenSnapshot) -> Tensor:
+        standard = (tokens.log_probs - tokens.means) / tokens.deviations.clamp_min(LEAST_DEVIATION)
+        ordered = standard.double().masked_fill(~tokens.labels, torch.inf).sort(1).values
+        counts = (tokens.labels.sum(1) * self.share).long().clamp_min(1)
+        lowest = torch.arange(ordered.shape[1]) < counts[:, None]
+        return ordered.masked_fill(~lowest, 0).sum(1) / counts
+
+    def config(self) -> dict[str, object]:
+        """Return the share, and whether the base is subtracted."""
+        return {"share": self.share, "calibrated": self.calibrated}
+
+
+class Windows(MemorizationAttack):
+    """Score a text by how many of its windows are more likely than under the base.
+
+    Window-based comparison (WBC, arXiv 2601.02751): the share of windows of w tokens in which the
+    sum of ``lp - lp0`` is positive, averaged over the sizes. A text shorter than a window counts as
+    one window.
+
+    Args:
+        sizes: tokens of a window.
+        name: as in the logs.
+
+    Raises:
+        ValueError: no size, or one below 1.
+    """
+
+    default_name = "windows"
+
+    def __init__(self, sizes: tuple[int, ...] = WINDOWS, name: str | None = None) -> None:
+        super().__init__(name)
+        if not sizes:
+            raise ValueError("sizes must hold at least one window size in tokens, got none")
+        for size in sizes:
+            check_integer("sizes", size, hint="tokens of a window")
+        self.sizes = tuple(sizes)
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return the mean share of windows that gained."""
+        gains = released.now.log_probs.double() - released.base.log_probs.double()
+        scores = torch.empty(len(gains), dtype=torch.float64)
+        for row, labels in enumerate(released.now.labels):
+            sums = torch.cat([gains.new_zeros(1), gains[row, labels].cumsum(0)])
+            widths = [min(size, len(sums) - 1) for size in self.sizes]
+            shares = [(sums[width:] - sums[: len(sums) - width] > 0).double() for width in widths]
+            scores[row] = torch.stack([share.mean() for share in shares]).mean()
+        return scores
+
+    def config(self) -> dict[str, object]:
+        """Return the sizes."""
+        return {"sizes": list(self.sizes)}
+
+
+class ErrorZone(MemorizationAttack):
+    """Score a text by what its wrongly predicted tokens gained and lost (EZ-MIA, arXiv 2601.12104).
+
+    Over the tokens that the model does not predict greedily, P sums the gains ``lp - lp0`` and N
+    the losses. The published ratio P / N has no value where N is 0, and the published code ranks
+    such texts last, although they are the best known. The score here is
+    ``log((P + 1) / (N + 1))``, and a text without a wrong token ranks first.
+    """
+
+    default_name = "error_zone"
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return ``log((P + 1) / (N + 1))``."""
+        wrong = released.now.labels & ~released.now.greedy
+        gains = (released.now.log_probs.double() - released.base.log_probs.double()) * wrong
+        scores = torch.log1p(gains.clamp_min(0).sum(1)) - torch.log1p((-gains).clamp_min(0).sum(1))
+        return torch.where(wrong.any(1), scores, scores.max() + 1)
+
+
+class Combined(MemorizationAttack):
+    """Add the ranks of :class:`LossRatio` and :class:`ErrorZone` as normal scores.
+
+    The loss ratio is the better one behind LoRA, and the error zone where the whole model is tuned.
+    Each is ranked among all texts that are asked about, members or not, so that no label is used.
+    The score of a text depends on that pool: two results compare only on the same pool.
+    """
+
+    default_name = "combined"
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return the sum of both normal scores."""
+        parts = (LossRatio().score(released), ErrorZone().score(released))
+        return torch.stack([normal_scores(part) for part in parts]).sum(0)
+
+
+def normal_scores(values: Tensor) -> Tensor:
+    """Return (N,) the normal deviate of ``(rank - 1/2) / N`` of each value; ties share a rank."""
+    _, places, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    ranks = counts.cumsum(0) - (counts - 1) / 2
+    deviates: Tensor = torch.special.ndtri((ranks[places].double() - 0.5) / len(values))
+    return deviates

@@ -1,0 +1,207 @@
+"""Rows of a data set that are left out of training by a secret draw: others of the same law."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset, Subset
+
+from lightning_fedleak.canaries.dataset import check_dataset, several_processes
+from lightning_fedleak.canaries.items import digest_of
+from lightning_fedleak.canaries.record import InclusionMismatch, Secret, key_of
+from lightning_fedleak.private_files import read_secret, write_secret
+from lightning_fedleak.validate import check_integer
+
+_SCHEMA = 1  # version of the file; others are not read
+
+
+@dataclass(frozen=True, repr=False)
+class LeftOutRecord(Secret):
+    """Which rows of a data set were left out. Secret: shows nothing of itself.
+
+    Attributes:
+        key: 32 bytes that the draw follows from.
+        length: rows of the whole data set.
+        count: rows that are left out.
+        digest: SHA-256 of the rows that are left out, so that other data are noticed.
+    """
+
+    key: bytes
+    length: int
+    count: int
+    digest: bytes
+
+    @property
+    def commitment(self) -> str:
+        """Return a commitment to this record, for checkpoints and logs: 64 hexadecimal digits."""
+        stated = f"{_SCHEMA} {self.length} {self.count} ".encode() + self.digest
+        return hmac.digest(self.key, b"commitment\0" + stated, hashlib.sha256).hex()
+
+    def __repr__(self) -> str:
+        return f"LeftOutRecord({self.count} of {self.length} rows)"
+
+
+class TrainingRows(Dataset[Any]):
+    """The rows of a data set that are trained on, as :func:`leave_out` returns them.
+
+    Attributes:
+        dataset: the user's data, untouched.
+        others: the rows that were left out.
+        record: the secret of which they are.
+    """
+
+    def __init__(self, dataset: Any, out: Sequence[int], record: LeftOutRecord) -> None:
+        self.dataset = dataset
+        self.others: Subset[Any] = Subset(dataset, sorted(out))
+        self.record = record
+        absent = set(out)
+        self._rows = [row for row in range(len(dataset)) if row not in absent]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self._rows[index]]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several rows, as torch's DataLoader asks, in the data's own way if it has one."""
+        rows = [self._rows[index] for index in indices]
+        at_once = getattr(self.dataset, "__getitems__", None)
+        return [self.dataset[row] for row in rows] if at_once is None else list(at_once(rows))
+
+    def __repr__(self) -> str:
+        return f"TrainingRows({type(self.dataset).__name__}, {self.record!r})"
+
+
+def leave_out(
+    dataset: Any, n: int, seed: int | None = None, *, record: str | Path | None = None
+) -> tuple[TrainingRows, Subset[Any]]:
+    """Leave n rows out of training, drawn so that nobody can foresee which.
+
+    The rows left out follow the law of those that are trained on. So whatever an attack on the
+    trained model tells them apart by, it learned from the training. Train on the first result
+    alone; a :class:`~lightning_fedleak.LeakageMonitor` finds the others by itself::
+
+        train, others = leave_out(train, 1000, record="secret/left_out.json")
+        loader = DataLoader(train, batch_size=8, shuffle=True)
+
+    Rows must be independent: leave out whole documents or people, not sentences of one.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak.canaries import leave_out
+        >>> train, others = leave_out([torch.tensor([n, n + 1]) for n in range(10)], 3, seed=1)
+        >>> len(train), len(others), len(train.others)
+        (7, 3, 3)
+
+    Args:
+        dataset: any data set with a length and items by index that reads the same twice.
+        n: rows that are left out, fewer than there are. 437 others are needed before a rate at 1%
+            FPR can be shown, 706 for five looks
+            (:func:`~lightning_fedleak.metrics.released.others_needed`).
+        seed: at least 0: the draw is then reproducible, and whoever guesses the seed knows it.
+            None draws from the operating system; then ``record`` is needed to resume, and wherever
+            several processes train.
+        record: file, of mode 0600, that keeps the draw. If it exists, the run is resumed with it,
+            and data and ``n`` must be the same.
+
+    Returns:
+        The rows that are trained on, and the others.
+
+    Raises:
+        ValueError: a data set without length or index; n out of its range; several processes
+            without seed and record.
+        InclusionMismatch: the record is of other data, n or seed.
+        PermissionError: others may read the record.
+    """
+    check_dataset(dataset, "rows are left out of")
+    check_integer("n", n, at_most=len(dataset) - 1, hint="rows that are left out")
+    if record is None and seed is None and several_processes():
+        raise ValueError(
+            "several processes train, and each would leave out rows of its own: pass record=, a "
+            "file that all of them see, or a seed"
+        )
+    file = None if record is None else Path(record)
+    key = secrets.token_bytes(32) if seed is None else key_of(seed)
+    if file is None or not file.exists():
+        draw = _draw(dataset, key, n)
+        if file is None:
+            return _split(dataset, draw)
+        try:
+            write_secret(file, _content(draw))
+        except FileExistsError:
+            pass  # another process was first: its draw is used
+        else:
+            return _split(dataset, draw)
+    saved = _load(file)
+    draw = _draw(dataset, saved.key if seed is None else key, n)
+    if draw != saved:
+        raise InclusionMismatch(
+            f"the record {file} is of other data, another n or another seed: it left out "
+            f"{saved.count} of {saved.length} rows. Resume with what it began with, or begin again "
+            "with another record file."
+        )
+    return _split(dataset, draw)
+
+
+def _rows(key: bytes, length: int, n: int) -> list[int]:
+    """Return the n rows with the smallest keyed hashes, in order."""
+    hashes = [
+        hmac.digest(key, b"left out\0" + row.to_bytes(8, "big"), hashlib.sha256)
+        for row in range(length)
+    ]
+    return sorted(sorted(range(length), key=hashes.__getitem__)[:n])
+
+
+def _draw(dataset: Any, key: bytes, n: int) -> LeftOutRecord:
+    digest = hashlib.sha256()
+    for row in _rows(key, len(dataset), n):
+        digest.update(digest_of(dataset[row], f"dataset[{row}]"))
+    return LeftOutRecord(key, len(dataset), n, digest.digest())
+
+
+def _split(dataset: Any, record: LeftOutRecord) -> tuple[TrainingRows, Subset[Any]]:
+    train = TrainingRows(dataset, _rows(record.key, record.length, record.count), record)
+    return train, train.others
+
+
+def _content(record: LeftOutRecord) -> dict[str, object]:
+    return {
+        "schema": _SCHEMA,
+        "note": "secret: which rows were left out of the training data",
+        "key": record.key.hex(),
+        "rows": record.length,
+        "left_out": record.count,
+        "digest": record.digest.hex(),
+        "commitment": record.commitment,
+    }
+
+
+def _load(file: Path) -> LeftOutRecord:
+    """Return the record of a file.
+
+    Raises:
+        InclusionMismatch: it is no record, or was changed.
+    """
+    try:
+        content = read_secret(file, "the record of left-out rows")
+        if content["schema"] != _SCHEMA:
+            raise ValueError("unknown schema")
+        record = LeftOutRecord(
+            bytes.fromhex(content["key"]),
+            content["rows"],
+            content["left_out"],
+            bytes.fromhex(content["digest"]),
+        )
+        stated = content["commitment"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InclusionMismatch(f"{file} is no record of left-out rows of this version") from error
+    if stated != record.commitment:
+        raise InclusionMismatch(f"{file} was changed: its commitment does not follow from its key")
+    return record

@@ -1,0 +1,159 @@
+"""``fedleak memorization``: what a trained model gives away, before it is released."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from lightning_fedleak.commands.options import MemorizationOptions
+from lightning_fedleak.commands.printing import print_table
+from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.finetuning.data import load_tokenizer
+from lightning_fedleak.finetuning.texts import read_texts
+from lightning_fedleak.metrics.released import others_needed
+from lightning_fedleak.studies.memorization import Comparison, ReleasedPool, ask_both, tokenize
+
+BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
+
+
+@dataclass(frozen=True)
+class MemorizationCommand(MemorizationOptions):
+    """The command ``fedleak memorization``; its settings are its options."""
+
+    def run(self, console: Console | None = None) -> int:
+        """Compare, print, and write JSON where ``--out`` asks for it.
+
+        Args:
+            console: where to print; stdout by default.
+
+        Returns:
+            0; 3 where the metric is above ``--at-most``, or unknown.
+
+        Raises:
+            SourceError: a model or text cannot be used.
+            AnatomyError: a model's parts could not be found.
+        """
+        console = console or Console()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        tokenizer = load_tokenizer(self.base)
+        sides = [
+            tokenize(read_texts(source, self.column), tokenizer, self.length)
+            for source in (self.members, self.others)
+        ]
+        try:
+            pool = ReleasedPool(*sides, decode=lambda ids: str(tokenizer.decode(ids)))
+        except ValueError as error:
+            raise SourceError(f"--members and --others: {error}") from error
+        try:
+            result = pool.compare(*ask_both(pool, self.model, self.base))
+        except UnusableObservation as error:
+            raise SourceError(f"--model '{self.model}' cannot be read: {error}") from error
+        known = self.drawn or result.one_law
+        print_table(console, _table(result))
+        console.print(
+            f"{result.n_members} members and {result.n_others} others were compared; "
+            f"{pool.repeated} texts that repeat parts of others and {pool.short} short ones were "
+            f"left out. A TPR below {result.visible:.3f} could stay unseen with so many.",
+            highlight=False,
+        )
+        for sentence in self._warnings(result):
+            console.print(sentence, highlight=False)
+        if self.out is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self.out.write_text(json.dumps(self._content(result, pool, known), indent=1) + "\n")
+            console.print(str(self.out), highlight=False)
+        return self._judge(result, known, console)
+
+    def _warnings(self, result: Comparison) -> list[str]:
+        """Return what makes numbers unknown, and what to do."""
+        sentences = []
+        if not result.one_law:
+            worst = max(result.blind, key=lambda name: abs(result.blind[name].value - 0.5))
+            rate = result.blind[worst]
+            finding = (
+                "Members and others may follow different laws: without the trained model "
+                f"'{worst}' tells them apart with an AUC of {rate.value:.2f} ({rate.low:.2f} to "
+                f"{rate.high:.2f}), where .45 to .55 is needed."
+            )
+            sentences.append(
+                f"{finding} --drawn says that a coin chose the others, so that this is chance."
+                if self.drawn
+                else f"{finding} Membership is UNKNOWN: give others that were drawn from the same "
+                "rows (leave_out) and --drawn, or more texts of the same kind."
+            )
+        if result.n_others < (needed := others_needed(1)):
+            sentences.append(
+                f"'shown' is unknown: {result.n_others} others were scored, {needed} are needed."
+            )
+        return sentences
+
+    def _judge(self, result: Comparison, known: bool, console: Console) -> int:
+        """Return the exit status, and say why it is a breach."""
+        if self.at_most is None:
+            return 0
+        value = result.values["combined"][self.metric]
+        low = result.values["combined"]["auc_low"] if self.metric == "auc" else value
+        if not known or math.isnan(value):
+            console.print(f"BREACH: combined/{self.metric} is unknown.", highlight=False)
+            return BREACH
+        if low > self.at_most:
+            console.print(
+                f"BREACH: combined/{self.metric} is shown to be at least {low:.3f}, above "
+                f"--at-most {self.at_most:g}.",
+                highlight=False,
+            )
+            return BREACH
+        return 0
+
+    def _content(self, result: Comparison, pool: ReleasedPool, known: bool) -> dict[str, object]:
+        """Return the result as plain values; NaN is null."""
+
+        def plain(values: dict[str, float]) -> dict[str, float | None]:
+            return {name: None if math.isnan(x) else x for name, x in values.items()}
+
+        return {
+            "kind": "memorization",
+            "version": version("lightning-fedleak"),
+            "members": result.n_members,
+            "others": result.n_others,
+            "repeated": pool.repeated,
+            "short": pool.short,
+            "drawn": self.drawn,
+            "known": known,
+            "visible_tpr": result.visible,
+            "blind": {
+                name: plain({"auc": rate.value, "auc_low": rate.low, "auc_high": rate.high})
+                for name, rate in result.blind.items()
+            },
+            "attacks": {name: plain(dict(values)) for name, values in result.values.items()},
+        }
+
+
+def _table(result: Comparison) -> Table:
+    """Return a table with a row for each attack."""
+
+    rows = Table("attack", "AUC", "95%", "shown TPR at 1% FPR", "p")
+    for name, values in result.values.items():
+        if "auc" in values:
+            rows.add_row(
+                name,
+                three_digits(values["auc"]),
+                f"{values['auc_low']:.3f} to {values['auc_high']:.3f}",
+                three_digits(values["shown"]),
+                f"{values['p_value']:.1g}",
+            )
+        else:
+            rows.add_row(
+                f"{name}: excess of members",
+                three_digits(values["extracted"]),
+                f"{three_digits(values['extracted_low'])} to {three_digits(values['extracted_high'])}",
+                f"greedy {three_digits(values['greedy'])}",
+                "",
+            )
+    return rows

@@ -1,0 +1,378 @@
+"""Memorization: what the trained weights themselves give away, asked about texts.
+
+The model and its base (the model before the first step) are asked about the same pool of texts at
+shares of the first epoch and at every epoch's last step. Nothing of a step is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lightning_fedleak.attacks.base import Attack, Guess
+from lightning_fedleak.attacks.memorization import (
+    Extraction,
+    ExtractionGuess,
+    MemorizationAttack,
+    MemorizationGuess,
+)
+from lightning_fedleak.attacks.memorization.blind import blind_scores
+from lightning_fedleak.looks.channels.base import Channel, Plan
+from lightning_fedleak.looks.options import Options
+from lightning_fedleak.looks.pool import NoOthers, Pool, collect, read_tokens
+from lightning_fedleak.looks.run import (
+    Found,
+    Look,
+    Outcome,
+    Result,
+    Run,
+    Series,
+    Unknown,
+    Waiting,
+    reason,
+)
+from lightning_fedleak.metrics.rates import Rate
+from lightning_fedleak.metrics.released import (
+    blind_aucs,
+    extraction_values,
+    follow_one_law,
+    membership_values,
+    spent_at,
+)
+from lightning_fedleak.private_files import check_private, hash_tensors
+from lightning_fedleak.records import MEMORIZATION
+from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
+from lightning_fedleak.taps.tokens import ask_tokens, compressed_bytes
+from lightning_fedleak.threats import Capability
+
+FILE = "memorization_base.safetensors"
+"""What the base said of the pool, and which texts were trained on: of mode 0600, for resuming."""
+
+
+class MemorizationChannel(Channel):
+    """Attacks on the trained weights, beside the base that the adversary has too."""
+
+    guesses = Guess
+    reads = MemorizationAttack
+    leak = MEMORIZATION
+    metrics = ("auc", "shown", "extracted", "greedy")
+    charts = ("shown", "extracted")
+    extras = ("p_value", "extracted_others", "extracted_base", "members", "others", "alpha")
+    width = 3 * len(metrics) + len(extras)
+    reads_updates = True
+    at_weights = True
+    looks_dependent = True
+    adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
+    sees = frozenset({Capability.HAS_RELEASED_MODEL})
+
+    def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
+        super().__init__(attacks, settings)
+        self._pool: Pool | None = None
+        self._refusal: str | None = None
+        self._base: TokenSnapshot | None = None
+        self._folder = Path()
+        self._saved: Mapping[str, Any] = {}
+        self._looks = 0
+        self._due = 0
+        self._void = ""
+
+    # ---- names ------------------------------------------------------------------------------
+
+    def series(self, attack: Attack, stage: Stage) -> Series | None:
+        """Return None: what is released has one series, whatever stages are measured."""
+        return None
+
+    def further_series(self) -> list[Series]:
+        """Return the series of each attack on the released model."""
+        return [self._series(attack) for attack in self.given]
+
+    def _series(self, attack: Attack) -> Series:
+        return Series.at(Stage.RELEASED, attack.name)
+
+    def series_of(self, plan: Plan) -> list[Series]:
+        """Return the one series of an attack."""
+        return [self._series(plan.attack)]
+
+    # ---- a fit ------------------------------------------------------------------------------
+
+    def open(self, run: Run) -> None:
+        """Forget the texts of an earlier fit."""
+        super().open(run)
+        self._pool, self._base, self._refusal, self._void = None, None, None, ""
+        self._due = 0
+
+    def meet_data(self, attack: Attack) -> None:
+        """Draw the texts that the model is asked about.
+
+        Raises:
+            ValueError: nobody can be compared.
+        """
+        if self._refusal is None:
+            self._refusal = self._collect()
+        if self._refusal:
+            raise ValueError(f"attack '{attack.name}' has nobody to compare: {self._refusal}")
+
+    def _collect(self) -> str:
+        """Draw the pool, and return why there is none, or an empty string; alike on all processes.
+
+        A process whose rows cannot be read takes part in every exchange.
+        """
+        run, refusal = self.run, ""
+        try:
+            if run.anatomy.kind != "causal":
+                raise NoOthers(
+                    f"a {run.anatomy.kind} model has no head that predicts every next token"
+                )
+            self._pool = collect(
+                run.training_loader,
+                self.settings.memorization,
+                partial(read_tokens, kind=run.anatomy.kind, adapter=self.settings.batch_adapter),
+                resumed=run.step > 0 and not self._saved,
+            )
+        except NoOthers as error:
+            refusal = str(error)
+        if run.on_any_process(bool(refusal)):
+            return refusal or "another process could not read the training data"
+        assert self._pool is not None
+        digest = hash_tensors({str(n): t.ids for n, t in enumerate(self._pool.texts)})
+        if run.on_any_process(run.broadcast(digest) != digest):
+            return (
+                "the processes read different data, so that the texts of one are not known to the "
+                "others: give every process the same data set and a DistributedSampler"
+            )
+        return ""
+
+    def keep_in(self, folder: Path) -> None:
+        """Keep what a resumed run needs in a folder."""
+        self._folder = folder
+
+    def plan(self, attack: Attack) -> Plan:
+        """Return the plan of an attack on the released model."""
+        return Plan(attack, (), True, None)
+
+    def describe(self) -> str:
+        """Return in words who is compared, for the line-up."""
+        return "" if self._pool is None else self._pool.cost
+
+    # ---- a step -----------------------------------------------------------------------------
+
+    def trains_on(self, batch: object) -> None:
+        """Note which texts of the pool a batch holds."""
+        if self._pool is not None and not self._refusal:
+            kind, adapter = self.run.anatomy.kind, self.settings.batch_adapter
+            self._pool.remember(read_tokens(batch, kind, adapter))
+
+    def is_due(self, epoch: int, share: float) -> bool:
+        """Return whether the weights are looked at after this share of an epoch.
+
+        Args:
+            epoch: counted from 0.
+            share: of the epoch's batches that are done, up to 1.
+        """
+        if self._pool is None or self._refusal:
+            return False
+        shares = self.settings.memorization.looks
+        passed = sum(share >= s - 1e-9 for s in shares) if epoch == 0 else 0
+        if share >= 1:
+            self._due = 0
+            return True
+        due, self._due = passed > self._due, max(passed, self._due)
+        return due
+
+    def ask_base(self) -> None:
+        """Ask the base model about all texts, before the first step; or read what it said."""
+        pool = self._pool
+        if pool is None or self._refusal:
+            return
+        if self._saved:
+            self._restore(pool)
+        else:
+            self._base = self._ask(pool)
+        if self._base is not None and pool.way == "given":
+            compressed = compressed_bytes(pool.texts, self._decode)
+            aucs = blind_aucs(
+                blind_scores(self._base, compressed, pool.texts, pool.trains), pool.trains
+            )
+            if not follow_one_law(aucs):
+                worst = max(aucs, key=lambda name: abs(aucs[name].value - 0.5))
+                self._void = (
+                    f"the texts of others= are of another law: before the first step '{worst}' "
+                    f"tells them from the training data with an AUC of {aucs[worst].value:.2f} "
+                    f"({aucs[worst].low:.2f} to {aucs[worst].high:.2f}), where .45 to .55 is "
+                    "needed. Use leave_out, or more texts of the same kind"
+                )
+
+    def _ask(self, pool: Pool) -> TokenSnapshot:
+        """Return what the model says of the pool; each process asks about its part."""
+        with self.run.forward_context():
+            sharded = any(hasattr(p, "full_tensor") for p in self.run.anatomy.root.parameters())
+            if self.run.processes == 1 or sharded:
+                return ask_tokens(self.run.anatomy, pool.texts)
+            rows = list(range(self.run.rank, len(pool.texts), self.run.processes))
+            part = ask_tokens(self.run.anatomy, [pool.texts[row] for row in rows])
+        columns = max(1, max(len(text.ids) for text in pool.texts) - 1)
+        whole = []
+        for field in fields(TokenSnapshot):
+            values = getattr(part, field.name)
+            joint = torch.zeros(len(pool.texts), columns)
+            joint[rows, : values.shape[1]] = values.float()
+            joint = self.run.summed(joint.to(self.run.device)).cpu()
+            whole.append(joint > 0.5 if values.dtype == torch.bool else joint)
+        return TokenSnapshot(*whole)
+
+    def _decode(self, ids: list[int]) -> str:
+        tokenizer = self.settings.tokenizer or next(
+            (t for t in self.run.tokenizers if hasattr(t, "decode")), None
+        )
+        return " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(ids))
+
+    # ---- a look -----------------------------------------------------------------------------
+
+    def ask_weights(self, look: Look, epoch: int) -> None:
+        """Let every attack guess from what the model says now.
+
+        Args:
+            look: where the answers go.
+            epoch: counted from 0.
+        """
+        self._looks += 1
+        every = [self._series(attack) for attack in self.attacks]
+        pool = self._pool
+        if pool is None or self._base is None:
+            why = "what the base said is not known: the run was resumed without its record"
+            look.answers |= dict.fromkeys(every, Unknown(f"{why} ({self._folder / FILE})"))
+            return
+        pool.seen = self.run.summed(pool.seen.int().to(self.run.device)).cpu() > 0
+        try:
+            rows, members = pool.compared(epoch)
+        except NoOthers as error:
+            look.answers |= dict.fromkeys(every, Unknown(str(error)))
+            return
+        if self._void:
+            look.answers |= dict.fromkeys(every, Unknown(self._void))
+            return
+        texts = [pool.texts[row] for row in rows.tolist()]
+        released = ReleasedModel(
+            self._ask(pool).rows(rows),
+            self._base.rows(rows),
+            compressed_bytes(texts, self._decode),
+        )
+        for attack in self.attacks:
+            try:
+                guess = attack.run(Observation(released=released))
+                answer = self._values(attack, guess, members)
+            except Exception as error:
+                look.answers[self._series(attack)] = Unknown(reason(error))
+            else:
+                look.answers[self._series(attack)] = answer
+
+    def _values(self, attack: Attack, guess: Guess, members: Tensor) -> dict[str, float]:
+        """Return the values of a guess by name."""
+        alpha = self.settings.memorization.alpha
+        sizes = {
+            "members": float(members.sum()),
+            "others": float((~members).sum()),
+            "alpha": spent_at(self._looks, alpha),
+        }
+        if isinstance(attack, Extraction) and isinstance(guess, ExtractionGuess):
+            values = extraction_values(guess, attack, members, look=self._looks, alpha=alpha)
+        elif isinstance(guess, MemorizationGuess):
+            values = membership_values(guess.scores, members, look=self._looks, alpha=alpha)
+        else:
+            raise TypeError(f"no score is known for a {type(guess).__name__}")
+        return values | sizes
+
+    def results(self, look: Look) -> dict[Series, Result]:
+        """Return what each attack's values are, packed."""
+        return {self._series(attack): self._packed(look, attack) for attack in self.attacks}
+
+    def _packed(self, look: Look, attack: Attack) -> Result:
+        answer = look.answers.get(self._series(attack), Unknown("the attack was not run"))
+        if isinstance(answer, Unknown | Waiting):
+            return answer
+        assert isinstance(answer, dict)
+        ends = (f"{metric}{end}" for metric in self.metrics for end in ("", "_low", "_high"))
+        return Found([answer.get(name, math.nan) for name in (*ends, *self.extras)])
+
+    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
+        """Return nothing: :meth:`results` packs the values itself."""
+        raise NotImplementedError
+
+    # ---- over processes ---------------------------------------------------------------------
+
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Return the values, which are the same on every process."""
+        numbers = iter(next(iter(rows.values())))
+        rates = {metric: Rate(*(next(numbers) for _ in range(3))) for metric in self.metrics}
+        extra = dict(zip(self.extras, numbers, strict=True))
+        # The lower bound is what is shown; an attack has rates of membership or of extraction.
+        rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
+        absent = (
+            ("extracted", "greedy") if math.isnan(extra["extracted_base"]) else ("auc", "shown")
+        )
+        played = {name: rate for name, rate in rates.items() if name not in absent}
+        extra = {name: value for name, value in extra.items() if not math.isnan(value)}
+        return Outcome(played, int(extra["members"] + extra["others"]), extra=extra)
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget the looks of an earlier fit."""
+        self._looks = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write the base's answers to a private file, and return where it is and its hash."""
+        if self._pool is None or self._base is None:
+            return {}
+        tensors = {f.name: getattr(self._base, f.name) for f in fields(TokenSnapshot)}
+        tensors |= {f"text{n}": text.ids for n, text in enumerate(self._pool.texts)}
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        digest = hash_tensors(tensors)
+        file = self._folder / FILE
+        if self.run.rank == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch(0o600, exist_ok=True)
+            file.chmod(0o600)
+            save_file(tensors, file)
+            file.chmod(0o600)
+        return {
+            "memorization": {
+                "looks": self._looks,
+                "due": self._due,
+                "file": str(file),
+                "digest": digest,
+                "seen": self._pool.seen.to(torch.uint8),
+            }
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember where the base's answers are."""
+        self._saved = state.get("memorization", {})
+        self._looks = int(self._saved.get("looks", 0))
+
+    def _restore(self, pool: Pool) -> None:
+        """Read what the base said, if the file and the texts are those of the run's begin."""
+        saved, self._saved = self._saved, {}
+        file = Path(saved["file"])
+        try:
+            check_private(file)
+            tensors = load_file(file)
+        except (OSError, ValueError):
+            return
+        names = [f.name for f in fields(TokenSnapshot)]
+        texts = [tensors[f"text{n}"] for n in range(len(tensors) - len(names))]
+        same = len(texts) == len(pool.texts) and all(
+            torch.equal(ids, text.ids) for ids, text in zip(texts, pool.texts, strict=True)
+        )
+        if hash_tensors(tensors) == saved["digest"] and same:
+            self._base = TokenSnapshot(*(tensors[name] for name in names))
+            pool.seen = saved["seen"].bool()
+            self._due = int(saved["due"])

@@ -1,0 +1,298 @@
+"""Who is compared: rows of the training data that were trained on, and texts that were not.
+
+A membership score means nothing without others that follow the same law as the members. There are
+three ways to get them. Rows that a shuffled first epoch has not come to yet (nothing to give); rows
+that :func:`~lightning_fedleak.canaries.leave_out` left out; and a set of texts of one's own, if
+nothing but the training tells it apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_fedleak.anatomy import Kind
+from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
+from lightning_fedleak.canaries import TrainingRows
+from lightning_fedleak.canaries.repeats import repeated_texts
+from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
+from lightning_fedleak.looks.options import Memorization
+from lightning_fedleak.model_state import preserve_process
+from lightning_fedleak.taps.tokens import Text, texts_in
+
+Way = Literal["not yet seen", "left out", "given"]
+"""Where the others come from: rows that the first epoch has not come to, rows left out by a draw,
+or texts of the user's own."""
+
+FORWARD_SHARE = 0.3
+"""Cost of asking the model about a text, over that of training on it: .25 to .37 were measured on
+two models (benchmarks/attacks/memorization.py). Larger: fewer texts are asked about."""
+
+LEAST_LABELS = 8  # label tokens of a text that is scored; fewer say little. Not tuned
+LEAST_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
+LEAST_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1
+MOST_ROWS = 20_000  # rows of the data that are searched for repeats: some seconds; more take longer
+
+
+class NoOthers(ValueError):
+    """Nobody can be compared; the message says which argument would change that."""
+
+
+@dataclass
+class Pool:
+    """The texts that the model is asked about.
+
+    Attributes:
+        way: where the others come from.
+        texts: N texts, each once.
+        trains: (N,) bool, rows of the training data.
+        seen: (N,) bool, rows that have been trained on so far.
+        repeated: texts that were left out because another row repeats a part of them.
+        short: texts that were left out because they have fewer than 8 label tokens.
+        searched: share of the data's rows that was searched for repeats.
+    """
+
+    way: Way
+    texts: Sequence[Text]
+    trains: Tensor
+    seen: Tensor
+    repeated: int
+    short: int
+    searched: float
+
+    def __post_init__(self) -> None:
+        self._places: Mapping[bytes, int] = {
+            _bytes(text): row for row, text in enumerate(self.texts) if bool(self.trains[row])
+        }
+
+    def remember(self, batch: TokenBatch) -> None:
+        """Note which texts are in a batch that is trained on."""
+        for text in texts_in(batch):
+            row = self._places.get(_bytes(text))
+            if row is not None:
+                self.seen[row] = True
+
+    def compared(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """Return the texts to compare now, (n,) indices, and which of them are members, (n,) bool.
+
+        Args:
+            epoch: counted from 0.
+
+        Raises:
+            NoOthers: too few of either side; what was known before says nothing of the weights now.
+        """
+        members = self.trains & self.seen
+        others = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
+        if self.way == "not yet seen" and (epoch > 0 or not bool(others.any())):
+            raise NoOthers("there are no controls after epoch 1: add leave_out")
+        n, n_others = int(members.sum()), int(others.sum())
+        if not n:
+            raise NoOthers("no row of the training data was recognised in its batches")
+        if min(n, n_others) < LEAST_TEXTS:
+            raise NoOthers(
+                f"{n} texts were trained on and {n_others} were not: {LEAST_TEXTS} of each are "
+                "needed"
+            )
+        rows = (members | others).nonzero()[:, 0]
+        return rows, members[rows]
+
+    @property
+    def cost(self) -> str:
+        """Return in words what is compared, for the line-up."""
+        n = int(self.trains.sum())
+        controls = {
+            "not yet seen": "those that the first epoch has not come to yet are the others",
+            "left out": f"{len(self.texts) - n} that were left out are the others",
+            "given": f"{len(self.texts) - n} of others= are the others",
+        }[self.way]
+        part = "" if self.searched == 1 else f" (in {self.searched:.0%} of the rows)"
+        return (
+            f"{n} rows of the training data, {controls}; {self.repeated} that other rows "
+            f"repeat{part} and {self.short} short ones were left out"
+        )
+
+
+def forwards_of(settings: Memorization, *, last_step: bool) -> int:
+    """Return how often each text is asked about in the first epoch, the base included."""
+    return 1 + len(settings.looks) + int(last_step and settings.looks[-1:] != (1.0,))
+
+
+def collect(
+    loader: Any, settings: Memorization, read: Callable[[Any], TokenBatch], *, resumed: bool = False
+) -> Pool:
+    """Return the pool of a run, drawn from the data that its loader trains on.
+
+    Rows are read as training's collate function makes them, twice, with all random states put
+    back; those that do not read the same twice are refused. Every process draws the same rows.
+
+    Args:
+        loader: the training data's loader.
+        settings: the user's settings.
+        read: reads a batch.
+        resumed: the run goes on with an earlier one, so that rows may have been trained on before.
+
+    Raises:
+        NoOthers: nobody can be compared, with the argument that would change that.
+    """
+    check_loader(loader)
+    left_out = _find_left_out(loader.dataset)
+    way: Way = "given" if settings.others is not None else "left out"
+    others = left_out if settings.others is None else settings.others
+    if others is None:
+        way = "not yet seen"
+        check_shuffle(loader)
+        if resumed:
+            raise NoOthers(
+                "a resumed fit may have trained on any row before: add leave_out(...) to the data"
+            )
+    length = len(loader.dataset)
+    forwards = forwards_of(settings, last_step=way != "not yet seen")
+    affordable = int(settings.max_overhead * length / (FORWARD_SHARE * forwards))
+    size = min(settings.most_texts, affordable)
+    if size < LEAST_POOL:
+        needed = LEAST_POOL * FORWARD_SHARE * forwards / length
+        more = f"Memorization(max_overhead={math.ceil(100 * needed) / 100:g})"
+        mend = f"{more} asks about {LEAST_POOL}" if needed <= 1 else "train on more rows"
+        raise NoOthers(
+            f"within max_overhead={settings.max_overhead:g} only {affordable} of {length} rows "
+            f"can be asked about {forwards} times in an epoch, too few to show anything: {mend}"
+        )
+    generator = torch.Generator().manual_seed(settings.seed)
+    n_others = 0 if way == "not yet seen" else min(size // 2, len(others))
+    rows = torch.randperm(length, generator=generator)[: size - n_others].tolist()
+    with preserve_process():
+        texts = [_row_texts(loader, loader.dataset, row, read) for row in rows]
+        if way == "not yet seen" and any(len(each) != 1 for each in texts):
+            raise NoOthers(
+                "several texts are packed into a row, so that none is seen alone: add leave_out"
+            )
+        inside = [text for each in texts for text in each]
+        held_out = [] if others is None else others
+        places = torch.randperm(len(held_out), generator=generator)[:n_others].tolist()
+        outside = [t for row in places for t in _row_texts(loader, held_out, row, read)]
+        everyone = [*inside, *outside]
+        rest = [(loader.dataset, row) for row in sorted(set(range(length)).difference(rows))]
+        rest += [(held_out, row) for row in sorted(set(range(len(held_out))).difference(places))]
+        order = torch.randperm(len(rest), generator=generator)[:MOST_ROWS].tolist()
+        searched = (t for place in order for t in _read_row(loader, *rest[place], read))
+        long = [row for row, text in enumerate(everyone) if text.n_labels >= LEAST_LABELS]
+        repeats = repeated_texts([everyone[row] for row in long], chain(everyone, searched))
+    chosen = [row for row, again in zip(long, repeats.tolist(), strict=True) if not again]
+    trains = torch.tensor([row < len(inside) for row in chosen], dtype=torch.bool)
+    return Pool(
+        way,
+        [everyone[row] for row in chosen],
+        trains,
+        torch.zeros_like(trains),
+        int(repeats.sum()),
+        len(everyone) - len(long),
+        min(1.0, MOST_ROWS / max(1, len(rest))),
+    )
+
+
+def check_loader(loader: Any) -> None:
+    """Raise an error unless rows of the training data can be read one by one.
+
+    Raises:
+        NoOthers: says what the data are.
+    """
+    if not isinstance(loader, DataLoader):
+        raise NoOthers(
+            f"the training data come from a {type(loader).__name__}, and one torch DataLoader is "
+            "needed to read rows again"
+        )
+    dataset = loader.dataset
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not sized:
+        raise NoOthers(
+            "the training data are read as a stream, whose rows cannot be drawn ahead: load them "
+            "into a map-style data set, and leave_out some"
+        )
+
+
+def check_shuffle(loader: DataLoader[Any]) -> None:
+    """Raise an error unless the first epoch takes every row once, in an order that a coin chose.
+
+    Raises:
+        NoOthers: names the sampler.
+    """
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if isinstance(batches, PoissonBatchSampler):
+        return
+    plain = type(batches) is torch.utils.data.BatchSampler
+    length = len(loader.dataset)  # type: ignore[arg-type]
+    shuffled = (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length
+    ) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
+    if not (plain and shuffled):
+        name = type(sampler if plain else batches).__name__
+        raise NoOthers(
+            f"a {name} does not take the rows in an order that chance alone chose, so that rows "
+            "not yet seen may differ from the others: use DataLoader(shuffle=True), or add "
+            "leave_out"
+        )
+
+
+def _find_left_out(dataset: Any) -> Any:
+    """Return the rows that were left out of a data set, or of one that it wraps; None for none."""
+    while dataset is not None:
+        if isinstance(dataset, TrainingRows):
+            return dataset.others
+        dataset = getattr(dataset, "dataset", None)
+    return None
+
+
+def read_tokens(batch: Any, kind: Kind, adapter: BatchAdapter | None = None) -> TokenBatch:
+    """Return a batch's tokens, with the positions that tell texts packed into a row apart.
+
+    Args:
+        batch: as the loader gives it.
+        kind: of the model.
+        adapter: the user's own, for batches of an unknown form.
+    """
+    if adapter is not None:
+        return adapter(batch)
+    tokens = read_batch(batch, kind)
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    return tokens if positions is None else replace(tokens, position_ids=positions)
+
+
+def _row_texts(
+    loader: DataLoader[Any], dataset: Any, row: int, read: Callable[[Any], TokenBatch]
+) -> list[Text]:
+    """Return the texts of a row, read twice.
+
+    Raises:
+        NoOthers: it does not read the same twice, or cannot be read.
+    """
+    first, second = (_read_row(loader, dataset, row, read) for _ in range(2))
+    if [*map(_bytes, first)] != [*map(_bytes, second)]:
+        raise NoOthers(
+            "rows of the training data do not read the same twice (augmentation or random cuts), "
+            "so that none is recognised when it is trained on: fix each row's form beforehand"
+        )
+    return first
+
+
+def _read_row(
+    loader: DataLoader[Any], dataset: Any, row: int, read: Callable[[Any], TokenBatch]
+) -> list[Text]:
+    item = copy.deepcopy(dataset[row])  # collate functions may change what they get
+    try:
+        return texts_in(read(loader.collate_fn([item])))
+    except (BatchError, ValueError) as error:
+        raise NoOthers(f"a row of the training data cannot be read alone: {error}") from error
+
+
+def _bytes(text: Text) -> bytes:
+    """Return what a text is recognised by."""
+    return text.ids.numpy().tobytes() + text.labels.numpy().tobytes()

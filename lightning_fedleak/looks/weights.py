@@ -1,0 +1,128 @@
+"""Looks at the trained weights: before the first step, within an epoch, after its last step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.looks.channels.base import Channel
+from lightning_fedleak.looks.choice import Row, in_short
+from lightning_fedleak.looks.results import Exchange
+from lightning_fedleak.looks.run import Look, Outcome, Result, Run, Series
+
+
+class WeightLooks:
+    """The channels of a run that read the weights and nothing of a step.
+
+    Args:
+        run: the run.
+        channels: those that read weights, and have attacks.
+        series: the channel of each series, in the order of the logs.
+
+    Attributes:
+        refused: why attacks are not played, by their names.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        channels: Sequence[Channel],
+        series: Mapping[Series, Channel],
+    ) -> None:
+        self._run = run
+        self._channels = tuple(channels)
+        self._series = {s: c for s, c in series.items() if c in self._channels}
+        self._exchange = Exchange(run, series)
+        self._looked: int | None = None
+        self.refused: dict[str, str] = {}
+
+    @property
+    def attacks(self) -> tuple[Attack, ...]:
+        """Return the attacks that are played."""
+        return tuple(attack for channel in self._channels for attack in channel.attacks)
+
+    @property
+    def series(self) -> frozenset[Series]:
+        """Return the series of the attacks that are played."""
+        names = {attack.name for attack in self.attacks}
+        return frozenset(series for series in self._series if series.attack in names)
+
+    def begin(self, *, choosing: bool) -> list[str]:
+        """Find out who can be compared, and ask the base model, before the first step.
+
+        Args:
+            choosing: leave out attacks that cannot be played, in place of refusing the run.
+
+        Returns:
+            What is compared, in words.
+
+        Raises:
+            ValueError: an attack that the user listed cannot be played.
+        """
+        for channel in self._channels:
+            for attack in channel.attacks:
+                try:
+                    channel.meet_data(attack)
+                except ValueError as error:
+                    if not choosing:
+                        raise
+                    self.refused[attack.name] = in_short(attack.name, str(error))
+            channel.leave_out(self.refused.keys())
+            if channel.attacks:
+                channel.ask_base()
+        return [channel.describe() for channel in self._channels if channel.attacks]
+
+    def unread(self, names: Collection[str] | None) -> str | None:
+        """Return why attacks on the weights say nothing of this run; None: they do.
+
+        Args:
+            names: of the attacks; None: all of them.
+        """
+        played = {attack.name for attack in self.attacks}
+        if played if names is None else played.issuperset(names):
+            return None
+        silent = sorted(self.refused if names is None else names)
+        whys = {self.refused.get(name, "it was left out") for name in silent}
+        return f"{', '.join(silent)} is not played in this run: {'; '.join(whys)}"
+
+    def rows(self) -> list[Row]:
+        """Return the attacks that are not played, and why."""
+        return [Row(name, (), why, True, None) for name, why in self.refused.items()]
+
+    def batch_begins(self, batch: Any) -> None:
+        """Note which texts are trained on."""
+        for channel in self._channels:
+            if channel.attacks:
+                with suppress(Exception):  # a batch that cannot be read was refused as the first
+                    channel.trains_on(batch)
+
+    def due(self) -> list[Channel]:
+        """Return the channels that look now, after a batch."""
+        progress = self._run.progress
+        if progress is None:
+            return []
+        return [c for c in self._channels if c.attacks and c.is_due(*progress)]
+
+    def due_at_end(self) -> list[Channel]:
+        """Return the channels that look when training ends, unless they have just done so."""
+        if self._looked == self._run.step:
+            return []
+        return [channel for channel in self._channels if channel.attacks]
+
+    def look(self, channels: Sequence[Channel]) -> tuple[Look, dict[Series, Outcome]]:
+        """Return a look at the weights as they are, with its outcomes."""
+        self._looked = self._run.step
+        scope = frozenset(s for s in self.series if self._series[s] in channels)
+        look = Look(self._run.step, scope=scope)
+        results: dict[Series, Result] = {}
+        with look.clock(self._run.device):
+            for channel in channels:
+                channel.ask_weights(look, (self._run.progress or (0, 0.0))[0])
+                results |= channel.results(look)
+        ordered = {series: results[series] for series in self._series if series in scope}
+        exposed = dict.fromkeys(ordered, True)
+        outcomes, _ = self._exchange.outcomes(ordered, exposed, look.step)
+        assert outcomes is not None  # weights are always there
+        return look, outcomes

@@ -1,0 +1,280 @@
+"""What fixed pools of texts show of a released model over any number of looks.
+
+Members and others are the same texts at every look, so that the looks are not independent and no
+evidence adds up over them. Each look k has its own share ``alpha / (k (k + 1))`` of the probability
+of error instead; the shares of all looks add up to alpha.
+
+The bounds of a TPR follow from order statistics alone, so that they hold for scores of any law.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.stats import beta, binom, nhypergeom
+from torch import Tensor
+
+from lightning_fedleak.attacks.memorization.blind import LEAST_AUC, MOST_AUC
+from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
+from lightning_fedleak.metrics.clustered import auc
+from lightning_fedleak.metrics.rates import UNKNOWN, Rate, flat, proportion
+from lightning_fedleak.validate import check_integer, check_number
+
+FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
+RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower
+POWER = 0.8  # chance that a look shows the rate that is printed as visible; the usual one
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What one look at two pools shows of a score.
+
+    Attributes:
+        tpr: bounds of the TPR at the FPR, each with half of ``alpha``; ``low`` is unknown (NaN)
+            with too few others, ``value`` is ``low``.
+        p_value: of "members rank no higher than others", by an exact test.
+        alpha: probability of error that the bounds spend together.
+    """
+
+    tpr: Rate
+    p_value: float
+    alpha: float
+
+
+def spent_at(look: int, alpha: float = 0.05) -> float:
+    """Return the share of ``alpha`` that look k spends, ``alpha / (k (k + 1))``.
+
+    Args:
+        look: k, counted from 1.
+        alpha: probability of error over all looks together.
+    """
+    check_integer("look", look)
+    check_number("alpha", alpha, above=0, below=1)
+    return alpha / (look * (look + 1))
+
+
+def others_needed(look: int, alpha: float = 0.05, fpr: float = FPR) -> int:
+    """Return how many others a look needs before its bound on the TPR can be above 0.
+
+    The highest other leaves an FPR of at most ``fpr`` but for a probability ``(1 - fpr)^n``.
+
+    Examples:
+        >>> from lightning_fedleak.metrics.released import others_needed
+        >>> [others_needed(look) for look in (1, 2, 3, 4, 5)]
+        [437, 546, 615, 666, 706]
+    """
+    return math.ceil(math.log(spent_at(look, alpha) / 2) / math.log1p(-fpr))
+
+
+def shown_tpr(
+    scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05, fpr: float = FPR
+) -> Shown:
+    """Return what a look shows of the TPR at a small FPR.
+
+    The bar is an other's score, low enough in the order of others that its FPR is at most ``fpr``
+    but for half of the look's alpha: the FPR above the j-th highest of n others has the law
+    Beta(j, n - j + 1). Clopper-Pearson's bound on the members above it takes the other half. The
+    upper bound mirrors this.
+
+    Args:
+        scores: (N,) higher is more likely a member.
+        members: (N,) bool.
+        look: counted from 1.
+        alpha: probability of error over all looks together.
+        fpr: false positive rate.
+
+    Raises:
+        ValueError: no members, no others, lengths that differ, or a score that is NaN.
+    """
+    score, member = _pool(scores, members)
+    spent = spent_at(look, alpha)
+    others, inside = np.sort(score[~member])[::-1], score[member]
+    n, ranks = len(others), np.arange(1, len(others) + 1)
+    below = binom.cdf(ranks - 1, n, fpr) <= spent / 2  # P(FPR above the j-th > fpr)
+    above = binom.sf(ranks - 1, n, fpr) <= spent / 2  # P(FPR from the j-th on < fpr)
+    low, high = math.nan, 1.0
+    if below.any():
+        hits = int((inside > others[np.flatnonzero(below)[-1]]).sum())
+        low = float(beta.ppf(spent / 2, hits, len(inside) - hits + 1)) if hits else 0.0
+    if above.any():
+        hits = int((inside >= others[np.flatnonzero(above)[0]]).sum())
+        most = hits == len(inside)
+        high = 1.0 if most else float(beta.ppf(1 - spent / 2, hits + 1, len(inside) - hits))
+    return Shown(Rate(low, low, high), rank_test(scores, members, fpr), spent)
+
+
+def rank_test(scores: Tensor, members: Tensor, fpr: float = FPR) -> float:
+    """Return the p-value of "members rank no higher than others", exact for exchangeable texts.
+
+    Members above the (m + 1)-th highest other, for m = floor(fpr * n) others, follow the negative
+    hypergeometric law where no text's membership matters. Ties are counted against the members.
+
+    Args:
+        scores: (N,) higher is more likely a member.
+        members: (N,) bool.
+        fpr: false positive rate.
+    """
+    score, member = _pool(scores, members)
+    others = np.sort(score[~member])[::-1]
+    allowed = int(fpr * len(others) + 1e-9)
+    hits = int((score[member] > others[allowed]).sum())
+    n_members = int(member.sum())
+    law = nhypergeom(len(score), n_members, allowed + 1)
+    # The sum keeps the digits of a small tail, which 1 - cdf loses.
+    return min(1.0, float(law.pmf(np.arange(hits, n_members + 1)).sum()))
+
+
+def visible_tpr(
+    n_members: int, n_others: int, *, look: int = 1, alpha: float = 0.05, fpr: float = FPR
+) -> float:
+    """Return the least TPR that a look shows to be above 0 with probability 0.8, by the rank test.
+
+    It answers "how much could leak without being seen". The bar is taken at its expected FPR.
+
+    Args:
+        n_members: texts that were trained on.
+        n_others: texts that were not.
+        look: counted from 1.
+        alpha: probability of error over all looks together.
+        fpr: false positive rate.
+    """
+    allowed = int(fpr * n_others + 1e-9)
+    counts = np.arange(n_members + 1)
+    law = nhypergeom(n_members + n_others, n_members, allowed + 1)
+    rare = np.flatnonzero(law.sf(counts - 1) <= spent_at(look, alpha))
+    if not len(rare):
+        return 1.0
+    needed = int(rare[0])
+    # The least p with P(Binomial(n, p) >= needed) = POWER.
+    return float(beta.ppf(POWER, needed, n_members - needed + 1))
+
+
+def membership_values(
+    scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05, fpr: float = FPR
+) -> dict[str, float]:
+    """Return what a look at two pools shows of one score, by the names of the logs.
+
+    - ``auc``, with ``_low`` and ``_high``: ties count half.
+    - ``shown``: the lower bound of :func:`shown_tpr`, unknown (NaN) with too few others;
+      ``shown_high`` is its upper bound.
+    - ``p_value``: of :func:`rank_test`.
+
+    All bounds of all looks hold together but for a probability ``alpha``.
+
+    Args:
+        scores: (N,) higher is more likely a member.
+        members: (N,) bool.
+        look: counted from 1.
+        alpha: probability of error over all looks together.
+        fpr: false positive rate of ``shown``.
+
+    Raises:
+        ValueError: as :func:`shown_tpr` does.
+    """
+    shown = shown_tpr(scores, members, look=look, alpha=alpha, fpr=fpr)
+    area = _auc(scores, members, spent_at(look, alpha))
+    return {
+        **flat({"auc": area}),
+        "shown": shown.tpr.low,
+        "shown_high": shown.tpr.high,
+        "p_value": shown.p_value,
+    }
+
+
+def extraction_values(
+    guess: ExtractionGuess,
+    attack: Extraction,
+    members: Tensor,
+    *,
+    look: int = 1,
+    alpha: float = 0.05,
+) -> dict[str, float]:
+    """Return how many more members than others are extracted, by the names of the logs.
+
+    - ``extracted``, with ``_low`` and ``_high``: the share of members of which k tokens are
+      discoverable in the attack's largest number of samples, minus that of others.
+    - ``greedy``: the same for greedy decoding.
+    - ``extracted_others`` and ``extracted_base``: the shares of others, and of members at the base.
+
+    The interval of a difference joins both Clopper-Pearson intervals (Newcombe 1998, method 10).
+    Texts without k label tokens in a row are not counted.
+
+    Args:
+        guess: of the attack.
+        attack: with its numbers of samples.
+        members: (N,) bool.
+        look: counted from 1.
+        alpha: probability of error over all looks together.
+    """
+    inside, others = guess.asked & members, guess.asked & ~members
+    draws = max(attack.draws)
+    now = attack.extracted(guess.log_probs, draws)
+    base = attack.extracted(guess.base_log_probs, draws)
+    confidence = 1 - spent_at(look, alpha)
+    excess = {
+        name: _difference(
+            *(proportion(int(hits[g].sum()), int(g.sum()), confidence) for g in (inside, others))
+        )
+        for name, hits in (("extracted", now), ("greedy", guess.greedy))
+    }
+    return {
+        **flat(excess),
+        "extracted_others": proportion(int(now[others].sum()), int(others.sum())).value,
+        "extracted_base": proportion(int(base[inside].sum()), int(inside.sum())).value,
+    }
+
+
+def blind_aucs(
+    scores: Mapping[str, Tensor], members: Tensor, confidence: float = 0.95
+) -> dict[str, Rate]:
+    """Return the AUC of each score that knows nothing of the training, with its interval.
+
+    Args:
+        scores: (N,) by name, of
+            :func:`~lightning_fedleak.attacks.memorization.blind.blind_scores`.
+        members: (N,) bool.
+        confidence: of the intervals.
+    """
+    return {name: _auc(score, members, 1 - confidence) for name, score in scores.items()}
+
+
+def follow_one_law(aucs: Mapping[str, Rate]) -> bool:
+    """Return whether every blind AUC is known to lie between .45 and .55."""
+    return all(rate.low >= LEAST_AUC and rate.high <= MOST_AUC for rate in aucs.values())
+
+
+def _auc(scores: Tensor, members: Tensor, alpha: float) -> Rate:
+    """Return the AUC with an interval that errs with probability ``alpha``."""
+    score, member = _pool(scores, members)
+    code = np.arange(len(score))
+    return auc(score, member, code, alpha, RESAMPLES, np.random.default_rng(0))
+
+
+def _difference(first: Rate, second: Rate) -> Rate:
+    """Return the difference of two independent proportions; unknown where one is."""
+    value = first.value - second.value
+    if math.isnan(value):
+        return UNKNOWN
+    down = math.hypot(first.value - first.low, second.high - second.value)
+    up = math.hypot(first.high - first.value, second.value - second.low)
+    return Rate(value, value - down, value + up)
+
+
+def _pool(scores: Tensor, members: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return scores and membership as arrays, checked."""
+    score = scores.detach().reshape(-1).cpu().double().numpy()
+    member = members.detach().reshape(-1).to(torch.bool).cpu().numpy()
+    if len(score) != len(member) or np.isnan(score).any():
+        raise ValueError(
+            f"{len(score)} scores and {len(member)} memberships, "
+            f"{int(np.isnan(score).sum())} scores are NaN: give one number for each text"
+        )
+    if not member.any() or member.all():
+        raise ValueError(
+            f"{int(member.sum())} members and {int((~member).sum())} others: both are needed"
+        )
+    return score, member

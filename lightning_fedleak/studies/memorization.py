@@ -1,0 +1,221 @@
+"""What a trained model gives away of its training texts, beside its base: after the fact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.attacks.memorization import (
+    Combined,
+    ErrorZone,
+    Extraction,
+    ExtractionGuess,
+    Loss,
+    LossRatio,
+    MemorizationAttack,
+    MemorizationGuess,
+    MinK,
+    Windows,
+    Zlib,
+)
+from lightning_fedleak.attacks.memorization.blind import blind_scores
+from lightning_fedleak.canaries.repeats import repeated_texts
+from lightning_fedleak.extras import install
+from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.metrics.rates import Rate
+from lightning_fedleak.metrics.released import (
+    blind_aucs,
+    extraction_values,
+    follow_one_law,
+    membership_values,
+    visible_tpr,
+)
+from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapshot
+from lightning_fedleak.studies.models import find_model
+from lightning_fedleak.taps.tokens import Text, ask_tokens, compressed_bytes
+
+LEAST_LABELS = 8  # label tokens of a text that is scored; fewer say little. Not tuned
+LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
+
+
+def all_attacks() -> tuple[MemorizationAttack, ...]:
+    """Return every attack on a released model, the headline first and the baselines last."""
+    return (
+        Combined(),
+        LossRatio(),
+        ErrorZone(),
+        Windows(),
+        MinK(calibrated=True, name="min_k_base"),
+        MinK(),
+        Zlib(),
+        Loss(),
+        Extraction(),
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the members' scores show beside the others'.
+
+    Attributes:
+        values: by attack, what :func:`~lightning_fedleak.metrics.released.membership_values` or
+            :func:`~lightning_fedleak.metrics.released.extraction_values` returns.
+        blind: AUC of each score that knows nothing of the training.
+        n_members: members that were scored.
+        n_others: others that were scored.
+        visible: the least TPR at 1% FPR that so many texts show with probability 0.8.
+    """
+
+    values: Mapping[str, Mapping[str, float]]
+    blind: Mapping[str, Rate]
+    n_members: int
+    n_others: int
+    visible: float
+
+    @property
+    def one_law(self) -> bool:
+        """Return whether members and others could not be told apart before the training."""
+        return follow_one_law(self.blind)
+
+
+class ReleasedPool:
+    """Members and others that a model and its base are asked about.
+
+    Texts with fewer than 8 label tokens, and texts that share 13 label tokens in a row with another
+    text of the pool, are left out on both sides.
+
+    Args:
+        members: texts that were trained on.
+        others: texts that were not.
+        decode: returns the words of token ids, for zlib.
+
+    Attributes:
+        texts: those that are scored.
+        members: (N,) bool.
+        short: texts that were left out because they are short.
+        repeated: texts that were left out because another one repeats a part of them.
+
+    Raises:
+        ValueError: fewer than 10 texts are left on either side.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Text],
+        others: Sequence[Text],
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        everyone = [*members, *others]
+        long = [row for row, text in enumerate(everyone) if text.n_labels >= LEAST_LABELS]
+        repeats = repeated_texts([everyone[row] for row in long], everyone)
+        rows = [row for row, again in zip(long, repeats.tolist(), strict=True) if not again]
+        self.texts = [everyone[row] for row in rows]
+        self.members = torch.tensor([row < len(members) for row in rows], dtype=torch.bool)
+        self.short = len(everyone) - len(long)
+        self.repeated = int(repeats.sum())
+        n = int(self.members.sum())
+        if min(n, len(rows) - n) < LEAST_TEXTS:
+            raise ValueError(
+                f"{n} members and {len(rows) - n} others are left to compare, after "
+                f"{self.short} texts of fewer than {LEAST_LABELS} tokens and {self.repeated} that "
+                f"repeat parts of others: at least {LEAST_TEXTS} on each side are needed"
+            )
+        self.compressed = compressed_bytes(self.texts, decode)
+
+    def compare(
+        self,
+        base: TokenSnapshot,
+        now: TokenSnapshot,
+        attacks: Sequence[MemorizationAttack] = (),
+        *,
+        look: int = 1,
+        alpha: float = 0.05,
+    ) -> Comparison:
+        """Return what the scores of both sides show.
+
+        Args:
+            base: what the base said of the texts.
+            now: what the trained model says of them.
+            attacks: those that are played; none plays :func:`all_attacks`.
+            look: number of the look at these texts, counted from 1.
+            alpha: probability of error over all looks together.
+        """
+        released = ReleasedModel(now, base, self.compressed)
+        values: dict[str, Mapping[str, float]] = {}
+        for attack in attacks or all_attacks():
+            guess = attack.run(Observation(released=released))
+            if isinstance(attack, Extraction) and isinstance(guess, ExtractionGuess):
+                values[attack.name] = extraction_values(
+                    guess, attack, self.members, look=look, alpha=alpha
+                )
+            elif isinstance(guess, MemorizationGuess):
+                values[attack.name] = membership_values(
+                    guess.scores, self.members, look=look, alpha=alpha
+                )
+        n_members = int(self.members.sum())
+        n_others = len(self.texts) - n_members
+        return Comparison(
+            values,
+            blind_aucs(blind_scores(base, self.compressed, self.texts, self.members), self.members),
+            n_members,
+            n_others,
+            visible_tpr(n_members, n_others, look=look, alpha=alpha),
+        )
+
+
+def tokenize(words: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[Text]:
+    """Return texts as token ids, cut to ``length`` tokens; every token is a label."""
+    rows = tokenizer(list(words), truncation=True, max_length=length, verbose=False)["input_ids"]
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return [Text(row, row) for row in ids if len(row)]
+
+
+def ask_both(
+    pool: ReleasedPool, model: str | Path, base: str | Path, dtype: torch.dtype = torch.float32
+) -> tuple[TokenSnapshot, TokenSnapshot]:
+    """Return what the base and the trained model say of a pool; one model is in memory at a time.
+
+    Args:
+        pool: the texts.
+        model: folder of the trained model, or of PEFT adapters on ``base``.
+        base: folder of the model that the training began from, or its name on the hub.
+        dtype: of the weights.
+
+    Raises:
+        SourceError: a model cannot be loaded, or is not causal.
+    """
+    anatomy = _causal(find_model(str(base), dtype), "--base")
+    before = ask_tokens(anatomy, pool.texts)
+    if (Path(model) / "adapter_config.json").is_file():
+        after = ask_tokens(_with_adapters(anatomy, model), pool.texts)
+    else:
+        del anatomy
+        after = ask_tokens(_causal(find_model(str(model), dtype), "--model"), pool.texts)
+    return before, after
+
+
+def _causal(anatomy: Anatomy, option: str) -> Anatomy:
+    if anatomy.kind != "causal":
+        raise SourceError(
+            f"{option} is a {anatomy.kind} model: what a model has memorized is read from a causal "
+            "language model, which predicts every next token"
+        )
+    return anatomy
+
+
+def _with_adapters(anatomy: Anatomy, folder: str | Path) -> Anatomy:
+    """Return the base with the adapters of a folder."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise SourceError(f"--model holds adapters of PEFT: {install('peft')}") from error
+    try:
+        adapted = PeftModel.from_pretrained(anatomy.model, str(folder))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise SourceError(f"the adapters in '{folder}' do not fit --base: {error}") from error
+    return find_anatomy(adapted.eval())

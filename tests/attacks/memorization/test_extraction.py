@@ -1,0 +1,117 @@
+"""Extraction by probabilities, against the model's own generation and sampling."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.memorization import Extraction
+from lightning_fedleak.snapshots import Observation, ReleasedModel
+from lightning_fedleak.taps.tokens import Text, ask_tokens, compressed_bytes
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2LMHeadModel:
+    """Return a model that has learned a few texts by heart, and others a little."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_embd=32, n_head=2, n_layer=2, n_positions=64)
+    model = GPT2LMHeadModel(config).eval()
+    texts = torch.randint(1, 50, (4, 20), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        model(texts, labels=texts).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def released_by(model: GPT2LMHeadModel, texts: list[Text]) -> Observation:
+    answers = ask_tokens(find_anatomy(model), texts)
+    return Observation(released=ReleasedModel(answers, answers, compressed_bytes(texts)))
+
+
+def some_texts() -> list[Text]:
+    known = torch.randint(1, 50, (4, 20), generator=torch.Generator().manual_seed(1))
+    other = torch.randint(1, 50, (4, 20), generator=torch.Generator().manual_seed(2))
+    mixed = torch.cat([known[0, :12], other[0, :8]])
+    return [Text(ids, ids) for ids in [*known, *other, mixed]]
+
+
+def test_greedy_is_what_generate_writes(model: GPT2LMHeadModel) -> None:
+    k, texts = 5, some_texts()
+    guess = Extraction(tokens=k, draws=(1,)).run(released_by(model, texts))
+    for text, greedy in zip(texts, guess.greedy.tolist(), strict=True):
+        runs = []
+        for start in range(1, len(text.ids) - k + 1):
+            prompt = text.ids[None, :start]
+            written = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                max_new_tokens=k,
+                min_new_tokens=k,
+                pad_token_id=0,
+                eos_token_id=None,
+            )[0, start:]
+            runs.append(torch.equal(written, text.ids[start : start + k]))
+        assert greedy == any(runs)
+    assert guess.greedy[:4].any()
+    assert not guess.greedy[4:8].any()
+
+
+def test_the_probability_is_that_of_sampling(model: GPT2LMHeadModel) -> None:
+    ids = some_texts()[0].ids[:4]
+    log_prob = float(
+        Extraction(tokens=2).run(released_by(model, [Text(ids, label_last(ids, 2))])).log_probs
+    )
+    draws = 100_000
+    with torch.no_grad():
+        first = model(ids[None, :2]).logits[0, -1].softmax(0)
+        second = model(ids[None, :3]).logits[0, -1].softmax(0)
+    g = torch.Generator().manual_seed(0)
+    hits = torch.multinomial(first, draws, replacement=True, generator=g) == ids[2]
+    hits &= torch.multinomial(second, draws, replacement=True, generator=g) == ids[3]
+    share = float(hits.double().mean())
+    p = math.exp(log_prob)
+    assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / draws) + 1e-9
+
+
+def label_last(ids: torch.Tensor, k: int) -> torch.Tensor:
+    labels = torch.full_like(ids, -100)
+    labels[-k:] = ids[-k:]
+    return labels
+
+
+@pytest.mark.parametrize("draws", [1, 7, 100, 10_000])
+def test_discoverable_is_its_definition(draws: int) -> None:
+    attack = Extraction(draws=(draws,), probability=0.5)
+    p = torch.tensor([1e-9, 1e-5, 6e-5, 8e-5, 0.004, 0.02, 0.3, 0.49, 0.51, 1.0]).double()
+    expected = 1 - (1 - p) ** draws >= 0.5
+    assert attack.extracted(p.log(), draws).tolist() == expected.tolist()
+
+
+def test_a_run_does_not_cross_what_is_no_label(model: GPT2LMHeadModel) -> None:
+    ids = some_texts()[0].ids
+    labels = ids.clone()
+    labels[10] = -100
+    guess = Extraction(tokens=10).run(released_by(model, [Text(ids, labels), Text(ids, ids)]))
+    assert guess.asked.tolist() == [False, True]
+    assert math.isnan(float(guess.log_probs[0]))
+    assert not guess.greedy[0]
+
+
+def test_a_text_that_is_too_short_is_not_asked(model: GPT2LMHeadModel) -> None:
+    short = some_texts()[0].ids[:8]
+    guess = Extraction(tokens=16).run(released_by(model, [Text(short, short)]))
+    assert not guess.asked.any()
+    assert not guess.greedy.any()
+
+
+@pytest.mark.parametrize("arguments", [{"tokens": 0}, {"draws": (0,)}, {"probability": 1.0}])
+def test_a_number_out_of_range_is_refused(arguments: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        Extraction(**arguments)  # type: ignore[arg-type]

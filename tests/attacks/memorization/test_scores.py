@@ -1,0 +1,205 @@
+"""Scores of memorization, against loops over tokens."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import rankdata
+
+from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.memorization import (
+    Combined,
+    ErrorZone,
+    Loss,
+    LossRatio,
+    MemorizationAttack,
+    MinK,
+    Windows,
+    Zlib,
+)
+from lightning_fedleak.attacks.memorization.scores import normal_scores
+from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapshot
+
+SIZES = (2, 3, 5)
+
+
+def random_release(seed: int, n: int = 7, width: int = 12) -> ReleasedModel:
+    """Return answers about texts of different lengths, with labels that leave gaps."""
+    g = torch.Generator().manual_seed(seed)
+    labels = torch.rand(n, width, generator=g) < 0.8
+    labels[:, 0] = True
+    lengths = torch.randint(1, width + 1, (n, 1), generator=g)
+    labels &= torch.arange(width) < lengths
+
+    def snapshot() -> TokenSnapshot:
+        log_probs = -3 * torch.rand(n, width, generator=g) - 0.01
+        deviations = torch.rand(n, width, generator=g) + 0.1
+        greedy = torch.rand(n, width, generator=g) < 0.5
+        return TokenSnapshot(
+            log_probs * labels,
+            -torch.rand(n, width, generator=g) * labels,
+            deviations * labels,
+            greedy & labels,
+            labels,
+        )
+
+    return ReleasedModel(snapshot(), snapshot(), torch.randint(5, 90, (n,), generator=g))
+
+
+def slow(name: str, r: ReleasedModel) -> list[float]:
+    """Return the scores of an attack by loops, without those that rank within the pool."""
+    scores = []
+    for i in range(len(r.now.labels)):
+        places = [j for j in range(r.now.labels.shape[1]) if r.now.labels[i, j]]
+        lp = [float(r.now.log_probs[i, j]) for j in places]
+        lp0 = [float(r.base.log_probs[i, j]) for j in places]
+        loss, loss0 = -sum(lp) / len(lp), -sum(lp0) / len(lp)
+        gains = [a - b for a, b in zip(lp, lp0, strict=True)]
+
+        def lowest(t: TokenSnapshot, i: int = i, places: list[int] = places) -> float:
+            z = sorted(
+                float((t.log_probs[i, j] - t.means[i, j]) / t.deviations[i, j]) for j in places
+            )
+            k = max(1, int(0.2 * len(z)))
+            return sum(z[:k]) / k
+
+        def windows(gains: list[float] = gains) -> float:
+            shares = []
+            for size in SIZES:
+                w = min(size, len(gains))
+                sums = [sum(gains[a : a + w]) for a in range(len(gains) - w + 1)]
+                shares.append(sum(s > 0 for s in sums) / len(sums))
+            return sum(shares) / len(shares)
+
+        wrong = [g for g, j in zip(gains, places, strict=True) if not r.now.greedy[i, j]]
+        up, down = sum(g for g in wrong if g > 0), -sum(g for g in wrong if g < 0)
+        zone = math.log((up + 1) / (down + 1)) if wrong else math.inf
+        scores.append(
+            {
+                "loss": -loss,
+                "loss_ratio": -loss / loss0,
+                "zlib": sum(lp) / int(r.compressed[i]),
+                "min_k": lowest(r.now),
+                "calibrated": lowest(r.now) - lowest(r.base),
+                "windows": windows(),
+                "error_zone": zone,
+            }[name]
+        )
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("name", "attack"),
+    [
+        ("loss", Loss()),
+        ("loss_ratio", LossRatio()),
+        ("zlib", Zlib()),
+        ("min_k", MinK()),
+        ("calibrated", MinK(calibrated=True)),
+        ("windows", Windows(SIZES)),
+    ],
+)
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=25, deadline=None)
+def test_a_score_is_that_of_a_loop(name: str, attack: MemorizationAttack, seed: int) -> None:
+    released = random_release(seed)
+    scores = attack.run(Observation(released=released)).scores
+    np.testing.assert_allclose(scores, slow(name, released), atol=1e-5)
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=25, deadline=None)
+def test_error_zone_is_that_of_a_loop_and_a_text_without_a_wrong_token_is_first(seed: int) -> None:
+    released = random_release(seed)
+    scores, expected = ErrorZone().score(released), slow("error_zone", released)
+    finite = np.isfinite(expected)
+    np.testing.assert_allclose(scores[finite], np.array(expected)[finite], atol=1e-5)
+    if finite.any() and not finite.all():
+        assert scores[~torch.tensor(finite)].min() > scores[torch.tensor(finite)].max()
+
+
+def test_a_text_that_only_gained_ranks_above_one_that_also_lost() -> None:
+    """The published ratio is 0 where nothing was lost, and ranks the best known text last."""
+    labels = torch.ones(2, 3, dtype=torch.bool)
+    base = torch.full((2, 3), -4.0)
+    now = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, -1.0, -5.0]])
+    wrong = torch.zeros(2, 3, dtype=torch.bool)
+    ones = torch.ones(2, 3)
+    released = ReleasedModel(
+        TokenSnapshot(now, ones, ones, wrong, labels),
+        TokenSnapshot(base, ones, ones, wrong, labels),
+        torch.ones(2),
+    )
+    first, second = ErrorZone().score(released).tolist()
+    assert first > second
+
+
+@given(values=st.lists(st.integers(-3, 3), min_size=1, max_size=30))
+def test_normal_scores_share_ties(values: list[int]) -> None:
+    expected = [NormalDist().inv_cdf((rank - 0.5) / len(values)) for rank in rankdata(values)]
+    np.testing.assert_allclose(normal_scores(torch.tensor(values)), expected, atol=1e-9)
+
+
+def test_combined_adds_both_ranks() -> None:
+    released = random_release(3)
+    expected = normal_scores(LossRatio().score(released)) + normal_scores(
+        ErrorZone().score(released)
+    )
+    torch.testing.assert_close(Combined().score(released), expected)
+
+
+@pytest.mark.parametrize(
+    "attack", [LossRatio(), ErrorZone(), Windows(), Combined(), MinK(calibrated=True)]
+)
+def test_before_the_first_step_all_texts_tie(attack: MemorizationAttack) -> None:
+    """The base model beside itself: every base-calibrated score has an AUC of exactly one half."""
+    base = random_release(5).base
+    tokens = TokenSnapshot(
+        base.log_probs, base.means, base.deviations, torch.zeros_like(base.labels), base.labels
+    )
+    scores = attack.score(ReleasedModel(tokens, tokens, torch.ones(7)))
+    assert len(scores.unique()) == 1
+
+
+@pytest.mark.parametrize("attack", [Loss(), LossRatio(), Zlib(), MinK(), Windows(), ErrorZone()])
+def test_what_is_no_label_changes_nothing(attack: MemorizationAttack) -> None:
+    released = random_release(2)
+    now = released.now
+    noisy = TokenSnapshot(
+        torch.where(now.labels, now.log_probs, torch.tensor(-50.0)),
+        torch.where(now.labels, now.means, torch.tensor(-9.0)),
+        torch.where(now.labels, now.deviations, torch.tensor(3.0)),
+        now.greedy,
+        now.labels,
+    )
+    other = ReleasedModel(noisy, released.base, released.compressed)
+    torch.testing.assert_close(attack.score(other), attack.score(released))
+
+
+def test_nothing_released_and_infinite_answers_are_refused() -> None:
+    with pytest.raises(UnusableObservation, match="no model is released"):
+        Loss().run(Observation())
+    released = random_release(0)
+    released.now.log_probs[0, 0] = -math.inf
+    with pytest.raises(UnusableObservation, match="not finite"):
+        Loss().run(Observation(released=released))
+
+
+@pytest.mark.parametrize(
+    ("build", "argument"),
+    [
+        (lambda: MinK(0), "share"),
+        (lambda: MinK(1.5), "share"),
+        (lambda: Windows(()), "sizes"),
+        (lambda: Windows((0,)), "sizes"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(build: object, argument: str) -> None:
+    with pytest.raises(ValueError, match=argument):
+        build()  # type: ignore[operator]

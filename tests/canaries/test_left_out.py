@@ -1,0 +1,112 @@
+"""Rows left out of training by a secret draw."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_fedleak.canaries import InclusionMismatch, leave_out
+
+
+def some_rows(n: int = 40) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": torch.tensor([row, row + 1])} for row in range(n)]
+
+
+def first_ids(rows: object) -> list[int]:
+    return [int(rows[i]["input_ids"][0]) for i in range(len(rows))]  # type: ignore[index, arg-type]
+
+
+def test_training_rows_and_others_are_the_data() -> None:
+    train, others = leave_out(some_rows(), 7, seed=0)
+    assert sorted(first_ids(train) + first_ids(others)) == list(range(40))
+    assert len(others) == 7
+    assert train.others is others
+
+
+def test_every_row_is_left_out_equally_often() -> None:
+    counts = np.zeros(10)
+    rows = some_rows(10)
+    draws = 1000
+    for seed in range(draws):
+        counts[first_ids(leave_out(rows, 3, seed=seed)[1])] += 1
+    expected = 0.3 * draws
+    assert (np.abs(counts - expected) < 5 * np.sqrt(draws * 0.3 * 0.7)).all()
+
+
+def test_a_loader_reads_batches_of_it() -> None:
+    train, _ = leave_out(some_rows(), 8, seed=1)
+    loader = DataLoader(train, batch_size=8, shuffle=True)  # type: ignore[arg-type]
+    ids = [int(i) for batch in loader for i in batch["input_ids"][:, 0]]
+    assert sorted(ids) == first_ids(train)
+
+
+def test_the_record_is_private_and_resumes(tmp_path: Path) -> None:
+    file = tmp_path / "secret" / "left_out.json"
+    train, others = leave_out(some_rows(), 7, record=file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    again, _ = leave_out(some_rows(), 7, record=file)
+    assert first_ids(again) == first_ids(train)
+    assert again.record.commitment == train.record.commitment
+    content = file.read_text()
+    assert str(first_ids(others)) not in content
+    assert "hex" not in repr(train)
+    assert train.record.key.hex() not in repr(train)
+
+
+@pytest.mark.parametrize("change", ["rows", "n", "seed", "text"])
+def test_a_record_of_another_run_is_refused(tmp_path: Path, change: str) -> None:
+    file = tmp_path / "left_out.json"
+    leave_out(some_rows(), 39, seed=1, record=file)
+    rows = some_rows(41 if change == "rows" else 40)
+    if change == "text":
+        for row in rows:
+            row["input_ids"] = row["input_ids"] + 100
+    with pytest.raises(InclusionMismatch, match="other data, another n or another seed"):
+        leave_out(
+            rows, 38 if change == "n" else 39, seed=2 if change == "seed" else None, record=file
+        )
+
+
+def test_a_changed_record_and_an_open_one_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "left_out.json"
+    leave_out(some_rows(), 7, record=file)
+    file.chmod(0o644)
+    with pytest.raises(PermissionError, match="chmod 600"):
+        leave_out(some_rows(), 7, record=file)
+    file.chmod(0o600)
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"left_out": 8}))
+    with pytest.raises(InclusionMismatch, match="was changed"):
+        leave_out(some_rows(), 8, record=file)
+    file.write_text("{}")
+    with pytest.raises(InclusionMismatch, match="no record"):
+        leave_out(some_rows(), 7, record=file)
+
+
+def test_the_record_is_not_pickled() -> None:
+    train, _ = leave_out(some_rows(), 7, seed=0)
+    with pytest.raises(TypeError, match="is secret and is not pickled"):
+        pickle.dumps(train)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> object:
+        return iter(range(3))
+
+
+def test_what_cannot_be_drawn_from_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="read as a stream"):
+        leave_out(Stream(), 1)
+    for n in (0, 40, True):
+        with pytest.raises(ValueError, match="n must be an integer from 1 to 39"):
+            leave_out(some_rows(), n)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="rows of its own"):
+        leave_out(some_rows(), 7)

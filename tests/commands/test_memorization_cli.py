@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from lightning_fedleak.cli import main
+from lightning_fedleak.commands.memorization import BREACH, MemorizationCommand
+from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
+from lightning_fedleak.finetuning.data import load_tokenizer
+from lightning_fedleak.finetuning.texts import read_texts
+from lightning_fedleak.studies.memorization import tokenize
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a trained model, adapters, and the texts of both sides."""
+    folder = tmp_path_factory.mktemp("released")
+    words = list(dict.fromkeys(read_texts(EMBEDDED_MESSAGES)))[:120]
+    sides = {"members": words[::2], "others": words[1::2]}
+    for name, side in sides.items():
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in side)
+        (folder / f"{name}.jsonl").write_text(lines)
+    tokenizer = load_tokenizer(None)
+    rows = [text.ids for text in tokenize(sides["members"], tokenizer, 32)]
+    base = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    train(base, rows, 1e-3)
+    base.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    fresh = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    adapted = get_peft_model(fresh, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    train(adapted, rows, 5e-3)
+    adapted.save_pretrained(folder / "adapters")
+    return folder
+
+
+def train(model: torch.nn.Module, rows: list[torch.Tensor], rate: float) -> None:
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate)
+    for _ in range(2):
+        for start in range(0, len(rows), 8):
+            part = rows[start : start + 8]
+            ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
+            mask = torch.nn.utils.rnn.pad_sequence(
+                [torch.ones_like(row) for row in part], batch_first=True
+            )
+            labels = ids.masked_fill(mask == 0, -100)
+            model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def run(folder: Path, model: str = "model", **settings: object) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=160)
+    command = MemorizationCommand(
+        model=str(folder / model),
+        base=str(EMBEDDED_MODEL),
+        members=str(folder / "members.jsonl"),
+        others=str(folder / "others.jsonl"),
+        length=32,
+        **settings,  # type: ignore[arg-type]
+    )
+    status = command.run(console)
+    return status, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("model", ["model", "adapters"])
+def test_a_trained_model_gives_its_texts_away(folder: Path, tmp_path: Path, model: str) -> None:
+    out = tmp_path / "result.json"
+    status, text = run(folder, model, drawn=True, at_most=0.6, out=out)
+    assert status == BREACH
+    assert "combined/auc is shown to be at least" in text
+    content = json.loads(out.read_text())
+    assert content["attacks"]["combined"]["auc"] > 0.8
+    assert content["attacks"]["combined"]["shown"] is None
+    assert content["members"] + content["others"] + content["repeated"] + content["short"] == 120
+    assert "437 are needed" in text
+
+
+def test_the_base_itself_gives_nothing_away(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    folder_of_base = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).save_pretrained(
+        folder_of_base
+    )
+    assert run(folder, str(folder_of_base), drawn=True, at_most=0.6, out=out)[0] == 0
+    values = json.loads(out.read_text())["attacks"]
+    assert values["combined"]["auc"] == 0.5
+    assert values["loss_ratio"]["auc"] == 0.5
+    assert values["extraction"]["extracted_base"] == values["extraction"]["extracted_others"] == 0
+
+
+def test_others_of_unknown_law_are_unknown_and_a_breach(folder: Path) -> None:
+    status, text = run(folder, at_most=0.99)
+    assert status == BREACH
+    assert "Membership is UNKNOWN" in text
+    assert "combined/auc is unknown" in text
+    assert run(folder)[0] == 0
+
+
+def test_shown_is_unknown_with_few_others(folder: Path) -> None:
+    status, text = run(folder, drawn=True, metric="shown", at_most=1.0)
+    assert status == BREACH
+    assert "combined/shown is unknown" in text
+
+
+def test_few_texts_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    few = tmp_path / "few.txt"
+    few.write_text("one text of several words for a test\nanother one of several words, not alike")
+    arguments = ["--model", str(folder / "model"), "--base", str(EMBEDDED_MODEL)]
+    texts = ["--members", str(few), "--others", str(folder / "others.jsonl")]
+    assert main(["memorization", *arguments, *texts]) == 1
+    assert "at least 10 on each side are needed" in capsys.readouterr().err
+
+
+def test_missing_options_and_files_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["memorization", "--model", str(folder / "model")])
+    assert "--base" in capsys.readouterr().err
+    arguments = ["--model", str(folder / "model"), "--base", str(EMBEDDED_MODEL)]
+    texts = ["--members", str(folder / "nothing.jsonl"), "--others", str(folder / "others.jsonl")]
+    assert main(["memorization", *arguments, *texts]) == 1
+    assert "nothing.jsonl" in capsys.readouterr().err
+
+
+def test_a_masked_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    from lightning_fedleak.finetuning.assets import SourceError
+
+    config = BertConfig(vocab_size=2000, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    BertForMaskedLM(config).save_pretrained(tmp_path / "masked")
+    with pytest.raises(SourceError, match="causal language model"):
+        run(folder, str(tmp_path / "masked"), drawn=True)
+
+
+def test_nan_is_null(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    run(folder, drawn=True, out=out)
+    content = json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert content["attacks"]["combined"]["shown"] is None
+    assert not math.isnan(content["visible_tpr"])

@@ -1,0 +1,220 @@
+"""The trained weights, looked at in a Trainer."""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from lightning_fedleak import LeakageMonitor
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
+from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.canaries import leave_out
+from lightning_fedleak.looks import Memorization
+from lightning_fedleak.studies.memorization import ReleasedPool
+from lightning_fedleak.taps.tokens import ask_tokens
+from tests.helpers.lightning_modules import CausalLMModule
+
+SETTINGS = Memorization(max_overhead=1.0)
+
+
+def rows(n: int = 400, length: int = 14) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(3, 2000, (n, length), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def tiny() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=2000, n_embd=24, n_head=2, n_layer=1, n_positions=32, resid_pdrop=0.1
+    )
+    return GPT2LMHeadModel(config)
+
+
+def monitor(folder: Path, **settings: Any) -> LeakageMonitor:
+    return LeakageMonitor(
+        [Combined(), Loss(), Extraction(tokens=4)],
+        log_dir=folder,
+        settings=MonitorSettings(memorization=SETTINGS, **settings),
+    )
+
+
+def fit(
+    callbacks: list[Any], model: Any = None, data: Any = None, *, lr: float = 1e-2, **more: Any
+) -> tuple[L.Trainer, Any]:
+    L.seed_everything(0)
+    model = tiny() if model is None else model
+    module = CausalLMModule(model, lr, "adamw")
+    settings = {"max_epochs": 3, "enable_checkpointing": False, **more}
+    path = settings.pop("ckpt_path", None)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+    data = leave_out(rows(), 140, seed=1)[0] if data is None else data
+    trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True), ckpt_path=path)
+    return trainer, module
+
+
+def lines(folder: Path, attack: str = "combined") -> list[dict[str, Any]]:
+    text = (folder / "leakage.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, text) if line["attack"] == attack]
+
+
+def test_what_was_trained_on_is_told_from_what_was_left_out(tmp_path: Path) -> None:
+    watching = monitor(tmp_path)
+    fit([watching])
+    looks = lines(tmp_path)
+    assert [line["step"] for line in looks] == [17, 30, 33, 66, 99]
+    assert {line["stage"] for line in looks} == {"released"}
+    last = looks[-1]["metrics"]
+    assert last["auc"]["value"] > 0.95
+    assert last["auc"]["low"] > 0.7
+    assert last["shown"]["value"] is None  # with far fewer others than 437
+    assert last["p_value"]["value"] < 1e-6
+    assert looks[0]["metrics"]["members"]["value"] < looks[2]["metrics"]["members"]["value"]
+    assert looks[1]["metrics"]["alpha"]["value"] == pytest.approx(0.05 / 6)
+    extraction = lines(tmp_path, "extraction")[-1]["metrics"]
+    assert extraction["extracted"]["value"] is not None
+    assert extraction["extracted_base"]["value"] == 0
+    assert watching.latest["leakage/worst/memorization"] == pytest.approx(last["auc"]["value"])
+    assert watching.failures == 0
+
+
+def test_without_training_all_texts_tie(tmp_path: Path) -> None:
+    fit([monitor(tmp_path)], lr=0.0)
+    assert [line["metrics"]["auc"]["value"] for line in lines(tmp_path)] == [0.5] * 5
+
+
+def test_training_is_the_same_with_and_without(tmp_path: Path) -> None:
+    _, watched = fit([monitor(tmp_path)])
+    state = torch.get_rng_state()
+    _, alone = fit([])
+    assert torch.equal(torch.get_rng_state(), state)
+    for first, second in zip(watched.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_rows_to_come_are_controls_in_the_first_epoch_only(tmp_path: Path) -> None:
+    watching = monitor(tmp_path)
+    fit([watching], data=rows(), max_epochs=2)
+    looks = lines(tmp_path)
+    assert [line["metrics"]["auc"]["value"] is not None for line in looks] == [True] * 2 + [
+        False
+    ] * 2
+    assert "add leave_out" in looks[-1]["unknown"]
+    assert math.isnan(watching.latest["leakage/combined/auc"])
+    assert math.isnan(watching.latest["leakage/worst/memorization"])
+
+
+def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(tmp_path: Path) -> None:
+    watching = monitor(tmp_path)
+    base = ask_texts(tiny())
+    data = leave_out(rows(), 140, seed=1)[0]
+    _, module = fit([watching], data=data)
+    pool, answers = base(data)
+    result = pool.compare(
+        answers, ask_tokens(find_anatomy(module.model), pool.texts), [Combined()], look=5
+    )
+    logged = lines(tmp_path)[-1]["metrics"]
+    assert logged["auc"]["value"] == pytest.approx(result.values["combined"]["auc"])
+    assert logged["auc"]["low"] == pytest.approx(result.values["combined"]["auc_low"], abs=1e-9)
+    assert logged["p_value"]["value"] == pytest.approx(result.values["combined"]["p_value"])
+
+
+def ask_texts(model: GPT2LMHeadModel) -> Any:
+    """Return a function that asks a model about the pool that the channel draws of some data."""
+    from functools import partial
+
+    from lightning_fedleak.looks.pool import collect, read_tokens
+
+    def ask(data: Any) -> Any:
+        loader = DataLoader(data, batch_size=8, shuffle=True)
+        drawn = collect(loader, SETTINGS, partial(read_tokens, kind="causal"))
+        sides: dict[bool, list[Any]] = {True: [], False: []}
+        for text, inside in zip(drawn.texts, drawn.trains.tolist(), strict=True):
+            sides[inside].append(text)
+        pool = ReleasedPool(sides[True], sides[False])
+        return pool, ask_tokens(find_anatomy(model), pool.texts)
+
+    return ask
+
+
+def test_a_resumed_fit_goes_on_with_the_base_of_its_begin(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    checkpoint = ModelCheckpoint(kept, every_n_epochs=1, save_top_k=-1)
+    fit([monitor(tmp_path / "whole"), checkpoint], enable_checkpointing=True)
+    file = tmp_path / "whole" / "memorization_base.safetensors"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    early = min(kept.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    fit([monitor(tmp_path / "resumed")], ckpt_path=early)
+    whole, resumed = lines(tmp_path / "whole"), lines(tmp_path / "resumed")
+    assert [line["step"] for line in resumed] == [66, 99]
+    for line, before in zip(resumed, whole[-2:], strict=True):
+        for name in ("members", "others", "alpha"):
+            assert line["metrics"][name] == before["metrics"][name]
+        assert line["metrics"]["auc"]["value"] > 0.7
+
+
+@pytest.mark.parametrize("damage", ["missing", "open", "changed"])
+def test_without_its_file_a_resumed_fit_is_unknown(tmp_path: Path, damage: str) -> None:
+    kept = tmp_path / "kept"
+    checkpoint = ModelCheckpoint(kept, every_n_epochs=1, save_top_k=-1)
+    fit([monitor(tmp_path / "whole"), checkpoint], enable_checkpointing=True, max_epochs=1)
+    file = tmp_path / "whole" / "memorization_base.safetensors"
+    if damage == "missing":
+        file.unlink()
+    elif damage == "open":
+        file.chmod(0o644)
+    else:
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    [path] = kept.glob("*.ckpt")
+    watching = monitor(tmp_path / "resumed")
+    fit([watching], ckpt_path=path, max_epochs=2)
+    [line] = lines(tmp_path / "resumed")
+    assert "resumed without its record" in line["unknown"]
+    assert math.isnan(watching.latest["leakage/combined/auc"])
+
+
+def test_others_of_another_law_are_unknown(tmp_path: Path) -> None:
+    ids = torch.randint(1900, 2000, (120, 14), generator=torch.Generator().manual_seed(3))
+    settings = Memorization(
+        others=[{"input_ids": row, "labels": row} for row in ids], max_overhead=1.0
+    )
+    watching = LeakageMonitor(
+        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
+    )
+    fit([watching], data=rows(), max_epochs=1)
+    assert all("of another law" in line["unknown"] for line in lines(tmp_path))
+
+
+def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    few = LeakageMonitor([Combined()], log_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"nobody to compare: .* max_overhead"):
+        fit([few], data=rows())
+    bert = BertForMaskedLM(
+        BertConfig(vocab_size=2000, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    with pytest.raises(ValueError, match="no head that predicts every next token"):
+        fit([monitor(tmp_path)], model=bert, data=rows())
+
+
+def test_a_run_that_ends_early_is_looked_at_when_it_ends(tmp_path: Path) -> None:
+    fit([monitor(tmp_path)], max_steps=20, max_epochs=-1)
+    assert [line["step"] for line in lines(tmp_path)] == [17, 20]

@@ -1,0 +1,229 @@
+"""Who is compared: which rows are drawn, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.canaries import leave_out
+from lightning_fedleak.looks import Memorization
+from lightning_fedleak.looks.pool import NoOthers, collect, read_tokens
+
+ALL = Memorization(max_overhead=1.0)
+read = partial(read_tokens, kind="causal")
+
+
+def rows(n: int = 400, length: int = 16, seed: int = 0) -> list[dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 5000, (n, length), generator=g)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def loader(dataset: Any, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=8, **(settings or {"shuffle": True}))
+
+
+def test_rows_not_yet_seen_are_the_others() -> None:
+    data = rows()
+    pool = collect(loader(data), ALL, read)
+    assert pool.way == "not yet seen"
+    assert len(pool.texts) == 400
+    with pytest.raises(NoOthers, match="recognised"):
+        pool.compared(0)
+    for row in data[:100]:
+        pool.remember(batch([row]))
+    index, members = pool.compared(0)
+    assert len(index) == 400
+    assert int(members.sum()) == 100
+    first = {tuple(row["input_ids"].tolist()) for row in data[:100]}
+    found = {tuple(pool.texts[i].ids.tolist()) for i in index[members].tolist()}
+    assert found == first
+    with pytest.raises(NoOthers, match="after epoch 1: add leave_out"):
+        pool.compared(1)
+
+
+def batch(items: list[dict[str, Tensor]]) -> TokenBatch:
+    return read({name: torch.stack([item[name] for item in items]) for name in items[0]})
+
+
+def test_rows_that_were_left_out_are_the_others() -> None:
+    train, others = leave_out(rows(), 150, seed=0)
+    pool = collect(loader(train), ALL, read)
+    assert pool.way == "left out"
+    assert int((~pool.trains).sum()) == 104  # half of the 208 that 250 rows can pay for
+    kept = {tuple(row["input_ids"].tolist()) for row in (others[i] for i in range(150))}
+    outside = (~pool.trains).nonzero()[:, 0].tolist()
+    assert all(tuple(pool.texts[i].ids.tolist()) in kept for i in outside)
+    for i in range(len(train)):
+        pool.remember(batch([train[i]]))
+    index, members = pool.compared(7)
+    assert torch.equal(members, pool.trains[index])
+
+
+def test_left_out_rows_are_found_behind_other_data_sets() -> None:
+    class Wrapped(Dataset[Any]):
+        def __init__(self, dataset: Any) -> None:
+            self.dataset = dataset
+
+        def __len__(self) -> int:
+            return len(self.dataset)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.dataset[index]
+
+    train, _ = leave_out(rows(), 150, seed=0)
+    assert collect(loader(Wrapped(train)), ALL, read).way == "left out"
+
+
+def test_texts_of_the_users_own() -> None:
+    settings = Memorization(others=rows(200, seed=9), max_overhead=1.0)
+    pool = collect(loader(rows(), shuffle=False), settings, read)
+    assert pool.way == "given"
+    assert (~pool.trains).any()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "name"),
+    [
+        (lambda data: SequentialSampler(data), "SequentialSampler"),
+        (lambda data: WeightedRandomSampler([1.0] * 400, 400), "WeightedRandomSampler"),
+        (lambda data: RandomSampler(data, replacement=True), "RandomSampler"),
+        (lambda data: RandomSampler(data, num_samples=100), "RandomSampler"),
+        (
+            lambda data: DistributedSampler(data, num_replicas=1, rank=0, shuffle=False),
+            "DistributedSampler",
+        ),
+    ],
+)
+def test_an_order_that_chance_alone_did_not_choose_needs_left_out_rows(
+    sampler: Any, name: str
+) -> None:
+    data = rows()
+    with pytest.raises(NoOthers, match=f"a {name} does not take the rows"):
+        collect(loader(data, sampler=sampler(data)), ALL, read)
+    train, _ = leave_out(data, 150, seed=0)
+    assert collect(loader(train, sampler=SequentialSampler(train)), ALL, read).way == "left out"
+
+
+def test_a_distributed_shuffle_is_accepted() -> None:
+    data = rows()
+    sampler = DistributedSampler(data, num_replicas=2, rank=1, shuffle=True)  # type: ignore[arg-type]
+    assert collect(loader(data, sampler=sampler), ALL, read).way == "not yet seen"
+
+
+def test_a_resumed_fit_has_no_rows_that_were_surely_not_seen() -> None:
+    with pytest.raises(NoOthers, match="resumed fit"):
+        collect(loader(rows()), ALL, read, resumed=True)
+
+
+def test_streams_and_other_loaders_are_refused() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(rows())
+
+    with pytest.raises(NoOthers, match="read as a stream"):
+        collect(DataLoader(Stream(), batch_size=8), ALL, read)
+    with pytest.raises(NoOthers, match="one torch DataLoader"):
+        collect(None, ALL, read)
+
+
+def test_rows_that_change_are_refused_and_random_states_are_put_back() -> None:
+    class Noisy(Dataset[Any]):
+        def __init__(self, noise: bool) -> None:
+            self.rows, self.noise = rows(), noise
+
+        def __len__(self) -> int:
+            return len(self.rows)
+
+        def __getitem__(self, index: int) -> Any:
+            offset = int(torch.randint(2, (1,))) + int(np.random.randint(2)) + random.randint(0, 1)
+            row = self.rows[index]
+            return {name: ids + offset * self.noise for name, ids in row.items()}
+
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    collect(loader(Noisy(False)), ALL, read)
+    with pytest.raises(NoOthers, match="do not read the same twice"):
+        collect(loader(Noisy(True)), ALL, read)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1] == states[1]).all()
+    assert random.getstate() == states[2]
+
+
+def test_a_collate_function_that_empties_its_items_leaves_the_data() -> None:
+    data = rows()
+
+    def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.stack([item.pop(name) for item in items]) for name in [*items[0]]}
+
+    collect(DataLoader(data, batch_size=8, shuffle=True, collate_fn=collate), ALL, read)  # type: ignore[arg-type]
+    assert all(set(row) == {"input_ids", "labels"} for row in data)
+
+
+def test_packed_rows_need_left_out_rows() -> None:
+    data = [row | {"position_ids": torch.arange(16) % 8} for row in rows()]
+    with pytest.raises(NoOthers, match="packed into a row"):
+        collect(loader(data), ALL, read)
+
+
+def test_repeats_and_short_texts_leave_on_both_sides() -> None:
+    data = rows()
+    data[7] = {name: ids.clone() for name, ids in data[3].items()}
+    short = torch.full((16,), -100)
+    short[3:5] = 1
+    data[11] = {"input_ids": data[11]["input_ids"], "labels": short}
+    pool = collect(loader(data), ALL, read)
+    assert (pool.repeated, pool.short, len(pool.texts)) == (2, 1, 397)
+    assert "2 that other rows repeat and 1 short" in pool.cost
+
+
+def test_the_budget_sets_how_many_are_asked_and_the_refusal_how_many_would_be() -> None:
+    data = rows(2000)
+    pool = collect(loader(data), Memorization(max_overhead=0.1), read)
+    assert len(pool.texts) == int(0.1 * 2000 / (0.3 * 3))
+    with pytest.raises(
+        NoOthers, match=r"only 44 of 2000 rows .* Memorization\(max_overhead=0.09\)"
+    ):
+        collect(loader(data), Memorization(), read)
+    with pytest.raises(NoOthers, match="train on more rows"):
+        collect(loader(rows(40)), Memorization(), read)
+
+
+def test_every_process_draws_the_same_rows() -> None:
+    data = rows(2000)
+    settings = Memorization(max_overhead=0.1)
+    pools = [collect(loader(data), settings, read) for _ in range(2)]
+    first, second = ([text.ids.tolist() for text in pool.texts] for pool in pools)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_overhead": 0.0},
+        {"alpha": 1.0},
+        {"looks": (0.0,)},
+        {"looks": (0.9, 0.5)},
+        {"most_texts": 5},
+        {"seed": -1},
+    ],
+)
+def test_a_setting_out_of_range_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        Memorization(**arguments)

@@ -1,0 +1,128 @@
+"""Exact statements about a released model, against brute force and simulation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fedleak.metrics.released import (
+    others_needed,
+    rank_test,
+    shown_tpr,
+    spent_at,
+    visible_tpr,
+)
+
+
+def test_shares_of_all_looks_add_up_to_alpha() -> None:
+    assert sum(spent_at(look, 0.05) for look in range(1, 10_001)) == pytest.approx(0.05, abs=1e-5)
+
+
+def test_others_needed_by_their_definition() -> None:
+    for look in range(1, 6):
+        n = others_needed(look)
+        assert 0.99**n <= spent_at(look) / 2 < 0.99 ** (n - 1)
+    assert [others_needed(look) for look in range(1, 6)] == [437, 546, 615, 666, 706]
+
+
+def test_the_rank_test_is_that_of_all_permutations() -> None:
+    from itertools import combinations
+
+    scores = torch.arange(9.0)
+    members = torch.tensor([0, 0, 1, 0, 0, 1, 0, 1, 1]).bool()
+    fpr = 0.25  # one of five others may lie above
+    others = sorted(scores[~members].tolist(), reverse=True)
+    hits = int((scores[members] > others[1]).sum())
+    rare = 0
+    subsets = list(combinations(range(9), 4))
+    for chosen in subsets:
+        mask = torch.zeros(9, dtype=torch.bool)
+        mask[list(chosen)] = True
+        bar = sorted(scores[~mask].tolist(), reverse=True)[1]
+        rare += int((scores[mask] > bar).sum()) >= hits
+    assert rank_test(scores, members, fpr) == pytest.approx(rare / len(subsets))
+
+
+def test_too_few_others_show_nothing_and_never_zero() -> None:
+    scores, members = torch.arange(836.0), torch.arange(836) >= 436
+    shown = shown_tpr(scores, members)
+    assert math.isnan(shown.tpr.low)
+    assert math.isnan(shown.tpr.value)
+    enough = shown_tpr(torch.arange(837.0), torch.arange(837) >= 437)
+    assert enough.tpr.low > 0.98
+
+
+def test_a_perfect_attack_and_a_blind_one() -> None:
+    members = torch.arange(2000) < 1000
+    perfect = shown_tpr(members.double(), members)
+    assert perfect.tpr.low > 0.99
+    assert perfect.tpr.high == 1
+    assert perfect.p_value < 1e-100
+    blind = shown_tpr(torch.zeros(2000), members)
+    assert blind.tpr.low == 0
+    assert blind.p_value == pytest.approx(1)
+
+
+@pytest.mark.parametrize("look", [1, 3])
+@pytest.mark.parametrize("shift", [0.0, 1.0, 2.5])
+def test_bounds_hold_as_often_as_they_say(look: int, shift: float) -> None:
+    """The true TPR of two normal laws, 600 pools: neither bound fails more than it may."""
+    from scipy.stats import norm
+
+    truth = float(norm.sf(norm.isf(0.01) - shift))
+    rng = np.random.default_rng(look)
+    alpha = 0.6  # large, so that a bound that spends too much shows in few pools
+    misses = np.zeros(2)
+    pools = 600
+    for _ in range(pools):
+        scores = torch.tensor(np.r_[rng.normal(shift, 1, 300), rng.normal(0, 1, 700)])
+        tpr = shown_tpr(scores, torch.arange(1000) < 300, look=look, alpha=alpha).tpr
+        misses += [tpr.low > truth, tpr.high < truth]
+    allowed = spent_at(look, alpha)
+    noise = 3 * math.sqrt(allowed * (1 - allowed) / pools)
+    assert (misses / pools <= allowed + noise).all()
+
+
+def test_false_alarms_over_looks_at_the_same_texts() -> None:
+    """Five looks at one pool without any leak: some look's rank test fires in at most 5%."""
+    rng = np.random.default_rng(0)
+    runs, fired = 1000, 0
+    members = torch.arange(400) < 200
+    for _ in range(runs):
+        common = rng.normal(size=400)
+        for look in range(1, 6):
+            scores = torch.tensor(common + 0.5 * rng.normal(size=400))
+            if rank_test(scores, members) <= spent_at(look):
+                fired += 1
+                break
+    assert fired / runs <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / runs)
+
+
+def test_power_is_true_in_simulation() -> None:
+    """Members above the bar at the printed rate are seen in four of five pools."""
+    n, n0, look = 300, 500, 2
+    rate = visible_tpr(n, n0, look=look)
+    rng = np.random.default_rng(0)
+    members = torch.arange(n + n0) < n
+    seen, pools = 0, 800
+    for _ in range(pools):
+        others = rng.uniform(size=n0)
+        bar = np.sort(others)[::-1][int(0.01 * n0)]
+        inside = np.where(rng.uniform(size=n) < rate, 2.0, bar - 1)
+        seen += rank_test(torch.tensor(np.r_[inside, others]), members) <= spent_at(look)
+    assert seen / pools == pytest.approx(0.8, abs=0.05)
+
+
+def test_bad_pools_are_refused() -> None:
+    scores = torch.zeros(4)
+    with pytest.raises(ValueError, match="both are needed"):
+        rank_test(scores, torch.ones(4))
+    with pytest.raises(ValueError, match="one number for each text"):
+        rank_test(scores, torch.ones(3))
+    with pytest.raises(ValueError, match="1 scores are NaN"):
+        rank_test(torch.tensor([math.nan, 1.0]), torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match="look"):
+        spent_at(0)

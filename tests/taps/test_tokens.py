@@ -1,0 +1,138 @@
+"""What a model says of each token, against a slow loop in float64."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.taps.tokens import (
+    Text,
+    ask_tokens,
+    compressed_bytes,
+    describe_tokens,
+    texts_in,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_embd=16, n_head=2, n_layer=2, n_positions=64)
+    return GPT2LMHeadModel(config).train()
+
+
+def some_texts(*lengths: int) -> list[Text]:
+    generator = torch.Generator().manual_seed(1)
+    texts = []
+    for length in lengths:
+        ids = torch.randint(50, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: length // 3] = -100
+        texts.append(Text(ids, labels))
+    return texts
+
+
+def test_every_number_is_that_of_a_slow_loop(model: GPT2LMHeadModel) -> None:
+    texts = some_texts(30, 7, 12, 30, 3)
+    snapshot = ask_tokens(find_anatomy(model), texts)
+    exact = GPT2LMHeadModel(model.config).double().eval()
+    exact.load_state_dict(model.double().state_dict())
+    model.float()
+    for row, text in enumerate(texts):
+        logits = exact(text.ids[None]).logits[0]
+        for place in range(1, len(text.ids)):
+            column = place - 1
+            counted = int(text.labels[place]) != -100
+            assert bool(snapshot.labels[row, column]) == counted
+            if not counted:
+                assert float(snapshot.log_probs[row, column]) == 0
+                continue
+            log_p = logits[place - 1].log_softmax(0)
+            p = log_p.exp()
+            mean = (p * log_p).sum()
+            deviation = (p * (log_p - mean) ** 2).sum().sqrt()
+            target = text.ids[place]
+            numbers = (snapshot.log_probs, snapshot.means, snapshot.deviations)
+            for actual, expected in zip(numbers, (log_p[target], mean, deviation), strict=True):
+                torch.testing.assert_close(
+                    actual[row, column].double(), expected.detach(), atol=2e-5, rtol=1e-4
+                )
+            assert bool(snapshot.greedy[row, column]) == bool(log_p.argmax() == target)
+        assert not snapshot.labels[row, len(text.ids) - 1 :].any()
+
+
+def test_a_text_reads_the_same_in_any_company(model: GPT2LMHeadModel) -> None:
+    texts = some_texts(30, 7, 12)
+    together = ask_tokens(find_anatomy(model), texts)
+    for row, text in enumerate(texts):
+        alone = ask_tokens(find_anatomy(model), [text])
+        width = alone.labels.shape[1]
+        torch.testing.assert_close(together.log_probs[row, :width], alone.log_probs[0])
+        torch.testing.assert_close(together.deviations[row, :width], alone.deviations[0])
+
+
+def test_the_model_and_random_numbers_are_left_as_they_were(model: GPT2LMHeadModel) -> None:
+    model.train()
+    before, state = torch.get_rng_state(), model.state_dict()
+    copies = {name: value.clone() for name, value in state.items()}
+    ask_tokens(find_anatomy(model), some_texts(9, 9))
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(copies[name], value) for name, value in model.state_dict().items())
+
+
+def test_blocks_of_positions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(11, 50, generator=generator) * 4
+    targets = torch.randint(50, (11,), generator=generator)
+    numbers = describe_tokens(logits, targets)
+    monkeypatch.setattr("lightning_fedleak.taps.tokens.POSITIONS_AT_ONCE", 100)
+    torch.testing.assert_close(describe_tokens(logits, targets), numbers)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_leaves_the_text(side: str) -> None:
+    ids, mask = torch.tensor([[5, 6, 7, 0, 0]]), torch.tensor([[1, 1, 1, 0, 0]])
+    if side == "left":
+        ids, mask = ids.flip(1), mask.flip(1)
+    (text,) = texts_in(TokenBatch(ids, ids, mask, "causal"))
+    assert text.ids.tolist() == ([5, 6, 7] if side == "right" else [7, 6, 5])
+
+
+def test_texts_packed_into_a_row_come_apart() -> None:
+    ids = torch.arange(10, 18)[None]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
+    texts = texts_in(TokenBatch(ids, ids, None, "causal", positions))
+    assert [text.ids.tolist() for text in texts] == [[10, 11, 12], [13, 14], [15, 16, 17]]
+    assert [text.n_labels for text in texts] == [2, 1, 2]
+
+
+def test_masked_labels_are_kept() -> None:
+    ids = torch.arange(4)[None]
+    labels = torch.tensor([[-100, -100, 2, 3]])
+    (text,) = texts_in(TokenBatch(ids, labels, None, "causal"))
+    assert text.labels.tolist() == [-100, -100, 2, 3]
+
+
+def test_other_models_are_refused() -> None:
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="predicts every next token"):
+        texts_in(TokenBatch(ids, ids, None, "masked"))
+    bert = BertForMaskedLM(
+        BertConfig(vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    with pytest.raises(ValueError, match="causal language model"):
+        ask_tokens(find_anatomy(bert), some_texts(5))
+
+
+def test_compressed_bytes_are_of_the_words() -> None:
+    texts = some_texts(20, 8)
+    decoded = compressed_bytes(texts, lambda ids: " ".join(map(str, ids)))
+    expected = [len(zlib.compress(" ".join(map(str, t.ids.tolist())).encode())) for t in texts]
+    assert decoded.tolist() == expected
+    assert compressed_bytes(texts)[0] > compressed_bytes(texts)[1] > 0

@@ -53,7 +53,7 @@ ALLOWED = {
     "canaries": GROUND | {"attacks"},
     "auditing": GROUND | {"games", "defenses", "canaries"},
     "finetuning": GROUND | {"defenses", "lightning_packages"},
-    "studies": GROUND | {"attacks", "metrics", "games", "defenses", "finetuning"},
+    "studies": GROUND | {"attacks", "metrics", "games", "defenses", "finetuning", "canaries"},
     "studies.sweep": GROUND
     | {"attacks", "metrics", "defenses", "strategies", "callbacks", "looks", "finetuning"}
     | {"records"},

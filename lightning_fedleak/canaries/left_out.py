@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_fedleak.canaries.dataset import check_dataset, several_processes
 from lightning_fedleak.canaries.items import digest_of
-from lightning_fedleak.canaries.record import InclusionMismatch, Secret, key_of
+from lightning_fedleak.canaries.record import InclusionMismatch, Secret, seed_key
 from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_integer
 
@@ -128,7 +128,7 @@ def leave_out(
             "file that all of them see, or a seed"
         )
     file = None if record is None else Path(record)
-    key = secrets.token_bytes(32) if seed is None else key_of(seed)
+    key = secrets.token_bytes(32) if seed is None else seed_key(seed)
     if file is None or not file.exists():
         draw = _draw(dataset, key, n)
         if file is None:

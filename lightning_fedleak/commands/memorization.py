@@ -11,8 +11,9 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.commands.options import MemorizationOptions
-from lightning_fedleak.commands.printing import print_table
+from lightning_fedleak.commands.printing import print_table, three_digits
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
@@ -137,7 +138,6 @@ class MemorizationCommand(MemorizationOptions):
 
 def _table(result: Comparison) -> Table:
     """Return a table with a row for each attack."""
-
     rows = Table("attack", "AUC", "95%", "shown TPR at 1% FPR", "p")
     for name, values in result.values.items():
         if "auc" in values:
@@ -152,7 +152,7 @@ def _table(result: Comparison) -> Table:
             rows.add_row(
                 f"{name}: excess of members",
                 three_digits(values["extracted"]),
-                f"{three_digits(values['extracted_low'])} to {three_digits(values['extracted_high'])}",
+                " to ".join(three_digits(values[f"extracted_{end}"]) for end in ("low", "high")),
                 f"greedy {three_digits(values['greedy'])}",
                 "",
             )

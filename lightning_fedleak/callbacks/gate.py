@@ -113,7 +113,11 @@ class RiskGate(EitherCallback):
             unknown values in a row.
         strict: an unknown value counts as a breach. Otherwise it counts as nothing.
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
-        bound: ``"value"``, ``"lower"`` or ``"upper"``.
+        bound: ``"value"``, ``"lower"`` or ``"upper"``. Default ``"value"``; of the trained weights
+            (``leakage/combined/auc``, say), which are looked at on the same texts again and again,
+            ``"lower"``: the gate acts where the lower end of the interval, which holds at all looks
+            together, is above ``at_most``. ``"upper"`` acts where the upper end is. Their
+            ``shown`` is not known with few others, and then the gate waits.
         alpha: probability of a wrong decision over the whole run, for the latter two. With
             ``action="harden"`` the run is judged again after each notch, at half the probability of
             the time before: alpha / 2, alpha / 4, ..., together alpha.
@@ -142,7 +146,7 @@ class RiskGate(EitherCallback):
         patience: int = 0,
         strict: bool = True,
         name: str | None = None,
-        bound: Literal["value", "lower", "upper"] = "value",
+        bound: Literal["value", "lower", "upper"] | None = None,
         alpha: float = 0.05,
         warmup: int | None = None,
     ) -> None:
@@ -151,15 +155,18 @@ class RiskGate(EitherCallback):
                 f"action must be 'stop', 'harden', 'raise', 'warn' or a callable, got {action!r}"
             )
         check_integer("patience", patience, at_least=0)
-        _check_bound(bound, alpha, warmup, patience, strict)
-        check_threshold("RiskGate", metric, at_most, reachable=bound == "value")
+        chosen = bound or "value"
+        _check_bound(chosen, alpha, warmup, patience, strict)
+        check_threshold("RiskGate", metric, at_most, reachable=chosen == "value")
         self.metric = metric
         self.at_most = float(at_most)
         self.action = action
         self.patience = patience
         self.strict = strict
         self.name = name or metric.removeprefix("leakage/")
-        self.bound = bound
+        self.bound = chosen
+        self._bound_chosen = bound is not None
+        self._dependent = False
         self.alpha = alpha
         self.warmup = warmup
         self.fired: GateEvent | None = None
@@ -199,6 +206,9 @@ class RiskGate(EitherCallback):
         self._defenses = defenses_to_harden(_defenses(trainer)) if self.action == "harden" else ()
         self.notches = 0
         self._watched = self._engine.headlines_of(self.metric) or (self.metric,)
+        self._dependent = self._engine.is_looks_dependent(self.metric)
+        if self._dependent:
+            self._check_dependent(self._engine)
         self._check_looks(self._engine, trainer.world_size)
         self._evidence, self.verdict = self._new_evidence(), None
         self._breaches = 0
@@ -260,9 +270,26 @@ class RiskGate(EitherCallback):
                 "bound='upper'."
             )
 
+    def _check_dependent(self, engine: Engine) -> None:
+        """Judge by the interval's ends, which hold at all looks together.
+
+        Raises:
+            ValueError: another alpha than the intervals have, or a private choice under DP.
+        """
+        if not self._bound_chosen:
+            self.bound = "lower"
+        alpha = engine.options.memorization.alpha
+        if self.bound != "value" and self.alpha != alpha:
+            raise ValueError(
+                f"RiskGate(alpha={self.alpha:g}) watches '{self.metric}', whose intervals hold at "
+                f"all looks together but for {alpha:g}: give Memorization(alpha={self.alpha:g})"
+            )
+
     def _check_read(self) -> None:
         """Refuse a metric that reads nothing of this run, unless hardening may cause that later."""
         assert self._engine is not None
+        if self._dependent:
+            self._check_private(self._engine)
         why = self._engine.unread(self.metric)
         if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
             return
@@ -272,6 +299,25 @@ class RiskGate(EitherCallback):
             f"RiskGate watches '{self.metric}': {why}. That is 'unknown', not 'safe': {mend}; or "
             "leave this gate out"
         )
+
+    def _check_private(self, engine: Engine) -> None:
+        """Refuse to act on private texts under DP, and a metric that cannot become known.
+
+        Raises:
+            ValueError: the message names the argument to change.
+        """
+        if engine.accounts() and not engine.options.memorization.outside_epsilon:
+            raise ValueError(
+                f"RiskGate watches '{self.metric}', which is read off private texts, and the run's "
+                "epsilon does not cover what a gate decides by it: leave the gate out, or accept "
+                "it by Memorization(outside_epsilon=True)"
+            )
+        why = engine.never_known(self.metric) if self.strict else None
+        if why is not None:
+            raise ValueError(
+                f"RiskGate watches '{self.metric}', which a strict gate needs to know: {why}; or "
+                "pass strict=False, and the gate waits"
+            )
 
     def _describe(self) -> dict[str, Any]:
         """Return the settings that the run's record holds."""
@@ -324,7 +370,7 @@ class RiskGate(EitherCallback):
 
     def _new_evidence(self) -> dict[str, Evidence] | None:
         """Return evidence on each watched value, with its share of the probability of error."""
-        if self.bound == "value":
+        if self.bound == "value" or self._dependent:
             return None
         rate, alpha = rate_of(self.metric), self._alpha_now
         if self.bound == "lower":
@@ -384,6 +430,8 @@ class RiskGate(EitherCallback):
             return _Measurement(self.metric, math.nan, unknown, why=why)
         # One client alone is its own worst.
         names = (self.metric, self.metric.removesuffix("_worst_client"))
+        if self._dependent:
+            return self._read_interval(new)
         if not any(name in new for name in names):
             # An attack of the family waits. Evidence is collected from complete looks only.
             at_least = new.get(f"{self.metric}_at_least", math.nan)
@@ -393,6 +441,22 @@ class RiskGate(EitherCallback):
         if not is_worst(self.metric):
             return _Measurement(self.metric, value, {self.metric: value})
         return self._read_worst(engine, values, value)
+
+    def _read_interval(self, new: Mapping[str, float]) -> _Measurement | None:
+        """Return the end of the interval that the bound asks for, where this look has one."""
+        end = {"value": "", "lower": "_low", "upper": "_high"}[self.bound]
+        ends = {n: new[f"{n}{end}"] for n in self._watched if f"{n}{end}" in new}
+        if not ends:
+            return None
+        known = {name: value for name, value in ends.items() if not math.isnan(value)}
+        if not known and self.metric.endswith("/shown"):
+            area = new.get(f"{self.metric.removesuffix('/shown')}/auc", math.nan)
+            if not math.isnan(area):
+                return None  # later looks need more others than earlier ones
+        if not known:
+            return _Measurement(self.metric, math.nan, ends)
+        source = max(known, key=known.__getitem__)
+        return _Measurement(self.metric, known[source], ends, source)
 
     def _read_worst(
         self, engine: Engine, values: Mapping[str, float], value: float

@@ -200,6 +200,12 @@ class TrainerRun(Run):
         return self.trainer.current_epoch, done / max(1, batches)
 
     @property
+    def epochs(self) -> int | None:
+        """Return the Trainer's ``max_epochs``; None without a limit."""
+        epochs = self.trainer.max_epochs
+        return None if epochs is None or epochs < 0 else epochs
+
+    @property
     def loss_scale(self) -> float:
         """Return the scale of the precision plugin's GradScaler, 1 without one."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)

@@ -166,6 +166,28 @@ class Engine:
         channels = {series.log_name: channel for series, channel in self.series.items()}
         return channels[root].looks_until_known(metric, clients) if root in channels else None
 
+    def _channel_of(self, name: str) -> Channel | None:
+        """Return the channel of a logged value, or of a family's worst."""
+        root, _, family = name.rpartition("/")
+        for series, channel in self.series.items():
+            if root == series.log_name or (root == WORST and channel.family == family):
+                return channel
+        return None
+
+    def is_looks_dependent(self, name: str) -> bool:
+        """Return whether the looks of a logged value are of the same texts."""
+        channel = self._channel_of(name)
+        return channel is not None and channel.looks_dependent
+
+    def never_known(self, name: str) -> str | None:
+        """Return why a logged value cannot become known in this run; None: it can."""
+        channel = self._channel_of(name)
+        return None if channel is None else channel.never_known(name.rpartition("/")[2])
+
+    def accounts(self) -> bool:
+        """Return whether a defence of the run accounts for what it releases."""
+        return bool(accounting(self._fit.run.defenses))
+
     def headlines_of(self, name: str) -> tuple[str, ...]:
         """Return the log names that ``leakage/worst/<family>`` is the highest of, or none."""
         root, _, family = name.rpartition("/")

@@ -109,7 +109,7 @@ class Memorization:
             texts are asked about.
         looks: shares of the first epoch after which to look; where others do not run out, every
             epoch's last step is looked at too.
-        alpha: probability that any interval of any look is wrong.
+        alpha: probability that any interval of any look and attack is wrong.
         most_texts: largest number of texts that are asked about.
         outside_epsilon: allow gates and choices by these numbers under differential privacy. They
             read private texts outside of the account.

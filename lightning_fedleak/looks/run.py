@@ -139,6 +139,11 @@ class Run(ABC):
         return None
 
     @property
+    def epochs(self) -> int | None:
+        """Return the number of epochs that the run is to have; None where it is not known."""
+        return None
+
+    @property
     def number(self) -> int:
         """Return the number of this process's client."""
         return self.rank if self.client == "rank" else 0

@@ -103,7 +103,8 @@ def test_a_whole_model_is_read_by_all_that_fit_it(
     assert "aligned_flatchat     played, about" in said
     assert "Shared, tested by no attack: " in said
     absent = [line for line in lines(tmp_path) if (line["unknown"] or "").startswith("not played")]
-    assert {line["attack"] for line in absent} == {"bias_sign", "bag_of_words"}
+    unread = {"bias_sign", "bag_of_words", "combined", "extraction"}
+    assert {line["attack"] for line in absent} == unread
     short, whole = (r.getMessage() for r in caplog.records if "plays these" in r.getMessage())
     (record,) = tmp_path.rglob("run.jsonl")
     begin = json.loads(record.read_text().splitlines()[0])

@@ -219,6 +219,10 @@ class Channel(ABC):
         """Return after how many looks a rate is first known, and why; None: at every look."""
         return None
 
+    def never_known(self, metric: str) -> str | None:
+        """Return why a rate cannot become known in this run, and the mend; None: it can."""
+        return None
+
     def never_judged(self, metric: str) -> str | None:
         """Return why a rate cannot judge one client's update alone; None where it can."""
         return None

@@ -45,6 +45,7 @@ from lightning_fedleak.metrics.released import (
     extraction_values,
     follow_one_law,
     membership_values,
+    others_needed,
     spent_at,
 )
 from lightning_fedleak.private_files import check_private, hash_tensors
@@ -164,6 +165,24 @@ class MemorizationChannel(Channel):
 
     # ---- a step -----------------------------------------------------------------------------
 
+    def never_known(self, metric: str) -> str | None:
+        """Return why a rate cannot become known: few others, or none after the first epoch."""
+        pool = self._pool
+        if pool is None or self._refusal:
+            return None
+        if pool.way == "not yet seen" and (self.run.epochs is None or self.run.epochs > 1):
+            return "there are no controls after epoch 1: add leave_out"
+        others = len(pool.texts) if pool.way == "not yet seen" else int((~pool.trains).sum())
+        needed = others_needed(1, self._alpha)
+        if metric == "shown" and others < needed:
+            return f"'shown' needs {needed} others, and {others} are asked about"
+        return None
+
+    @property
+    def _alpha(self) -> float:
+        """Probability of error of one attack, over all looks together."""
+        return self.settings.memorization.alpha / max(1, len(self.attacks))
+
     def trains_on(self, batch: object) -> None:
         """Note which texts of the pool a batch holds."""
         if self._pool is not None and not self._refusal:
@@ -276,7 +295,7 @@ class MemorizationChannel(Channel):
 
     def _values(self, attack: Attack, guess: Guess, members: Tensor) -> dict[str, float]:
         """Return the values of a guess by name."""
-        alpha = self.settings.memorization.alpha
+        alpha = self._alpha
         sizes = {
             "members": float(members.sum()),
             "others": float((~members).sum()),

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from lightning_fedleak import LeakageMonitor
+from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
 from lightning_fedleak.callbacks import MonitorSettings
@@ -24,6 +24,7 @@ from lightning_fedleak.looks import Memorization
 from lightning_fedleak.studies.memorization import ReleasedPool
 from lightning_fedleak.taps.tokens import ask_tokens
 from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.notices import announced
 
 SETTINGS = Memorization(max_overhead=1.0)
 
@@ -87,7 +88,7 @@ def test_what_was_trained_on_is_told_from_what_was_left_out(tmp_path: Path) -> N
     assert last["shown"]["value"] is None  # with far fewer others than 437
     assert last["p_value"]["value"] < 1e-6
     assert looks[0]["metrics"]["members"]["value"] < looks[2]["metrics"]["members"]["value"]
-    assert looks[1]["metrics"]["alpha"]["value"] == pytest.approx(0.05 / 6)
+    assert looks[1]["metrics"]["alpha"]["value"] == pytest.approx(0.05 / 3 / 6)
     extraction = lines(tmp_path, "extraction")[-1]["metrics"]
     assert extraction["extracted"]["value"] is not None
     assert extraction["extracted_base"]["value"] == 0
@@ -128,7 +129,11 @@ def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(tmp_path: Pa
     _, module = fit([watching], data=data)
     pool, answers = base(data)
     result = pool.compare(
-        answers, ask_tokens(find_anatomy(module.model), pool.texts), [Combined()], look=5
+        answers,
+        ask_tokens(find_anatomy(module.model), pool.texts),
+        [Combined()],
+        look=5,
+        alpha=0.05 / 3,
     )
     logged = lines(tmp_path)[-1]["metrics"]
     assert logged["auc"]["value"] == pytest.approx(result.values["combined"]["auc"])
@@ -218,3 +223,79 @@ def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Pat
 def test_a_run_that_ends_early_is_looked_at_when_it_ends(tmp_path: Path) -> None:
     fit([monitor(tmp_path)], max_steps=20, max_epochs=-1)
     assert [line["step"] for line in lines(tmp_path)] == [17, 20]
+
+
+# ---- gates --------------------------------------------------------------------------------------
+
+
+def gated(folder: Path, gate: RiskGate, **more: Any) -> tuple[L.Trainer, LeakageMonitor]:
+    watching = LeakageMonitor(
+        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=SETTINGS)
+    )
+    trainer, _ = fit([watching, gate], **more)
+    return trainer, watching
+
+
+def test_a_gate_acts_once_the_lower_end_is_above(tmp_path: Path) -> None:
+    gate = RiskGate("leakage/combined/auc", at_most=0.6)
+    with announced("stopped training"):
+        trainer, watching = gated(tmp_path, gate)
+    assert gate.bound == "lower"
+    assert gate.fired is not None
+    assert gate.fired.value == watching.latest["leakage/combined/auc_low"] > 0.6
+    assert trainer.global_step == gate.fired.step < 99
+
+
+def test_a_gate_on_the_worst_and_on_the_upper_end(tmp_path: Path) -> None:
+    worst = RiskGate("leakage/worst/memorization", at_most=0.6)
+    with announced("stopped training"):
+        gated(tmp_path / "worst", worst)
+    assert worst.fired is not None
+    upper = RiskGate("leakage/combined/auc", at_most=0.6, bound="upper")
+    with announced("stopped training"):
+        trainer, watching = gated(tmp_path / "upper", upper)
+    assert upper.fired is not None
+    assert upper.fired.value == watching.latest["leakage/combined/auc_high"]
+    assert trainer.global_step == 17  # at the first look the interval reaches far above
+
+
+def test_a_gate_lets_an_untrained_model_pass(tmp_path: Path) -> None:
+    gate = RiskGate("leakage/combined/auc", at_most=0.6)
+    trainer, _ = gated(tmp_path, gate, lr=0.0)
+    assert gate.fired is None
+    assert trainer.global_step == 99
+
+
+def test_what_cannot_be_known_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'shown' needs 437 others, and 108 are asked about"):
+        gated(tmp_path, RiskGate("leakage/combined/shown", at_most=0.2))
+    with pytest.raises(ValueError, match="no controls after epoch 1: add leave_out"):
+        gated(tmp_path, RiskGate("leakage/combined/auc", at_most=0.7), data=rows())
+    patient = RiskGate("leakage/combined/shown", at_most=0.2, strict=False)
+    trainer, _ = gated(tmp_path, patient)
+    assert patient.fired is None
+    assert trainer.global_step == 99
+
+
+def test_another_alpha_than_the_intervals_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Memorization\(alpha=0.01\)"):
+        gated(tmp_path, RiskGate("leakage/combined/auc", at_most=0.7, alpha=0.01))
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_under_dp_a_gate_on_private_texts_is_outside_of_epsilon(
+    tmp_path: Path, allowed: bool
+) -> None:
+    settings = Memorization(max_overhead=1.0, outside_epsilon=allowed)
+    watching = LeakageMonitor(
+        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
+    )
+    gate = RiskGate("leakage/combined/auc", at_most=0.9)
+    defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3)
+    strategy = DefendedStrategy("auto", [defense])
+    if allowed:
+        fit([watching, gate], strategy=strategy, max_epochs=1)
+        assert len(lines(tmp_path)) >= 2
+        return
+    with pytest.raises(ValueError, match="outside_epsilon=True"):
+        fit([watching, gate], strategy=strategy, max_epochs=1)

@@ -1,0 +1,97 @@
+"""How often a gate on the trained weights acts though nothing is above its threshold.
+
+    python -m benchmarks.attacks.memorization_gates --runs 2000 --looks 5
+    python -m benchmarks.attacks.memorization_gates --runs 300 --looks 200
+
+Each run draws members and others once and looks at the same texts again and again; a text keeps
+part of its score from look to look, as real ones do. Without a leak, members and others follow one
+law. Planted, the true AUC (or the true TPR at 1% FPR) is exactly ``at_most``. Counts the runs in
+which the lower end of some look's interval lies above ``at_most``: at most 5% of them may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from datetime import date
+
+import numpy as np
+import torch
+from scipy.stats import norm
+
+from lightning_fedleak.metrics.released import membership_values, shown_tpr, spent_at
+
+SMOKE = ("--runs 3 --looks 2",)
+
+STICKY = 0.9  # correlation of a text's scores at two looks, as of the last two epochs' looks
+NEAR = 0.8  # of the width that an interval needs, below which the bootstrap is left out
+
+
+def scores_of(rng: np.random.Generator, n: int, looks: int, shift: float) -> np.ndarray:
+    """Return (looks, n) normal scores around ``shift``, the same texts at every look."""
+    lasting = rng.normal(size=n)
+    fresh = rng.normal(size=(looks, n))
+    return shift + np.sqrt(STICKY) * lasting + np.sqrt(1 - STICKY) * fresh
+
+
+def near(scores: np.ndarray, members: np.ndarray, at_most: float, look: int) -> bool:
+    """Return whether the AUC lies so far above that its interval may; by its variance alone."""
+    inside, others = scores[members], scores[~members]
+    places = (inside[:, None] > others).mean(1), (inside[:, None] > others).mean(0)
+    error = np.sqrt(places[0].var() / len(inside) + places[1].var() / len(others))
+    return bool(places[0].mean() - at_most > NEAR * norm.isf(spent_at(look) / 2) * error)
+
+
+def alarms(options: argparse.Namespace, rate: str, at_most: float, shift: float) -> float:
+    """Return the share of runs in which some look's lower end is above ``at_most``."""
+    n = options.members + options.others
+    members = np.arange(n) < options.members
+    tensor = torch.tensor(members)
+    fired = 0
+    for run in range(options.runs):
+        rng = np.random.default_rng([options.seed, run])
+        inside = scores_of(rng, options.members, options.looks, shift)
+        others = scores_of(rng, options.others, options.looks, 0.0)
+        for look, scores in enumerate(np.concatenate([inside, others], 1), 1):
+            if rate == "shown":
+                low = shown_tpr(torch.tensor(scores), tensor, look=look).tpr.low
+            elif near(scores, members, at_most, look):
+                low = membership_values(torch.tensor(scores), tensor, look=look)["auc_low"]
+            else:
+                continue
+            if low > at_most:
+                fired += 1
+                break
+    return fired / options.runs
+
+
+def main() -> None:
+    """Read the options, simulate, and print one line for each gate."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=2000)
+    parser.add_argument("--looks", type=int, default=5)
+    parser.add_argument("--members", type=int, default=200)
+    parser.add_argument("--others", type=int, default=800)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(
+        f"# {platform.machine()}, {date.today()}: {options.members} members, {options.others} "
+        f"others, {options.looks} looks, {options.runs} runs"
+    )
+    print("| gate | truth | runs in which it acts |\n|---|---|---|")
+    bar = norm.isf(0.01)
+    for rate, at_most, shift in (
+        ("auc", 0.5, 0.0),
+        ("auc", 0.7, float(np.sqrt(2) * norm.ppf(0.7))),
+        ("shown", 0.01, 0.0),
+        ("shown", 0.2, float(bar - norm.isf(0.2))),
+    ):
+        share = alarms(options, rate, at_most, shift)
+        print(f"| {rate} at most {at_most:g} | {at_most:g} | {share:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -135,7 +135,7 @@ def _check_sources(options: argparse.Namespace) -> None:
         check_defense(defense)
     check_model_source(options.model)
     check_model_source(getattr(options, "base", None))
-    texts = ("members", "others") if hasattr(options, "members") else ("text",)
+    texts = ("members", "others") if hasattr(options, "others") else ("text",)
     for name, column_name in (*((text, "column") for text in texts), ("public", "public_column")):
         source, column = getattr(options, name, None), getattr(options, column_name, None)
         option = f"--{column_name.replace('_', '-')}"

@@ -43,12 +43,12 @@ class MemorizationCommand(MemorizationOptions):
         console = console or Console()
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = load_tokenizer(self.base)
-        sides = [
+        members, others = (
             tokenize(read_texts(source, self.column), tokenizer, self.length)
             for source in (self.members, self.others)
-        ]
+        )
         try:
-            pool = ReleasedPool(*sides, decode=lambda ids: str(tokenizer.decode(ids)))
+            pool = ReleasedPool(members, others, lambda ids: str(tokenizer.decode(ids)))
         except ValueError as error:
             raise SourceError(f"--members and --others: {error}") from error
         try:

@@ -183,7 +183,11 @@ def collect(
         rest = [(loader.dataset, row) for row in sorted(set(range(length)).difference(rows))]
         rest += [(held_out, row) for row in sorted(set(range(len(held_out))).difference(places))]
         order = torch.randperm(len(rest), generator=generator)[:MOST_ROWS].tolist()
-        searched = (t for place in order for t in _read_row(loader, *rest[place], read))
+        searched = (
+            text
+            for dataset, row in (rest[place] for place in order)
+            for text in _read_row(loader, dataset, row, read)
+        )
         long = [row for row, text in enumerate(everyone) if text.n_labels >= LEAST_LABELS]
         repeats = repeated_texts([everyone[row] for row in long], chain(everyone, searched))
     chosen = [row for row, again in zip(long, repeats.tolist(), strict=True) if not again]

@@ -93,7 +93,7 @@ class MemorizationChannel(Channel):
 
     def further_series(self) -> list[Series]:
         """Return the series of each attack on the released model."""
-        return [self._series(attack) for attack in self.given]
+        return [self._series(attack) for attack in self.listed_attacks]
 
     def _series(self, attack: Attack) -> Series:
         return Series.at(Stage.RELEASED, attack.name)

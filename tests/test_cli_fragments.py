@@ -87,6 +87,7 @@ def test_every_fragment_is_tested() -> None:
         "gate_inversion",
         "whole_texts",
         "gate_whole_texts",
+        "memorization",
         "noise_gradients",
         "dp_sgd",
         "freeze_head_and_embeddings",
@@ -162,6 +163,11 @@ def test_whole_texts_and_its_gate(fitted) -> None:
     assert 0 <= float(trainer.callback_metrics["leakage/subspace_texts/token_accuracy"]) <= 1
     assert float(trainer.callback_metrics["leakage/subspace_texts/exposed"]) == 1
     assert (gate.metric, gate.at_most) == ("leakage/subspace_texts/token_accuracy", 0.5)
+
+
+def test_memorization_needs_enough_texts(fitted) -> None:
+    with pytest.raises(ValueError, match=r"within max_overhead=0.1 only \d+ of \d+ rows"):
+        fitted("memorization")
 
 
 def test_gate_without_a_monitor_is_refused(fitted) -> None:

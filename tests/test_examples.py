@@ -101,3 +101,9 @@ def test_defended_ddp(tmp_path: Path) -> None:
     local = value(done.stdout, "leakage_local/aligned_flatchat/f1 =")
     shared = value(done.stdout, "leakage/aligned_flatchat/f1 =")
     assert shared < local
+
+
+def test_the_trained_weights_give_their_texts_away(run) -> None:
+    printed = run("memorization.py")
+    last = [line for line in printed.splitlines() if line.startswith("combined")][-1]
+    assert float(last.split("AUC ")[1].split()[0]) > 0.95

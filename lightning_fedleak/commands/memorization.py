@@ -17,7 +17,6 @@ from lightning_fedleak.commands.printing import print_table, three_digits
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
-from lightning_fedleak.metrics.released import others_needed
 from lightning_fedleak.studies.memorization import Comparison, ReleasedPool, ask_both, tokenize
 
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
@@ -88,9 +87,10 @@ class MemorizationCommand(MemorizationOptions):
                 else f"{finding} Membership is UNKNOWN: give others that were drawn from the same "
                 "rows (leave_out) and --drawn, or more texts of the same kind."
             )
-        if result.n_others < (needed := others_needed(1)):
+        if result.n_others < result.needed:
             sentences.append(
-                f"'shown' is unknown: {result.n_others} others were scored, {needed} are needed."
+                f"'shown' is unknown: {result.n_others} others were scored, {result.needed} are "
+                "needed."
             )
         return sentences
 

@@ -215,15 +215,16 @@ class Engine:
         family = metric if root == WORST else None
         if root in by_root:
             attack, family = by_root[root].attack, self.series[by_root[root]].family
-            if self.series[by_root[root]].at_weights:
-                return self._weight_looks.unread({attack})
+            if self._weights is not None and self.series[by_root[root]].at_weights:
+                return self._weights.unread({attack})
             if attack not in lineup.playing:
                 why = {row.attack: row.why_not for row in lineup.rows}[attack]
                 return f"'{attack}' is not played in this run: {why}"
         if family is None:
             return None
-        if any(c.at_weights for c in self.channels if c.family == family):
-            return self._weight_looks.unread(None)
+        at_weights = any(c.at_weights for c in self.channels if c.family == family)
+        if self._weights is not None and at_weights:
+            return self._weights.unread(None)
         return lineup.unread_family(family)
 
     def others_on(self, name: str) -> str:
@@ -333,9 +334,9 @@ class Engine:
         at_weights = [channel for channel in played if channel.at_weights]
         for channel in at_weights:
             channel.keep_in(destination.folder)
-        self._weights = WeightLooks(run, at_weights, self.series)
+        self._weights = WeightLooks(run, at_weights, self.series) if at_weights else None
         played = [channel for channel in played if not channel.at_weights]
-        of_weights = self._weights.attacks
+        of_weights = [attack for channel in at_weights for attack in channel.attacks]
         in_steps = tuple(a for a in self.selection.attacks if a not in of_weights)
         lineup = Lineup(
             run, replace(self.selection, attacks=in_steps), options, played, self._refused
@@ -347,7 +348,7 @@ class Engine:
         earlier, self._earlier = self._earlier, {}
         self.fit.calibrate(calibrations)
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
-        if not self.selection.auto:
+        if self._weights is not None and not self.selection.auto:
             self.results.playing |= self._weights.series
         self.results.untested = lineup.untested
         if self.selection.auto:
@@ -435,19 +436,11 @@ class Engine:
                 channel.clear()
         self.options.cadence.next_step = run.step
         self._fit.lineup.begin(run.step)
-        self._begin_weights()
+        if self._weights is not None:
+            self._begin_weights(self._weights)
 
-    @property
-    def _weight_looks(self) -> WeightLooks:
-        """The looks at the weights of the run at work."""
-        assert self._weights is not None
-        return self._weights
-
-    def _begin_weights(self) -> None:
+    def _begin_weights(self, weights: WeightLooks) -> None:
         """Find out whom the attacks on the weights compare, and ask the base model."""
-        weights = self._weight_looks
-        if not weights.attacks:
-            return
         compared = weights.begin(choosing=self.selection.auto)
         self.results.playing |= weights.series
         watcher = self._fit.run.watcher
@@ -466,7 +459,8 @@ class Engine:
     def batch_begins(self, batch: Any) -> None:
         """Start a look where one is due, and take the truth before any defence acts."""
         self._fit.batch_starts(self._fit.run.step, batch)
-        self._weight_looks.batch_begins(batch)
+        if self._weights is not None:
+            self._weights.batch_begins(batch)
 
     def loss_computed(self, loss: Tensor) -> None:
         """Note which parameters have a term of their own in the loss, such as an L2 penalty."""
@@ -486,8 +480,8 @@ class Engine:
             RuntimeError: an optimizer stepped, and the run did not count it.
         """
         self._end_step(trained=trained)
-        if channels := self._weight_looks.due():
-            self._publish(*self._weight_looks.look(channels))
+        if self._weights is not None and (channels := self._weights.due()):
+            self._publish(*self._weights.look(channels))
 
     def _end_step(self, *, trained: bool) -> None:
         ended = self._fit.step_ends(trained)
@@ -592,8 +586,8 @@ class Engine:
 
     def training_ends(self) -> None:
         """Publish *unknown* of a run in which looks were due and none could end."""
-        if channels := self._weight_looks.due_at_end():
-            self._publish(*self._weight_looks.look(channels))
+        if self._weights is not None and (channels := self._weights.due_at_end()):
+            self._publish(*self._weights.look(channels))
         step = self._fit.run.step
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
         if missing:

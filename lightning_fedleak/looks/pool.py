@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_fedleak.anatomy import Kind
-from lightning_fedleak.batches import BatchAdapter, BatchError, TokenBatch, read_batch
+from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.canaries import TrainingRows
 from lightning_fedleak.canaries.repeats import repeated_texts
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
@@ -253,21 +252,6 @@ def _find_left_out(dataset: Any) -> Any:
             return dataset.others
         dataset = getattr(dataset, "dataset", None)
     return None
-
-
-def read_tokens(batch: Any, kind: Kind, adapter: BatchAdapter | None = None) -> TokenBatch:
-    """Return a batch's tokens, with the positions that tell texts packed into a row apart.
-
-    Args:
-        batch: as the loader gives it.
-        kind: of the model.
-        adapter: the user's own, for batches of an unknown form.
-    """
-    if adapter is not None:
-        return adapter(batch)
-    tokens = read_batch(batch, kind)
-    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
-    return tokens if positions is None else replace(tokens, position_ids=positions)
 
 
 def _row_texts(

@@ -33,6 +33,7 @@ from lightning_fedleak.metrics.released import (
     extraction_values,
     follow_one_law,
     membership_values,
+    others_needed,
     visible_tpr,
 )
 from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapshot
@@ -69,6 +70,7 @@ class Comparison:
         n_members: members that were scored.
         n_others: others that were scored.
         visible: the least TPR at 1% FPR that so many texts show with probability 0.8.
+        needed: others that ``shown`` needs.
     """
 
     values: Mapping[str, Mapping[str, float]]
@@ -76,6 +78,7 @@ class Comparison:
     n_members: int
     n_others: int
     visible: float
+    needed: int
 
     @property
     def one_law(self) -> bool:
@@ -165,6 +168,7 @@ class ReleasedPool:
             n_members,
             n_others,
             visible_tpr(n_members, n_others, look=look, alpha=alpha),
+            others_needed(look, alpha),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,16 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.batches import TokenBatch, read_batch
 from lightning_fedleak.canaries import leave_out
 from lightning_fedleak.looks import Memorization
-from lightning_fedleak.looks.pool import NoOthers, collect, read_tokens
+from lightning_fedleak.looks.pool import NoOthers, collect
 
 ALL = Memorization(max_overhead=1.0)
-read = partial(read_tokens, kind="causal")
+
+
+def read(items: dict[str, Tensor]) -> TokenBatch:
+    return replace(read_batch(items, "causal"), position_ids=items.get("position_ids"))
 
 
 def rows(n: int = 400, length: int = 16, seed: int = 0) -> list[dict[str, Tensor]]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from functools import partial
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from lightning_fedleak.attacks.memorization import (
     MemorizationGuess,
 )
 from lightning_fedleak.attacks.memorization.blind import blind_scores
+from lightning_fedleak.batches import TokenBatch, read_batch
 from lightning_fedleak.looks.channels.base import Channel, Plan
 from lightning_fedleak.looks.options import Options
-from lightning_fedleak.looks.pool import NoOthers, Pool, collect, read_tokens
+from lightning_fedleak.looks.pool import NoOthers, Pool, collect
 from lightning_fedleak.looks.run import (
     Found,
     Look,
@@ -135,7 +135,7 @@ class MemorizationChannel(Channel):
             self._pool = collect(
                 run.training_loader,
                 self.settings.memorization,
-                partial(read_tokens, kind=run.anatomy.kind, adapter=self.settings.batch_adapter),
+                self._read,
                 resumed=run.step > 0 and not self._saved,
             )
         except NoOthers as error:
@@ -186,8 +186,15 @@ class MemorizationChannel(Channel):
     def trains_on(self, batch: object) -> None:
         """Note which texts of the pool a batch holds."""
         if self._pool is not None and not self._refusal:
-            kind, adapter = self.run.anatomy.kind, self.settings.batch_adapter
-            self._pool.remember(read_tokens(batch, kind, adapter))
+            self._pool.remember(self._read(batch))
+
+    def _read(self, batch: Any) -> TokenBatch:
+        """Return a batch's tokens, with the positions that tell texts packed into a row apart."""
+        if self.settings.batch_adapter is not None:
+            return self.settings.batch_adapter(batch)
+        tokens = read_batch(batch, self.run.anatomy.kind)
+        positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+        return tokens if positions is None else replace(tokens, position_ids=positions)
 
     def is_due(self, epoch: int, share: float) -> bool:
         """Return whether the weights are looked at after this share of an epoch.

@@ -145,11 +145,12 @@ def ask_texts(model: GPT2LMHeadModel) -> Any:
     """Return a function that asks a model about the pool that the channel draws of some data."""
     from functools import partial
 
-    from lightning_fedleak.looks.pool import collect, read_tokens
+    from lightning_fedleak.batches import read_batch
+    from lightning_fedleak.looks.pool import collect
 
     def ask(data: Any) -> Any:
         loader = DataLoader(data, batch_size=8, shuffle=True)
-        drawn = collect(loader, SETTINGS, partial(read_tokens, kind="causal"))
+        drawn = collect(loader, SETTINGS, partial(read_batch, kind="causal"))
         sides: dict[bool, list[Any]] = {True: [], False: []}
         for text, inside in zip(drawn.texts, drawn.trains.tolist(), strict=True):
             sides[inside].append(text)

@@ -54,6 +54,7 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.attacks import base as attacks_base
 from lightning_fedleak.attacks.membership.base import CRAFTED
+from lightning_fedleak.attacks.memorization import MemorizationAttack
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks import Games, MonitorSettings
 from lightning_fedleak.defenses import (
@@ -70,6 +71,7 @@ from lightning_fedleak.games.client_gradients import generic_upstream
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import ActivationSnapshot, GradientSnapshot, Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.taps.tokens import Text, ask_tokens
 from lightning_fedleak.threats import DISHONEST_SERVER
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
@@ -182,7 +184,19 @@ def concrete(kind: type) -> set[type]:
 
 
 def test_every_attack_is_among_those_that_are_tried() -> None:
-    assert {type(make()) for make in ATTACKS.values()} == concrete(Attack)
+    tried = {type(make()) for make in ATTACKS.values()}
+    # Those on the trained weights compute on the CPU, on what the model says of each token.
+    assert tried == concrete(Attack) - concrete(MemorizationAttack)
+
+
+def test_a_model_on_another_device_says_the_same_of_each_token() -> None:
+    model = model_for("flatchat")
+    texts = [Text(ids, ids) for ids in torch.arange(3, 33).view(3, 10)]
+    here = ask_tokens(find_anatomy(model), texts)
+    with PretendedDevice() as device:
+        there = ask_tokens(find_anatomy(device.model(model)), texts)
+    for field in fields(here):
+        torch.testing.assert_close(getattr(there, field.name), getattr(here, field.name))
 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")

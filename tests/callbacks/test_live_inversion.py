@@ -717,7 +717,7 @@ def test_poisson_batches_of_dpsgd_are_read_and_its_empty_ones_passed_over(tmp_pa
 
 @pytest.mark.parametrize("texts", [0, -1, True, 2.0])
 def test_a_number_of_texts_must_be_positive(texts):
-    with pytest.raises(ValueError, match="texts must be a positive integer"):
+    with pytest.raises(ValueError, match="texts must be an integer of at least 1"):
         LeakageMonitor(Recording(), settings=MonitorSettings(texts=texts))
 
 

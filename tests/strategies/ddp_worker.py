@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fedleak.defenses import Defense, DefenseContext, Freeze, GradientNoise
 from lightning_fedleak.defenses.noise import standard_normal as _standard_normal
-from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.test_stages import Recorder, brute_force
 from tests.strategies.toy import ManualLM, ToyLM, fit, same, state_of
@@ -194,7 +194,7 @@ def rank_clients(
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             model, fitted = fit(strategy, build, devices=2, callbacks=[batches], **settings)
         rank, parameters = fitted.global_rank, list(model.parameters())
-        local, shared, aggregate = (tap.at(stage) for stage in Stage)
+        local, shared, aggregate = (tap.at(stage) for stage in ON_THE_WAY)
         found: dict[str, list[float]] = {"local": [], "shared": [], "aggregate": []}
         for step, weights in enumerate(tap.weights):
             micro = batches.kept[step * accumulate : (step + 1) * accumulate]
@@ -371,7 +371,7 @@ def world(_: Path) -> dict[str, Any]:
     strategy = DefendedStrategy("ddp", [GradientNoise(CLIP, SIGMA)], client="world")
     strategy.add_tap(tap)
     model, _run = fit(strategy, sgd, devices=2, callbacks=[batches])
-    local, shared, aggregate = (tap.at(stage) for stage in Stage)
+    local, shared, aggregate = (tap.at(stage) for stage in ON_THE_WAY)
     errors, noises = [], []
     for step, weights in enumerate(tap.weights):
         own = flat(brute_force(weights, [batches.kept[step]]))

@@ -47,7 +47,7 @@ from lightning_fedleak.defenses.dpsgd import step as step_checks
 from lightning_fedleak.defenses.dpsgd.factorization import banded, banded_inverse
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.processes import local_part
-from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
@@ -193,7 +193,7 @@ class Look(Callback):
         self.clip, self.norms = (clips or [CLIP])[0], list[float]()
         self.sizes: list[int] = []
         self.brute: list[Tensor] = []
-        self.stages: dict[Stage, list[Tensor]] = {stage: [] for stage in Stage}
+        self.stages: dict[Stage, list[Tensor]] = {stage: [] for stage in ON_THE_WAY}
         self.own: list[Tensor] = []
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:

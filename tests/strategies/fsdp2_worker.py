@@ -30,7 +30,7 @@ from lightning_fedleak.defenses import (
     GradientNoise,
 )
 from lightning_fedleak.defenses.processes import global_norm, local_part, shard_number
-from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
@@ -173,8 +173,8 @@ class Recorder:
     """Whole gradients by stage, this rank's shards of them, and the weights before the step."""
 
     def __init__(self) -> None:
-        self.whole: dict[Stage, list[torch.Tensor]] = {stage: [] for stage in Stage}
-        self.shards: dict[Stage, list[list[torch.Tensor]]] = {stage: [] for stage in Stage}
+        self.whole: dict[Stage, list[torch.Tensor]] = {stage: [] for stage in ON_THE_WAY}
+        self.shards: dict[Stage, list[list[torch.Tensor]]] = {stage: [] for stage in ON_THE_WAY}
         self.weights: list[list[torch.Tensor]] = []
 
     def __call__(self, stage: Stage, optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -66,6 +66,11 @@ class MemorizationChannel(Channel):
     leak = MEMORIZATION
     metrics = ("auc", "shown", "extracted", "greedy")
     charts = ("shown", "extracted")
+    ranges: ClassVar[Any] = {
+        "auc": (0.0, 1.0, 0.5),
+        "shown": (0.0, 1.0, 0.0),
+        **dict.fromkeys(("extracted", "greedy"), (-1.0, 1.0, 0.0)),
+    }
     extras = ("p_value", "extracted_others", "extracted_base", "members", "others", "alpha")
     width = 3 * len(metrics) + len(extras)
     reads_updates = True

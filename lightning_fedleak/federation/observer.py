@@ -62,6 +62,7 @@ SUM = "sum"
 """The client whose update is that of all clients together."""
 
 Side = Literal["client", "server"]
+_Spans = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,7 @@ class RoundSettings(LookSettings):
         precision: that clients train in, in the Trainer's words.
         gates: what the record says of gates.
         tensorboard: log to TensorBoard, where it is installed.
-        federation: a name that observers of one federation have alike, in whatever process they
-            are: ``fedleak report`` takes their files as of one run. Flower's mod gives one.
+        federation: a name that all observers of one federation have: one run in a report.
     """
 
     fresh: bool = True
@@ -148,8 +148,7 @@ class RoundLook:
             what is waited for is missing.
         now: the same of this round alone.
         unknown: why results are unknown, by the log name that their values begin with.
-        not_yet: why nothing can be read so far that will be later (words of a LoRA whose B is
-            zero), by that name, and by that of the worst of the family.
+        not_yet: why nothing can be read so far, by that name, and by the family's worst.
         too_few: why rates of this round alone are no judgement of it, by that name.
         seconds: that the look took.
     """
@@ -177,9 +176,7 @@ class _LookEntry:
 
 
 class RoundObserver:
-    """Attacks what clients return in the rounds of a federation, and logs how much it gives away.
-
-    ::
+    """Attacks what clients return in the rounds of a federation, and logs how much it gives away::
 
         observer = RoundObserver(model, partial(torch.optim.AdamW, lr=1e-4), local_steps=10)
         for round_ in range(rounds):
@@ -188,40 +185,33 @@ class RoundObserver:
                 observer.look(returned, client, batches=client_batches)
         observer.end()
 
-    **Who knows the truth.** Only the client holds its texts. On the client's side ``batches=`` are
-    those that its local steps were trained on, and every result is scored. A server that looks has
-    none (``batches=None``): results are *unknown*, but for what an adversary can tell by itself,
-    the certificates. A simulation holds both sides, and may hand the batches over.
+    **Who knows the truth.** Only the client holds its texts: on its side ``batches=`` are those of
+    its local steps, and every result is scored. A server that looks has none (``batches=None``):
+    results are *unknown*, but for the certificates that an adversary can check by itself.
 
     Attacks are calibrated once, on the first model that is sent, and follow those of later rounds.
-    Results go to ``leakage.jsonl`` in ``folder``, one line for each round, client and attack, to
-    ``run.jsonl``, and to TensorBoard, one run for each client. They hold numbers only. What fails
-    is *unknown* and counted in ``monitor/failures``, never 0. Rates of membership games are pooled
-    over the rounds of a client.
+    Results, numbers only, go to ``leakage.jsonl`` in ``folder``, a line for each round, client and
+    attack, to ``run.jsonl``, and to TensorBoard. What fails is *unknown* and counted in
+    ``monitor/failures``. Rates of membership games are pooled over the rounds of a client.
 
     Args:
         model: of the architecture that clients train, with ``requires_grad`` as they have it. The
             observer's own: it takes the weights of what is sent.
-        optimizer: makes the optimizer that the server prescribed, of given parameters, as
-            ``partial(torch.optim.AdamW, lr=1e-4)`` does. It is never stepped.
+        optimizer: makes the optimizer that the server prescribed; it is never stepped.
         local_steps: optimizer steps of a round.
         attacks: as :class:`~lightning_fedleak.LeakageMonitor`'s, of those that read updates.
         folder: where the files go.
         side: where the looks are made, for the record: ``"client"`` or ``"server"``.
         defenses: that act on what is returned, so that attacks know of them and the record has
             what they spend.
-        games: how membership games are played.
-        public_text: that attacks which choose themselves are calibrated on.
-        tokenizer: reads the texts of ``public_text``.
-        max_overhead: the largest share of the time of rounds that looks may take: after one that
-            was dear, rounds go by without (:meth:`due`). None looks at every round, as a gate does
-            whatever is said here. Calibration is not counted.
+        games, public_text, tokenizer: as :class:`~lightning_fedleak.LeakageMonitor`'s.
+        max_overhead: the largest share of the time of rounds that looks may take (:meth:`due`).
+            None looks at every round, as a gate always does. Calibration is not counted.
         settings: what is rarely changed: :class:`RoundSettings`.
 
     Attributes:
         engine: calibrates the attacks, and knows the names of what is logged.
         run: the federation, as attacks know it.
-        settings: as above.
         round_: number of the round at work; -1 before the first.
         next_look: by client, the first round that ``max_overhead`` lets it be looked at again.
 
@@ -261,6 +251,11 @@ class RoundObserver:
             cache=settings.cache,
         )
         self.engine = Engine(selection, options)
+        if listed := [a.name for c in self.engine.channels if c.at_weights for a in c.attacks]:
+            raise ValueError(
+                f"attack '{listed[0]}' reads trained weights and no update: play it in a "
+                "LeakageMonitor, or by `fedleak memorization` on the final model"
+            )
         self.model = model
         self.local_steps = local_steps
         self.side: Side = side
@@ -294,9 +289,7 @@ class RoundObserver:
         self._is_stale = False
         self._failures: dict[str, str] = {}
         self._clients: dict[tuple[str | int, Stage], Engine] = {}
-        self._returned: dict[
-            tuple[str | int, Stage], tuple[int, dict[str, tuple[float, float]]]
-        ] = {}
+        self._returned: dict[tuple[str | int, Stage], tuple[int, _Spans]] = {}
         self.round_ = -1
 
     # ---- a round ----------------------------------------------------------------------------
@@ -652,13 +645,7 @@ class RoundObserver:
         return worst + [n for family in results.families for n in results.headlines(family)]
 
     def never_judged(self, name: str) -> str | None:
-        """Return why no update can ever be judged by a value; None where one can.
-
-        It depends on the optimizer, the steps of a round, what is trained, and the games.
-
-        Args:
-            name: in the logs.
-        """
+        """Return why no update can ever be judged by a value's log name; None where one can."""
         return why_never_judged(self.engine, self.run, name, fresh=self.settings.fresh)
 
 

@@ -22,6 +22,7 @@ from lightning_fedleak.attacks import (
     SubspaceTexts,
     SubspaceWords,
 )
+from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings
 from lightning_fedleak.federation import SUM, RoundObserver, UpdateError, trained_state
@@ -71,6 +72,11 @@ SLOW = partial(torch.optim.SGD, lr=1e-3)
 class Stepping(CausalLMModule):
     def configure_optimizers(self):
         return SLOW(self.parameters())
+
+
+def test_an_attack_on_trained_weights_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'combined' reads trained weights and no update"):
+        observer(tmp_path, attacks=[Combined()])
 
 
 def test_a_round_is_read_as_a_monitor_reads_it(tmp_path):

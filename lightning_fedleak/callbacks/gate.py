@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
@@ -335,6 +336,27 @@ class RiskGate(EitherCallback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remember the step at which this fit starts."""
         self._first_step = trainer.global_step
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log ``leakage/choose``, for a gate on the trained weights: what to keep a checkpoint by.
+
+        It is the validation loss where the upper end of the interval at these very weights is at
+        most ``at_most``, and infinite elsewhere.
+        """
+        if not self._dependent or self._engine is None or trainer.sanity_checking:
+            return
+        engine, metrics = self._engine, trainer.callback_metrics
+        losses = (metrics.get(name) for name in engine.options.utility if name.startswith("val"))
+        loss = next((float(value) for value in losses if value is not None), None)
+        if loss is None:
+            return
+        ends = [engine.results.latest.get(f"{name}_high", math.nan) for name in self._watched]
+        known = [end for end in ends if not math.isnan(end)]
+        allowed = engine.weights_are_read() and bool(known) and max(known) <= self.at_most
+        chosen = trainer.strategy.broadcast(loss if allowed else math.inf)
+        metrics["leakage/choose"] = torch.tensor(chosen)
+        for logger in trainer.loggers:
+            logger.log_metrics({"leakage/choose": chosen}, step=trainer.global_step)
 
     def _check_looks(self, engine: Engine, clients: int) -> None:
         """Refuse a rate that is never known, or only after the gate has acted on its absence."""

@@ -184,6 +184,10 @@ class Engine:
         channel = self._channel_of(name)
         return None if channel is None else channel.never_known(name.rpartition("/")[2])
 
+    def weights_are_read(self) -> bool:
+        """Return whether the newest look at the weights was at those of this very step."""
+        return self._weights is not None and self._weights.looked_at == self._fit.run.step
+
     def accounts(self) -> bool:
         """Return whether a defence of the run accounts for what it releases."""
         return bool(accounting(self._fit.run.defenses))

@@ -23,6 +23,7 @@ class WeightLooks:
 
     Attributes:
         refused: why attacks are not played, by their names.
+        looked_at: step of the newest look; None before the first.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class WeightLooks:
         self._channels = tuple(channels)
         self._series = {s: c for s, c in series.items() if c in self._channels}
         self._exchange = Exchange(run, series)
-        self._looked: int | None = None
+        self.looked_at: int | None = None
         self.refused: dict[str, str] = {}
 
     @property
@@ -107,13 +108,13 @@ class WeightLooks:
 
     def due_at_end(self) -> list[Channel]:
         """Return the channels that look when training ends, unless they have just done so."""
-        if self._looked == self._run.step:
+        if self.looked_at == self._run.step:
             return []
         return [channel for channel in self._channels if channel.attacks]
 
     def look(self, channels: Sequence[Channel]) -> tuple[Look, dict[Series, Outcome]]:
         """Return a look at the weights as they are, with its outcomes."""
-        self._looked = self._run.step
+        self.looked_at = self._run.step
         scope = frozenset(s for s in self.series if self._series[s] in channels)
         look = Look(self._run.step, scope=scope)
         results: dict[Series, Result] = {}

@@ -300,3 +300,34 @@ def test_under_dp_a_gate_on_private_texts_is_outside_of_epsilon(
         return
     with pytest.raises(ValueError, match="outside_epsilon=True"):
         fit([watching, gate], strategy=strategy, max_epochs=1)
+
+
+def test_the_checkpoint_is_chosen_among_those_that_leak_little(tmp_path: Path) -> None:
+    """By the loss alone the last epoch would be kept; its interval reaches above the threshold."""
+
+    class Validated(CausalLMModule):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", -float(self.trainer.global_step))  # falls at every epoch
+
+    watching = LeakageMonitor(
+        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=SETTINGS)
+    )
+    gate = RiskGate("leakage/combined/auc", at_most=0.95, action="warn")
+    keep = ModelCheckpoint(tmp_path / "kept", monitor="leakage/choose", mode="min")
+    L.seed_everything(0)
+    data, others = leave_out(rows(), 140, seed=1)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        callbacks=[watching, gate, keep],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loaders = DataLoader(data, batch_size=8, shuffle=True), DataLoader(others, batch_size=8)
+    trainer.fit(Validated(tiny(), 1e-2, "adamw"), *loaders)
+    highs = {line["step"]: line["metrics"]["auc"]["high"] for line in lines(tmp_path)}
+    epochs = [33, 66, 99]
+    allowed = [step for step in epochs if highs[step] <= 0.95]
+    assert 0 < len(allowed) < 3
+    assert keep.best_model_score == -max(allowed)

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
@@ -25,6 +26,7 @@ from lightning_fedleak.studies.memorization import ReleasedPool
 from lightning_fedleak.taps.tokens import ask_tokens
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.notices import announced
+from tests.helpers.processes import two_processes
 
 SETTINGS = Memorization(max_overhead=1.0)
 
@@ -108,6 +110,23 @@ def test_training_is_the_same_with_and_without(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     for first, second in zip(watched.parameters(), alone.parameters(), strict=True):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lora_with_dropout_is_trained_the_same_and_read(tmp_path: Path, precision: str) -> None:
+    def adapted() -> Any:
+        config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules=["c_attn", "c_fc"])
+        model = tiny()
+        torch.manual_seed(1)
+        return get_peft_model(model, config)
+
+    watching = monitor(tmp_path)
+    _, watched = fit([watching], adapted(), precision=precision, max_epochs=2)
+    _, alone = fit([], adapted(), precision=precision, max_epochs=2)
+    for first, second in zip(watched.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(first, second)
+    assert watching.failures == 0
+    assert watching.latest["leakage/combined/auc"] > 0.5
 
 
 def test_rows_to_come_are_controls_in_the_first_epoch_only(tmp_path: Path) -> None:
@@ -331,3 +350,23 @@ def test_the_checkpoint_is_chosen_among_those_that_leak_little(tmp_path: Path) -
     allowed = [step for step in epochs if highs[step] <= 0.95]
     assert 0 < len(allowed) < 3
     assert keep.best_model_score == -max(allowed)
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+def test_two_processes_ask_half_of_the_texts_each_and_know_the_same(tmp_path: Path) -> None:
+    first, second = two_processes("tests.looks.channels.memorization_worker", tmp_path)
+    # The others get a number for every metric of the family, unknown for those of other attacks.
+    shared = {name: second["latest"][name] for name in first["latest"]}
+    assert first["latest"] == pytest.approx(shared, nan_ok=True)
+    assert first["base"] == pytest.approx(second["base"])
+    assert first["failures"] == second["failures"] == 0
+    assert first["seen"] == second["seen"] == 108
+    assert first["weights"] == second["weights"]
+    assert 0.5 < first["latest"]["leakage/combined/auc"] <= 1
+    assert len(lines(tmp_path)) == first["looks"]
+    data = leave_out(rows(), 140, seed=1)[0]
+    pool, answers = ask_texts(tiny())(data)
+    alone = sorted(answers.log_probs.double().sum(1).tolist())
+    assert sorted(first["base"]) == pytest.approx(alone, abs=1e-4)
+    assert len(pool.texts) == len(first["base"])

@@ -59,7 +59,7 @@ class PublicText:
     Raises:
         ValueError: there is no text, or strings without a tokenizer, or another number of targets.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_fedleak import PublicText
         >>> text = PublicText([[5, 6, 7], [8, 9]])  # token ids; or strings and tokenizer=

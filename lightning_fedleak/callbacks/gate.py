@@ -82,7 +82,7 @@ class RiskGate(EitherCallback):
     of ``alpha``), and as the largest possible value for ``"upper"``. A fit in which a strict gate
     never had a result ends as *unknown*: the gate acts then, whatever ``patience`` and ``warmup``.
 
-    Example:
+    Examples:
         >>> import lightning as L
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel

@@ -253,7 +253,7 @@ class LeakageMonitor(EitherCallback):
     bit-identical to the run without the monitor. An attack that fails is counted in
     ``monitor/failures`` and its metrics read NaN (*unknown*), never 0.
 
-    Example:
+    Examples:
         >>> import lightning as L
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel

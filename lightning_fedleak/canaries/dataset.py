@@ -180,7 +180,7 @@ def with_canaries(
     Canaries must not occur in the data anyway. How many were included shows in the length of the
     data (not with ``game="replace"``), which ones does not.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_fedleak import with_canaries
         >>> texts = [torch.tensor([n, n + 1, n + 2]) for n in range(10)]

@@ -97,7 +97,7 @@ class CanaryGradient:
 class DefenseError(ValueError):
     """A defence cannot hold its guarantee in this setting; says what to change.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import DefenseError, Freeze
         >>> try:
         ...     Freeze()
@@ -149,7 +149,7 @@ class DefenseContext:
 class Defense(ABC):
     """A defence. Every hook is optional; a subclass sets ``name`` and ``guarantee``.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import DefendedStrategy, Defense
         >>> class Sign(Defense):
         ...     name = "sign"

@@ -29,7 +29,7 @@ class Freeze(Defense):
     the fit ends get back what they were when it began. FSDP2 keeps whole copies of parameters that
     do not follow: build a sharded module again for the next fit.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import DefendedStrategy, Freeze
         >>> freeze = Freeze("head+embeddings", parameters=["*.wpe.*"])
         >>> strategy = DefendedStrategy("auto", defenses=[freeze])

@@ -64,7 +64,7 @@ class GradientNoise(HardenedNoise):
     Neither is a cryptographic generator. Each release waits once for
     the device: the norm must be known to be finite before anything leaves.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import DefendedStrategy, GradientNoise
         >>> noise = GradientNoise(clip=1.0, sigma=5.0)
         >>> strategy = DefendedStrategy("auto", defenses=[noise])

@@ -204,7 +204,9 @@ class RoundObserver:
         side: where the looks are made, for the record: ``"client"`` or ``"server"``.
         defenses: that act on what is returned, so that attacks know of them and the record has
             what they spend.
-        games, public_text, tokenizer: as :class:`~lightning_fedleak.LeakageMonitor`'s.
+        games: how membership games are played.
+        public_text: that attacks which choose themselves are calibrated on.
+        tokenizer: reads the texts of ``public_text``.
         max_overhead: the largest share of the time of rounds that looks may take (:meth:`due`).
             None looks at every round, as a gate always does. Calibration is not counted.
         settings: what is rarely changed: :class:`RoundSettings`.

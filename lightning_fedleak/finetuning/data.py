@@ -115,7 +115,7 @@ class TextBatches(LightningDataModule):
         ValueError: an argument is out of its range.
         TypeError: in a fit, the Trainer is of the other package.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak.finetuning import TextDataModule
         >>> data = TextDataModule(batch_size=4, length=32)
         >>> data.setup()

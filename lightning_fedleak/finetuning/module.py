@@ -57,7 +57,7 @@ class NextTokenTraining(LightningModule):
         SourceError: the model cannot be loaded, or has nothing that ``peft`` could train.
         ImportError: ``peft="lora"`` without the package peft.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak.finetuning import CausalLMFineTuning
         >>> module = CausalLMFineTuning(lr=1e-3)
         >>> type(module.configure_optimizers()).__name__

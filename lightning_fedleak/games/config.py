@@ -61,7 +61,7 @@ class GameConfig:
     Raises:
         GameError: a value out of range, or two that exclude each other.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak.games import GameConfig
         >>> config = GameConfig(games=100, batch=8, relation="add_remove")
         >>> config.gradients

@@ -35,7 +35,7 @@ class SentencePool:
     Raises:
         GameError: fewer than 2 distinct rows remain, or ``tokens < at_least``.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak.games import SentencePool
         >>> pool = SentencePool([[5, 6, 7], [5, 6, 7], [8, 9]], tokens=8)
         >>> len(pool), pool.duplicates

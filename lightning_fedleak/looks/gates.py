@@ -57,7 +57,7 @@ def _log_is_on_stderr() -> bool:
 class LeakageLimitExceeded(RuntimeError):
     """A gate with ``action="raise"`` found more leakage than it allows.
 
-    Example:
+    Examples:
         >>> import lightning as L
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel

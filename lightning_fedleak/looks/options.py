@@ -37,7 +37,7 @@ Reduction = Literal["max", "mean"]
 class Games:
     """How a :class:`LeakageMonitor` plays membership games: ``LeakageMonitor(games=Games(...))``.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import FCMembership, Games, LeakageMonitor, PublicText
         >>> texts = PublicText([[5, 8, 2, 7], [7, 1, 3, 4]])  # ids; strings need a tokenizer
         >>> monitor = LeakageMonitor([FCMembership(1)], games=Games(targets=8, held_out=texts))

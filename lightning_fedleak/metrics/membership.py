@@ -130,7 +130,7 @@ class MembershipInference(Metric):
     ``compute()`` returns each of ``RATES``, each also with ``_low`` and ``_high``: scalars on the
     CPU, NaN where unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_fedleak.metrics import MembershipInference
         >>> metric = MembershipInference()

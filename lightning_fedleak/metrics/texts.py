@@ -302,7 +302,7 @@ class TextReconstruction(Metric):
     ``compute()`` returns each of ``RECONSTRUCTION_RATES``, each also with ``_low`` and ``_high``:
     scalars on the CPU, NaN where unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_fedleak.metrics import TextReconstruction
         >>> metric = TextReconstruction()

@@ -41,7 +41,7 @@ class WordRecovery(Metric):
     ``compute()`` returns ``precision``, ``recall``, ``f1``, each also with ``_low`` and ``_high``,
     ``type_count_error``, ``certified`` and ``capacity``: scalars on the CPU, NaN where unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_fedleak.attacks.base import WordGuess
         >>> from lightning_fedleak.metrics import WordRecovery

@@ -83,7 +83,7 @@ def split_model(
         SplitError: the model cannot be cut at this layer, or its parts compute something else.
         ValueError: it has no such layer.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from lightning_fedleak.split import split_model
         >>> config = LlamaConfig(

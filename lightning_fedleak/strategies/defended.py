@@ -57,7 +57,7 @@ class DefendedStrategy(EitherStrategy):
     From then on the object is also one of that strategy's class, an instance of ``DDPStrategy``
     say: of ``lightning`` or of ``pytorch_lightning``, as the Trainer is.
 
-    Example:
+    Examples:
         >>> import lightning as L
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel

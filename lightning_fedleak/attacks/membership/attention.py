@@ -124,7 +124,7 @@ class AttentionMembership(MembershipAttack):
     Raises:
         ValueError: a setting outside of its range, or two that exclude each other.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak.attacks import AttentionMembership
         >>> public = [[5, 6, 7, 8], [9, 8, 7, 6]]  # token ids, or strings with tokenizer=
         >>> attack = AttentionMembership(layer=1, public_text=public, batch=8)

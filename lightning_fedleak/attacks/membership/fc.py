@@ -134,7 +134,7 @@ class FCMembership(MembershipAttack):
     Raises:
         ValueError: a setting outside of its range.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak.attacks import FCMembership
         >>> attack = FCMembership(layer=1)
         >>> attack.rungs, attack.guess_rung

@@ -91,7 +91,7 @@ class GradientMembership(PassiveMembership):
     Raises:
         ValueError: a number out of range, or no public text.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak.attacks import GradientMembership
         >>> attack = GradientMembership(public_rows=16, tokens=32)
         >>> attack.config()["controls"]

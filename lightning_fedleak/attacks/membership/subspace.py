@@ -74,7 +74,7 @@ class SubspaceMembership(PassiveMembership):
     Raises:
         ValueError: a number out of range, or no public text.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak.attacks import SubspaceMembership
         >>> attack = SubspaceMembership(blocks=6)
         >>> attack.config()["blocks"]

@@ -299,7 +299,7 @@ class TrainedMembership(MembershipAttack):
     Raises:
         ValueError: a setting outside of its range.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak.attacks import TrainedMembership
         >>> public = [[5, 6, 7, 8], [9, 8, 7, 6]]  # token ids, or strings with tokenizer=
         >>> TrainedMembership(layer=1, public_text=public).rungs

@@ -69,7 +69,7 @@ class BeamFromWords(GradientTextAttack):
         ValueError: a number out of range.
         TypeError: ``words`` is no attack.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import BeamFromWords, LeakageMonitor
         >>> attack = BeamFromWords(length=16, texts=4, budget_seconds=60.0)
         >>> monitor = LeakageMonitor([attack], every_n_steps=100)

@@ -192,7 +192,7 @@ class DescentSettings:
     Raises:
         ValueError: a setting out of range.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent
         >>> paper = DescentSettings(stop="cosine", weighting="paper")
         >>> attack = EmbeddingDescent(layer=3, likeness="cosine", initial="mean", descent=paper)

@@ -160,7 +160,7 @@ class EmbeddingDescent(DescentAttack):
     Raises:
         ValueError: a setting out of range; at :meth:`prepare`, token ids that the model lacks.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import EmbeddingDescent, LeakageMonitor
         >>> attack = EmbeddingDescent(layer=3, steps=300, budget_seconds=20.0)
         >>> monitor = LeakageMonitor([attack], every_n_steps=100)

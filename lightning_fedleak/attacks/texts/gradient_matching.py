@@ -69,7 +69,7 @@ class MatchingSettings:
     Raises:
         ValueError: a number out of range.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak.attacks import GradientMatching, MatchingSettings
         >>> attack = GradientMatching(1, 16, matching=MatchingSettings(starts=5, swaps=0))
     """
@@ -145,7 +145,7 @@ class GradientMatching(GradientTextAttack):
     Raises:
         ValueError: a number out of range, or an unknown word.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import GradientMatching, LeakageMonitor
         >>> attack = GradientMatching.lamp(texts=1, length=16, budget_seconds=60.0)
         >>> monitor = LeakageMonitor([attack], every_n_steps=100)

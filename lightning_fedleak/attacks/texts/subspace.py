@@ -93,7 +93,7 @@ class SubspaceTexts(GradientTextAttack):
     Raises:
         ValueError: a number out of range.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import LeakageMonitor, SubspaceTexts
         >>> monitor = LeakageMonitor([SubspaceTexts(budget_seconds=30.0)], every_n_steps=100)
     """

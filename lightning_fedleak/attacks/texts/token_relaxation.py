@@ -37,7 +37,7 @@ class TokenRelaxation(DescentAttack):
     Raises:
         ValueError: a setting out of range.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import LeakageMonitor, TokenRelaxation
         >>> attack = TokenRelaxation(layer=3, steps=300, budget_seconds=20.0)
         >>> monitor = LeakageMonitor([attack], every_n_steps=100)

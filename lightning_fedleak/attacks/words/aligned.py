@@ -109,7 +109,7 @@ class AlignedFlatChat(Attack):
     Raises:
         ValueError: an argument is out of range, or there is no public text.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from lightning_fedleak import AlignedFlatChat

@@ -82,7 +82,7 @@ class BagOfWords(Attack):
     Raises:
         ThreatModelError: at setup, if head and embedding are one matrix.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch import nn
         >>> from lightning_fedleak import BagOfWords
@@ -254,7 +254,7 @@ class BiasSign(Attack):
     Raises:
         ThreatModelError: at setup, if the head has no bias.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_fedleak import BiasSign
         >>> from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage

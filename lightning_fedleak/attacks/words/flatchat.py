@@ -309,7 +309,7 @@ class FlatChat(Attack):
     Raises:
         ValueError: an argument is out of range, or both numbers of types are set.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_fedleak import FlatChat
         >>> from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage

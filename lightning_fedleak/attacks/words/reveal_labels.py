@@ -147,7 +147,7 @@ class RevealLabels(Attack):
     Raises:
         ValueError: ``max_seconds`` is not positive.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_fedleak.attacks.words.reveal_labels import reveal_labels
         >>> generator = torch.Generator().manual_seed(0)

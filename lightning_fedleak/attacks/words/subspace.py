@@ -83,7 +83,7 @@ class SubspaceWords(Attack):
     Raises:
         ValueError: ``capacity_seconds`` is negative, or the text cannot be read.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from lightning_fedleak import SubspaceWords

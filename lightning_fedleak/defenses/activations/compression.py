@@ -39,7 +39,7 @@ class ActivationCompression(ActivationDefense):
     Both are linear, and so is the gradient's way back: through the projection, and zero at dropped
     positions. Numbers are computed in float32 (float64 for such states), whatever autocast says.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import ActivationCompression, DefendedStrategy
         >>> compression = ActivationCompression(layer=2, keep_dims=64)
         >>> strategy = DefendedStrategy("auto", defenses=[compression])

@@ -49,7 +49,7 @@ class ActivationNoise(ActivationDefense, HardenedNoise):
     kernels of other devices may not repeat themselves to the last bit: there the nearest states of
     the step count, so that no text decides whether a run goes on.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import ActivationNoise, DefendedStrategy
         >>> noise = ActivationNoise(layer=2, sigma=4.0, clip=10.0)
         >>> strategy = DefendedStrategy("auto", defenses=[noise])

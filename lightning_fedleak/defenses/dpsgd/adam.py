@@ -28,7 +28,7 @@ class DPAdamBC(Optimizer):
     with every release, for each layer. Without noise it is AdamW. Return it from
     ``configure_optimizers``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_fedleak import DPAdamBC
         >>> optimizer = DPAdamBC(torch.nn.Linear(4, 2).parameters(), lr=1e-3)

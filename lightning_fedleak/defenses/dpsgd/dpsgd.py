@@ -69,7 +69,7 @@ class DPSGD(BudgetedDefense):
     release. ``docs/dpsgd.md`` says what the guarantee covers, what is refused and why, what it
     costs, and how several processes train as one client.
 
-    Example:
+    Examples:
         >>> import lightning as L
         >>> from lightning_fedleak import DPSGD, DefendedStrategy
         >>> defense = DPSGD(max_grad_norm=1.0, target_epsilon=8, target_delta=1e-5)

@@ -496,7 +496,7 @@ def mean_of_sample_means(
     DPSGD corrects that where such a mean is all of the loss. A sample without labels has a loss of
     zero.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_fedleak import mean_of_sample_means
         >>> logits, labels = torch.zeros(2, 5, 10), torch.ones(2, 5, dtype=torch.long)

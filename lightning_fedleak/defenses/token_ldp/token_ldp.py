@@ -194,7 +194,7 @@ class TokenLDP(Defense):
     replayed after a resume. It is drawn on the CPU (SHAKE-128 with a secret 256-bit key) on every
     device, so that a batch on another device waits for it once.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import DefendedStrategy, TokenLDP
         >>> defense = TokenLDP("grr", epsilon=8.0, per="token")
         >>> strategy = DefendedStrategy("auto", defenses=[defense])

@@ -112,7 +112,7 @@ class PrefixSettings:
     Raises:
         ValueError: a setting out of range.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak.attacks import PrefixInversion, PrefixSettings
         >>> attack = PrefixInversion(3, None, settings=PrefixSettings(refresh_every=10))
     """
@@ -168,7 +168,7 @@ class PrefixInversion(InversionAttack):
     Raises:
         ValueError: a setting out of range.
 
-    Example:
+    Examples:
         >>> from lightning_fedleak import LeakageMonitor, PrefixInversion
         >>> attack = PrefixInversion(layer=3, public_text=None, budget_seconds=10.0)
         >>> monitor = LeakageMonitor([attack], every_n_steps=100)

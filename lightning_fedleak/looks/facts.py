@@ -60,7 +60,11 @@ def facts_of(
             released; empty where it begins with no checkpoint.
     """
     leaks = {one.attack: channel.leak for one, channel in series.items()}
-    played = {plan.attack.name: plan for plan in lineup.plans}
+    plans = list(lineup.plans)
+    for channel in dict.fromkeys(series.values()):
+        if channel.at_weights:  # whom these compare is found out after the line-up
+            plans += [channel.plan(attack) for attack in channel.attacks]
+    played = {plan.attack.name: plan for plan in plans}
     return BeginLine(
         run="",
         fit=fit,

@@ -153,6 +153,32 @@ def visible_tpr(
     return float(beta.ppf(POWER, needed, n_members - needed + 1))
 
 
+def visible_excess(n_members: int, n_others: int, others_hits: int, *, alpha: float) -> float:
+    """Return the least share of members whose excess is shown above 0 with probability 0.8.
+
+    Args:
+        n_members: texts that were trained on, and asked about.
+        n_others: texts that were not trained on, and asked about.
+        others_hits: others of which the tokens were extracted.
+        alpha: probability of error of the look's interval.
+
+    Returns:
+        The share; 1 where no number of members would be enough.
+    """
+    if not n_members or not n_others:
+        return 1.0
+    other = proportion(others_hits, n_others, 1 - alpha)
+    needed = next(
+        (
+            hits
+            for hits in range(n_members + 1)
+            if _difference(proportion(hits, n_members, 1 - alpha), other).low > 0
+        ),
+        None,
+    )
+    return 1.0 if needed is None else float(beta.ppf(POWER, needed, n_members - needed + 1))
+
+
 def membership_values(
     scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05, fpr: float = FPR
 ) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from lightning_fedleak.records.fields import Record, Share
@@ -29,6 +29,7 @@ class Family(Record):
         untested: what to do where no attack of it was played; ``{watcher}`` is the class that
             would play it.
         terms: what its words and metrics mean.
+        excesses: metrics that stand for attacks without the headline. Guessing reaches 0.
     """
 
     name: str
@@ -41,6 +42,16 @@ class Family(Record):
     little: str = ""
     untested: str = ""
     terms: Mapping[str, str] = field(default_factory=dict)
+    excesses: tuple[str, ...] = ()
+
+    def headline_of(self, metrics: Collection[str]) -> str:
+        """Return the metric that stands for an attack that has these metrics."""
+        names = (self.headline, *self.excesses)
+        return next((name for name in names if name in metrics), self.headline)
+
+    def chance_of(self, metric: str) -> float:
+        """Return the value that guessing reaches of the headline or an excess."""
+        return 0.0 if metric in self.excesses else self.chance
 
     @property
     def shown_metrics(self) -> tuple[str, ...]:
@@ -133,14 +144,17 @@ MEMORIZATION = Family(
     sentences=(
         "tell texts that the trained model has seen from others with an AUC of {auc}, where "
         "guessing has {chance}",
+        "have it write passages of its training texts; the share of these lies {extracted} above "
+        "that of texts it never saw",
     ),
     untested="Test what the trained model itself has memorized: {watcher}(attacks=[Combined()]).",
     terms={
         "Shown": "The share of the training texts that is found for certain, at 95% confidence, "
         "while at most 1 in 100 other texts is taken for one. Unknown with fewer than 437 others.",
-        "Extracted": "How many more training texts than others hold 16 tokens in a row that the "
-        "model would write in 10,000 samples, as a share.",
+        "Extracted": "How many more training texts than others, as a share, hold a run of tokens "
+        "(16 by default) that the model would write in 10,000 samples. Below 0: more others do.",
     },
+    excesses=("extracted",),
 )
 
 STANDARD_FAMILIES = (WORDS, MEMBERSHIP, TEXTS, MEMORIZATION)

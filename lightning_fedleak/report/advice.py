@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_fedleak.records import STANDARD_FAMILIES
-from lightning_fedleak.report.attacks import AttackSummary
+from lightning_fedleak.report.attacks import RELEASED, AttackSummary
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.logs import grouped
 from lightning_fedleak.report.wording import TRUST
@@ -37,7 +37,7 @@ def next_steps(fits: Sequence[FitSummary]) -> list[str]:
         for fit in fits
         for step in topic(fit)
     ]
-    if fits:
+    if fits and not all(any(a.stage == RELEASED and a.looks for a in f.attacks) for f in fits):
         steps.append(
             "Test the trained model before it is released: put canary texts into the training data "
             "(with_canaries) and score them (CanaryScorer)."
@@ -64,7 +64,12 @@ def _against_reading(fit: FitSummary) -> Iterator[str]:
             f"Against what was read ({' and '.join(titles.values())}): {noise}. Larger batches "
             "give away less of each text. Then compare both runs: fedleak compare BEFORE AFTER."
         )
-    elif not private and fit.recorded:
+    if any(a.stage == RELEASED and a.above_chance > NEXT_TO_NONE for a in fit.attacks):
+        yield (
+            "Against what the trained model gives away: train for fewer epochs, or with DPSGD, and "
+            "test it again."
+        )
+    elif not titles and not private and fit.recorded:
         yield f"Low numbers guarantee nothing. For a guarantee, defend what leaves: {defense}."
     if fit.gates is not None and (unwatched := [f for f in titles if not _is_watched(fit, f)]):
         gate = "RoundGate" if fit.unit == "round" else "RiskGate"
@@ -87,7 +92,17 @@ def _to_measure(fit: FitSummary) -> Iterator[str]:
     for name, reason in fit.not_played.items():
         if "=" in reason:  # the reason names an argument
             yield f"Have {name} played: {reason}."
-    unsure = [a for a in fit.attacks if a.conclusive is False]
+    unsure = [a for a in fit.attacks if a.conclusive is False and a.stage != RELEASED]
+    few_others = [
+        a
+        for a in fit.attacks
+        if a.stage == RELEASED and a.looks and "shown" in a.rates and a.rates["shown"] is None
+    ]
+    if few_others:
+        yield (
+            f"Let {_names(few_others)} show what the trained model gives away: leave more texts "
+            "out of the training (train, others = leave_out(dataset, n))."
+        )
     if unsure:
         yield (
             f"Narrow the interval of {_names(unsure)}, which includes guessing: "

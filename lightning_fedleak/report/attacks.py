@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from lightning_fedleak.records import (
+    MEMORIZATION,
     STANDARD_FAMILIES,
     AttackFacts,
     Family,
@@ -20,6 +21,8 @@ from lightning_fedleak.report.wording import NOT_RECORDED
 
 SUM = "sum"
 """The client whose update is that of all together."""
+RELEASED = "released"
+"""The stage of the trained model."""
 CHOOSES = "chooses"
 """Begins the abilities that a server has only if it is dishonest."""
 WITHHOLDING = ("withheld", "raise")
@@ -72,6 +75,7 @@ class AttackSummary:
         last_client: whose it is.
         rates: the latest value of each metric that the family shows.
         means: the mean of each.
+        visible: the smallest rate that the latest look could have seen; None where not recorded.
         certified: share of the looks at which the attack's own check held; None without a check.
         above_chance: how far above guessing it read, up to 1; -1 where that is unknown.
         conclusive: whether the last interval leaves guessing out; None where that does not apply.
@@ -101,6 +105,7 @@ class AttackSummary:
     last_client: str | None
     rates: Mapping[str, MetricValue | None]
     means: Mapping[str, float | None]
+    visible: float | None
     certified: float | None
     above_chance: float = -1.0
     conclusive: bool | None = None
@@ -169,6 +174,8 @@ class FitResults:
         family = None if begin is None else begin.family_of(attack)
         if family is not None:
             return family
+        if any(line.stage == RELEASED for line in lines):
+            return MEMORIZATION
         metrics = {name for line in lines for name in line.metrics}
         return next((one for one in STANDARD_FAMILIES if one.headline in metrics), UNKNOWN_FAMILY)
 
@@ -184,7 +191,11 @@ class FitResults:
     def _attack(self, name: str, stage: str, lines: Sequence[ResultLine]) -> AttackSummary:
         facts = self._facts.get(name, AttackFacts(name=name, family=""))
         family = self.family(name, lines)
-        headline = family.headline
+        measured = {metric for line in lines for metric in line.metrics}
+        headline = family.headline_of(measured)
+        # An attack on the trained model has rates of membership or of extraction.
+        absent = set(family.shown_metrics) - measured if stage == RELEASED and measured else set()
+        metrics = [metric for metric in family.shown_metrics if metric not in absent]
         total = self._client(lines, headline)
         clients = self._by_client(lines, headline) if self.several else {}
         has_worst = stage != "aggregate" and len(clients) > 1
@@ -200,7 +211,7 @@ class FitResults:
             stage=stage,
             family=family,
             headline=headline,
-            chance=family.chance,
+            chance=family.chance_of(headline),
             adversary=facts.adversary or NOT_RECORDED,
             dishonest=_is_dishonest(facts),
             reads=list(facts.reads),
@@ -218,8 +229,9 @@ class FitResults:
             last=None if last is None else last.metric(headline),
             last_n=None if last is None else last.n,
             last_client=None if last is None or len(clients) < 2 else str(last.client),
-            rates={m: last.metric(m) if last else None for m in family.shown_metrics},
-            means={m: _mean_of(shared, m) for m in family.shown_metrics},
+            rates={m: last.metric(m) if last else None for m in metrics},
+            means={m: _mean_of(shared, m) for m in metrics},
+            visible=None if last is None else last.value("visible"),
             certified=mean(_numbers(line.value("certified") for line in sent)),
         )
         return replace(
@@ -260,14 +272,14 @@ class FitResults:
     def headlines(self) -> dict[str, dict[str, Points]]:
         """Return the headline of each attack over the steps, by client; None is unknown.
 
-        A single client, at what was shared, has the name "". Of several there is a line for each,
-        and for their sum where it was measured; without updates that did not leave.
+        A single client, at what was shared or released, has the name "". Of several there is a line
+        for each, and for their sum where it was measured; without updates that did not leave.
         """
-        stages = ("shared", "aggregate") if self.several else ("shared",)
+        stages = ("shared", RELEASED, *(["aggregate"] if self.several else []))
         series: dict[str, dict[str, Points]] = {}
         for line in self.without_withheld(self.lines):
             if line.stage in stages:
-                headline = self.family(line.attack, [line]).headline
+                headline = self.family(line.attack, [line]).headline_of(line.metrics)
                 client = str(line.client) if self.several else ""
                 points = series.setdefault(line.attack, {}).setdefault(client, [])
                 points.append((line.step, line.value_of_this_look(headline)))
@@ -346,7 +358,7 @@ def _samples(lines: Sequence[ResultLine], headline: str) -> int:
     single = 0
     for line in lines:
         n = line.n or 0
-        if line.is_pooled(headline):
+        if line.is_pooled(headline) or line.stage == RELEASED:  # the same texts at every look
             client = str(line.client)
             pooled[client] = max(pooled.get(client, 0), n)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from markupsafe import Markup, escape
 
@@ -104,7 +104,7 @@ def lines(
 
 
 def intervals(attacks: Sequence[AttackSummary], *, label: str) -> Markup:
-    """Return a picture of the last value of each attack, with its interval, from 0 to 1.
+    """Return a picture of the last value of each attack, with its interval, up to 1.
 
     Args:
         attacks: in the order of the lines.
@@ -114,7 +114,8 @@ def intervals(attacks: Sequence[AttackSummary], *, label: str) -> Markup:
         return Markup('<p class="unknown">no attack was played</p>')
     step = 36
     height = TOP + step * len(attacks) + BOTTOM
-    x_scale = _scale(0.0, 1.0, RIGHT, WIDTH - RIGHT)
+    ends_of_all = (x for a in attacks if a.last for x in (a.last.low, a.last.value))
+    x_scale = _scale(lowest(ends_of_all), 1.0, RIGHT, WIDTH - RIGHT)
     parts = []
     for tick in (0, 0.25, 0.5, 0.75, 1):
         x = x_scale(tick)
@@ -178,6 +179,11 @@ def _axes(
     for step in (one for one in steps if one == int(one)):
         x = x_scale(step)
         yield f'<text x="{x:.1f}" y="{height - 10}" text-anchor="middle">{step:g}</text>'
+
+
+def lowest(values: Iterable[float | None]) -> float:
+    """Return where an axis of rates begins: 0, or lower for an excess over others below it."""
+    return max(-1.0, min((value for value in values if value is not None and value < 0), default=0))
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Scale:

@@ -20,6 +20,7 @@ from lightning_fedleak.records import (
     named,
 )
 from lightning_fedleak.report.attacks import (
+    RELEASED,
     SUM,
     AttackSummary,
     ClientRow,
@@ -27,6 +28,7 @@ from lightning_fedleak.report.attacks import (
     Points,
 )
 from lightning_fedleak.report.bounds import Allowance, allowances
+from lightning_fedleak.report.edpb import NamedAttack, named_attacks
 from lightning_fedleak.report.logs import FitLog, grouped, merge_monitors
 from lightning_fedleak.report.privacy import (
     CLIENT,
@@ -97,6 +99,7 @@ class FitSummary:
         decisions: of gates.
         not_played: attacks that were left out, and why.
         not_tested: what nobody tried, in sentences.
+        named_attacks: those of EDPB Opinion 28/2024, paragraph 55.
     """
 
     name: str
@@ -128,6 +131,7 @@ class FitSummary:
     decisions: Sequence[GateDecision]
     not_played: Mapping[str, str]
     not_tested: Sequence[str]
+    named_attacks: Sequence[NamedAttack] = named("edpb_28_2024_par_55")
 
 
 def fit_summaries(
@@ -188,6 +192,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         decisions=[line.decision for line in log.decisions],
         not_played=not_played,
         not_tested=_not_tested(log, attacks, not_played),
+        named_attacks=named_attacks(attacks),
     )
     return summary, problems
 
@@ -316,13 +321,19 @@ def _rule(gate: GateFacts) -> GateRule:
 
 
 def _not_played(log: FitLog) -> Sequence[NotPlayed]:
-    """Return the attacks that were left out; where that was not recorded, by their own lines."""
-    if log.begin is not None and log.begin.not_played is not None:
-        return log.begin.not_played
+    """Return the attacks that were left out, as recorded and by their own lines.
+
+    Those on the trained weights are refused after the record has begun.
+    """
+    recorded = (log.begin.not_played if log.begin is not None else None) or ()
+    played = {line.attack for line in log.results if line.reason_not_played is None}
     return [
-        NotPlayed(name=line.attack, reason=line.reason_not_played)
-        for line in log.results
-        if line.reason_not_played is not None
+        *(
+            NotPlayed(name=line.attack, reason=line.reason_not_played)
+            for line in log.results
+            if line.reason_not_played is not None and line.attack not in played
+        ),
+        *recorded,
     ]
 
 
@@ -342,5 +353,8 @@ def _not_tested(
         )
     if log.begin is None:
         sentences.append("which shared parameters no attack tests: not recorded")
-    sentences.append("the trained model itself: extraction and membership by its answers")
+    measured = {m for a in attacks if a.stage == RELEASED and a.looks for m in a.rates}
+    tests = {"extracted": "extraction", "auc": "membership by its answers"}
+    if missing := [test for metric, test in tests.items() if metric not in measured]:
+        sentences.append(f"the trained model itself: {' and '.join(missing)}")
     return sentences

@@ -12,7 +12,8 @@ from markupsafe import Markup
 
 from lightning_fedleak.records import MetricValue
 from lightning_fedleak.report import charts
-from lightning_fedleak.report.attacks import SUM
+from lightning_fedleak.report.attacks import RELEASED, SUM
+from lightning_fedleak.report.edpb import on_model
 from lightning_fedleak.report.findings import Findings
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.privacy import Account
@@ -71,14 +72,22 @@ def pictures(fit: FitSummary) -> dict[str, Markup]:
         )
     }
     single = {name: lines[""] for name, lines in fit.headlines.items() if set(lines) == {""}}
-    if single:
-        titled[f"Leakage over {unit}s, of what was shared"] = charts.lines(
-            single,
-            label=f"each attack's headline over {unit}s",
-            span=(0.0, 1.0),
-            marks=acted,
-            unit=unit,
-        )
+    of_model = {attack.name for attack in fit.attacks if attack.stage == RELEASED}
+    for source in ("of what was shared", "of the trained model"):
+        drawn = {
+            name: line
+            for name, line in single.items()
+            if (name in of_model) == (source == "of the trained model")
+        }
+        values = (value for line in drawn.values() for _, value in line)
+        if drawn:
+            titled[f"Leakage over {unit}s, {source}"] = charts.lines(
+                drawn,
+                label=f"each attack's headline over {unit}s, {source}",
+                span=(charts.lowest(values), 1.0),
+                marks=acted,
+                unit=unit,
+            )
     for name, lines in fit.headlines.items():
         if name not in single:
             by_client = {c if c == SUM else f"client {c}": line for c, line in lines.items()}
@@ -263,6 +272,7 @@ def _attempts(findings: Findings) -> Answers:
     attacks = [attack for fit in findings.runs for attack in fit.attacks]
     results = (f"{a.name} ({a.stage}): {interval(a.last)}" for a in attacks if a.last)
     not_tested = (sentence for fit in findings.runs for sentence in fit.not_tested)
+    extraction, membership = (on_model(attacks, metric) for metric in ("extracted", "auc"))
     return [
         ("Attacks tried", _each(findings, (a.name for a in attacks))),
         ("Adversaries", _each(findings, (a.adversary for a in attacks))),
@@ -270,7 +280,8 @@ def _attempts(findings: Findings) -> Answers:
         ("Results", _each(findings, results)),
         ("Unknown results", sum(a.unknown for a in attacks)),
         ("Not tested", _each(findings, not_tested)),
-        ("Direct extraction from the trained model", "not tested here"),
-        ("Personal data by queries to the model", "not tested here"),
+        ("Direct extraction from the trained model", extraction),
+        ("Membership by the trained model's answers", membership),
+        ("Personal data by other queries to the model", "not tested here"),
         ("Date of the tests", _each(findings, (fit.start[:10] for fit in findings.runs))),
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_fedleak.records import STANDARD_FAMILIES, Family
 from lightning_fedleak.report.advice import NEXT_TO_NONE
-from lightning_fedleak.report.attacks import UNKNOWN_FAMILY, AttackSummary
+from lightning_fedleak.report.attacks import RELEASED, UNKNOWN_FAMILY, AttackSummary
 from lightning_fedleak.report.bounds import JointAccount
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.privacy import Account
@@ -29,7 +29,7 @@ class ReportVerdict:
         sentence: all sentences as one text.
         sentences: the worst first.
         level: ``"high"``, ``"some"`` or ``"unknown"``.
-        worst: the highest mean of each family.
+        worst: the highest mean of each family; of the trained model the highest last value.
     """
 
     sentence: str
@@ -47,13 +47,24 @@ class _Measured:
 
     @property
     def family(self) -> str:
-        """Name of the attack's family."""
-        return self.attack.family.name
+        """Name of the attack's family; with the metric where that is not the family's headline."""
+        family, headline = self.attack.family, self.attack.headline
+        return family.name if headline == family.headline else f"{family.name} ({headline})"
+
+    @property
+    def value(self) -> float | None:
+        """The mean over looks; of the trained model the last value, which is nearest to it."""
+        attack = self.attack
+        if attack.stage == RELEASED:
+            return attack.last.value if attack.last else None
+        return attack.mean
 
 
 def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> ReportVerdict:
     """Return what runs showed, the worst first and what reassures last."""
-    measured = [_Measured(fit, a) for fit in fits for a in fit.attacks if a.stage == _stage(fit)]
+    measured = [
+        _Measured(fit, a) for fit in fits for a in fit.attacks if a.stage in (_stage(fit), RELEASED)
+    ]
     shared = [one for one in measured if one.attack.exposed]
     best = _best(shared)
     excess = _excess(best, shared)
@@ -70,7 +81,7 @@ def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Report
     sentences += [*_gates(fits), *_privacy(fits, joint)]
     highest = max(excess.values(), default=None)
     level = "unknown" if highest is None else "high" if highest > HIGH else "some"
-    worst = {name: one.attack.mean or 0.0 for name, one in best.items()}
+    worst = {name: one.value or 0.0 for name, one in best.items()}
     return ReportVerdict(" ".join(sentences), sentences, level, worst)
 
 
@@ -140,11 +151,10 @@ def _best(shared: Sequence[_Measured]) -> dict[str, _Measured]:
     """
     best: dict[str, _Measured] = {}
     for one in shared:
-        mean = one.attack.mean
-        if mean is None:
+        if one.value is None:
             continue
         other = best.get(one.family)
-        if other is None or mean > (other.attack.mean or 0.0):
+        if other is None or one.value > (other.value or 0.0):
             best[one.family] = one
     excess = _excess(best, shared)
 
@@ -218,36 +228,45 @@ def _name(fit: FitSummary, fits: Sequence[FitSummary]) -> str:
 def _result(best: _Measured, shared: Sequence[_Measured], fits: Sequence[FitSummary]) -> str:
     """Return what the attack that read most of its family did, and how sure that is."""
     attack = best.attack
-    update = "sum over clients" if attack.stage == "aggregate" else "shared update"
-    server = {
-        None: "a server",
-        True: "a dishonest server, which adds layers of its own,",
-        False: "an honest but curious server",
-    }[attack.dishonest]
+    source = "sum over clients" if attack.stage == "aggregate" else "shared update"
+    source = "the trained model" if attack.stage == RELEASED else f"one {source}"
+    server = (
+        "whoever gets it"
+        if attack.stage == RELEASED
+        else {
+            None: "a server",
+            True: "a dishonest server, which adds layers of its own,",
+            False: "an honest but curious server",
+        }[attack.dishonest]
+    )
     run = f", run {_name(best.fit, fits)}" if len(fits) > 1 else ""
-    sure = f"Mean of {attack.looks} measurements" if attack.looks > 1 else "One measurement"
+    first = "The last" if attack.stage == RELEASED else "Mean"
+    sure = f"{first} of {attack.looks} measurements" if attack.looks > 1 else "One measurement"
     if len(attack.clients) > 1:
         sure += f" at {len(attack.clients)} clients"
     if attack.unknown:
         sure += f", unknown at {attack.unknown} more"
     rivals = [one.attack for one in shared if one.family == best.family]
-    sure += _much_higher(attack, "at the worst one", [(a.highest, a) for a in rivals])
-    sure += _much_higher(attack, "of the worst client", [(a.worst_client, a) for a in rivals])
+    sure += _much_higher(best, "at the worst one", [(a.highest, a) for a in rivals])
+    sure += _much_higher(best, "of the worst client", [(a.worst_client, a) for a in rivals])
+    if attack.visible is not None and attack.headline != attack.family.headline:
+        sure += f". A share below {attack.visible:.2f} could not have been seen"
     if attack.conclusive is False and attack.last is not None:
         sure += (
             f". The last 95% interval ({attack.last.low:.2f} to {attack.last.high:.2f}) includes "
             f"{attack.chance:.2f}, guessing: not conclusive"
         )
-    return f"From one {update}, {server} could {_deed(attack)} ({attack.name}{run}). {sure}."
+    return f"From {source}, {server} could {_deed(attack)} ({attack.name}{run}). {sure}."
 
 
 def _much_higher(
-    attack: AttackSummary, place: str, rivals: Sequence[tuple[float | None, AttackSummary]]
+    best: _Measured, place: str, rivals: Sequence[tuple[float | None, AttackSummary]]
 ) -> str:
     """Return the highest value of an attack and its rivals, where that is much higher."""
+    attack = best.attack
     numbers = [(value, rival) for value, rival in rivals if value is not None]
     value, rival = max(numbers, key=lambda one: one[0], default=(0.0, attack))
-    if value <= (attack.mean or 0.0) + MUCH_HIGHER:
+    if value <= (best.value or 0.0) + MUCH_HIGHER:
         return ""
     name = "" if rival is attack else f" ({rival.name})"
     return f"; {attack.headline} {value:.2f} {place}{name}"
@@ -256,7 +275,9 @@ def _much_higher(
 def _deed(attack: AttackSummary) -> str:
     """Return what an attack could do, in its family's words."""
     family = attack.family
-    values = {**attack.means, "chance": family.chance}
+    values: dict[str, float | None] = {**attack.means, "chance": family.chance}
+    if attack.stage == RELEASED:
+        values |= {name: rate.value for name, rate in attack.rates.items() if rate is not None}
     sentences = family.all_sentences
     if family.little and (attack.mean or 0.0) < NEXT_TO_NONE:
         few = "next to none" if attack.above_chance <= NEXT_TO_NONE else "few"

@@ -13,6 +13,7 @@ from lightning_fedleak.metrics.released import (
     rank_test,
     shown_tpr,
     spent_at,
+    visible_excess,
     visible_tpr,
 )
 
@@ -114,6 +115,27 @@ def test_power_is_true_in_simulation() -> None:
         inside = np.where(rng.uniform(size=n) < rate, 2.0, bar - 1)
         seen += rank_test(torch.tensor(np.r_[inside, others]), members) <= spent_at(look)
     assert seen / pools == pytest.approx(0.8, abs=0.05)
+
+
+@pytest.mark.parametrize("others_hits", [0, 6])
+def test_the_visible_excess_is_seen_in_four_of_five_pools(others_hits: int) -> None:
+    """The interval of a difference, by hand, of members extracted at the printed share."""
+    from scipy.stats import beta
+
+    n, n0, alpha = 150, 120, 0.01
+
+    def ends(hits: int, size: int) -> tuple[float, float]:
+        low = beta.ppf(alpha / 2, hits, size - hits + 1) if hits else 0.0
+        return low, beta.ppf(1 - alpha / 2, hits + 1, size - hits) if hits < size else 1.0
+
+    rate = visible_excess(n, n0, others_hits, alpha=alpha)
+    hits = np.random.default_rng(0).binomial(n, rate, size=2000)
+    other, other_high = others_hits / n0, ends(others_hits, n0)[1]
+    seen = [
+        h / n - other > math.hypot(h / n - ends(h, n)[0], other_high - other) for h in hits.tolist()
+    ]
+    assert np.mean(seen) == pytest.approx(0.8, abs=0.04)
+    assert visible_excess(2, 3, 0, alpha=alpha) == visible_excess(0, 3, 0, alpha=alpha) == 1.0
 
 
 def test_bad_pools_are_refused() -> None:

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+OF_MODEL = "whether a given text was trained on, from the trained model alone"
+"""What is not tested where no attack reads the trained weights."""
+
 
 def result(
     step: int,

@@ -8,7 +8,18 @@ from lightning_fedleak.auditing import dp_tpr, gaussian_auc, gaussian_tpr
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.records import MetricValue, as_json
 from lightning_fedleak.report import entry, findings, page, read
-from tests.report.lines import about, begin, decision, dpsgd, end, look, result, spent, written
+from tests.report.lines import (
+    OF_MODEL,
+    about,
+    begin,
+    decision,
+    dpsgd,
+    end,
+    look,
+    result,
+    spent,
+    written,
+)
 
 
 def rounded_up(bound):
@@ -62,7 +73,7 @@ def test_the_verdict_names_adversaries_and_what_nobody_tested(tmp_path):
         "One measurement. The last 95% interval (0.50 to 0.90) includes 0.50, guessing: not "
         "conclusive."
     )
-    assert untested == "Nobody tested whole texts."
+    assert untested == f"Nobody tested whole texts or {OF_MODEL}."
     assert gates == "No gate watched this run."
     assert private == "No differential privacy was accounted."
     assert verdict.level == "high"
@@ -86,7 +97,7 @@ def test_what_was_tried_in_vain_is_unknown_and_not_untested(tmp_path):
     found = found_in(tmp_path, lines, [begin(attacks=attacks)])
     _, unknown, untested, *_ = found.verdict.sentences
     assert unknown == "Attacks gave no result, so that it is unknown: whole texts."
-    assert untested == "Nobody tested whether a given text is in a batch."
+    assert untested == (f"Nobody tested whether a given text is in a batch or {OF_MODEL}.")
     assert "whole texts: no attack gave a result" in found.runs[0].not_tested
 
 

@@ -47,6 +47,8 @@ from lightning_fedleak.metrics.released import (
     membership_values,
     others_needed,
     spent_at,
+    visible_excess,
+    visible_tpr,
 )
 from lightning_fedleak.private_files import check_private, hash_tensors
 from lightning_fedleak.records import MEMORIZATION
@@ -71,7 +73,10 @@ class MemorizationChannel(Channel):
         "shown": (0.0, 1.0, 0.0),
         **dict.fromkeys(("extracted", "greedy"), (-1.0, 1.0, 0.0)),
     }
-    extras = ("p_value", "extracted_others", "extracted_base", "members", "others", "alpha")
+    extras = (
+        *("p_value", "extracted_others", "extracted_base"),
+        *("members", "others", "alpha", "visible"),
+    )
     width = 3 * len(metrics) + len(extras)
     reads_updates = True
     at_weights = True
@@ -315,8 +320,19 @@ class MemorizationChannel(Channel):
         }
         if isinstance(attack, Extraction) and isinstance(guess, ExtractionGuess):
             values = extraction_values(guess, attack, members, look=self._looks, alpha=alpha)
+            hits = attack.extracted(guess.log_probs, max(attack.draws)), guess.greedy
+            others = guess.asked & ~members
+            values["visible"] = visible_excess(
+                int((guess.asked & members).sum()),
+                int(others.sum()),
+                max(int(one[others].sum()) for one in hits),
+                alpha=sizes["alpha"],
+            )
         elif isinstance(guess, MemorizationGuess):
             values = membership_values(guess.scores, members, look=self._looks, alpha=alpha)
+            values["visible"] = visible_tpr(
+                int(members.sum()), int((~members).sum()), look=self._looks, alpha=alpha
+            )
         else:
             raise TypeError(f"no score is known for a {type(guess).__name__}")
         return values | sizes

@@ -22,6 +22,8 @@ from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.canaries import leave_out
 from lightning_fedleak.looks import Memorization
+from lightning_fedleak.metrics.released import visible_tpr
+from lightning_fedleak.report import findings, read
 from lightning_fedleak.studies.memorization import ReleasedPool
 from lightning_fedleak.taps.tokens import ask_tokens
 from tests.helpers.lightning_modules import CausalLMModule
@@ -36,10 +38,17 @@ def rows(n: int = 400, length: int = 14) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def tiny() -> GPT2LMHeadModel:
+def tiny(positions: int = 32) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=2000, n_embd=24, n_head=2, n_layer=1, n_positions=32, resid_pdrop=0.1
+        vocab_size=2000,
+        n_embd=24,
+        n_head=2,
+        n_layer=1,
+        n_positions=positions,
+        resid_pdrop=0.1,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return GPT2LMHeadModel(config)
 
@@ -96,6 +105,22 @@ def test_what_was_trained_on_is_told_from_what_was_left_out(tmp_path: Path) -> N
     assert extraction["extracted_base"]["value"] == 0
     assert watching.latest["leakage/worst/memorization"] == pytest.approx(last["auc"]["value"])
     assert watching.failures == 0
+    assert last["visible"]["value"] == visible_tpr(
+        int(last["members"]["value"]), int(last["others"]["value"]), look=5, alpha=0.05 / 3
+    )
+    assert 0 < extraction["visible"]["value"] < 1
+    begin = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])
+    assert [(a["name"], a["family"]) for a in begin["attacks"]] == [
+        (name, "memorization") for name in ("combined", "loss", "extraction")
+    ]
+
+
+def test_attacks_that_are_refused_after_the_lineup_are_reported(tmp_path: Path) -> None:
+    fit([LeakageMonitor(log_dir=tmp_path)], tiny(128), rows(), max_steps=2)
+    [summary] = findings(read([tmp_path])).runs
+    assert "max_overhead" in summary.not_played["combined"]
+    assert any(one.startswith("combined: ") for one in summary.not_tested)
+    assert all(attack.stage != "released" for attack in summary.attacks)
 
 
 def test_without_training_all_texts_tie(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""The attacks that EDPB Opinion 28/2024 names in paragraph 55, and which of them a run tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_fedleak.report.attacks import RELEASED, AttackSummary
+from lightning_fedleak.report.wording import NOT_RECORDED, interval, share
+
+NOT_TRIED = "not tried"
+_ATTACKS = (
+    ("membership inference", "auc", ("membership",), "TPR at 1% FPR"),
+    ("regurgitation", "greedy", (), "share of the training texts"),
+    ("exfiltration", "extracted", (), "share of the training texts"),
+    ("attribute inference", "", (), ""),
+    ("model inversion", "", (), ""),
+    ("reconstruction", "", ("words", "texts"), ""),
+)
+"""Name in the Opinion; metric of the trained model that tests it; families that test it on what
+clients shared; what the smallest visible rate is a rate of."""
+
+
+@dataclass(frozen=True)
+class NamedAttack:
+    """An attack that the Opinion names, and what a run tried of it.
+
+    Attributes:
+        name: as in the Opinion.
+        tried: what it was tried on; or that it was not, or is unknown.
+        results: of each attack of the run.
+        visible: the smallest rate that each could have seen.
+    """
+
+    name: str
+    tried: str
+    results: Sequence[str]
+    visible: Sequence[str]
+
+
+def named_attacks(attacks: Sequence[AttackSummary]) -> list[NamedAttack]:
+    """Return a row for each attack that the Opinion names."""
+    return [_named_attack(attacks, *row) for row in _ATTACKS]
+
+
+def _named_attack(
+    attacks: Sequence[AttackSummary], name: str, metric: str, families: Sequence[str], unit: str
+) -> NamedAttack:
+    measured = _measured(attacks, metric)
+    of_updates = [
+        a for a in attacks if a.stage != RELEASED and a.looks and a.family.name in families
+    ]
+    places = ["the trained model"] * bool(measured) + ["what clients shared"] * bool(of_updates)
+    silent = _without_result(attacks) if metric and not measured else []
+    if silent:
+        places.append(f"unknown for the trained model: no result of {', '.join(silent)}")
+    return NamedAttack(
+        name,
+        "; ".join(places) or NOT_TRIED,
+        [*model_results(attacks, metric), *(_result(a, a.headline) for a in of_updates)],
+        [f"{a.name}: {_visible(a, unit)}" for a in measured]
+        + [f"{a.name}: {NOT_RECORDED}" for a in of_updates],
+    )
+
+
+def model_results(attacks: Sequence[AttackSummary], metric: str) -> list[str]:
+    """Return the latest value of a metric of the trained model, in words, by each attack."""
+    return [_result(attack, metric) for attack in _measured(attacks, metric)]
+
+
+def on_model(attacks: Sequence[AttackSummary], metric: str) -> list[str]:
+    """Return what was measured of the trained model; else that it is unknown, or not tested."""
+    unknown = [f"unknown: no result of {name}" for name in _without_result(attacks)]
+    return model_results(attacks, metric) or unknown or ["not tested here"]
+
+
+def _measured(attacks: Sequence[AttackSummary], metric: str) -> list[AttackSummary]:
+    """Return the attacks on the trained model that have a value of a metric."""
+    return [a for a in attacks if a.stage == RELEASED and a.rates.get(metric) is not None]
+
+
+def _without_result(attacks: Sequence[AttackSummary]) -> list[str]:
+    """Return the attacks on the trained model that gave no result at all."""
+    return [a.name for a in attacks if a.stage == RELEASED and not a.looks]
+
+
+def _result(attack: AttackSummary, metric: str) -> str:
+    rate = attack.last if metric == attack.headline else attack.rates.get(metric)
+    n = NOT_RECORDED if attack.last_n is None else attack.last_n
+    return f"{attack.name} ({attack.stage}): {metric} {interval(rate)}, n {n}"
+
+
+def _visible(attack: AttackSummary, unit: str) -> str:
+    """Return the smallest rate that an attack could have seen, in words."""
+    if attack.visible is None:
+        return NOT_RECORDED
+    if attack.visible >= 1:
+        return "none: too few texts"
+    return f"{unit} of {share(attack.visible)}"

@@ -1,0 +1,133 @@
+"""What the report says of the trained model, from the lines of a short run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fedleak.records import as_json
+from lightning_fedleak.report import findings, page, read
+from lightning_fedleak.report.page import questions
+from tests.report.lines import about, begin, result, written
+
+RUN = json.loads(Path(__file__).with_name("memorization_run.json").read_text())
+UNTRIED = {"reconstruction", "attribute inference", "model inversion"}
+
+
+def found_in(folder, lines, record=()):
+    return findings(read([written(folder, lines, record)]))
+
+
+def rows_of(fit):
+    return {row.name: row for row in fit.named_attacks}
+
+
+def answers(found):
+    return {name: answer for _, rows in questions(found) for name, answer in rows}
+
+
+def test_a_stored_run_says_what_was_measured_of_the_trained_model(tmp_path):
+    found = found_in(tmp_path, RUN["leakage"], RUN["run"])
+    [fit] = found.runs
+    assert found.verdict.level == "high"
+    assert found.verdict.sentences[0] == (
+        "From the trained model, whoever gets it could tell texts that the trained model has seen "
+        "from others with an AUC of 1.00, where guessing has 0.50 (combined). The last of 4 "
+        "measurements."
+    )
+    [extraction] = [one for one in found.verdict.sentences if "(extraction)" in one]
+    assert extraction.endswith("A share below 0.11 could not have been seen.")
+    by_name = {attack.name: attack for attack in fit.attacks}
+    assert (by_name["extraction"].headline, by_name["extraction"].chance) == ("extracted", 0.0)
+    assert (by_name["extraction"].looks, by_name["extraction"].unknown) == (4, 0)
+    assert by_name["combined"].n == 252  # the same texts at every look
+    assert by_name["combined"].rates["shown"] is None
+    assert not any("trained model itself" in sentence for sentence in fit.not_tested)
+    measured = answers(found)
+    assert measured["Direct extraction from the trained model"] == [
+        "extraction (released): extracted 0.000 (-0.060 to 0.060), n 252"
+    ]
+    assert len(measured["Membership by the trained model's answers"]) == 2
+    html = page(found)
+    assert "paragraph 55" in html
+    assert "of the trained model" in html
+    assert "shown unknown" in html
+
+
+def test_each_attack_that_the_opinion_names_has_a_row(tmp_path):
+    [fit] = found_in(tmp_path, RUN["leakage"], RUN["run"]).runs
+    rows = rows_of(fit)
+    assert {name for name, row in rows.items() if row.tried == "not tried"} == UNTRIED
+    assert rows["membership inference"].visible[0] == "combined: TPR at 1% FPR of 0.124"
+    assert rows["regurgitation"].visible == ["extraction: share of the training texts of 0.107"]
+    content = json.loads(json.dumps(as_json(fit), allow_nan=False))
+    assert [row["name"] for row in content["edpb_28_2024_par_55"]] == list(rows)
+
+
+def test_attacks_on_updates_are_tried_on_what_clients_shared(tmp_path):
+    record = [begin(attacks=[about("flatchat", "words"), about("fc", "membership")])]
+    lines = [result(0, f1=0.9), result(0, "fc", auc=(0.75, 0.5, 0.9))]
+    found = found_in(tmp_path, lines, record)
+    rows = rows_of(found.runs[0])
+    assert rows["reconstruction"].tried == "what clients shared"
+    assert rows["membership inference"].tried == "what clients shared"
+    assert rows["regurgitation"].tried == "not tried"
+    assert answers(found)["Direct extraction from the trained model"] == ["not tested here"]
+    assert answers(found)["Membership by the trained model's answers"] == ["not tested here"]
+
+
+def test_attacks_on_the_weights_that_are_refused_later_are_not_played(tmp_path):
+    attacks = [about("flatchat", "words"), about("combined", "memorization")]
+    refused = result(0, "combined", "released") | {"unknown": "not played: nobody to compare"}
+    [fit] = found_in(tmp_path, [refused, result(1, f1=0.5)], [begin(attacks=attacks)]).runs
+    assert fit.not_played == {"combined": "nobody to compare"}
+    assert "combined: nobody to compare" in fit.not_tested
+    assert rows_of(fit)["membership inference"].tried == "not tried"
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_gave_no_result_is_unknown(tmp_path, recorded):
+    record = [begin(attacks=[about("combined", "memorization")])] if recorded else []
+    found = found_in(tmp_path, [result(5, "combined", "released")], record)
+    [fit] = found.runs
+    assert found.verdict.level == "unknown"
+    assert fit.attacks[0].unknown == 1
+    assert "unknown for the trained model" in rows_of(fit)["membership inference"].tried
+    assert answers(found)["Direct extraction from the trained model"] == [
+        "unknown: no result of combined"
+    ]
+
+
+RATES = st.none() | st.floats(-1, 1)
+
+
+@given(auc=st.none() | st.floats(0, 1), extracted=RATES, greedy=RATES, visible=RATES)
+def test_no_value_crashes_the_report_and_nothing_unknown_is_a_number(
+    tmp_path_factory, auc, extracted, greedy, visible
+):
+    attacks = [about(name, "memorization") for name in ("combined", "extraction")]
+    lines = [
+        result(step, name, "released", visible=visible, **rates)
+        for step in (1, 2)
+        for name, rates in (
+            ("combined", {"auc": (auc, auc, auc), "shown": (None, None, 0.5)}),
+            ("extraction", {"extracted": (extracted, -1.0, 1.0), "greedy": (greedy, -1.0, 1.0)}),
+        )
+    ]
+    found = found_in(tmp_path_factory.mktemp("run"), lines, [begin(attacks=attacks)])
+    html = page(found)
+    json.dumps(as_json(found), allow_nan=False)
+    [fit] = found.runs
+    by_name = {attack.name: attack for attack in fit.attacks}
+    for name, value in (("combined", auc), ("extraction", extracted)):
+        assert by_name[name].unknown == (2 if value is None else 0)
+        assert (by_name[name].last is None) == (value is None)
+    rows = rows_of(fit)
+    assert (rows["membership inference"].tried == "the trained model") == (auc is not None)
+    if extracted is None:
+        assert rows["exfiltration"].tried.startswith("unknown for the trained model: no result of")
+        assert "could have it write" not in html
+    if auc is None:
+        assert "AUC of" not in found.verdict.sentence

@@ -334,23 +334,11 @@ class Engine:
             reveal if options.reveal else None,
             options.local_steps,
         )
-        played = [channel for channel in self.channels if channel.attacks]
-        at_weights = [channel for channel in played if channel.at_weights]
-        for channel in at_weights:
-            channel.keep_in(destination.folder)
-        self._weights = WeightLooks(run, at_weights, self.series) if at_weights else None
-        played = [channel for channel in played if not channel.at_weights]
-        of_weights = [attack for channel in at_weights for attack in channel.attacks]
-        in_steps = tuple(a for a in self.selection.attacks if a not in of_weights)
-        lineup = Lineup(
-            run, replace(self.selection, attacks=in_steps), options, played, self._refused
-        )
-        series = {s: channel for s, channel in self.series.items() if not channel.at_weights}
-        self.fit = Fit(run, lineup, options, series, played)
+        lineup = self._line_up(run, destination)
         self._prepared = lineup.prepared
         calibrations, self._calibrations = self._calibrations, {}
         earlier, self._earlier = self._earlier, {}
-        self.fit.calibrate(calibrations)
+        self._fit.calibrate(calibrations)
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         if self._weights is not None and not self.selection.auto:
             self.results.playing |= self._weights.series
@@ -379,6 +367,22 @@ class Engine:
                     resumed=earlier,
                 )
             )
+
+    def _line_up(self, run: Run, destination: Destination) -> Lineup:
+        """Begin the fit, and return its line-up: attacks on weights apart from those on steps."""
+        played = [channel for channel in self.channels if channel.attacks]
+        at_weights = [channel for channel in played if channel.at_weights]
+        for channel in at_weights:
+            channel.keep_in(destination.folder)
+        self._weights = WeightLooks(run, at_weights, self.series) if at_weights else None
+        in_steps = [channel for channel in played if not channel.at_weights]
+        names = {attack.name for channel in in_steps for attack in channel.attacks}
+        attacks = tuple(attack for attack in self.selection.attacks if attack.name in names)
+        selection = replace(self.selection, attacks=attacks)
+        lineup = Lineup(run, selection, self.options, in_steps, self._refused)
+        series = {s: channel for s, channel in self.series.items() if not channel.at_weights}
+        self.fit = Fit(run, lineup, self.options, series, in_steps)
+        return lineup
 
     def join(self, run: Run, destination: Destination) -> None:
         """Begin the run of one client, whose attacks the origin has calibrated.

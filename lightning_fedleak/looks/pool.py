@@ -143,9 +143,8 @@ def collect(
         NoOthers: nobody can be compared, with the argument that would change that.
     """
     check_loader(loader)
-    left_out = _find_left_out(loader.dataset)
-    way: Way = "given" if settings.others is not None else "left out"
-    others = left_out if settings.others is None else settings.others
+    others = _find_left_out(loader.dataset) if settings.others is None else settings.others
+    way: Way = "left out" if settings.others is None else "given"
     if others is None:
         way = "not yet seen"
         check_shuffle(loader)
@@ -154,43 +153,28 @@ def collect(
                 "a resumed fit may have trained on any row before: add leave_out(...) to the data"
             )
     length = len(loader.dataset)
-    forwards = forwards_of(settings, last_step=way != "not yet seen")
-    affordable = int(settings.max_overhead * length / (FORWARD_SHARE * forwards))
-    size = min(settings.most_texts, affordable)
-    if size < LEAST_POOL:
-        needed = LEAST_POOL * FORWARD_SHARE * forwards / length
-        more = f"Memorization(max_overhead={math.ceil(100 * needed) / 100:g})"
-        mend = f"{more} asks about {LEAST_POOL}" if needed <= 1 else "train on more rows"
-        raise NoOthers(
-            f"within max_overhead={settings.max_overhead:g} only {affordable} of {length} rows "
-            f"can be asked about {forwards} times in an epoch, too few to show anything: {mend}"
-        )
+    size = _affordable(length, settings, forwards_of(settings, last_step=way != "not yet seen"))
     generator = torch.Generator().manual_seed(settings.seed)
-    n_others = 0 if way == "not yet seen" else min(size // 2, len(others))
-    rows = torch.randperm(length, generator=generator)[: size - n_others].tolist()
+    sources = [(loader.dataset, row) for row in range(length)]
+    held_out = [] if others is None else [(others, row) for row in range(len(others))]
+    n_others = min(size // 2, len(held_out))
+    inside, rest = _drawn(sources, size - n_others, generator)
+    outside, rest_held_out = _drawn(held_out, n_others, generator)
+    rest, _ = _drawn(rest + rest_held_out, MOST_ROWS, generator)
     with preserve_process():
-        texts = [_row_texts(loader, loader.dataset, row, read) for row in rows]
-        if way == "not yet seen" and any(len(each) != 1 for each in texts):
+        members = [_row_texts(loader, *source, read) for source in inside]
+        if way == "not yet seen" and any(len(texts) != 1 for texts in members):
             raise NoOthers(
                 "several texts are packed into a row, so that none is seen alone: add leave_out"
             )
-        inside = [text for each in texts for text in each]
-        held_out = [] if others is None else others
-        places = torch.randperm(len(held_out), generator=generator)[:n_others].tolist()
-        outside = [t for row in places for t in _row_texts(loader, held_out, row, read)]
-        everyone = [*inside, *outside]
-        rest = [(loader.dataset, row) for row in sorted(set(range(length)).difference(rows))]
-        rest += [(held_out, row) for row in sorted(set(range(len(held_out))).difference(places))]
-        order = torch.randperm(len(rest), generator=generator)[:MOST_ROWS].tolist()
-        searched = (
-            text
-            for dataset, row in (rest[place] for place in order)
-            for text in _read_row(loader, dataset, row, read)
-        )
+        n_inside = sum(map(len, members))
+        everyone = [*chain(*members, *(_row_texts(loader, *one, read) for one in outside))]
         long = [row for row, text in enumerate(everyone) if text.n_labels >= LEAST_LABELS]
+        searched = chain.from_iterable(_read_row(loader, *source, read) for source in rest)
         repeats = repeated_texts([everyone[row] for row in long], chain(everyone, searched))
     chosen = [row for row, again in zip(long, repeats.tolist(), strict=True) if not again]
-    trains = torch.tensor([row < len(inside) for row in chosen], dtype=torch.bool)
+    trains = torch.tensor([row < n_inside for row in chosen], dtype=torch.bool)
+    unread = length + len(held_out) - len(inside) - len(outside)
     return Pool(
         way,
         [everyone[row] for row in chosen],
@@ -198,7 +182,37 @@ def collect(
         torch.zeros_like(trains),
         int(repeats.sum()),
         len(everyone) - len(long),
-        min(1.0, MOST_ROWS / max(1, len(rest))),
+        len(rest) / max(1, unread),
+    )
+
+
+_Source = tuple[Any, int]
+
+
+def _drawn(
+    sources: list[_Source], size: int, generator: torch.Generator
+) -> tuple[list[_Source], list[_Source]]:
+    """Return so many rows at random, and the others."""
+    order = torch.randperm(len(sources), generator=generator).tolist()
+    return [sources[i] for i in order[:size]], [sources[i] for i in order[size:]]
+
+
+def _affordable(length: int, settings: Memorization, forwards: int) -> int:
+    """Return how many texts the budget pays for.
+
+    Raises:
+        NoOthers: too few to show anything; names the budget that pays for enough.
+    """
+    affordable = int(settings.max_overhead * length / (FORWARD_SHARE * forwards))
+    size = min(settings.most_texts, affordable)
+    if size >= LEAST_POOL:
+        return size
+    needed = LEAST_POOL * FORWARD_SHARE * forwards / length
+    more = f"Memorization(max_overhead={math.ceil(100 * needed) / 100:g})"
+    mend = f"{more} asks about {LEAST_POOL}" if needed <= 1 else "train on more rows"
+    raise NoOthers(
+        f"within max_overhead={settings.max_overhead:g} only {affordable} of {length} rows can be "
+        f"asked about {forwards} times in an epoch, too few to show anything: {mend}"
     )
 
 

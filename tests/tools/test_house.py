@@ -5,18 +5,18 @@ import pytest
 from tests.tools import house
 
 # What the package holds at most. A ceiling may fall, and rises for a new feature alone: the attacks
-# on the trained weights took 1,750 lines of code.
+# on the trained weights and their report took 1,950 lines of code.
 CEILINGS = {
-    "code": 45_850,
+    "code": 46_050,
     "longest": 700,
     "long": 6,
-    "imports": 46,
+    "imports": 47,
     "most_imports": 19,
     "callbacks": 0,
     "circles": 0,
     "parameters": 21,
     "most_parameters": 12,
-    "complexity": 3,
+    "complexity": 7,
     "public": 3,
     "private": 3,
     "names": 0.004,

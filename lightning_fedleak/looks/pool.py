@@ -182,7 +182,7 @@ def collect(
         torch.zeros_like(trains),
         int(repeats.sum()),
         len(everyone) - len(long),
-        len(rest) / max(1, unread),
+        len(rest) / unread if unread else 1.0,
     )
 
 

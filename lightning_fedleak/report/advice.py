@@ -39,8 +39,9 @@ def next_steps(fits: Sequence[FitSummary]) -> list[str]:
     ]
     if fits and not all(any(a.stage == RELEASED and a.looks for a in f.attacks) for f in fits):
         steps.append(
-            "Test the trained model before it is released: put canary texts into the training data "
-            "(with_canaries) and score them (CanaryScorer)."
+            "Test the trained model before it is released: leave rows out of the training data "
+            "(leave_out) and play LeakageMonitor([Combined(), Extraction()]), or run `fedleak "
+            "memorization`."
         )
     return list(dict.fromkeys(steps))
 

@@ -39,6 +39,7 @@ two models (benchmarks/attacks/memorization.py). Larger: fewer texts are asked a
 LEAST_LABELS = 8  # label tokens of a text that is scored; fewer say little. Not tuned
 LEAST_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
 LEAST_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1
+MISSED = 5.0  # standard deviations by which recognised rows may fall short; not tuned
 MOST_ROWS = 20_000  # rows of the data that are searched for repeats: some seconds; more take longer
 
 
@@ -55,6 +56,9 @@ class Pool:
         texts: N texts, each once.
         trains: (N,) bool, rows of the training data.
         seen: (N,) bool, rows that have been trained on so far.
+        length: rows of the training data.
+        once: an epoch takes each row once.
+        passed: rows that have been in batches so far, on this process.
         repeated: texts that were left out because another row repeats a part of them.
         short: texts that were left out because they have fewer than 8 label tokens.
         searched: share of the data's rows that was searched for repeats.
@@ -67,6 +71,9 @@ class Pool:
     repeated: int
     short: int
     searched: float
+    length: int
+    once: bool
+    passed: int = 0
 
     def __post_init__(self) -> None:
         self._places: Mapping[bytes, int] = {
@@ -75,19 +82,22 @@ class Pool:
 
     def remember(self, batch: TokenBatch) -> None:
         """Note which texts are in a batch that is trained on."""
+        self.passed += len(batch.input_ids)
         for text in texts_in(batch):
             row = self._places.get(_bytes(text))
             if row is not None:
                 self.seen[row] = True
 
-    def compared(self, epoch: int) -> tuple[Tensor, Tensor]:
+    def compared(self, epoch: int, passed: int) -> tuple[Tensor, Tensor]:
         """Return the texts to compare now, (n,) indices, and which of them are members, (n,) bool.
 
         Args:
             epoch: counted from 0.
+            passed: rows that have been in batches so far, on all processes.
 
         Raises:
-            NoOthers: too few of either side; what was known before says nothing of the weights now.
+            NoOthers: too few of either side, or rows that were trained on and not recognised; what
+                was known before says nothing of the weights now.
         """
         members = self.trains & self.seen
         others = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
@@ -96,13 +106,21 @@ class Pool:
         n, n_others = int(members.sum()), int(others.sum())
         if not n:
             raise NoOthers("no row of the training data was recognised in its batches")
+        rows, share = int(self.trains.sum()), passed / self.length
+        drawn = min(1.0, share) if self.once else -math.expm1(-share)
+        if n < rows * drawn - MISSED * math.sqrt(rows * drawn * (1 - drawn)) - 1:
+            raise NoOthers(
+                f"only {n} of {rows} rows were recognised in the batches, after {passed} of "
+                f"{self.length} were trained on: a row must read in a batch as it does alone "
+                "(padded with an attention_mask, or cut to a fixed length)"
+            )
         if min(n, n_others) < LEAST_TEXTS:
             raise NoOthers(
                 f"{n} texts were trained on and {n_others} were not: {LEAST_TEXTS} of each are "
                 "needed"
             )
-        rows = (members | others).nonzero()[:, 0]
-        return rows, members[rows]
+        index = (members | others).nonzero()[:, 0]
+        return index, members[index]
 
     @property
     def cost(self) -> str:
@@ -183,6 +201,8 @@ def collect(
         int(repeats.sum()),
         len(everyone) - len(long),
         len(rest) / unread if unread else 1.0,
+        length,
+        way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
     )
 
 

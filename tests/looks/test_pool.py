@@ -49,17 +49,17 @@ def test_rows_not_yet_seen_are_the_others() -> None:
     assert pool.way == "not yet seen"
     assert len(pool.texts) == 400
     with pytest.raises(NoOthers, match="recognised"):
-        pool.compared(0)
+        pool.compared(0, 0)
     for row in data[:100]:
         pool.remember(batch([row]))
-    index, members = pool.compared(0)
+    index, members = pool.compared(0, 100)
     assert len(index) == 400
     assert int(members.sum()) == 100
     first = {tuple(row["input_ids"].tolist()) for row in data[:100]}
     found = {tuple(pool.texts[i].ids.tolist()) for i in index[members].tolist()}
     assert found == first
     with pytest.raises(NoOthers, match="after epoch 1: add leave_out"):
-        pool.compared(1)
+        pool.compared(1, 400)
 
 
 def batch(items: list[dict[str, Tensor]]) -> TokenBatch:
@@ -76,7 +76,7 @@ def test_rows_that_were_left_out_are_the_others() -> None:
     assert all(tuple(pool.texts[i].ids.tolist()) in kept for i in outside)
     for i in range(len(train)):
         pool.remember(batch([train[i]]))
-    index, members = pool.compared(7)
+    index, members = pool.compared(7, len(train))
     assert torch.equal(members, pool.trains[index])
 
 
@@ -230,3 +230,20 @@ def test_every_process_draws_the_same_rows() -> None:
 def test_a_setting_out_of_range_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         Memorization(**arguments)
+
+
+def test_rows_that_are_not_recognised_in_batches_are_unknown() -> None:
+    """A collate function that cuts a batch to its shortest row: alone, a row is read whole."""
+    data = [{"input_ids": r["input_ids"][: 10 + n % 7]} for n, r in enumerate(rows())]
+
+    def cut(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        shortest = min(len(item["input_ids"]) for item in items)
+        return {"input_ids": torch.stack([item["input_ids"][:shortest] for item in items])}
+
+    pool = collect(DataLoader(data, batch_size=8, shuffle=True, collate_fn=cut), ALL, read)  # type: ignore[arg-type]
+    for start in range(0, 200, 8):
+        pool.remember(read(cut(data[start : start + 8])))
+    assert pool.passed == 200
+    assert 0 < pool.seen.sum() < 100
+    with pytest.raises(NoOthers, match=r"only \d+ of 400 rows were recognised"):
+        pool.compared(0, pool.passed)

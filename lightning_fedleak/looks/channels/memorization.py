@@ -230,7 +230,7 @@ class MemorizationChannel(Channel):
             return
         if self._saved:
             self._restore(pool)
-        else:
+        elif self.run.step == 0:  # later weights are no base
             self._base = self._ask(pool)
         if self._base is not None and pool.way == "given":
             compressed = compressed_bytes(pool.texts, self._decode)
@@ -286,9 +286,11 @@ class MemorizationChannel(Channel):
             why = "what the base said is not known: the run was resumed without its record"
             look.answers |= dict.fromkeys(every, Unknown(f"{why} ({self._folder / FILE})"))
             return
-        pool.seen = self.run.summed(pool.seen.int().to(self.run.device)).cpu() > 0
+        counts = torch.cat([pool.seen.int(), torch.tensor([pool.passed], dtype=torch.int32)])
+        counts = self.run.summed(counts.to(self.run.device)).cpu()
+        pool.seen = counts[:-1] > 0
         try:
-            rows, members = pool.compared(epoch)
+            rows, members = pool.compared(epoch, int(counts[-1]))
         except NoOthers as error:
             look.answers |= dict.fromkeys(every, Unknown(str(error)))
             return
@@ -394,6 +396,7 @@ class MemorizationChannel(Channel):
             "memorization": {
                 "looks": self._looks,
                 "due": self._due,
+                "passed": self._pool.passed,
                 "file": str(file),
                 "digest": digest,
                 "seen": self._pool.seen.to(torch.uint8),
@@ -422,4 +425,4 @@ class MemorizationChannel(Channel):
         if hash_tensors(tensors) == saved["digest"] and same:
             self._base = TokenSnapshot(*(tensors[name] for name in names))
             pool.seen = saved["seen"].bool()
-            self._due = int(saved["due"])
+            self._due, pool.passed = int(saved["due"]), int(saved["passed"])

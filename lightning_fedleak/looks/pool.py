@@ -40,7 +40,9 @@ LEAST_LABELS = 8  # label tokens of a text that is scored; fewer say little. Not
 LEAST_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
 LEAST_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1
 MISSED = 5.0  # standard deviations by which recognised rows may fall short; not tuned
-MOST_ROWS = 20_000  # rows of the data that are searched for repeats: some seconds; more take longer
+MOST_ROWS = (
+    10_000  # rows of the data that are searched for repeats: 4 to 8 s on a core; more take longer
+)
 
 
 class NoOthers(ValueError):
@@ -308,11 +310,22 @@ def _row_texts(
 def _read_row(
     loader: DataLoader[Any], dataset: Any, row: int, read: Callable[[Any], TokenBatch]
 ) -> list[Text]:
-    item = copy.deepcopy(dataset[row])  # collate functions may change what they get
+    item = _copied(dataset[row])  # collate functions may change what they get
     try:
         return texts_in(read(loader.collate_fn([item])))
     except (BatchError, ValueError) as error:
         raise NoOthers(f"a row of the training data cannot be read alone: {error}") from error
+
+
+def _copied(item: Any) -> Any:
+    """Return a copy of an item; of a tensor its own entries, and not all that it is a view of."""
+    if isinstance(item, Tensor):
+        return item.clone()
+    if isinstance(item, dict):
+        return {name: _copied(value) for name, value in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(_copied(value) for value in item)
+    return copy.deepcopy(item)
 
 
 def _bytes(text: Text) -> bytes:

@@ -7,6 +7,7 @@ shares of the first epoch and at every epoch's last step. Nothing of a step is r
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -92,6 +93,7 @@ class MemorizationChannel(Channel):
         self._folder = Path()
         self._saved: Mapping[str, Any] = {}
         self._looks = 0
+        self._reading_seconds = 0.0
         self._due = 0
         self._void = ""
 
@@ -127,7 +129,9 @@ class MemorizationChannel(Channel):
             ValueError: nobody can be compared.
         """
         if self._refusal is None:
+            start = time.perf_counter()
             self._refusal = self._collect()
+            self._reading_seconds = time.perf_counter() - start
         if self._refusal:
             raise ValueError(f"attack '{attack.name}' has nobody to compare: {self._refusal}")
 
@@ -171,7 +175,9 @@ class MemorizationChannel(Channel):
 
     def describe(self) -> str:
         """Return in words who is compared, for the line-up."""
-        return "" if self._pool is None else self._pool.cost
+        if self._pool is None:
+            return ""
+        return f"{self._pool.cost}. Reading the data took {self._reading_seconds:.1f} s"
 
     # ---- a step -----------------------------------------------------------------------------
 

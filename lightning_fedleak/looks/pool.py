@@ -40,9 +40,7 @@ LEAST_LABELS = 8  # label tokens of a text that is scored; fewer say little. Not
 LEAST_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
 LEAST_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1
 MISSED = 5.0  # standard deviations by which recognised rows may fall short; not tuned
-MOST_ROWS = (
-    10_000  # rows of the data that are searched for repeats: 4 to 8 s on a core; more take longer
-)
+MOST_ROWS = 10_000  # searched for repeats: 4 to 8 s on a core; more rows take longer
 
 
 class NoOthers(ValueError):

@@ -28,7 +28,7 @@ from lightning_fedleak.looks.run import (
     reason,
     unknown,
 )
-from lightning_fedleak.metrics import Rate
+from lightning_fedleak.metrics.rates import UNKNOWN, Rate
 from lightning_fedleak.snapshots import Stage
 
 MAX_WAITS = 20
@@ -437,9 +437,10 @@ class Exchange:
                 state = SOON if outcome.soon else WAITING
             now = outcome.now or {}
             numbers += [state, float(outcome.n), float(outcome.now is not None)]
-            for name in channel.metrics:
-                rate = outcome.rates.get(name, Rate(math.nan, math.nan, math.nan))
-                numbers += [rate.value, rate.low, rate.high, now.get(name, math.nan)]
+            for name in channel.metrics:  # an attack may have some of its family's alone
+                rate = outcome.rates.get(name, UNKNOWN)
+                numbers += [float(name in outcome.rates), rate.value, rate.low, rate.high]
+                numbers.append(now.get(name, math.nan))
             numbers += [outcome.extra.get(name, math.nan) for name in channel.extras]
         return torch.tensor(numbers, dtype=torch.float64)
 
@@ -453,11 +454,12 @@ class Exchange:
         for series, local in results.items():
             channel = self._channels[series]
             state, n, has_now = (next(numbers) for _ in range(3))
-            each = {name: [next(numbers) for _ in range(4)] for name in channel.metrics}
+            each = {name: [next(numbers) for _ in range(5)] for name in channel.metrics}
             extra = {name: next(numbers) for name in channel.extras}
             if state == SCORED:
-                rates = {name: Rate(*four[:3]) for name, four in each.items()}
-                now = {name: four[3] for name, four in each.items()} if has_now else None
+                each = {name: values for name, (there, *values) in each.items() if there}
+                rates = {name: Rate(*values[:3]) for name, values in each.items()}
+                now = {name: values[3] for name, values in each.items()} if has_now else None
                 pooled[series] = Outcome(rates, int(n), extra=extra, now=now)
             elif state in (FAILED, INAPPLICABLE):
                 other = "the attack failed on another client"

@@ -321,6 +321,9 @@ def audit_canaries(
     scores of the steps at which a canary was in the batch against others' at other steps: they show
     the coins by themselves. The rates that the monitor logs as ``audit/`` are over such games.
 
+    A canary that is repeated is no single neighbour. Of ``with_canaries(times=(1, 4, 16))`` those
+    that stand in the data once are counted, in or out.
+
     Args:
         canaries: of :func:`~lightning_fedleak.canaries.with_canaries`, or their record.
         scores: (m,) for the m canaries in their order, higher is more likely included.
@@ -332,8 +335,8 @@ def audit_canaries(
         seed: of the order of equal scores.
 
     Raises:
-        ValueError: not one score for each canary, a score that is NaN, coins that are not fair, or
-            as :func:`~lightning_fedleak.auditing.audit_one_run`.
+        ValueError: not one score for each canary, a score that is NaN, coins that are not fair, no
+            canary that is not repeated, or as :func:`~lightning_fedleak.auditing.audit_one_run`.
     """
     source: Any = canaries
     record: InclusionRecord = getattr(source, "record", source)
@@ -353,9 +356,14 @@ def audit_canaries(
             f"the canaries were included with probability {record.probability:g}, but a one-run "
             "audit needs fair coins: with_canaries(..., probability=0.5)"
         )
+    single = torch.tensor(record.repeats) == 1
+    if not bool(single.any()):
+        raise ValueError(
+            "every canary is repeated, and epsilon is of one record: with_canaries(times=(1, ...))"
+        )
     return audit_one_run(
-        scores,
-        torch.tensor(record.included),
+        scores[single],
+        torch.tensor(record.included)[single],
         delta=delta,
         confidence=confidence,
         guesses=guesses,

@@ -12,6 +12,7 @@ import operator
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -21,12 +22,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.canaries.items import check_alike, digest_of, token_ids_of
-from lightning_fedleak.canaries.record import (
-    Game,
-    InclusionMismatch,
-    InclusionRecord,
-    seed_key,
-)
+from lightning_fedleak.canaries.record import Game, InclusionMismatch, InclusionRecord
 from lightning_fedleak.model_state import preserve_process
 
 
@@ -88,13 +84,13 @@ class CanarySet:
         """Compare with the checkpoint of the run that is resumed.
 
         Raises:
-            InclusionMismatch: other canaries, another seed, probability or game.
+            InclusionMismatch: other canaries, another seed, probability, game or times.
         """
         if state.get("commitment") != self.commitment:
             raise InclusionMismatch(
-                "the checkpoint was written with other canaries: texts, seed, probability or game "
-                "changed, or they were drawn without a seed and no record file kept them. Resume "
-                "with the same with_canaries(...) arguments and record file."
+                "the checkpoint was written with other canaries: texts, seed, probability, game or "
+                "times changed, or they were drawn without a seed and no record file kept them. "
+                "Resume with the same with_canaries(...) arguments and record file."
             )
 
 
@@ -165,12 +161,13 @@ def with_canaries(
     *,
     probability: float = 0.5,
     game: Game = "add_remove",
+    times: Sequence[int] = (1,),
     record: str | Path | None = None,
     token_ids: Callable[[Any], Any] | None = None,
 ) -> CanaryDataset:
     """Return a data set with each canary in it or not, by a coin of its own.
 
-    An included canary stands at a random place, the same in every epoch and process. Use the
+    An included canary stands at random places, the same in every epoch and process. Use the
     result wherever the data set was used (any sampler, workers, Lightning)::
 
         train = with_canaries(train, canaries, record="secret/inclusion.json")
@@ -197,6 +194,8 @@ def with_canaries(
             system; then ``record`` is needed to resume, and wherever several processes train.
         probability: of inclusion.
         game: what takes the place of a canary that is left out, see :data:`Game`.
+        times: how often an included canary stands in the data. Of several numbers one is drawn for
+            each canary, whatever its coin is: a tier, as in ``times=(1, 4, 16)``.
         record: file, of mode 0600, that keeps which canaries are included. If it exists, the run
             is resumed: the coins are those of the file, and canaries and settings must be the same.
             All processes of a run must see the same file.
@@ -225,36 +224,29 @@ def with_canaries(
         ids.append(token_ids_of(row, name))
     _check_distinct(ids)
     digests = [digest_of(e, n) for e, n in zip(examples, names, strict=True)]
-    coins = _record(digests, seed, probability, game, record)
+    coins = _record(InclusionRecord.flip(digests, seed, probability, game, times), seed, record)
     return CanaryDataset(dataset, examples, CanarySet(ids, coins))
 
 
-def _record(
-    digests: Sequence[bytes],
-    seed: int | None,
-    probability: float,
-    game: Game,
-    file: str | Path | None,
-) -> InclusionRecord:
-    """Return the record of the file if it exists, else a new one, written to a named file."""
+def _record(drawn: InclusionRecord, seed: int | None, file: str | Path | None) -> InclusionRecord:
+    """Return the record of the file if it exists, else the drawn one, written to a named file."""
     if file is None:
         if seed is None and several_processes():
             raise ValueError(
                 "several processes train, and each would flip coins of its own: pass record=, a "
                 "file that all of them see, or a seed"
             )
-        return InclusionRecord.flip(digests, seed, probability, game)
+        return drawn
     if not Path(file).exists():
-        fresh = InclusionRecord.flip(digests, seed, probability, game)
         try:
-            fresh.save(file)
+            drawn.save(file)
         except FileExistsError:
             pass  # another process was first: its coins are used
         else:
-            return fresh
+            return drawn
     saved = InclusionRecord.load(file)
-    key = saved.key if seed is None else seed_key(seed)
-    InclusionRecord(key, tuple(digests), probability, game).check_same(saved, f"the record {file}")
+    asked = replace(drawn, key=saved.key) if seed is None else drawn
+    asked.check_same(saved, f"the record {file}")
     return saved
 
 

@@ -1,8 +1,9 @@
 """The secret of which canaries are in the data: it can be kept, re-derived and committed to.
 
-All of it follows from a key of 256 bits by HMAC-SHA256: each canary's coin, its place among the
-data, and the commitment. Who knows some of the coins learns nothing about the others (a random
-number generator could be worked out), and the commitment shows nothing about the key.
+All of it follows from a key of 256 bits by HMAC-SHA256: each canary's coin, how often it is
+repeated, its places among the data, and the commitment. Who knows some of the coins learns nothing
+about the others (a random number generator could be worked out), and the commitment shows nothing
+about the key.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _BITS = 64  # of the numbers that coins and places are derived from
 
 
 class InclusionMismatch(ValueError):
-    """Canaries, seed, probability or game are not those that a run began with."""
+    """Canaries, seed, probability, game or times are not those that a run began with."""
 
 
 class Secret:
@@ -66,26 +67,39 @@ class InclusionRecord(Secret):
         digests: SHA-256 of each canary, in order.
         probability: of inclusion.
         game: see :data:`Game`.
+        times: how often a canary may be repeated, each equally likely, whatever its coin is.
         included: whether each canary is in the data.
+        repeats: how often each canary stands in the data if it is included.
     """
 
     key: bytes
     digests: tuple[bytes, ...]
     probability: float = 0.5
     game: Game = "add_remove"
+    times: tuple[int, ...] = (1,)
     included: tuple[bool, ...] = field(init=False)
+    repeats: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if len(self.key) != 32:
             raise ValueError(f"key must be 32 bytes, got {len(self.key)}")
         check_number("probability", self.probability, above=0, below=1)
         check_choice("game", self.game, get_args(Game))
+        for number in self.times:
+            check_integer("times", number)
+        if not self.times or list(self.times) != sorted(set(self.times)):
+            raise ValueError(f"times must be numbers in rising order, got {self.times}")
         object.__setattr__(self, "probability", float(self.probability))
         threshold = self.probability * 2**_BITS
         coins = tuple(
             self._number("coin", i, digest) < threshold for i, digest in enumerate(self.digests)
         )
+        tiers = (
+            self._number("times", i, digest) * len(self.times) >> _BITS
+            for i, digest in enumerate(self.digests)
+        )
         object.__setattr__(self, "included", coins)
+        object.__setattr__(self, "repeats", tuple(self.times[tier] for tier in tiers))
 
     @classmethod
     def flip(
@@ -94,6 +108,7 @@ class InclusionRecord(Secret):
         seed: int | None = None,
         probability: float = 0.5,
         game: Game = "add_remove",
+        times: Sequence[int] = (1,),
     ) -> InclusionRecord:
         """Return a record of new coins.
 
@@ -103,12 +118,13 @@ class InclusionRecord(Secret):
                 seed knows it. None takes 256 bits from the operating system.
             probability: of inclusion.
             game: see :data:`Game`.
+            times: how often a canary may be repeated.
 
         Raises:
             ValueError: an argument is out of its range.
         """
         key = secrets.token_bytes(32) if seed is None else seed_key(seed)
-        return cls(key, tuple(digests), probability, game)
+        return cls(key, tuple(digests), probability, game, tuple(times))
 
     @property
     def commitment(self) -> str:
@@ -126,19 +142,22 @@ class InclusionRecord(Secret):
         alone, uniform over all gaps and not on any coin; so do the places of ``"replace"``.
 
         Returns:
-            (place, canary) pairs in the order of places, which count in the data with canaries.
+            (place, canary) pairs in the order of places, which count in the data with canaries; as
+            many of a canary as it is repeated.
 
         Raises:
-            ValueError: ``"replace"`` with fewer items than canaries.
+            ValueError: ``"replace"`` with fewer items than canaries and their copies.
         """
-        if self.game == "replace":
-            slots = self._slots(length)
-            return sorted((slots[i], i) for i, inside in enumerate(self.included) if inside)
-        order = sorted(
-            (self._number("place", i, digest), i)
+        copies = [
+            (i, self._number(f"copy {copy}" if copy else "place", i, digest))
             for i, digest in enumerate(self.digests)
-            if self.included[i]
-        )
+            for copy in range(self.repeats[i])
+        ]
+        if self.game == "replace":
+            slots = self._slots([number for _, number in copies], length)
+            placed = zip(slots, copies, strict=True)
+            return sorted((slot, i) for slot, (i, _) in placed if self.included[i])
+        order = sorted((number, i) for i, number in copies if self.included[i])
         return [
             ((number * (length + 1) >> _BITS) + rank, i) for rank, (number, i) in enumerate(order)
         ]
@@ -160,6 +179,8 @@ class InclusionRecord(Secret):
             "included": [int(inside) for inside in self.included],
             "commitment": self.commitment,
         }
+        if self.times != (1,):
+            content["times"] = list(self.times)
         write_secret(Path(path), content)
 
     @classmethod
@@ -180,6 +201,7 @@ class InclusionRecord(Secret):
                 tuple(bytes.fromhex(d) for d in content["digests"]),
                 content["probability"],
                 content["game"],
+                tuple(content.get("times", (1,))),
             )
             stated = [bool(inside) for inside in content["included"]], content["commitment"]
         except (ValueError, KeyError, TypeError) as error:
@@ -201,6 +223,7 @@ class InclusionRecord(Secret):
                 ("the seed", hmac.compare_digest(self.key, other.key)),
                 ("probability", self.probability == other.probability),
                 ("game", self.game == other.game),
+                ("times", self.times == other.times),
             )
             if not equal
         ]
@@ -212,20 +235,22 @@ class InclusionRecord(Secret):
 
     def _settings(self) -> bytes:
         coins = bytes(self.included)
-        stated = f"{_SCHEMA} {self.probability!r} {self.game} {len(self.digests)} ".encode()
-        return stated + b"".join(self.digests) + coins
+        stated = f"{_SCHEMA} {self.probability!r} {self.game} {len(self.digests)} "
+        if self.times != (1,):
+            stated += f"times {self.times} "
+        return stated.encode() + b"".join(self.digests) + coins
 
-    def _slots(self, length: int) -> list[int]:
-        """Return a different place for each canary, by Fisher-Yates on swapped entries alone."""
-        if len(self.digests) > length:
+    def _slots(self, numbers: Sequence[int], length: int) -> list[int]:
+        """Return a different place for each number, by Fisher-Yates on swapped entries alone."""
+        if len(numbers) > length:
             raise ValueError(
-                f"game='replace' puts each of {len(self.digests)} canaries in the place of an item "
+                f"game='replace' puts each of {len(numbers)} canaries in the place of an item "
                 f"of its own, and the data set has {length} items"
             )
         swapped: dict[int, int] = {}
         slots = []
-        for i, digest in enumerate(self.digests):
-            j = i + (self._number("place", i, digest) * (length - i) >> _BITS)
+        for i, number in enumerate(numbers):
+            j = i + (number * (length - i) >> _BITS)
             slots.append(swapped.get(j, j))
             swapped[j] = swapped.get(i, i)
         return slots

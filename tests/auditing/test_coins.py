@@ -55,9 +55,20 @@ def test_a_set_of_canaries_in_their_order():
     assert audit_canaries(data.canaries, scores.roll(1)).epsilon < 1
 
 
+def test_repeated_canaries_are_no_single_neighbour_and_do_not_count():
+    record = record_of(600, 2, times=(1, 16))
+    single = torch.tensor(record.repeats) == 1
+    members = torch.tensor(record.included)
+    scores = torch.where(single, told(record, 1.0, 4), members.double())  # repeated: all known
+    bound = audit_canaries(record, scores)
+    assert bound == audit_one_run(scores[single], members[single])
+    assert bound.epsilon < 1.0 < audit_one_run(scores, members).epsilon
+
+
 @pytest.mark.parametrize(
     ("record", "scores", "words"),
     [
+        (record_of(20, times=(4,)), torch.zeros(20), "every canary is repeated"),
         (record_of(20), torch.zeros(19), r"scores must be \(20,\)"),
         (record_of(20), torch.zeros(3, 20), "Reduce steps first"),
         (record_of(20), torch.zeros(20).index_fill(0, torch.tensor([2]), math.nan), "1 of 20"),

@@ -395,6 +395,9 @@ def test_streams_are_refused(stream) -> None:
         ({"probability": 0.0}, "probability"),
         ({"probability": 1.0}, "probability"),
         ({"game": "swap"}, "game"),
+        ({"times": ()}, "times"),
+        ({"times": (4, 1)}, "times"),
+        ({"times": (0, 4)}, "times"),
     ],
 )
 def test_settings_out_of_range(arguments, message) -> None:
@@ -433,6 +436,66 @@ def test_fingerprints_tell_values_apart_that_look_alike() -> None:
     assert digest_of(strided, "c") == digest_of(strided.clone(), "c")
     with pytest.raises(ValueError, match=r"c\['x'\]\[0\] is a object"):
         digest_of({"x": [object()]}, "c")
+
+
+# How often each is repeated
+
+
+def test_a_tier_is_drawn_besides_the_coin_and_leaves_it_alone() -> None:
+    tiers = (1, 4, 16)
+    records = [flips(seed, 60, times=tiers) for seed in range(100)]
+    assert [r.included for r in records] == [flips(seed, 60).included for seed in range(100)]
+    repeats = np.array([r.repeats for r in records])
+    included = np.array([r.included for r in records])
+    counts = [(repeats == tier).sum() for tier in tiers]
+    assert stats.chisquare(counts).pvalue > 1e-3
+    table = [[((repeats == t) & (included == side)).sum() for t in tiers] for side in (0, 1)]
+    assert stats.chi2_contingency(table).pvalue > 1e-3
+    assert set(flips(0, 9, times=(3,)).repeats) == {3}
+
+
+@pytest.mark.parametrize("game", ["add_remove", "replace"])
+def test_included_canaries_stand_in_the_data_as_often_as_their_tier(game: str) -> None:
+    dataset = with_canaries(data(200), texts(12), 3, game=game, times=(1, 2, 7))
+    record = dataset.canaries.record
+    expected = [i for i in range(12) if record.included[i] for _ in range(record.repeats[i])]
+    assert held(dataset) == expected
+    assert len(dataset) == 200 + (len(expected) if game == "add_remove" else 0)
+    rest = [item for item in dataset if int(item[0]) < FIRST]
+    assert len(rest) == len(dataset) - len(expected)
+
+
+def test_the_places_of_copies_are_uniform() -> None:
+    numbers = [
+        (place - rank) / 1000
+        for seed in range(40)
+        for rank, (place, _) in enumerate(flips(seed, 20, times=(16,)).places(1000))
+    ]
+    assert stats.kstest(numbers, "uniform").pvalue > 1e-3
+
+
+def test_without_tiers_records_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    """Values that the version before tiers gave."""
+    record = flips(5, 16)
+    assert record.commitment == "def39a1752199a761f80070c3498b23b3b3f7fd86cfa50a09a34fbc47a5d20b0"
+    assert hashlib.sha256(repr(record.places(100)).encode()).hexdigest()[:16] == "3f4d94faeed558f4"
+    slots = flips(5, 16, game="replace").places(100)
+    assert hashlib.sha256(repr(slots).encode()).hexdigest()[:16] == "8186e48d0d381554"
+    record.save(tmp_path / "record.json")
+    assert "times" not in json.loads((tmp_path / "record.json").read_text())
+
+
+def test_the_record_keeps_and_commits_to_the_tiers(tmp_path: Path) -> None:
+    file = tmp_path / "inclusion.json"
+    first = with_canaries(data(30), texts(20), record=file, times=(1, 4)).canaries.record
+    saved = InclusionRecord.load(file)
+    assert (saved.times, saved.repeats) == ((1, 4), first.repeats)
+    assert first.commitment != InclusionRecord(first.key, first.digests).commitment
+    with pytest.raises(InclusionMismatch, match="times"):
+        with_canaries(data(30), texts(20), record=file)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "times": [1, 5]}))
+    with pytest.raises(InclusionMismatch, match="was changed"):
+        InclusionRecord.load(file)
 
 
 # The record

@@ -46,7 +46,13 @@ from lightning_fedleak.looks import (
 from lightning_fedleak.looks.log import to_dataframe
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.validate import check_choice, check_names, check_number, group_old_arguments
+from lightning_fedleak.validate import (
+    check_choice,
+    check_names,
+    check_number,
+    group_old_arguments,
+    old_spelling,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -87,6 +93,9 @@ class MonitorSettings(LookSettings):
     utility: str | Sequence[str] = ("train_loss", "val_loss")
     head_own_part: bool = False
     memorization: Memorization = field(default_factory=Memorization)
+
+
+_old_settings = old_spelling(MonitorSettings)
 
 
 @dataclass(frozen=True)
@@ -352,7 +361,7 @@ class LeakageMonitor(EitherCallback):
                 f"LeakageMonitor({names}) is spelled LeakageMonitor(games=Games({games_now})) now"
             )
         settings = group_old_arguments(
-            "LeakageMonitor", "settings", settings or MonitorSettings(), old
+            "LeakageMonitor", "settings", settings or MonitorSettings(), _old_settings(**old)
         )
         check_number("look_seconds", settings.look_seconds, above=0)
         check_choice("client", settings.client, ("rank", "world"), optional=True)

@@ -28,11 +28,13 @@ from lightning_fedleak.looks.run import (
     Unknown,
 )
 from lightning_fedleak.looks.tensorboard import BoardLogger
+from lightning_fedleak.looks.threshold import Controls, Threshold
 from lightning_fedleak.records import GateDecision
 
 __all__ = [
     "BoardLogger",
     "Channel",
+    "Controls",
     "Destination",
     "Engine",
     "Games",
@@ -48,6 +50,7 @@ __all__ = [
     "Processes",
     "Run",
     "Series",
+    "Threshold",
     "Unknown",
     "cadence_of",
     "known_stages",

@@ -75,6 +75,7 @@ class Engine:
         jsonl: the results' file of the newest run.
         record: says what the run was, on the first process; None outside of a run.
         report: writes what looks found; None outside of a run.
+        first_step: optimizer steps that were over when the newest run began.
 
     Raises:
         ValueError: contradictory options.
@@ -99,6 +100,7 @@ class Engine:
         self.jsonl: JsonLines | None = None
         self.record: RunRecord | None = None
         self.report: Report | None = None
+        self.first_step = 0
         self._calibrations: dict[str, object] = {}
         self._earlier: dict[str, object] = {}
         self._last: dict[str, object] = {}
@@ -254,6 +256,11 @@ class Engine:
         raise ValueError("canaries are scored with games=Games(canaries=..., score_canaries='max')")
 
     # ---- a run begins -----------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """Return the run at work."""
+        return self._fit.run
 
     @property
     def _fit(self) -> Fit:
@@ -442,7 +449,7 @@ class Engine:
         if run.rank != 0:  # the first process alone goes on with all clients' games
             for channel in self.channels:
                 channel.clear()
-        self.options.cadence.next_step = run.step
+        self.first_step = self.options.cadence.next_step = run.step
         self._fit.lineup.begin(run.step)
         if self._weights is not None:
             self._begin_weights(self._weights)

@@ -496,6 +496,8 @@ class GateEvent:
             else empty.
         source: whose value it is, where the worst of a family is watched; else empty.
         why: why the value is unknown, where the gate itself can say.
+        resume: how a saved run goes on, with the place for its path.
+        mend: what makes a run leak less.
     """
 
     metric: str
@@ -510,6 +512,11 @@ class GateEvent:
     exhausted: tuple[str, ...] = ()
     source: str = ""
     why: str = ""
+    resume: str = "trainer.fit(..., ckpt_path='{}')"
+    mend: str = (
+        "add a defence, or a stronger one, with "
+        "Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"
+    )
 
     def __str__(self) -> str:
         """Return the message that users see."""
@@ -535,8 +542,8 @@ class GateEvent:
         if self.checkpoint is not None:
             saved = f"\n  saved:    {self.checkpoint}"
             resume_hint = (
-                f" To go on from here: trainer.fit(..., ckpt_path='{self.checkpoint}'). This "
-                "gate checks again at the first measurement after you resume."
+                f" To go on from here: {self.resume.format(self.checkpoint)}. This gate checks "
+                "again at the first measurement after you resume."
             )
         start = (
             f"at step {self.step}\n  measured: {measurement}\n  allowed:  at most "
@@ -544,10 +551,7 @@ class GateEvent:
         )
         if self.hardened:
             return f"{start}\n  hardened: {'; '.join(self.hardened)}"
-        mend = (
-            "add a defence, or a stronger one, with "
-            "Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"
-        )
+        mend = self.mend
         if self.exhausted:
             start = f"{start}\n  defences: {', '.join(self.exhausted)}, turned up as far as it goes"
             mend = "let the defences start stronger or be turned up further (max_hardenings)"

@@ -12,6 +12,7 @@ import torch
 
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
+from lightning_fedleak.looks import Controls
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.gates import Evidence, default_warmup, known_ranges
 from tests.callbacks.runs import Probe, fit
@@ -374,14 +375,15 @@ def look(gate, evidence_metric="auc", **monitor):
         unread=lambda name: None,
         untested=lambda name: "",
         record_decision=lambda facts: None,
+        run=SimpleNamespace(rank=0, broadcast=lambda value: value),
     )
+    gate._controls = Controls(lambda values, step: None, lambda name: None, lambda: None)
     if gate._evidence is None and gate.bound != "value":
         evidence = Evidence(gate.bound, gate.at_most, gate.alpha, None, evidence_metric)
         gate._evidence = {gate.metric: evidence}
     events = []
     gate.action = events.append
-    strategy = SimpleNamespace(broadcast=lambda value: value)
-    gate._decide(SimpleNamespace(strategy=strategy, loggers=[], is_global_zero=True))
+    gate._decide()
     return events
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_fedleak import FCMembership, LeakageMonitor, RiskGate, SubspaceWords
+from lightning_fedleak.looks import Controls
 from lightning_fedleak.looks.results import Results
 from lightning_fedleak.looks.run import Look, Outcome, Series, not_shared, pending, unknown
 from lightning_fedleak.metrics import Rate
@@ -123,6 +124,7 @@ def engine_of(
         unread=lambda name: None,
         untested=lambda name: why,
         record_decision=lambda facts: None,
+        run=SimpleNamespace(rank=0, broadcast=lambda value: value),
         headlines=tuple(f"leakage/{name}/f1" for name in names),
     )
 
@@ -139,10 +141,8 @@ def look(gate: RiskGate, values: dict[str, float], why: str = "") -> None:
     gate._watched = gate._engine.headlines  # type: ignore[union-attr]
     if gate._evidence is None:
         gate._evidence = gate._new_evidence()
-    trainer = SimpleNamespace(
-        strategy=SimpleNamespace(broadcast=lambda value: value), loggers=[], is_global_zero=True
-    )
-    gate._decide(trainer)  # type: ignore[arg-type]
+    gate._controls = Controls(lambda values, step: None, lambda name: None, lambda: None)
+    gate._decide()
 
 
 def values(a: float, b: float, **more: float) -> dict[str, float]:

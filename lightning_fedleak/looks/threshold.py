@@ -1,0 +1,581 @@
+"""A threshold on measured leakage that stops, hardens, raises, warns or calls, whoever trains."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_fedleak.defenses import Defense
+from lightning_fedleak.looks.engine import Engine
+from lightning_fedleak.looks.gates import (
+    Evidence,
+    GateEvent,
+    LeakageLimitExceeded,
+    Verdict,
+    announce,
+    check_threshold,
+    defenses_to_harden,
+    harden,
+    is_worst,
+    rate_of,
+)
+from lightning_fedleak.records import GateDecision
+from lightning_fedleak.validate import check_choice, check_integer, check_number
+
+Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
+
+
+@dataclass(frozen=True)
+class Controls:
+    """What a gate can do to a run.
+
+    Attributes:
+        log: takes numbers by name, and the step they are of.
+        save: saves the run under a name, and returns where; None where it does not.
+        stop: ends training in order.
+        processes: that train together.
+        defenses: of the run.
+        resume: how a saved run goes on, with the place for its path.
+        mend: what makes a run leak less.
+    """
+
+    log: Callable[[dict[str, float], int], object]
+    save: Callable[[str], Path | None]
+    stop: Callable[[], object]
+    processes: int = 1
+    defenses: tuple[Defense, ...] = ()
+    resume: str = GateEvent.resume
+    mend: str = GateEvent.mend
+
+
+class Threshold:
+    """Act when a metric exceeds a threshold, in any loop.
+
+    :class:`~lightning_fedleak.RiskGate` is this as a callback of Lightning, and says there what the
+    arguments mean. A stop sets ``should_stop`` of a :class:`~lightning_fedleak.trainers.Watch`,
+    which saves no checkpoint; a Trainer of transformers saves one and ends.
+
+    Examples:
+        >>> from lightning_fedleak.trainers import Threshold
+        >>> Threshold("leakage/worst/words", at_most=0.5)
+        Threshold('leakage/worst/words', at_most=0.5, stop)
+
+    Args:
+        metric: a name in the logs, ``"leakage/<attack>/<metric>"``.
+        at_most: the largest value that is allowed.
+        action: ``"stop"``, ``"raise"``, ``"warn"``, ``"harden"`` where defences act, or a callable.
+        patience: breaches in a row that are let pass before the gate acts.
+        strict: an unknown value counts as a breach.
+        name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
+        bound: ``"value"``, ``"lower"`` or ``"upper"``.
+        alpha: probability of a wrong decision over the whole run, for the latter two.
+        warmup: looks that ``"upper"`` lets pass before it judges.
+
+    Attributes:
+        fired: the event of the first time that it acted in the newest run; None so far.
+        notches: how often it has turned the defences up.
+        verdict: what the looks so far show; None with ``bound="value"`` and before the first.
+
+    Raises:
+        ValueError: an argument is out of range, or two arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        *,
+        at_most: float,
+        action: Action = "stop",
+        patience: int = 0,
+        strict: bool = True,
+        name: str | None = None,
+        bound: Literal["value", "lower", "upper"] | None = None,
+        alpha: float = 0.05,
+        warmup: int | None = None,
+    ) -> None:
+        if not callable(action) and action not in ("stop", "harden", "raise", "warn"):
+            raise ValueError(
+                f"action must be 'stop', 'harden', 'raise', 'warn' or a callable, got {action!r}"
+            )
+        check_integer("patience", patience, at_least=0)
+        chosen = bound or "value"
+        _check_bound(chosen, alpha, warmup, patience, strict)
+        check_threshold(type(self).__name__, metric, at_most, reachable=chosen == "value")
+        self.metric = metric
+        self.at_most = float(at_most)
+        self.action = action
+        self.patience = patience
+        self.strict = strict
+        self.name = name or metric.removeprefix("leakage/")
+        self.bound = chosen
+        self._bound_chosen = bound is not None
+        self._dependent = False
+        self.alpha = alpha
+        self.warmup = warmup
+        self.fired: GateEvent | None = None
+        self.verdict: Verdict | None = None
+        self.notches = 0
+        self._defenses: tuple[Defense, ...] = ()
+        self._watched: tuple[str, ...] = (metric,)
+        self._breaches = 0
+        self._evidence: dict[str, Evidence] | None = None
+        self._engine: Engine | None = None
+        self._controls: Controls | None = None
+        self._stopped = False
+        self._has_result = False
+
+    def __repr__(self) -> str:
+        bound = "" if self.bound == "value" else f", bound='{self.bound}'"
+        fired = "" if self.fired is None else f", fired at step {self.fired.step}"
+        start = f"{self._kind}('{self.metric}', at_most={self.at_most:g}"
+        return f"{start}, {_name_of(self.action)}{bound}{fired})"
+
+    def watch(self, engine: Engine, controls: Controls) -> None:
+        """Subscribe to an engine that logs the metric, for one run.
+
+        Args:
+            engine: of the run; its families are known.
+            controls: what acts on the run.
+
+        Raises:
+            ValueError: the metric cannot be judged in this run; the message says what to change.
+        """
+        self._engine, self._controls = engine, controls
+        self.fired, self.verdict = None, None
+        self._check_clients(controls.processes)
+        harden_it = self.action == "harden"
+        self._defenses = defenses_to_harden(controls.defenses) if harden_it else ()
+        self.notches = self._breaches = 0
+        self._watched = engine.headlines_of(self.metric) or (self.metric,)
+        self._dependent = engine.is_looks_dependent(self.metric)
+        if self._dependent:
+            self._check_dependent(engine)
+        self._check_looks(engine, controls.processes)
+        self._evidence = self._new_evidence()
+        self._has_result = self._stopped = False
+        notches = [f"gate/{self.name}_notches"] if harden_it else []
+        engine.subscribe(
+            self._decide,
+            [f"gate/{self.name}", *notches],
+            facts=self._describe(),
+            before_first=self._check_read,
+            after_training=self._conclude,
+        )
+
+    def choice(self, loss: float) -> float:
+        """Return ``leakage/choose``: what to keep a checkpoint by, the lower the better.
+
+        Args:
+            loss: the validation loss of the weights as they are.
+
+        Returns:
+            The loss where the upper end of the interval at these very weights is at most
+            ``at_most``, and infinity elsewhere.
+        """
+        assert self._engine is not None
+        engine = self._engine
+        ends = [engine.results.latest.get(f"{name}_high", math.nan) for name in self._watched]
+        known = [end for end in ends if not math.isnan(end)]
+        allowed = engine.weights_are_read() and bool(known) and max(known) <= self.at_most
+        return engine.run.broadcast(loss if allowed else math.inf)
+
+    @property
+    def _kind(self) -> str:
+        return type(self).__name__
+
+    @property
+    def _subject(self) -> str:
+        return f"{self._kind} watches '{self.metric}'"
+
+    def _check_clients(self, clients: int) -> None:
+        if self.bound == "lower" and clients > 1 and self.metric.endswith("_worst_client"):
+            raise ValueError(
+                f"{self._kind}(bound='lower') cannot watch '{self.metric}' with {clients} "
+                "processes: the largest of several clients' values lies above every client's mean, "
+                "so that a run that is really below would be stopped. Watch the pooled value, or "
+                "use bound='upper'."
+            )
+
+    def _check_dependent(self, engine: Engine) -> None:
+        """Judge by the interval's ends, which hold at all looks together.
+
+        Raises:
+            ValueError: another alpha than the intervals have, or a private choice under DP.
+        """
+        if not self._bound_chosen:
+            self.bound = "lower"
+        alpha = engine.options.memorization.alpha
+        if self.bound != "value" and self.alpha != alpha:
+            raise ValueError(
+                f"{self._kind}(alpha={self.alpha:g}) watches '{self.metric}', whose intervals hold "
+                f"at all looks together but for {alpha:g}: give Memorization(alpha={self.alpha:g})"
+            )
+
+    def _check_read(self) -> None:
+        """Refuse a metric that reads nothing of this run, unless hardening may cause that later."""
+        assert self._engine is not None
+        if self._dependent:
+            self._check_private(self._engine)
+        why = self._engine.unread(self.metric)
+        if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
+            return
+        others = self._engine.others_on(self.metric)
+        mend = f"list an attack that reads it: {others}" if others else "no other attack reads it"
+        raise ValueError(
+            f"{self._subject}: {why}. That is 'unknown', not 'safe': {mend}; or leave this gate out"
+        )
+
+    def _check_private(self, engine: Engine) -> None:
+        """Refuse to act on private texts under DP, and a metric that cannot become known.
+
+        Raises:
+            ValueError: the message names the argument to change.
+        """
+        if engine.accounts() and not engine.options.memorization.outside_epsilon:
+            raise ValueError(
+                f"{self._subject}, which is read off private texts, and the run's "
+                "epsilon does not cover what a gate decides by it: leave the gate out, or accept "
+                "it by Memorization(outside_epsilon=True)"
+            )
+        why = engine.never_known(self.metric) if self.strict else None
+        if why is not None:
+            raise ValueError(
+                f"{self._subject}, which a strict gate needs to know: {why}; or "
+                "pass strict=False, and the gate waits"
+            )
+
+    def _describe(self) -> dict[str, Any]:
+        """Return the settings that the run's record holds."""
+        return {
+            "name": self.name,
+            "metric": self.metric,
+            "at_most": self.at_most,
+            "action": _name_of(self.action),
+            "bound": self.bound,
+            "alpha": None if self.bound == "value" else self.alpha,
+            "strict": self.strict,
+            "patience": self.patience,
+        }
+
+    def _check_looks(self, engine: Engine, clients: int) -> None:
+        """Refuse a rate that is never known, or only after the gate has acted on its absence."""
+        name = self.metric.removesuffix("_worst_client")
+        worst = name != self.metric and clients > 1
+        if engine.is_of_own_threshold(name):
+            root = name.rpartition("/")[0]
+            warnings.warn(
+                f"{self._subject}, which is of the attack's own threshold, and "
+                f"may be low though the attack orders all texts rightly: watch '{root}/auc'",
+                stacklevel=2,
+            )
+        requirement = engine.looks_until_known(name, 1 if worst else clients)
+        if requirement is None:
+            return
+        looks, why = requirement
+        pooled = 1 if worst or self.bound != "value" else engine.options.games.window
+        why = f"{self._subject}: {why}"
+        if looks > pooled:
+            raise ValueError(
+                f"{why}; with bound='{self.bound}' this value is of {pooled} "
+                f"look{'s' * (pooled > 1)}, and never known. Watch the AUC, or "
+                "give the monitor more targets= or (for a value pooled over looks, with "
+                "bound='value') a longer window=, in games=Games(...)."
+            )
+        if self.strict and looks > self.patience + 1:
+            raise ValueError(
+                f"{why}, so that it is unknown at the first {looks - 1} looks, which a strict "
+                "gate treats as breaches. Watch the AUC, give the monitor more "
+                "targets= in games=Games(...), or pass strict=False: then the gate does nothing "
+                "until it is known."
+            )
+
+    def _new_evidence(self) -> dict[str, Evidence] | None:
+        """Return evidence on each watched value, with its share of the probability of error."""
+        if self.bound == "value" or self._dependent:
+            return None
+        rate, alpha = rate_of(self.metric), self._alpha_now
+        if self.bound == "lower":
+            alpha /= len(self._watched)
+        try:
+            return {
+                name: Evidence(self.bound, self.at_most, alpha, self.warmup, rate)
+                for name in self._watched
+            }
+        except ValueError as refusal:
+            raise ValueError(f"{self._subject}: {refusal}") from None
+
+    @property
+    def _alpha_now(self) -> float:
+        return self.alpha / 2 ** (self.notches + 1) if self.action == "harden" else self.alpha
+
+    def _decide(self) -> None:
+        engine, controls = self._engine, self._controls
+        assert engine is not None
+        assert controls is not None
+        if self._stopped:
+            return
+        # The first process has what no other has, its clock's seconds and the worst client's value:
+        # it decides, and the others get what it acts on.
+        measurement = self._read_look(engine) if engine.run.rank == 0 else None
+        acts = (
+            (measurement, self.verdict)
+            if measurement is not None and self._judge(measurement)
+            else None
+        )
+        breach = engine.run.broadcast(acts)
+        step = engine.results.last_step
+        controls.log({f"gate/{self.name}": float(breach is not None)} | self._progress(), step)
+        if breach is not None:
+            measurement, self.verdict = breach
+            self._fire(engine, controls, measurement)
+        if self.action == "harden":
+            controls.log({f"gate/{self.name}_notches": float(self.notches)}, step)
+
+    def _conclude(self) -> None:
+        """Fire if a strict gate had no result in the whole run, whatever its patience."""
+        engine, controls = self._engine, self._controls
+        assert engine is not None
+        assert controls is not None
+        if not self.strict or self.fired is not None or engine.run.step == engine.first_step:
+            return
+        if not engine.run.broadcast(self._has_result):
+            self._fire(engine, controls, _Measurement(self.metric, math.nan, {}))
+
+    def _read_look(self, engine: Engine) -> _Measurement | None:
+        """Return the watched value at the newest look; None where there is none yet."""
+        new = engine.results.look_values
+        values = engine.results.latest if self._evidence is None else new
+        if self.strict and (why := engine.unread(self.metric)) is not None:
+            unknown = dict.fromkeys(self._watched, math.nan)
+            return _Measurement(self.metric, math.nan, unknown, why=why)
+        # One client alone is its own worst.
+        names = (self.metric, self.metric.removesuffix("_worst_client"))
+        if self._dependent:
+            return self._read_interval(new)
+        if not any(name in new for name in names):
+            # An attack of the family waits. Evidence is collected from complete looks only.
+            at_least = new.get(f"{self.metric}_at_least", math.nan)
+            if self._evidence is not None or not at_least > self.at_most:
+                return None
+        value = next((values[name] for name in names if name in values), math.nan)
+        if not is_worst(self.metric):
+            return _Measurement(self.metric, value, {self.metric: value})
+        return self._read_worst(engine, values, value)
+
+    def _read_interval(self, new: Mapping[str, float]) -> _Measurement | None:
+        """Return the end of the interval that the bound asks for, where this look has one."""
+        end = {"value": "", "lower": "_low", "upper": "_high"}[self.bound]
+        ends = {n: new[f"{n}{end}"] for n in self._watched if f"{n}{end}" in new}
+        if not ends:
+            return None
+        known = {name: value for name, value in ends.items() if not math.isnan(value)}
+        if not known and self.metric.endswith("/shown"):
+            area = new.get(f"{self.metric.removesuffix('/shown')}/auc", math.nan)
+            if not math.isnan(area):
+                return None  # later looks need more others than earlier ones
+        if not known:
+            return _Measurement(self.metric, math.nan, ends)
+        source = max(known, key=known.__getitem__)
+        return _Measurement(self.metric, known[source], ends, source)
+
+    def _read_worst(
+        self, engine: Engine, values: Mapping[str, float], value: float
+    ) -> _Measurement:
+        """Return the worst of a family, with the values that it is the highest of."""
+        watched = {name: values[name] for name in self._watched if name in values}
+        name = self.metric
+        if math.isnan(value):
+            at_least = values.get(f"{self.metric}_at_least", math.nan)
+            if at_least > self.at_most:
+                name, value = f"{self.metric}_at_least", at_least
+            elif self.bound == "upper" and engine.untested(self.metric):
+                watched = dict.fromkeys(watched, math.nan)  # what is not played may read more
+        else:  # what is unknown then is of methods that do not apply
+            watched = {n: v for n, v in watched.items() if not math.isnan(v)}
+        source = next((n for n, v in watched.items() if v == value), "")
+        why = engine.untested(self.metric) if math.isnan(value) else ""
+        return _Measurement(name, value, watched, source, why)
+
+    def _judge(self, measurement: _Measurement) -> bool:
+        """Return whether the gate acts, with this look counted."""
+        unknown = math.isnan(measurement.value)
+        self._has_result |= not unknown
+        breach = self.strict if unknown else measurement.value > self.at_most
+        fires = False
+        if self._evidence is not None:
+            for name, value in measurement.watched.items():
+                if not math.isnan(value) or self.strict:
+                    self._evidence[name].update(value)
+            self.verdict = self._verdict_of(self._evidence)
+            fires = self.verdict.fires
+            unknown |= (
+                measurement.name != self.metric
+            )  # what is read at least, of a worst that is unknown
+            unknown |= any(math.isnan(value) for value in measurement.watched.values())
+            breach = unknown and self.strict and self.bound == "lower"
+        if breach:
+            self._breaches += 1
+        elif not unknown:
+            self._breaches = 0
+        return fires or (breach and self._breaches > self.patience)
+
+    def _verdict_of(self, evidence: Mapping[str, Evidence]) -> Verdict:
+        """Return the verdict on the value that fires, or else on the one nearest to firing."""
+        firing = next((e for e in self._counted(evidence) if e.verdict().fires), None)
+        return (firing or self._nearest(evidence)).verdict()
+
+    @staticmethod
+    def _counted(evidence: Mapping[str, Evidence]) -> list[Evidence]:
+        return [e for e in evidence.values() if e.verdict().looks] or list(evidence.values())
+
+    def _nearest(self, evidence: Mapping[str, Evidence]) -> Evidence:
+        nearest = max if self.bound == "lower" else min
+        return nearest(self._counted(evidence), key=lambda e: e.progress)
+
+    def _progress(self) -> dict[str, float]:
+        if self._evidence is None:
+            return {}
+        return {f"gate/{self.name}_evidence": self._nearest(self._evidence).progress}
+
+    def _fire(self, engine: Engine, controls: Controls, measurement: _Measurement) -> None:
+        hardened = tuple(harden(self._defenses))
+        stops = self.action == "stop" or (self.action == "harden" and not hardened)
+        step = engine.results.last_step
+        low, high = math.nan, math.nan
+        if self._evidence is None:
+            ends = (f"{self.metric}_low", f"{self.metric}_high")
+            low, high = (engine.results.latest.get(end, math.nan) for end in ends)
+        engine.record_decision(
+            GateDecision(
+                gate=self.name,
+                did="hardened" if hardened else "stopped" if stops else _name_of(self.action),
+                step=step,
+                metric=measurement.name,
+                source=measurement.source,
+                measured=measurement.value,
+                at_most=self.at_most,
+                reason=measurement.why,
+                hardened=hardened,
+            )
+        )
+        saves = stops or self.action == "raise"
+        name = f"gate-{self.name.replace('/', '-')}-step={step}"
+        event = GateEvent(
+            measurement.name,
+            step,
+            measurement.value,
+            low,
+            high,
+            self.at_most,
+            controls.save(name) if saves else None,
+            self.verdict,
+            hardened,
+            tuple(d.name for d in self._defenses) if stops else (),
+            measurement.source,
+            measurement.why,
+            controls.resume,
+            controls.mend,
+        )
+        first, self.fired = self.fired is None, self.fired or event
+        if hardened:
+            self.notches += 1
+            self._breaches = 0
+            self._evidence = self._new_evidence()
+            announce(f"{self._kind} '{self.name}' hardened the run {event}")
+        elif stops:
+            self._stopped = True
+            controls.stop()
+            announce(f"{self._kind} '{self.name}' stopped training {event}")
+        else:
+            self._act(event, first=first)
+
+    def _act(self, event: GateEvent, *, first: bool) -> None:
+        """Raise, warn or call as the user asks."""
+        if callable(self.action):
+            self.action(event)
+        elif self.action == "raise":
+            raise LeakageLimitExceeded(f"{self._kind} '{self.name}' raised {event}")
+        elif first:
+            announce(f"{self._kind} '{self.name}' warns {event}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the breaches counted so far, the notches and the evidence."""
+        state: dict[str, Any] = {"breaches": self._breaches}
+        if self.action == "harden":
+            state["notches"] = self.notches
+        if self._evidence is not None:
+            state["evidence"] = {n: e.state_dict() for n, e in self._evidence.items()}
+        return state
+
+    @staticmethod
+    def _restore_evidence(evidence: Mapping[str, Evidence], saved: Mapping[str, Any]) -> bool:
+        """Restore the evidence; return False where some of it is about another question."""
+        return evidence.keys() == saved.keys() and all(
+            item.load_state_dict(saved[name]) for name, item in evidence.items()
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, except evidence on another question."""
+        self._breaches = state_dict["breaches"]
+        self.notches = state_dict.get("notches", 0)
+        if self.notches:
+            self._evidence = self._new_evidence()
+            rank_zero_info(
+                f"{self._kind} '{self.name}': the run goes on as hardened, {self.notches} "
+                f"notch{'es' * (self.notches > 1)} so far"
+            )
+        saved = state_dict.get("evidence")
+        if saved is None and self._evidence is None:
+            return
+        if saved is not None and "question" in saved:  # of a version that knew no worst
+            saved = {self.metric: saved}
+        if not saved or self._evidence is None or not self._restore_evidence(self._evidence, saved):
+            announce(
+                f"{self._kind} '{self.name}': the checkpoint's evidence is for another metric, "
+                "threshold or bound, and is not used; this gate begins again without evidence"
+            )
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """Hold the values that a gate watches, at one look.
+
+    Attributes:
+        name: log name of the value.
+        value: NaN where it is unknown.
+        watched: the values that evidence is collected on, by name.
+        source: the attack with the highest value, where the worst of a family is watched.
+        why: why the value is unknown, where the gate itself can say.
+    """
+
+    name: str
+    value: float
+    watched: Mapping[str, float]
+    source: str = ""
+    why: str = ""
+
+
+def _name_of(action: Action) -> str:
+    if isinstance(action, str):
+        return action
+    return getattr(action, "__name__", type(action).__name__)
+
+
+def _check_bound(bound: str, alpha: float, warmup: int | None, patience: int, strict: bool) -> None:
+    check_choice("bound", bound, ("value", "lower", "upper"))
+    check_number("alpha", alpha, above=0, below=1)
+    if warmup is not None:
+        if bound != "upper":
+            raise ValueError(f"warmup is for bound='upper' alone; bound is '{bound}'")
+        check_integer("warmup", warmup)
+    if bound == "upper" and (patience or not strict):
+        raise ValueError(
+            "bound='upper' is fail-closed: it takes no patience (warmup is what it lets pass), and "
+            "unknown values count as worst, so that strict=False is refused"
+        )

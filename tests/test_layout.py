@@ -66,6 +66,7 @@ ALLOWED = {
     "callbacks": GROUND
     | {"attacks", "metrics", "defenses", "canaries", "strategies", "looks", "report", "records"}
     | {"lightning_packages"},
+    "trainers": GROUND | {"attacks", "defenses", "looks", "report"},
     "federation": GROUND
     | {"attacks", "metrics", "games", "defenses", "looks", "records", "lightning_packages"},
 }
@@ -81,6 +82,7 @@ WITHOUT_LIGHTNING = (
     "report",
     "canaries",
     "looks",
+    "trainers",
 )
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -11,8 +11,7 @@ import torch
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.lightning_packages import EitherCallback
-from lightning_fedleak.looks import Controls, Engine, Threshold
-from lightning_fedleak.looks.gates import names_there_are
+from lightning_fedleak.looks import Controls, Engine, Threshold, names_there_are
 from lightning_fedleak.strategies import DefendedStrategy
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from lightning_fedleak.callbacks.trainer_facts import (
     resolve_client,
     settings_of,
     training_of,
-    write_report,
 )
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.lightning_packages import EitherCallback, both
@@ -42,8 +41,9 @@ from lightning_fedleak.looks import (
     cadence_of,
     known_stages,
     selected,
+    to_dataframe,
 )
-from lightning_fedleak.looks.log import to_dataframe
+from lightning_fedleak.report import write_at_end
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.validate import (
@@ -616,7 +616,7 @@ class LeakageMonitor(EitherCallback):
     def _end(self, ending: str) -> None:
         record = self.engine.end(ending)
         if record is not None and self.report:
-            write_report(record.path, record.run)
+            write_at_end(record.path, record.run, "LeakageMonitor")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Removes every tap."""

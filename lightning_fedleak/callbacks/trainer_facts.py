@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from inspect import signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
-
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.anatomy import Kind
 from lightning_fedleak.attacks.base import Attack
@@ -116,14 +113,3 @@ def settings_of(trainer: L.Trainer, attacks: Sequence[Attack]) -> dict[str, obje
     settings["fedleak/strategy"] = type(trainer.strategy).__name__
     settings["fedleak/defenses"] = ", ".join(d.name for d in defenses) or "none"
     return settings
-
-
-def write_report(record: Path, run: str) -> None:
-    """Write the report of a run beside its record."""
-    from lightning_fedleak.report import write
-
-    try:
-        page, *_ = write([record], run=run)
-        rank_zero_info(f"LeakageMonitor: {page}")
-    except Exception as error:  # a report is no reason to lose a run
-        rank_zero_warn(f"LeakageMonitor: no report: {error}")

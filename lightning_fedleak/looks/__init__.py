@@ -6,18 +6,20 @@ It knows neither Lightning nor Flower: whoever trains is a :class:`Run`. What a 
 from lightning_fedleak.looks.channels import Channel
 from lightning_fedleak.looks.engine import Engine
 from lightning_fedleak.looks.facts import optimizers_of
-from lightning_fedleak.looks.gates import LeakageLimitExceeded
-from lightning_fedleak.looks.log import Destination
+from lightning_fedleak.looks.gates import LeakageLimitExceeded, names_there_are
+from lightning_fedleak.looks.log import Destination, to_dataframe
 from lightning_fedleak.looks.options import (
     Games,
     LookSettings,
     Memorization,
     Options,
+    Selection,
     cadence_of,
     known_stages,
     selected,
 )
 from lightning_fedleak.looks.run import (
+    AUTOCAST,
     Look,
     MaxOverhead,
     NothingShared,
@@ -32,6 +34,7 @@ from lightning_fedleak.looks.threshold import Controls, Threshold
 from lightning_fedleak.records import GateDecision
 
 __all__ = [
+    "AUTOCAST",
     "BoardLogger",
     "Channel",
     "Controls",
@@ -49,11 +52,14 @@ __all__ = [
     "Outcome",
     "Processes",
     "Run",
+    "Selection",
     "Series",
     "Threshold",
     "Unknown",
     "cadence_of",
     "known_stages",
+    "names_there_are",
     "optimizers_of",
     "selected",
+    "to_dataframe",
 ]

@@ -1,6 +1,6 @@
 """What runs showed, for people who decide: one page, one JSON, one entry for a registry."""
 
-from lightning_fedleak.report.files import write
+from lightning_fedleak.report.files import write, write_at_end
 from lightning_fedleak.report.findings import Findings, findings
 from lightning_fedleak.report.logs import Logs, NothingToReport, ReportError, read
 from lightning_fedleak.report.page import page
@@ -16,4 +16,5 @@ __all__ = [
     "page",
     "read",
     "write",
+    "write_at_end",
 ]

@@ -11,6 +11,8 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
 from lightning_fedleak.records import as_json
 from lightning_fedleak.report.findings import findings
 from lightning_fedleak.report.logs import ReportError, read
@@ -69,6 +71,21 @@ def write(
             f"'{folder}' cannot be written to ({error.strerror}): name another folder with --out"
         ) from None
     return list(files)
+
+
+def write_at_end(record: Path, run: str, watcher: str) -> None:
+    """Write the report of a run beside its record; where it cannot be written, warn.
+
+    Args:
+        record: its ``run.jsonl``.
+        run: its id.
+        watcher: the class that watched it, for the message.
+    """
+    try:
+        path, *_ = write([record], run=run)
+        rank_zero_info(f"{watcher}: {path}")
+    except Exception as error:  # a report is no reason to lose a run
+        rank_zero_warn(f"{watcher}: no report: {error}")
 
 
 def _people(about: Path | None) -> Mapping[str, object]:

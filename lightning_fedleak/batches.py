@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_fedleak.anatomy import Kind
@@ -25,6 +25,9 @@ _LABELS: dict[Kind, str] = {
     "classifier": "(B,) of texts, or (B, L) of tokens",
 }
 _LABEL_NAME = r"label|target|\by(\"])?$"
+HIDDEN = -5e3
+"""Largest score of an additive attention mask that hides: libraries write -10,000 or less."""
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")
 _OTHER_LABELS = ("label", "target", "targets", "y", "lm_labels", "decoder_input_ids")
 
 
@@ -47,8 +50,13 @@ class TokenBatch:
             more of a classifier; or None.
         attention_mask: (B, L) integers or booleans, 0 where padded, or None.
         kind: meaning of the labels (:data:`lightning_fedleak.anatomy.Kind`).
-        position_ids: (B, L) or (1, L), for texts packed into rows that attend only to themselves: a
-            text begins where positions do not increase by one. None means one text per row.
+        position_ids: (B, L) or (1, L) integers, or None. A document begins where they do not
+            increase by one.
+        documents: (B, L) integers, for several documents in a row: one begins where the number
+            changes, or where ``position_ids`` say so. Kept as the document's number in its row;
+            None means one document in a row.
+        crossing: whether documents attend to the others of their row. None: it is not known yet, so
+            that a monitor tries it on the model (:func:`~lightning_fedleak.taps.calls.crosses`).
 
     Raises:
         BatchError: the tensors do not have these shapes and dtypes.
@@ -59,16 +67,20 @@ class TokenBatch:
     attention_mask: Tensor | None
     kind: Kind
     position_ids: Tensor | None = None
+    documents: Tensor | None = None
+    crossing: bool | None = None
 
     def __post_init__(self) -> None:
         ids, labels, mask = self.input_ids, self.labels, self.attention_mask
-        for name, value in (("input_ids", ids), ("labels", labels), ("attention_mask", mask)):
+        for name in ("input_ids", "labels", "attention_mask", "position_ids", "documents"):
+            value = getattr(self, name)
             if value is not None and not isinstance(value, Tensor):
                 raise _error(f"{name} must be a tensor", value)
         if ids.dim() != 2 or not _holds_ids(ids):
             raise _error("input_ids must be integers of shape (B, L)", ids)
         if mask is not None and mask.shape != ids.shape:
             raise _error(f"attention_mask must have input_ids' shape {tuple(ids.shape)}", mask)
+        self._number_documents()
         if labels is None:
             return
         if self.kind == "classifier":
@@ -149,26 +161,103 @@ class TokenBatch:
             one_way: whether a classifier's tokens attend to no later ones. If each token has a
                 class, tokens after the last one that counts are then left out.
         """
-        mask, labels = self.attention_mask, self.labels
-        real = torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask != 0
-        counted = real if labels is None else labels != IGNORE_INDEX
+        mask, labels, ids = self.attention_mask, self.labels, self.input_ids
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+        counted = real if labels is None else (labels != IGNORE_INDEX).to(real.device)
+        if counted.shape != real.shape or self.kind == "seq2seq":
+            some = counted.flatten(1).any(1) if counted.dim() > 1 else counted
+            return real & some[:, None]
         if self.kind == "causal":
-            return real & self._before_last_in_texts(counted)
-        if one_way and counted.shape == real.shape:
-            return real & (counted.flip(1).cumsum(1).flip(1) > 0)
-        some = counted.flatten(1).any(1) if counted.dim() > 1 else counted
-        return real & some.to(real.device)[:, None]
+            counted = _preceding(counted)
+        # The last column of each document that predicts a label; -1 where none does.
+        columns = torch.arange(ids.shape[1], device=real.device).expand_as(real)
+        numbers = self.documents if self.documents is not None and not self.crossing else None
+        numbers = torch.zeros_like(columns) if numbers is None else numbers.to(real.device)
+        last = torch.full_like(columns, -1).scatter_reduce(
+            1, numbers, columns.masked_fill(~counted, -1), "amax"
+        )
+        last = last.gather(1, numbers)
+        return real & (columns <= last if one_way or self.kind == "causal" else last >= 0)
 
-    def _before_last_in_texts(self, counted: Tensor) -> Tensor:
-        """Return :func:`before_last` for each of the texts that are packed in a row."""
-        positions = self.position_ids
-        if positions is None or self.input_ids.shape[1] == 0:
-            return before_last(counted)
-        starts = functional.pad(positions.diff(dim=1) != 1, (1, 0)).expand_as(counted)
-        text = starts.cumsum(1)
-        following = _preceding(counted).flip(1).cumsum(1).flip(1)
-        ends = torch.searchsorted(text.contiguous(), text.contiguous(), right=True)
-        return following > functional.pad(following, (0, 1)).gather(1, ends)
+    def _number_documents(self) -> None:
+        """Keep the number of each token's document within its row, where the batch marks any."""
+        ids = self.input_ids
+        starts = torch.zeros_like(ids, dtype=torch.bool)[:, 1:]
+        for name, step in (("position_ids", 1), ("documents", 0)):
+            marks = getattr(self, name)
+            if marks is None:
+                continue
+            if marks.shape not in (ids.shape, (1, ids.shape[1])) or not _holds_ids(marks):
+                raise _error(f"{name} must be integers of shape {tuple(ids.shape)}", marks)
+            starts = starts | (marks.to(ids.device).diff(dim=1) != step)
+        if self.position_ids is not None or self.documents is not None:
+            documents = functional.pad(starts.cumsum(1), (1, 0)) if ids.shape[1] else ids.long()
+            object.__setattr__(self, "documents", documents)
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether a row holds several documents. On CUDA this waits for the device."""
+        if self.documents is None:
+            return False
+        real = (
+            torch.ones_like(self.documents) if self.attention_mask is None else self.attention_mask
+        )
+        numbers = self.documents.masked_fill(real == 0, -1)
+        first = torch.where(numbers < 0, numbers.amax(1, keepdim=True), numbers).amin(1)
+        return bool((numbers.amax(1) > first).any()) if numbers.numel() else False
+
+    def document_places(self) -> Tensor:
+        """Return (N, L') int64, where in the flattened (B L) each document's tokens are, then -1.
+
+        Padding belongs to no document. On CUDA this waits for the device.
+        """
+        ids, mask = self.input_ids, self.attention_mask
+        rows = torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]
+        keys = (rows if self.documents is None else rows + self.documents).expand_as(ids).flatten()
+        real = torch.ones_like(keys) if mask is None else mask.to(keys.device).flatten()
+        places = (real != 0).nonzero()[:, 0]
+        lengths = torch.unique_consecutive(keys[places], return_counts=True)[1].tolist()
+        if not lengths:
+            return places.view(0, 0)
+        documents = torch.split(places, lengths)
+        return nn.utils.rnn.pad_sequence(list(documents), batch_first=True, padding_value=-1)
+
+    def by_document(self) -> TokenBatch:
+        """Return the batch with one document in a row, padded on the right; itself if it is so.
+
+        Raises:
+            BatchError: a document is not read by itself, so that it is no text of its own.
+        """
+        if not self.is_packed:
+            return self
+        if self.crossing:
+            raise BatchError(
+                "several documents are packed into a row, and this model lets each attend to the "
+                "others of its row (tried on it), so that none is read as it would be alone. "
+                "Training with use_cache=False, with position_ids that begin again and without an "
+                "attention_mask keeps documents apart in transformers; so does a block-diagonal one"
+            )
+        if self.kind == "seq2seq" or (self.labels is not None and self.labels.dim() != 2):
+            raise BatchError(
+                f"several documents are packed into a row, and which of the labels of a {self.kind}"
+                " model are a document's is not known: give each document a row"
+            )
+        places, positions = self.document_places(), self.position_ids
+        if positions is not None:
+            positions = split(positions.expand_as(self.input_ids), places)
+        if positions is None or bool((positions[:, 0] != positions[0, 0]).any()):
+            raise BatchError(
+                "documents are packed into a row without position_ids that begin again, so that "
+                "the model reads a document at other positions than alone: pass position_ids"
+            )
+        labels = None if self.labels is None else split(self.labels, places, IGNORE_INDEX)
+        return TokenBatch(
+            split(self.input_ids, places),
+            labels,
+            (places >= 0).long(),
+            self.kind,
+            positions,
+        )
 
     def check_values(self, readable: int | None, n_labels: int) -> None:
         """Raise an error for unknown ids, or a mask that hides what is trained on.
@@ -231,6 +320,19 @@ class TokenBatch:
         )
 
 
+def split(values: Tensor, places: Tensor, fill: float = 0) -> Tensor:
+    """Return (N, L', ...) what each document holds of values (B, L, ...), ``fill`` at padding.
+
+    Args:
+        values: of each token of a batch.
+        places: its :meth:`TokenBatch.document_places`.
+        fill: value behind the end of a document.
+    """
+    places = places.to(values.device)
+    parts = values.flatten(0, 1)[places.clamp(min=0)]
+    return parts.masked_fill((places < 0).view(*places.shape, *[1] * (parts.dim() - 2)), fill)
+
+
 BatchAdapter = Callable[[Any], TokenBatch]
 """Turns a user's own batch into a :class:`TokenBatch`."""
 
@@ -242,7 +344,9 @@ def read_batch(batch: Any, kind: Kind) -> TokenBatch:
 
     - mappings (dict, ``BatchEncoding``, ``UserDict``) and objects (dataclasses, named tuples) with
       ``input_ids`` and, if they have them, ``labels`` and ``attention_mask``. Labels under another
-      usual name (``targets``, ``y``) raise an error;
+      usual name (``targets``, ``y``) raise an error. Documents that are packed into a row are told
+      apart by ``position_ids`` that begin again, ``seq_idx``, ``cu_seq_lens`` (also
+      ``cu_seq_lens_q``; of a single row) and masks (B, H, L, L) or (B, L, L) of attention;
     - ``(input_ids,)``, ``(input_ids, labels)``, ``(input_ids, attention_mask, labels)`` as tuple or
       list; of two, a second of dtype bool is the mask;
     - one integer tensor (B, L).
@@ -440,7 +544,39 @@ def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBa
         ]
         if other:
             raise _error(f"the batch has no 'labels', but '{other[0]}', which may be", batch)
-    return TokenBatch(get("input_ids"), labels, get("attention_mask"), kind)
+    ids, mask, positions = get("input_ids"), get("attention_mask"), get("position_ids")
+    documents: Tensor | None = None
+    if isinstance(ids, Tensor) and ids.dim() == 2:
+        documents = _marked_documents(ids, get)
+        if (
+            isinstance(mask, Tensor)
+            and mask.dim() in (3, 4)
+            and mask.shape[-2:] == 2 * ids.shape[1:]
+        ):
+            sees = mask > HIDDEN if mask.is_floating_point() else mask != 0
+            sees = (sees.any(1) if mask.dim() == 4 else sees).expand(len(ids), -1, -1)
+            apart = ~sees.diagonal(-1, 1, 2)
+            numbers = functional.pad(apart, (1, 0)).cumsum(1) if ids.shape[1] else ids
+            documents = numbers if documents is None else documents + numbers
+            mask = sees.diagonal(0, 1, 2)
+        if not isinstance(positions, Tensor) or positions.dim() != 2:  # those of images have more
+            positions = None
+    return TokenBatch(ids, labels, mask, kind, positions, documents)
+
+
+def _marked_documents(ids: Tensor, get: Callable[[str], Any]) -> Tensor | None:
+    """Return (B, L) numbers that change where ``seq_idx`` or ``cu_seq_lens`` begin a document."""
+    lengths = next((v for name in _LENGTHS if (v := get(name)) is not None), None)
+    if lengths is None:
+        numbers = get("seq_idx")
+        return numbers if isinstance(numbers, Tensor) else None
+    if len(ids) != 1:
+        raise _error(
+            f"cu_seq_lens of {len(ids)} rows: of which tokens they are is unknown", lengths
+        )
+    ends = torch.as_tensor(lengths, device=ids.device).flatten()
+    places = torch.arange(ids.shape[1], device=ids.device, dtype=ends.dtype)
+    return torch.searchsorted(ends, places, right=True)[None]
 
 
 def _unmasked(ids: Tensor, mask: Tensor | None, start: int = 0) -> Tensor:

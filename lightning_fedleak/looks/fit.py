@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy.wrappers import matrix_shape
-from lightning_fedleak.batches import (
-    BatchError,
-    TokenBatch,
-    adapter_to_copy,
-    read_batch,
-)
+from lightning_fedleak.batches import BatchError, TokenBatch, adapter_to_copy, read_batch
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.channels.base import Channel, Plan
 from lightning_fedleak.looks.lineup import Lineup
@@ -38,6 +33,7 @@ from lightning_fedleak.looks.run import (
     unknown,
 )
 from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage
+from lightning_fedleak.taps.calls import NOT_TRIED, PackedRows
 from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap, loss_terms
 
 TURN = 2
@@ -128,6 +124,7 @@ class Fit:
         self._tap = GradientTap({})
         self._update_tap: UpdateTap | None = None
         self._fresh = True
+        self._rows: PackedRows | None = None
 
     def calibrate(self, restored: Mapping[str, object]) -> None:
         """Install the taps and calibrate the attacks, see :meth:`Lineup.calibrate`.
@@ -175,7 +172,9 @@ class Fit:
             remove()
         self._removers.clear()
         self._tap.close()
-        self.look = None
+        if self._rows is not None:
+            self._rows.close()
+        self._rows = self.look = None
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -194,9 +193,21 @@ class Fit:
                         channel.remember(self._read(batch))
             return
         try:
-            self.look.batch = self._read(batch)
+            self.look.batch = tokens = self._read(batch)
+            if tokens.documents is not None:
+                self._rows = self._rows or PackedRows(self.run.anatomy, self.run.forward_context)
+                self._rows.watch(tokens)
         except Exception as error:
             self.look.truth_error = reason(error)
+
+    def _settle(self, look: Look) -> None:
+        """Try whether the documents in the rows of the batch at work attend to each other."""
+        if self._rows is not None and look.batch is not None and not look.truth_error:
+            try:
+                with look.clock(self.run.device):
+                    look.batch = self._rows.settled(look.batch)
+            except Exception as error:
+                look.truth_error = reason(error)
 
     def _check_first(self, batch: Any) -> None:
         """Refuses a first batch that cannot be read, on all processes at once."""
@@ -291,10 +302,7 @@ class Fit:
                 look.answers[series] = Unknown(failed[series.attack])
 
     def _still_waits(self, moment: Moment) -> bool:
-        """Whether the gradients are zero still that all attacks of a try wait for: cheap to see.
-
-        All processes find the same.
-        """
+        """Whether the gradients are zero still that a try waits for; the same on all processes."""
         look = moment.look
         if look.scope is None or self._local_steps is not None:
             return False
@@ -419,6 +427,7 @@ class Fit:
 
     def _show(self, moment: Moment) -> None:
         look = moment.look
+        self._settle(look)
         with look.clock(self.run.device):
             if self._still_waits(moment):
                 return
@@ -427,13 +436,8 @@ class Fit:
                 try:
                     channel.at_moment(moment)
                 except Exception as error:
-                    self._failed(look, channel, error)
-
-    def _failed(self, look: Look, channel: Channel, error: Exception) -> None:
-        """Nothing is known of any series of a channel that crashed."""
-        for series, owner in self._series.items():
-            if owner is channel:
-                look.answers[series] = Unknown(reason(error))
+                    own = [series for series, owner in self._series.items() if owner is channel]
+                    look.answers |= dict.fromkeys(own, Unknown(reason(error)))
 
     def _show_update(self, look: Look, local_steps: int, tap: UpdateTap) -> None:
         look.step_seconds = look.elapsed() / local_steps
@@ -465,10 +469,11 @@ class Fit:
         look = self.look
         if look is None:
             return None
+        if trained:
+            self._settle(look)
         held = look.batch if trained else None
         if held is not None:
             self._check(held, look)
-            look.batches.append(held)
         look.batch = None
         for channel in self._channels_in(look):
             channel.batch_ends(held)
@@ -489,11 +494,11 @@ class Fit:
 
     def _check(self, batch: TokenBatch, look: Look) -> None:
         """A batch whose values contradict each other is as unknown as one that cannot be read."""
-        anatomy = self.run.anatomy
-        rows = matrix_shape(anatomy.embedding)
+        rows = matrix_shape(self.run.anatomy.embedding)
         try:
             with look.clock(self.run.device):
-                batch.check_values(None if rows is None else rows[0], anatomy.vocab_size)
+                batch.check_values(None if rows is None else rows[0], self.run.anatomy.vocab_size)
+            look.batches.append(batch)
         except Exception as error:
             look.truth_error = reason(error)
 
@@ -559,7 +564,11 @@ class Fit:
         if batches is None:
             outcomes = {series: self._without_truth(look, series) for series in played}
         else:
-            outcomes = self._score_update(look) or {
+            results: dict[Series, Result] = {}
+            with look.clock(self.run.device):
+                for channel in self._channels:
+                    results |= channel.results(look)
+            outcomes = self._pool(results, look.step)[0] or {
                 series: unknown(self._series[series].metrics, _NO_LOSS) for series in played
             }
         for channel in self._channels:
@@ -567,23 +576,15 @@ class Fit:
         return outcomes
 
     def _read_truth(self, look: Look, batches: Sequence[Any]) -> None:
-        rows = matrix_shape(self.run.anatomy.embedding)
         try:
             if not batches:
                 raise BatchError("no batch of the round was handed over")
-            tokens = [b if isinstance(b, TokenBatch) else self._read(b) for b in batches]
-            for batch in tokens:
-                batch.check_values(None if rows is None else rows[0], self.run.anatomy.vocab_size)
-            look.batches = tokens
+            for batch in [b if isinstance(b, TokenBatch) else self._read(b) for b in batches]:
+                if batch.crossing is None and batch.is_packed:
+                    raise BatchError(NOT_TRIED.format("the round's training is not seen here"))
+                self._check(batch, look)
         except Exception as error:
             look.truth_error = reason(error)
-
-    def _score_update(self, look: Look) -> dict[Series, Outcome] | None:
-        results: dict[Series, Result] = {}
-        with look.clock(self.run.device):
-            for channel in self._channels:
-                results |= channel.results(look)
-        return self._pool(results, look.step)[0]
 
     def _without_truth(self, look: Look, series: Series) -> Outcome:
         """Return why a guess has no rate without the truth, and the certificates that it has."""

@@ -5,20 +5,17 @@ These are hidden states, mask, positions and token ids, recorded in the user's f
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import virtual_tokens
 from lightning_fedleak.snapshots import Stage, UnusableObservation
 from lightning_fedleak.taps.activations import ActivationTap, join_pieces
+from lightning_fedleak.taps.calls import ModelCalls
 
 ARGUMENTS = ("attention_mask", "position_ids")
 
@@ -78,38 +75,26 @@ class SplitTap:
         both = sorted(set(layers) & set(defended))
         self._before = ActivationTap(anatomy, both, gradients=False, first=True)
         self._twice = frozenset(both)
-        self._arguments: list[dict[str, Any]] = []
-        self._armed = False
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._armed and torch.is_grad_enabled():
-                self._arguments.append(
-                    {name: argument_of(model, name, args, kwargs) for name in ARGUMENTS}
-                )
-
-        self._handle = anatomy.model.register_forward_pre_hook(called, with_kwargs=True)
+        self._calls = ModelCalls(anatomy)
 
     def arm(self) -> None:
         """Start a micro-batch."""
         self._behind.arm()
         self._before.arm()
-        self._arguments = []
-        self._armed = True
+        self._calls.arm()
 
     def disarm(self) -> None:
         """Drop the records, and let the hooks return at once."""
         self._behind.disarm()
         self._before.disarm()
-        self._arguments = []
-        self._armed = False
+        self._calls.arm(False)
 
     def close(self) -> None:
         """Remove every hook."""
         self.disarm()
         self._behind.close()
         self._before.close()
-        self._handle.remove()
+        self._calls.close()
 
     def take(self, batch: TokenBatch) -> Crossed:
         """Return what crossed since :meth:`arm`, and start the next micro-batch."""
@@ -151,12 +136,12 @@ class SplitTap:
         return states[:, -length:]
 
     def _mask_and_positions(self, batch: TokenBatch) -> Sequence[Tensor | None]:
-        if not self._arguments:
+        if not self._calls.calls:
             return batch.attention_mask, None
         shape = batch.input_ids.shape
         results: list[Tensor | None] = []
         for name in ARGUMENTS:
-            arguments = [one[name] for one in self._arguments]
+            arguments = [call.get(name) for call in self._calls.calls]
             pieces = [value for value in arguments if isinstance(value, Tensor) and value.dim()]
             whole = join_pieces(pieces, shape[:1]) if len(pieces) == len(arguments) else ()
             value = whole[0] if len(whole) == 1 else arguments[-1]
@@ -166,70 +151,5 @@ class SplitTap:
                 raise UnusableObservation(
                     f"the model received {name} of another form than (B, L) = {tuple(shape)}"
                 )
-            results.append(value)
+            results.append(value if isinstance(value, Tensor) else None)
         return results
-
-
-class ModelIds:
-    """A hook that records the ``input_ids`` of each forward with gradient since :meth:`arm`.
-
-    Args:
-        anatomy: of the model.
-    """
-
-    def __init__(self, anatomy: Anatomy) -> None:
-        self._ids: list[Tensor | None] = []
-        self._armed = False
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
-            if self._armed and torch.is_grad_enabled():
-                self._ids.append(argument_of(model, "input_ids", args, kwargs))
-
-        self._handle = anatomy.model.register_forward_pre_hook(called, with_kwargs=True)
-
-    def arm(self, active: bool = True) -> None:
-        """Drop the records, and record from here on, or (False) no longer."""
-        self._ids = []
-        self._armed = active
-
-    def close(self) -> None:
-        """Remove the hook."""
-        self.arm(False)
-        self._handle.remove()
-
-    def written(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-        """Return the batches with the ids that the model ran on.
-
-        Raises:
-            UnusableObservation: the model was not called once for each batch, or on other shapes.
-        """
-        pieces = [ids for ids in self._ids if ids is not None and ids.dim()]
-        whole = join_pieces(pieces, [len(batch.input_ids) for batch in batches])
-        ids_of_batches = whole if len(pieces) == len(self._ids) else self._ids
-        written = [
-            replace(batch, input_ids=ids)
-            for batch, ids in zip(batches, ids_of_batches, strict=False)
-            if ids is not None and ids.shape == batch.input_ids.shape
-        ]
-        if len(ids_of_batches) != len(batches) or len(written) != len(batches):
-            raise UnusableObservation(
-                "a defence replaces the batch, and which token ids the model was run on is not "
-                f"visible: it was called {len(self._ids)} times in {len(batches)} batches, and on "
-                f"ids of the batch's shape in {len(written)} of them"
-            )
-        return written
-
-
-def argument_of(
-    model: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor | None:
-    """Return the model's argument of this name, passed by keyword or by position."""
-    if name in kwargs or not args:
-        return kwargs.get(name)
-    for module in (model, without_peft(model)):
-        signature = inspect.signature(type(module).forward)
-        if name in signature.parameters:
-            argument: Tensor | None = signature.bind_partial(module, *args).arguments.get(name)
-            return argument
-    return None

@@ -54,25 +54,9 @@ def texts_in(batch: TokenBatch) -> list[Text]:
             f"the batch is of a {batch.kind} model: what a model has memorized is read from a "
             "causal language model, which predicts every next token"
         )
-    ids, labels = batch.input_ids.cpu().long(), labels_of(batch).cpu().long()
-    mask = torch.ones_like(ids) if batch.attention_mask is None else batch.attention_mask.cpu()
-    starts = torch.zeros_like(ids, dtype=torch.bool)
-    if batch.position_ids is not None:
-        positions = batch.position_ids.cpu().expand_as(ids)
-        starts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-    texts = []
-    for row in range(len(ids)):
-        visible = (mask[row] != 0).nonzero()[:, 0]
-        for places in torch.split(visible, _lengths(starts[row, visible])):
-            if len(places):
-                texts.append(Text(ids[row, places], labels[row, places]))
-    return texts
-
-
-def _lengths(starts: Tensor) -> list[int]:
-    """Return the lengths of the runs that begin at each start but the first."""
-    ends = [*starts.nonzero()[:, 0].tolist(), len(starts)]
-    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    ids, labels = batch.input_ids.cpu().flatten(), labels_of(batch).cpu().flatten()
+    documents = (places[places >= 0] for places in batch.document_places().cpu())
+    return [Text(ids[places].long(), labels[places].long()) for places in documents]
 
 
 def compressed_bytes(

@@ -38,7 +38,7 @@ from lightning_fedleak.anatomy.text_layers import (
 )
 from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.model_runs import is_compiled
-from lightning_fedleak.taps.split import argument_of
+from lightning_fedleak.taps.calls import arguments_of
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Placement = Literal["sequential", "parallel", "embedding"]
@@ -332,15 +332,16 @@ class _Masks:
     def _record_mask(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]
     ) -> None:
-        mask = argument_of(model, "attention_mask", args, kwargs)
-        if mask is not None and mask.dim() != 2:
+        call = arguments_of(model, args, kwargs)
+        mask = call.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() != 2:
             raise ValueError(
                 f"crafted layers need an attention_mask (B, L), got {tuple(mask.shape)}"
             )
         if mask is None and hasattr(_peft_config(model), "num_virtual_tokens"):
-            ids = argument_of(model, "input_ids", args, kwargs)
-            mask = None if ids is None else torch.ones_like(ids)
-        self._mask = mask
+            ids = call.get("input_ids")
+            mask = torch.ones_like(ids) if isinstance(ids, Tensor) else None
+        self._mask = mask if isinstance(mask, Tensor) else None
 
     def matching(self, hidden: Tensor) -> Tensor | None:
         """Return the mask (B, L) of a block that is called with ``hidden``, (B, L, d)."""

@@ -66,7 +66,7 @@ from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.records import MEMBERSHIP
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.taps.activations import ActivationTap, join_pieces
-from lightning_fedleak.taps.split import ModelIds
+from lightning_fedleak.taps.calls import ModelCalls, with_ids
 from lightning_fedleak.threats import DISHONEST_SERVER
 
 AUDIT = "audit"
@@ -155,7 +155,7 @@ class MembershipChannel(Channel):
                 self._canary_scores = CanaryScores(games.score_canaries, [a.name for a in attacks])
         self._windows: dict[Series, Window] = {}
         self._tap: ActivationTap | None = None
-        self._ids: ModelIds | None = None
+        self._calls: ModelCalls | None = None
         self._layers: set[int] = set()
         self._tables: dict[str, GameTable] = {}
         self._leaving = False
@@ -258,7 +258,7 @@ class MembershipChannel(Channel):
             self.close()
             if layers:
                 self._tap = self._place_tap(sorted(layers))
-                self._ids = ModelIds(self.run.anatomy) if self._replaced else None
+                self._calls = ModelCalls(self.run.anatomy) if self._replaced else None
             self._layers = layers
 
     def _place_tap(self, layers: Sequence[int]) -> ActivationTap:
@@ -296,9 +296,9 @@ class MembershipChannel(Channel):
         """Remove the hooks."""
         if self._tap is not None:
             self._tap.close()
-        if self._ids is not None:
-            self._ids.close()
-        self._tap = self._ids = None
+        if self._calls is not None:
+            self._calls.close()
+        self._tap = self._calls = None
         self._layers = set()
 
     # ---- a look -----------------------------------------------------------------------------
@@ -316,15 +316,15 @@ class MembershipChannel(Channel):
         """Start a look."""
         if self._tap is not None:
             self._tap.arm()
-        if self._ids is not None:
-            self._ids.arm()
+        if self._calls is not None:
+            self._calls.arm()
 
     def disarm(self, look: Look) -> None:
         """End a look, free its tensors, and remember its batches."""
         if self._tap is not None:
             self._tap.disarm()
-        if self._ids is not None:
-            self._ids.arm(False)
+        if self._calls is not None:
+            self._calls.arm(False)
         self._leaving = False
         self._tables.clear()
         for batch in look.batches:
@@ -393,7 +393,7 @@ class MembershipChannel(Channel):
                         f"the model was run on {tuple(gradient.shape[:2])} tokens at layer "
                         f"{layer}, the batch holds {tuple(batch.input_ids.shape)}"
                     )
-            read = batches if self._ids is None else self._ids.written(batches)
+            read = batches if self._calls is None else with_ids(self._calls.calls, batches)
             with self.run.forward_context():
                 client = [
                     hidden_states(self.run.anatomy, layer, b.input_ids, b.attention_mask)

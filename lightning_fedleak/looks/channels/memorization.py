@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -205,12 +205,9 @@ class MemorizationChannel(Channel):
             self._pool.remember(self._read(batch))
 
     def _read(self, batch: Any) -> TokenBatch:
-        """Return a batch's tokens, with the positions that tell texts packed into a row apart."""
-        if self.settings.batch_adapter is not None:
-            return self.settings.batch_adapter(batch)
-        tokens = read_batch(batch, self.run.anatomy.kind)
-        positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
-        return tokens if positions is None else replace(tokens, position_ids=positions)
+        """Return a batch's tokens."""
+        adapter = self.settings.batch_adapter
+        return read_batch(batch, self.run.anatomy.kind) if adapter is None else adapter(batch)
 
     def is_due(self, epoch: int, share: float) -> bool:
         """Return whether the weights are looked at after this share of an epoch.

@@ -11,7 +11,7 @@ import torch
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.lightning_packages import EitherCallback
-from lightning_fedleak.looks import Controls, Engine, Threshold, names_there_are
+from lightning_fedleak.looks import CHOOSE, Controls, Engine, Threshold, names_there_are
 from lightning_fedleak.strategies import DefendedStrategy
 
 if TYPE_CHECKING:
@@ -187,7 +187,8 @@ class RiskGate(Threshold, EitherCallback):
         """Log ``leakage/choose``, for a gate on the trained weights: what to keep a checkpoint by.
 
         It is the validation loss where the upper end of the interval at these very weights is at
-        most ``at_most``, and infinite elsewhere.
+        most ``at_most``, and infinite elsewhere. When training ends, the weights where it was
+        lowest are scored on texts that chose nothing, as ``leakage/<attack>_chosen/...``.
         """
         if not self._dependent or self._engine is None or trainer.sanity_checking:
             return
@@ -197,8 +198,8 @@ class RiskGate(Threshold, EitherCallback):
         if loss is None:
             return
         chosen = self.choice(loss)
-        metrics["leakage/choose"] = torch.tensor(chosen)
-        _log(trainer, {"leakage/choose": chosen}, trainer.global_step)
+        metrics[CHOOSE] = torch.tensor(chosen)
+        _log(trainer, {CHOOSE: chosen}, trainer.global_step)
 
 
 def _log(trainer: L.Trainer, values: dict[str, float], step: int) -> None:

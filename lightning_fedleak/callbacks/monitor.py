@@ -31,6 +31,7 @@ from lightning_fedleak.callbacks.trainer_facts import (
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.lightning_packages import EitherCallback, both
 from lightning_fedleak.looks import (
+    CHOOSE,
     Destination,
     Engine,
     Games,
@@ -207,6 +208,12 @@ class TrainerRun(Run):
             return None
         done = self.trainer.fit_loop.epoch_loop.batch_idx + 1
         return self.trainer.current_epoch, done / max(1, batches)
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether a callback of the Trainer watches ``leakage/choose``."""
+        callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return any(getattr(one, "monitor", None) == CHOOSE for one in callbacks)
 
     @property
     def epochs(self) -> int | None:

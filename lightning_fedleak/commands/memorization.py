@@ -59,7 +59,8 @@ class MemorizationCommand(MemorizationOptions):
         console.print(
             f"{result.n_members} members and {result.n_others} others were compared; "
             f"{pool.repeated} texts that repeat parts of others and {pool.short} short ones were "
-            f"left out. A TPR below {result.visible:.3f} could stay unseen with so many.",
+            f"left out. A TPR below {result.visible:.3f} could stay unseen with so many. Results "
+            f"compare on the same texts only: pool {pool.digest}.",
             highlight=False,
         )
         for sentence in self._warnings(result):
@@ -125,6 +126,7 @@ class MemorizationCommand(MemorizationOptions):
             "others": result.n_others,
             "repeated": pool.repeated,
             "short": pool.short,
+            "pool": pool.digest,
             "drawn": self.drawn,
             "known": known,
             "visible_tpr": result.visible,

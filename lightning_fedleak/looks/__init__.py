@@ -18,6 +18,7 @@ from lightning_fedleak.looks.options import (
     known_stages,
     selected,
 )
+from lightning_fedleak.looks.results import CHOOSE
 from lightning_fedleak.looks.run import (
     AUTOCAST,
     Look,
@@ -35,6 +36,7 @@ from lightning_fedleak.records import GateDecision
 
 __all__ = [
     "AUTOCAST",
+    "CHOOSE",
     "BoardLogger",
     "Channel",
     "Controls",

@@ -49,7 +49,7 @@ from lightning_fedleak.looks.log import (
     releases_by,
 )
 from lightning_fedleak.looks.options import Options, Selection, check_optimizers, check_rounds
-from lightning_fedleak.looks.results import MAX_WAITS, WORST, Results
+from lightning_fedleak.looks.results import CHOOSE, MAX_WAITS, WORST, Results
 from lightning_fedleak.looks.run import Look, Outcome, Processes, Run, Series, reason
 from lightning_fedleak.looks.tensorboard import add_pages
 from lightning_fedleak.looks.tokenizers import check_tokens
@@ -185,6 +185,10 @@ class Engine:
         """Return why a logged value cannot become known in this run; None: it can."""
         channel = self._channel_of(name)
         return None if channel is None else channel.never_known(name.rpartition("/")[2])
+
+    def choose(self, loss: float) -> float:
+        """Return the highest loss that the gates of this step gave, to choose a checkpoint by."""
+        return loss if self._weights is None else self._weights.choose(loss)
 
     def weights_are_read(self) -> bool:
         """Return whether the newest look at the weights was at those of this very step."""
@@ -446,8 +450,8 @@ class Engine:
         """Remember how many looks came before this run, and where it starts."""
         run = self._fit.run
         self.results.begin()
-        if run.rank != 0:  # the first process alone goes on with all clients' games
-            for channel in self.channels:
+        for channel in self.channels:
+            if run.rank != 0 and not channel.at_weights:  # it has all clients' games
                 channel.clear()
         self.first_step = self.options.cadence.next_step = run.step
         self._fit.lineup.begin(run.step)
@@ -456,14 +460,11 @@ class Engine:
 
     def _begin_weights(self, weights: WeightLooks) -> None:
         """Find out whom the attacks on the weights compare, and ask the base model."""
-        compared = weights.begin(choosing=self.selection.auto)
+        for sentence in weights.begin(choosing=self.selection.auto):
+            rank_zero_info(f"{self._fit.run.watcher}: {sentence}")
         self.results.playing |= weights.series
-        watcher = self._fit.run.watcher
-        for why in dict.fromkeys(weights.refused.values()):
-            names = ", ".join(name for name, one in weights.refused.items() if one == why)
-            rank_zero_info(f"{watcher}: of the trained weights {names} is not played: {why}")
-        for sentence in compared:
-            rank_zero_info(f"{watcher} asks the trained weights about {sentence}")
+        for line in weights.pool_lines() if self.record is not None else ():
+            self.record.compares(line)
         if self.report is not None:
             self.report.write_not_played(weights.rows(), self._fit.run.step)
         for begins in self._before_first:
@@ -603,12 +604,23 @@ class Engine:
         """Publish *unknown* of a run in which looks were due and none could end."""
         if self._weights is not None and (channels := self._weights.due_at_end()):
             self._publish(*self._weights.look(channels))
+        for step, outcomes in () if self._weights is None else self._weights.chosen():
+            self._publish_chosen(step, outcomes)
         step = self._fit.run.step
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
         if missing:
             self._publish(Look(step), missing)
         for listener in self._after_training:
             listener()
+
+    def _publish_chosen(self, step: int, outcomes: Mapping[Series, Outcome]) -> None:
+        """Log what texts that chose nothing show of the weights that were chosen."""
+        values = {n: v for s, o in outcomes.items() for n, v in o.values(s.log_name).items()}
+        self.results.latest |= values
+        self._fit.run.publish(values)
+        assert self.report is not None
+        self.report.write(Look(step), outcomes, values)
+        rank_zero_info(f"{self._fit.run.watcher}: {CHOOSE} is lowest at step {step}")
 
     def end(self, how: str) -> RunRecord | None:
         """End the run's record.

@@ -35,6 +35,7 @@ from lightning_fedleak.records import (
     GateLine,
     LookLine,
     MetricValue,
+    PoolLine,
     Releases,
     ResultLine,
     RunLine,
@@ -230,6 +231,10 @@ class RunRecord:
         """Write what a gate did."""
         facts = {one.name: getattr(decision, one.name) for one in fields(GateDecision)}
         self._append(GateLine(run=self.run, **facts))
+
+    def compares(self, pool: PoolLine) -> None:
+        """Write which texts the trained weights are asked about."""
+        self._append(pool)
 
     def ends(self, step: int, outcome: str, defenses: Sequence[Defense]) -> None:
         """Write once that the fit is over.
@@ -451,6 +456,7 @@ class Report:
                     exposed=outcome.exposed,
                     metrics=metrics | {k: MetricValue(_finite(v)) for k, v in extra.items()},
                     unknown=outcome.unknown,
+                    pool=outcome.pool,
                 )
             )
 

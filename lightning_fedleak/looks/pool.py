@@ -58,6 +58,7 @@ class Pool:
         seen: (N,) bool, rows that have been trained on so far.
         length: rows of the training data.
         once: an epoch takes each row once.
+        aside: (N,) bool, texts that no look and no gate judges by.
         passed: rows that have been in batches so far, on this process.
         repeated: texts that were left out because another row repeats a part of them.
         short: texts that were left out because they have fewer than 8 label tokens.
@@ -73,27 +74,29 @@ class Pool:
     searched: float
     length: int
     once: bool
+    aside: Tensor
     passed: int = 0
 
     def __post_init__(self) -> None:
         self._places: Mapping[bytes, int] = {
-            _bytes(text): row for row, text in enumerate(self.texts) if bool(self.trains[row])
+            text.content: row for row, text in enumerate(self.texts) if bool(self.trains[row])
         }
 
     def remember(self, batch: TokenBatch) -> None:
         """Note which texts are in a batch that is trained on."""
         self.passed += len(batch.input_ids)
         for text in texts_in(batch):
-            row = self._places.get(_bytes(text))
+            row = self._places.get(text.content)
             if row is not None:
                 self.seen[row] = True
 
-    def compared(self, epoch: int, passed: int) -> tuple[Tensor, Tensor]:
+    def compared(self, epoch: int, passed: int, *, aside: bool = False) -> tuple[Tensor, Tensor]:
         """Return the texts to compare now, (n,) indices, and which of them are members, (n,) bool.
 
         Args:
             epoch: counted from 0.
             passed: rows that have been in batches so far, on all processes.
+            aside: compare the texts that were put aside, in place of all others.
 
         Raises:
             NoOthers: too few of either side, or rows that were trained on and not recognised; what
@@ -103,7 +106,7 @@ class Pool:
         others = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
         if self.way == "not yet seen" and (epoch > 0 or not bool(others.any())):
             raise NoOthers("there are no controls after epoch 1: add leave_out")
-        n, n_others = int(members.sum()), int(others.sum())
+        n = int(members.sum())
         if not n:
             raise NoOthers("no row of the training data was recognised in its batches")
         rows, share = int(self.trains.sum()), passed / self.length
@@ -114,6 +117,8 @@ class Pool:
                 f"{self.length} were trained on: a row must read in a batch as it does alone "
                 "(padded with an attention_mask, or cut to a fixed length)"
             )
+        members, others = (side & (self.aside == aside) for side in (members, others))
+        n, n_others = int(members.sum()), int(others.sum())
         if min(n, n_others) < LEAST_TEXTS:
             raise NoOthers(
                 f"{n} texts were trained on and {n_others} were not: {LEAST_TEXTS} of each are "
@@ -132,9 +137,11 @@ class Pool:
             "given": f"{len(self.texts) - n} of others= are the others",
         }[self.way]
         part = "" if self.searched == 1 else f" (in {self.searched:.0%} of the rows)"
+        aside = int(self.aside.sum())
+        chosen = f"; {aside} texts are put aside for the checkpoint that is chosen" if aside else ""
         return (
             f"{n} rows of the training data, {controls}; {self.repeated} that other rows "
-            f"repeat{part} and {self.short} short ones were left out"
+            f"repeat{part} and {self.short} short ones were left out{chosen}"
         )
 
 
@@ -144,7 +151,12 @@ def forwards_of(settings: Memorization, *, last_step: bool) -> int:
 
 
 def collect(
-    loader: Any, settings: Memorization, read: Callable[[Any], TokenBatch], *, resumed: bool = False
+    loader: Any,
+    settings: Memorization,
+    read: Callable[[Any], TokenBatch],
+    *,
+    resumed: bool = False,
+    chooses: bool = False,
 ) -> Pool:
     """Return the pool of a run, drawn from the data that its loader trains on.
 
@@ -156,6 +168,7 @@ def collect(
         settings: the user's settings.
         read: reads a batch.
         resumed: the run goes on with an earlier one, so that rows may have been trained on before.
+        chooses: a checkpoint is chosen by what is read, so that texts are put aside for it.
 
     Raises:
         NoOthers: nobody can be compared, with the argument that would change that.
@@ -192,6 +205,11 @@ def collect(
         repeats = repeated_texts([everyone[row] for row in long], chain(everyone, searched))
     chosen = [row for row, again in zip(long, repeats.tolist(), strict=True) if not again]
     trains = torch.tensor([row < n_inside for row in chosen], dtype=torch.bool)
+    aside = torch.zeros_like(trains)
+    for side in (trains, ~trains) if chooses else ():
+        of_side = side.nonzero()[:, 0]
+        order = torch.randperm(len(of_side), generator=generator)
+        aside[of_side[order[: int(settings.confirm * len(of_side))]]] = True
     unread = length + len(held_out) - len(inside) - len(outside)
     return Pool(
         way,
@@ -203,6 +221,7 @@ def collect(
         len(rest) / unread if unread else 1.0,
         length,
         way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
+        aside,
     )
 
 
@@ -297,7 +316,7 @@ def _row_texts(
         NoOthers: it does not read the same twice, or cannot be read.
     """
     first, second = (_read_row(loader, dataset, row, read) for _ in range(2))
-    if [*map(_bytes, first)] != [*map(_bytes, second)]:
+    if [text.content for text in first] != [text.content for text in second]:
         raise NoOthers(
             "rows of the training data do not read the same twice (augmentation or random cuts), "
             "so that none is recognised when it is trained on: fix each row's form beforehand"
@@ -324,8 +343,3 @@ def _copied(item: Any) -> Any:
     if type(item) in (list, tuple):
         return type(item)(_copied(value) for value in item)
     return copy.deepcopy(item)
-
-
-def _bytes(text: Text) -> bytes:
-    """Return what a text is recognised by."""
-    return text.ids.numpy().tobytes() + text.labels.numpy().tobytes()

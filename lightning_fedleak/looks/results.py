@@ -41,6 +41,8 @@ by default, a whole epoch. Larger: longer runs without a result; a try that find
 """
 WORST = f"{PREFIX[Stage.SHARED]}/worst"
 """Begins the names of the highest headlines, ``leakage/worst/<family>``."""
+CHOOSE = f"{PREFIX[Stage.SHARED]}/choose"
+"""The loss that a checkpoint is chosen by: infinite where the weights give away too much."""
 
 
 class Results:

@@ -139,6 +139,11 @@ class Run(ABC):
         return None
 
     @property
+    def chooses(self) -> bool:
+        """Return whether something chooses a checkpoint by ``leakage/choose``."""
+        return False
+
+    @property
     def epochs(self) -> int | None:
         """Return the number of epochs that the run is to have; None where it is not known."""
         return None
@@ -416,6 +421,7 @@ class Outcome:
         pending: why there is no value *yet*; None otherwise.
         soon: where it is pending, the next step may bring one.
         by_position: of reconstructed texts: (right, all) tokens by range of places in their text.
+        pool: names the texts that were compared, where results compare on the same ones only.
     """
 
     rates: Mapping[str, Rate]
@@ -430,6 +436,7 @@ class Outcome:
     pending: str | None = None
     soon: bool = False
     by_position: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    pool: str | None = None
 
     def values(self, root: str) -> dict[str, float]:
         """Return the numbers by log name, all beginning with ``root``; none where pending."""

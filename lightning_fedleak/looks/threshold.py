@@ -176,14 +176,14 @@ class Threshold:
 
         Returns:
             The loss where the upper end of the interval at these very weights is at most
-            ``at_most``, and infinity elsewhere.
+            ``at_most``, and infinity elsewhere; of several gates the highest.
         """
         assert self._engine is not None
         engine = self._engine
         ends = [engine.results.latest.get(f"{name}_high", math.nan) for name in self._watched]
         known = [end for end in ends if not math.isnan(end)]
         allowed = engine.weights_are_read() and bool(known) and max(known) <= self.at_most
-        return engine.run.broadcast(loss if allowed else math.inf)
+        return engine.choose(engine.run.broadcast(loss if allowed else math.inf))
 
     @property
     def _kind(self) -> str:

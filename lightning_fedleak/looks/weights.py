@@ -11,6 +11,7 @@ from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.choice import Row, in_short
 from lightning_fedleak.looks.results import Exchange
 from lightning_fedleak.looks.run import Look, Outcome, Result, Run, Series
+from lightning_fedleak.records import PoolLine
 
 
 class WeightLooks:
@@ -57,7 +58,7 @@ class WeightLooks:
             choosing: leave out attacks that cannot be played, in place of refusing the run.
 
         Returns:
-            What is compared, in words.
+            What is compared, and which attacks are not played, in words.
 
         Raises:
             ValueError: an attack that the user listed cannot be played.
@@ -73,7 +74,13 @@ class WeightLooks:
             channel.leave_out(self.refused.keys())
             if channel.attacks:
                 channel.ask_base()
-        return [channel.describe() for channel in self._channels if channel.attacks]
+        silent = [
+            f"of the trained weights {names} is not played: {why}"
+            for why in dict.fromkeys(self.refused.values())
+            for names in [", ".join(name for name, one in self.refused.items() if one == why)]
+        ]
+        asked = [channel.describe() for channel in self._channels if channel.attacks]
+        return silent + [f"the trained weights are asked about {words}" for words in asked]
 
     def unread(self, names: Collection[str] | None) -> str | None:
         """Return why attacks on the weights say nothing of this run; None: they do.
@@ -98,6 +105,19 @@ class WeightLooks:
             if channel.attacks:
                 with suppress(Exception):  # a batch that cannot be read was refused as the first
                     channel.trains_on(batch)
+
+    def pool_lines(self) -> list[PoolLine]:
+        """Return the records of the texts that the weights are asked about."""
+        lines = (channel.pool_line() for channel in self._channels)
+        return [line for line in lines if line is not None]
+
+    def chosen(self) -> list[tuple[int, dict[Series, Outcome]]]:
+        """Return the step of the weights that were chosen, and what texts put aside show of it."""
+        return [c for c in (channel.chosen() for channel in self._channels) if c is not None]
+
+    def choose(self, loss: float) -> float:
+        """Return the loss that the weights of this step are chosen by; the highest of several."""
+        return max(channel.choose(self._run.step, loss) for channel in self._channels)
 
     def due(self) -> list[Channel]:
         """Return the channels that look now, after a batch."""

@@ -37,6 +37,8 @@ class ResultLine(Record):
         exposed: whether what it reads was shared; None counts as shared.
         metrics: values by name.
         unknown: why there is no result; None where there is one.
+        pool: names the texts that were compared; results compare on the same ones only. None where
+            no pool was.
     """
 
     schema: int = SCHEMA
@@ -51,6 +53,7 @@ class ResultLine(Record):
     exposed: bool | None = None
     metrics: Mapping[str, MetricValue | None]
     unknown: str | None = None
+    pool: str | None = None
 
     @property
     def was_shared(self) -> bool:

@@ -238,6 +238,34 @@ class BeginLine(RunLine):
         return recorded.get(name) or standard_family(name) if name else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class PoolLine(RunLine):
+    """The texts that the trained weights are asked about.
+
+    Attributes:
+        way: where those come from that were not trained on: ``"not yet seen"`` in the first epoch,
+            ``"left out"`` by a draw, or ``"given"``.
+        train: how many are rows of the training data.
+        others: how many are never trained on.
+        aside: how many of both are put aside for the checkpoint that is chosen.
+        repeated: texts that were left out because another row repeats a part of them.
+        short: texts that were left out because they have too few label tokens.
+        searched: share of the data's rows that was searched for repeats.
+        base: SHA-256 of the texts and what the base model says of them, as the private file holds
+            them; None where that is not known.
+    """
+
+    kind: str = field(default="pool", init=False)
+    way: str
+    train: int
+    others: int
+    aside: int
+    repeated: int
+    short: int
+    searched: Share
+    base: str | None = None
+
+
 # ---- while it goes on ---------------------------------------------------------------------------
 
 
@@ -342,6 +370,6 @@ class EndLine(RunLine):
 
 
 RUN_LINES: Mapping[str, type[RunLine]] = {
-    line.kind: line for line in (BeginLine, DefenseLine, LookLine, GateLine, EndLine)
+    line.kind: line for line in (BeginLine, PoolLine, DefenseLine, LookLine, GateLine, EndLine)
 }
 """By the kind of the line."""

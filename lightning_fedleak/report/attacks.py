@@ -76,6 +76,7 @@ class AttackSummary:
         rates: the latest value of each metric that the family shows.
         means: the mean of each.
         visible: the smallest rate that the latest look could have seen; None where not recorded.
+        pool: names the texts that it compared; results compare on the same ones only.
         certified: share of the looks at which the attack's own check held; None without a check.
         above_chance: how far above guessing it read, up to 1; -1 where that is unknown.
         conclusive: whether the last interval leaves guessing out; None where that does not apply.
@@ -106,6 +107,7 @@ class AttackSummary:
     rates: Mapping[str, MetricValue | None]
     means: Mapping[str, float | None]
     visible: float | None
+    pool: str | None
     certified: float | None
     above_chance: float = -1.0
     conclusive: bool | None = None
@@ -189,7 +191,8 @@ class FitResults:
         return sorted(summaries, key=lambda one: (one.looks > 0, -one.above_chance))
 
     def _attack(self, name: str, stage: str, lines: Sequence[ResultLine]) -> AttackSummary:
-        facts = self._facts.get(name, AttackFacts(name=name, family=""))
+        played = name.removesuffix("_chosen")  # the checkpoint that is chosen, on texts of its own
+        facts = self._facts.get(played, AttackFacts(name=name, family=""))
         family = self.family(name, lines)
         measured = {metric for line in lines for metric in line.metrics}
         headline = family.headline_of(measured)
@@ -232,6 +235,7 @@ class FitResults:
             rates={m: last.metric(m) if last else None for m in metrics},
             means={m: _mean_of(shared, m) for m in metrics},
             visible=None if last is None else last.value("visible"),
+            pool=None if last is None else last.pool,
             certified=mean(_numbers(line.value("certified") for line in sent)),
         )
         return replace(

@@ -38,7 +38,7 @@ from lightning_fedleak.metrics.released import (
 )
 from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.studies.models import find_model
-from lightning_fedleak.taps.tokens import Text, ask_tokens, compressed_bytes
+from lightning_fedleak.taps.tokens import Text, ask_tokens, compressed_bytes, pool_digest
 
 LEAST_LABELS = 8  # label tokens of a text that is scored; fewer say little. Not tuned
 LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
@@ -102,6 +102,7 @@ class ReleasedPool:
         members: (N,) bool.
         short: texts that were left out because they are short.
         repeated: texts that were left out because another one repeats a part of them.
+        digest: names the pool, as the monitor's records do; results compare on the same pool only.
 
     Raises:
         ValueError: fewer than 10 texts are left on either side.
@@ -128,6 +129,7 @@ class ReleasedPool:
                 f"{self.short} texts of fewer than {LEAST_LABELS} tokens and {self.repeated} that "
                 f"repeat parts of others: at least {LEAST_TEXTS} on each side are needed"
             )
+        self.digest = pool_digest(self.texts, self.members)
         self.compressed = compressed_bytes(self.texts, decode)
 
     def compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -41,6 +42,25 @@ class Text:
     def n_labels(self) -> int:
         """Return the number of tokens that the loss is computed on."""
         return int((self.labels[1:] != IGNORE_INDEX).sum())
+
+    @property
+    def content(self) -> bytes:
+        """Return what the text is recognised by."""
+        return self.ids.numpy().tobytes() + self.labels.numpy().tobytes()
+
+
+def pool_digest(texts: Sequence[Text], members: Tensor) -> str:
+    """Return 16 hexadecimal digits that are the same for the same pool of texts, in any order.
+
+    Args:
+        texts: N texts.
+        members: (N,) bool, those that were trained on.
+    """
+    rows = (
+        hashlib.sha256(text.content + bytes([inside])).digest()
+        for text, inside in zip(texts, members.tolist(), strict=True)
+    )
+    return hashlib.sha256(b"".join(sorted(rows))).hexdigest()[:16]
 
 
 def texts_in(batch: TokenBatch) -> list[Text]:

@@ -45,7 +45,7 @@ from lightning_fedleak.looks.run import (
     reason,
 )
 from lightning_fedleak.model_runs import why_not_run
-from lightning_fedleak.records import Family
+from lightning_fedleak.records import Family, PoolLine
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     Inapplicable,
@@ -386,6 +386,18 @@ class Channel(ABC):
 
     def ask_weights(self, look: Look, epoch: int) -> None:  # noqa: B027
         """Read the weights, and store the answers in ``look.answers``."""
+
+    def pool_line(self) -> PoolLine | None:
+        """Return the record of the texts that are asked about; None where there are none."""
+        return None
+
+    def choose(self, step: int, loss: float) -> float:
+        """Return the loss that the weights of a step are chosen by, and remember it."""
+        return loss
+
+    def chosen(self) -> tuple[int, dict[Series, Outcome]] | None:
+        """Return the step of the weights with the lowest such loss, and what is said of them."""
+        return None
 
     # ---- over clients and looks -------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from lightning_fedleak.looks.run import (
     Unknown,
     Waiting,
     reason,
+    unknown,
 )
 from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.metrics.released import (
@@ -52,9 +53,9 @@ from lightning_fedleak.metrics.released import (
     visible_tpr,
 )
 from lightning_fedleak.private_files import check_private, hash_tensors
-from lightning_fedleak.records import MEMORIZATION
+from lightning_fedleak.records import MEMORIZATION, PoolLine
 from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.taps.tokens import ask_tokens, compressed_bytes
+from lightning_fedleak.taps.tokens import ask_tokens, compressed_bytes, pool_digest
 from lightning_fedleak.threats import Capability
 
 FILE = "memorization_base.safetensors"
@@ -96,6 +97,10 @@ class MemorizationChannel(Channel):
         self._reading_seconds = 0.0
         self._due = 0
         self._void = ""
+        self._compared = ""
+        self._newest: tuple[TokenSnapshot, int, int] | None = None
+        self._choices: dict[int, float] = {}
+        self._chosen: dict[int, dict[str, dict[str, float]]] = {}
 
     # ---- names ------------------------------------------------------------------------------
 
@@ -120,7 +125,7 @@ class MemorizationChannel(Channel):
         """Forget the texts of an earlier fit."""
         super().open(run)
         self._pool, self._base, self._refusal, self._void = None, None, None, ""
-        self._due = 0
+        self._due, self._newest = 0, None
 
     def meet_data(self, attack: Attack) -> None:
         """Draw the texts that the model is asked about.
@@ -151,6 +156,7 @@ class MemorizationChannel(Channel):
                 self.settings.memorization,
                 self._read,
                 resumed=run.step > 0 and not self._saved,
+                chooses=run.chooses,
             )
         except NoOthers as error:
             refusal = str(error)
@@ -188,7 +194,8 @@ class MemorizationChannel(Channel):
             return None
         if pool.way == "not yet seen" and (self.run.epochs is None or self.run.epochs > 1):
             return "there are no controls after epoch 1: add leave_out"
-        others = len(pool.texts) if pool.way == "not yet seen" else int((~pool.trains).sum())
+        controls = ~pool.aside if pool.way == "not yet seen" else ~pool.trains & ~pool.aside
+        others = int(controls.sum())
         needed = others_needed(1, self._alpha)
         if metric == "shown" and others < needed:
             return f"'shown' needs {needed} others, and {others} are asked about"
@@ -289,6 +296,7 @@ class MemorizationChannel(Channel):
             why = "what the base said is not known: the run was resumed without its record"
             look.answers |= dict.fromkeys(every, Unknown(f"{why} ({self._folder / FILE})"))
             return
+        self._newest = None
         counts = torch.cat([pool.seen.int(), torch.tensor([pool.passed], dtype=torch.int32)])
         counts = self.run.summed(counts.to(self.run.device)).cpu()
         pool.seen = counts[:-1] > 0
@@ -300,31 +308,36 @@ class MemorizationChannel(Channel):
         if self._void:
             look.answers |= dict.fromkeys(every, Unknown(self._void))
             return
-        texts = [pool.texts[row] for row in rows.tolist()]
-        released = ReleasedModel(
-            self._ask(pool).rows(rows),
-            self._base.rows(rows),
-            compressed_bytes(texts, self._decode),
-        )
+        answers = self._ask(pool)
+        self._newest = answers, epoch, int(counts[-1])
+        released = self._released(pool, answers, rows)
+        self._compared = pool_digest([pool.texts[row] for row in rows.tolist()], members)
         for attack in self.attacks:
             try:
-                guess = attack.run(Observation(released=released))
-                answer = self._values(attack, guess, members)
+                answer = self._values(attack, released, members, self._looks)
             except Exception as error:
                 look.answers[self._series(attack)] = Unknown(reason(error))
             else:
                 look.answers[self._series(attack)] = answer
 
-    def _values(self, attack: Attack, guess: Guess, members: Tensor) -> dict[str, float]:
-        """Return the values of a guess by name."""
-        alpha = self._alpha
+    def _released(self, pool: Pool, answers: TokenSnapshot, rows: Tensor) -> ReleasedModel:
+        """Return what an adversary sees of some of the texts."""
+        assert self._base is not None
+        compressed = compressed_bytes([pool.texts[row] for row in rows.tolist()], self._decode)
+        return ReleasedModel(answers.rows(rows), self._base.rows(rows), compressed)
+
+    def _values(
+        self, attack: Attack, released: ReleasedModel, members: Tensor, number: int
+    ) -> dict[str, float]:
+        """Return the values of an attack by name, at the look of a number."""
+        guess, alpha = attack.run(Observation(released=released)), self._alpha
         sizes = {
             "members": float(members.sum()),
             "others": float((~members).sum()),
-            "alpha": spent_at(self._looks, alpha),
+            "alpha": spent_at(number, alpha),
         }
         if isinstance(attack, Extraction) and isinstance(guess, ExtractionGuess):
-            values = extraction_values(guess, attack, members, look=self._looks, alpha=alpha)
+            values = extraction_values(guess, attack, members, look=number, alpha=alpha)
             hits = attack.extracted(guess.log_probs, max(attack.draws)), guess.greedy
             others = guess.asked & ~members
             values["visible"] = visible_excess(
@@ -334,9 +347,9 @@ class MemorizationChannel(Channel):
                 alpha=sizes["alpha"],
             )
         elif isinstance(guess, MemorizationGuess):
-            values = membership_values(guess.scores, members, look=self._looks, alpha=alpha)
+            values = membership_values(guess.scores, members, look=number, alpha=alpha)
             values["visible"] = visible_tpr(
-                int(members.sum()), int((~members).sum()), look=self._looks, alpha=alpha
+                int(members.sum()), int((~members).sum()), look=number, alpha=alpha
             )
         else:
             raise TypeError(f"no score is known for a {type(guess).__name__}")
@@ -351,8 +364,13 @@ class MemorizationChannel(Channel):
         if isinstance(answer, Unknown | Waiting):
             return answer
         assert isinstance(answer, dict)
+        return Found([answer.get(name, math.nan) for name in self._names])
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Return the names of the values in the order in which they are packed."""
         ends = (f"{metric}{end}" for metric in self.metrics for end in ("", "_low", "_high"))
-        return Found([answer.get(name, math.nan) for name in (*ends, *self.extras)])
+        return (*ends, *self.extras)
 
     def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
         """Return nothing: :meth:`results` packs the values itself."""
@@ -362,9 +380,16 @@ class MemorizationChannel(Channel):
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         """Return the values, which are the same on every process."""
-        numbers = iter(next(iter(rows.values())))
-        rates = {metric: Rate(*(next(numbers) for _ in range(3))) for metric in self.metrics}
-        extra = dict(zip(self.extras, numbers, strict=True))
+        numbers = next(iter(rows.values()))
+        return self._outcome(dict(zip(self._names, numbers, strict=True)), self._compared)
+
+    def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
+        """Return the outcome of an attack's values on a pool of texts, by its digest."""
+        triples = (self._names[n : n + 3] for n in range(0, 3 * len(self.metrics), 3))
+        rates = {
+            triple[0]: Rate(*(values.get(name, math.nan) for name in triple)) for triple in triples
+        }
+        extra = {name: values.get(name, math.nan) for name in self.extras}
         # The lower bound is what is shown; an attack has rates of membership or of extraction.
         rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
         absent = (
@@ -372,22 +397,70 @@ class MemorizationChannel(Channel):
         )
         played = {name: rate for name, rate in rates.items() if name not in absent}
         extra = {name: value for name, value in extra.items() if not math.isnan(value)}
-        return Outcome(played, int(extra["members"] + extra["others"]), extra=extra)
+        return Outcome(played, int(extra["members"] + extra["others"]), extra=extra, pool=pool)
+
+    # ---- the checkpoint that is chosen --------------------------------------------------------
+
+    def choose(self, step: int, loss: float) -> float:
+        """Return the loss that the newest weights are chosen by: the highest of a step's gates.
+
+        Where it is the lowest so far, what the texts put aside show of these weights is kept.
+        """
+        loss = max(loss, self._choices.get(step, -math.inf))
+        lowest = min((one for at, one in self._choices.items() if at != step), default=math.inf)
+        self._choices[step] = loss
+        if loss < lowest and step not in self._chosen:
+            self._chosen[step] = self._confirmed()
+        return loss
+
+    def _confirmed(self) -> dict[str, Any]:
+        """Return what each attack reads off the texts put aside, or why that is unknown."""
+        pool = self._pool
+        if pool is None or self._newest is None or not bool(pool.aside.any()):
+            return {}
+        answers, epoch, passed = self._newest
+        try:
+            rows, members = pool.compared(epoch, passed, aside=True)
+        except NoOthers as error:
+            return dict.fromkeys((attack.name for attack in self.attacks), str(error))
+        released, found = self._released(pool, answers, rows), {}
+        for attack in self.attacks:
+            try:
+                found[attack.name] = self._values(attack, released, members, 1)
+            except Exception as error:
+                found[attack.name] = reason(error)
+        return found | {"pool": pool_digest([pool.texts[row] for row in rows.tolist()], members)}
+
+    def chosen(self) -> tuple[int, dict[Series, Outcome]] | None:
+        """Return the step of the weights that were chosen, and what texts put aside show of them.
+
+        None where no weights were allowed, or no texts were put aside.
+        """
+        step = min(self._choices, key=self._choices.__getitem__, default=-1)
+        values = dict(self._chosen.get(step, {}))
+        if not values or math.isinf(self._choices[step]):
+            return None
+        pool, outcomes = values.pop("pool", ""), {}
+        for attack in self.attacks:
+            series = replace(self._series(attack), name=f"{attack.name}_chosen")
+            answer = values.get(attack.name, "it was not played when these weights were read")
+            if isinstance(answer, str):
+                outcomes[series] = unknown(self.metrics, answer)
+            else:
+                outcomes[series] = self._outcome(answer, pool)
+        return step, outcomes
 
     # ---- checkpoints ------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Forget the looks of an earlier fit."""
-        self._looks = 0
+        self._looks, self._choices, self._chosen = 0, {}, {}
 
     def state_dict(self) -> dict[str, Any]:
         """Write the base's answers to a private file, and return where it is and its hash."""
         if self._pool is None or self._base is None:
             return {}
-        tensors = {f.name: getattr(self._base, f.name) for f in fields(TokenSnapshot)}
-        tensors |= {f"text{n}": text.ids for n, text in enumerate(self._pool.texts)}
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        digest = hash_tensors(tensors)
+        tensors = self._tensors(self._pool, self._base)
         file = self._folder / FILE
         if self.run.rank == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -401,15 +474,44 @@ class MemorizationChannel(Channel):
                 "due": self._due,
                 "passed": self._pool.passed,
                 "file": str(file),
-                "digest": digest,
+                "digest": hash_tensors(tensors),
                 "seen": self._pool.seen.to(torch.uint8),
+                "aside": self._pool.aside.to(torch.uint8),
+                "choices": self._choices,
+                "chosen": self._chosen,
             }
         }
+
+    @staticmethod
+    def _tensors(pool: Pool, base: TokenSnapshot) -> dict[str, Tensor]:
+        """Return what the private file holds."""
+        tensors = {f.name: getattr(base, f.name).contiguous() for f in fields(TokenSnapshot)}
+        return tensors | {f"text{n}": text.ids.contiguous() for n, text in enumerate(pool.texts)}
+
+    def pool_line(self) -> PoolLine | None:
+        """Return the record of the texts that are asked about; None where there are none."""
+        pool, base = self._pool, self._base
+        if pool is None or self._refusal:
+            return None
+        train = int(pool.trains.sum())
+        return PoolLine(
+            run="",
+            way=pool.way,
+            train=train,
+            others=len(pool.texts) - train,
+            aside=int(pool.aside.sum()),
+            repeated=pool.repeated,
+            short=pool.short,
+            searched=pool.searched,
+            base=None if base is None else hash_tensors(self._tensors(pool, base)),
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remember where the base's answers are."""
         self._saved = state.get("memorization", {})
         self._looks = int(self._saved.get("looks", 0))
+        self._choices = dict(self._saved.get("choices", {}))
+        self._chosen = dict(self._saved.get("chosen", {}))
 
     def _restore(self, pool: Pool) -> None:
         """Read what the base said, if the file and the texts are those of the run's begin."""
@@ -428,4 +530,5 @@ class MemorizationChannel(Channel):
         if hash_tensors(tensors) == saved["digest"] and same:
             self._base = TokenSnapshot(*(tensors[name] for name in names))
             pool.seen = saved["seen"].bool()
+            pool.aside = saved.get("aside", pool.aside).bool()
             self._due, pool.passed = int(saved["due"]), int(saved["passed"])

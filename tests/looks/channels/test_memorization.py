@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,25 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
+from lightning_fedleak.batches import read_batch
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.canaries import leave_out
 from lightning_fedleak.looks import Memorization
+from lightning_fedleak.looks.pool import collect
 from lightning_fedleak.metrics.released import visible_tpr
+from lightning_fedleak.private_files import hash_tensors
 from lightning_fedleak.report import findings, read
+from lightning_fedleak.snapshots import Observation, ReleasedModel
 from lightning_fedleak.studies.memorization import ReleasedPool
-from lightning_fedleak.taps.tokens import ask_tokens
+from lightning_fedleak.taps.tokens import ask_tokens, compressed_bytes, pool_digest
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.notices import announced
 from tests.helpers.processes import two_processes
@@ -85,6 +92,11 @@ def fit(
 def lines(folder: Path, attack: str = "combined") -> list[dict[str, Any]]:
     text = (folder / "leakage.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, text) if line["attack"] == attack]
+
+
+def of_kind(folder: Path, kind: str) -> list[dict[str, Any]]:
+    text = (folder / "run.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, text) if line["kind"] == kind]
 
 
 def test_what_was_trained_on_is_told_from_what_was_left_out(tmp_path: Path) -> None:
@@ -179,6 +191,11 @@ def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(tmp_path: Pa
         look=5,
         alpha=0.05 / 3,
     )
+    assert lines(tmp_path)[-1]["pool"] == pool.digest
+    [facts] = of_kind(tmp_path, "pool")
+    counts = int(pool.members.sum()), int((~pool.members).sum())
+    assert (facts["way"], facts["train"], facts["others"]) == ("left out", *counts)
+    assert (facts["repeated"], facts["short"], facts["searched"], facts["aside"]) == (0, 0, 1, 0)
     logged = lines(tmp_path)[-1]["metrics"]
     assert logged["auc"]["value"] == pytest.approx(result.values["combined"]["auc"])
     assert logged["auc"]["low"] == pytest.approx(result.values["combined"]["auc_low"], abs=1e-9)
@@ -187,10 +204,6 @@ def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(tmp_path: Pa
 
 def ask_texts(model: GPT2LMHeadModel) -> Any:
     """Return a function that asks a model about the pool that the channel draws of some data."""
-    from functools import partial
-
-    from lightning_fedleak.batches import read_batch
-    from lightning_fedleak.looks.pool import collect
 
     def ask(data: Any) -> Any:
         loader = DataLoader(data, batch_size=8, shuffle=True)
@@ -210,10 +223,14 @@ def test_a_resumed_fit_goes_on_with_the_base_of_its_begin(tmp_path: Path) -> Non
     fit([monitor(tmp_path / "whole"), checkpoint], enable_checkpointing=True)
     file = tmp_path / "whole" / "memorization_base.safetensors"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    [facts] = of_kind(tmp_path / "whole", "pool")
+    assert facts["base"] == hash_tensors(load_file(file))
     early = min(kept.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     fit([monitor(tmp_path / "resumed")], ckpt_path=early)
     whole, resumed = lines(tmp_path / "whole"), lines(tmp_path / "resumed")
     assert [line["step"] for line in resumed] == [66, 99]
+    assert of_kind(tmp_path / "resumed", "pool")[0]["base"] == facts["base"]
+    assert [line["pool"] for line in resumed] == [line["pool"] for line in whole[-2:]]
     for line, before in zip(resumed, whole[-2:], strict=True):
         for name in ("members", "others", "alpha"):
             assert line["metrics"][name] == before["metrics"][name]
@@ -346,35 +363,85 @@ def test_under_dp_a_gate_on_private_texts_is_outside_of_epsilon(
         fit([watching, gate], strategy=strategy, max_epochs=1)
 
 
-def test_the_checkpoint_is_chosen_among_those_that_leak_little(tmp_path: Path) -> None:
-    """By the loss alone the last epoch would be kept; its interval reaches above the threshold."""
+class Validated(CausalLMModule):
+    """Its validation loss falls at every epoch."""
 
-    class Validated(CausalLMModule):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val_loss", -float(self.trainer.global_step))  # falls at every epoch
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", -float(self.trainer.global_step))
 
+
+def chosen(folder: Path, *gates: RiskGate, path: Path | None = None) -> tuple[Any, Any, Any]:
+    """Return the Trainer of a fit of three epochs that chooses, its checkpoints and its loader."""
     watching = LeakageMonitor(
-        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=SETTINGS)
+        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=SETTINGS)
     )
-    gate = RiskGate("leakage/combined/auc", at_most=0.95, action="warn")
-    keep = ModelCheckpoint(tmp_path / "kept", monitor="leakage/choose", mode="min")
+    keep = ModelCheckpoint(folder / "kept", "{step}", "leakage/choose", mode="min", save_top_k=-1)
     L.seed_everything(0)
     data, others = leave_out(rows(), 140, seed=1)
     trainer = L.Trainer(
         accelerator="cpu",
         max_epochs=3,
-        callbacks=[watching, gate, keep],
+        callbacks=[watching, *gates, keep],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loaders = DataLoader(data, batch_size=8, shuffle=True), DataLoader(others, batch_size=8)
-    trainer.fit(Validated(tiny(), 1e-2, "adamw"), *loaders)
-    highs = {line["step"]: line["metrics"]["auc"]["high"] for line in lines(tmp_path)}
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    module = Validated(tiny(), 1e-2, "adamw")
+    trainer.fit(module, loader, DataLoader(others, batch_size=8), ckpt_path=path)
+    return trainer, keep, loader
+
+
+def gate_on_auc(at_most: float = 0.95) -> RiskGate:
+    return RiskGate("leakage/combined/auc", at_most=at_most, action="warn")
+
+
+def test_the_checkpoint_is_chosen_among_those_that_leak_little(tmp_path: Path) -> None:
+    """By the loss alone the last epoch would be kept; its interval reaches above the threshold."""
+    trainer, keep, loader = chosen(tmp_path / "whole", gate_on_auc())
+    highs = {line["step"]: line["metrics"]["auc"]["high"] for line in lines(tmp_path / "whole")}
     epochs = [33, 66, 99]
     allowed = [step for step in epochs if highs[step] <= 0.95]
     assert 0 < len(allowed) < 3
-    assert keep.best_model_score == -max(allowed)
+    step = max(allowed)
+    assert keep.best_model_score == -step
+    # It is scored on texts that no other line is of, by the weights that were kept.
+    [confirmed] = lines(tmp_path / "whole", "combined_chosen")
+    assert confirmed["step"] == step
+    drawn = collect(loader, SETTINGS, partial(read_batch, kind="causal"), chooses=True)
+    pools = [
+        pool_digest(
+            [text for text, inside in zip(drawn.texts, part, strict=True) if inside],
+            drawn.trains[part],
+        )
+        for part in (drawn.aside, ~drawn.aside)
+    ]
+    judged = next(line for line in lines(tmp_path / "whole") if line["step"] == step)
+    assert [confirmed["pool"], judged["pool"]] == pools
+    texts = [text for text, aside in zip(drawn.texts, drawn.aside, strict=True) if aside]
+    members = drawn.trains[drawn.aside]
+    assert confirmed["metrics"]["members"]["value"] == int(members.sum())
+    kept = tiny()
+    state = torch.load(keep.best_model_path, weights_only=True)["state_dict"]
+    kept.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
+    before, after = (ask_tokens(find_anatomy(model), texts) for model in (tiny(), kept))
+    released = ReleasedModel(after, before, compressed_bytes(texts))
+    scores = Combined().run(Observation(released=released)).scores
+    expected = roc_auc_score(members.numpy(), scores.numpy())
+    assert confirmed["metrics"]["auc"]["value"] == pytest.approx(expected, abs=1e-6)
+    assert float(trainer.callback_metrics["leakage/combined_chosen/auc"]) == pytest.approx(expected)
+    # A fit that goes on behind that epoch, and allows no other one, knows the same.
+    early = tmp_path / "whole" / "kept" / f"step={step}.ckpt"
+    chosen(tmp_path / "resumed", gate_on_auc(0.5), path=early)
+    [resumed] = lines(tmp_path / "resumed", "combined_chosen")
+    assert {**resumed, "run": ""} == {**confirmed, "run": ""}
+
+
+def test_of_several_gates_all_must_allow_the_weights(tmp_path: Path) -> None:
+    never = RiskGate("leakage/combined/shown", at_most=0.01, action="warn", strict=False)
+    _, keep, _ = chosen(tmp_path, never, gate_on_auc())
+    assert math.isinf(keep.best_model_score)
+    assert not lines(tmp_path, "combined_chosen")
 
 
 @pytest.mark.slow

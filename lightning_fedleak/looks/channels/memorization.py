@@ -37,7 +37,6 @@ from lightning_fedleak.looks.run import (
     Run,
     Series,
     Unknown,
-    Waiting,
     reason,
     unknown,
 )
@@ -60,6 +59,10 @@ from lightning_fedleak.threats import Capability
 
 FILE = "memorization_base.safetensors"
 """What the base said of the pool, and which texts were trained on: of mode 0600, for resuming."""
+
+
+_Answer = dict[str, float] | str
+"""An attack's values by name, or why there are none."""
 
 
 class MemorizationChannel(Channel):
@@ -100,7 +103,7 @@ class MemorizationChannel(Channel):
         self._compared = ""
         self._newest: tuple[TokenSnapshot, int, int] | None = None
         self._choices: dict[int, float] = {}
-        self._chosen: dict[int, dict[str, dict[str, float]]] = {}
+        self._chosen: dict[int, dict[str, _Answer]] = {}
 
     # ---- names ------------------------------------------------------------------------------
 
@@ -294,7 +297,7 @@ class MemorizationChannel(Channel):
         pool = self._pool
         if pool is None or self._base is None:
             why = "what the base said is not known: the run was resumed without its record"
-            look.answers |= dict.fromkeys(every, Unknown(f"{why} ({self._folder / FILE})"))
+            look.answers |= dict.fromkeys(every, f"{why} ({self._folder / FILE})")
             return
         self._newest = None
         counts = torch.cat([pool.seen.int(), torch.tensor([pool.passed], dtype=torch.int32)])
@@ -303,28 +306,33 @@ class MemorizationChannel(Channel):
         try:
             rows, members = pool.compared(epoch, int(counts[-1]))
         except NoOthers as error:
-            look.answers |= dict.fromkeys(every, Unknown(str(error)))
+            look.answers |= dict.fromkeys(every, str(error))
             return
         if self._void:
-            look.answers |= dict.fromkeys(every, Unknown(self._void))
+            look.answers |= dict.fromkeys(every, self._void)
             return
         answers = self._ask(pool)
         self._newest = answers, epoch, int(counts[-1])
-        released = self._released(pool, answers, rows)
-        self._compared = pool_digest([pool.texts[row] for row in rows.tolist()], members)
+        values = self._read_texts(pool, answers, rows, members, self._looks)
+        self._compared = str(values["pool"])
+        look.answers |= {self._series(attack): values[attack.name] for attack in self.attacks}
+
+    def _read_texts(
+        self, pool: Pool, answers: TokenSnapshot, rows: Tensor, members: Tensor, number: int
+    ) -> dict[str, _Answer]:
+        """Return what each attack reads off some of the texts by its name, and their digest."""
+        assert self._base is not None
+        texts = [pool.texts[row] for row in rows.tolist()]
+        released = ReleasedModel(
+            answers.rows(rows), self._base.rows(rows), compressed_bytes(texts, self._decode)
+        )
+        values: dict[str, _Answer] = {"pool": pool_digest(texts, members)}
         for attack in self.attacks:
             try:
-                answer = self._values(attack, released, members, self._looks)
+                values[attack.name] = self._values(attack, released, members, number)
             except Exception as error:
-                look.answers[self._series(attack)] = Unknown(reason(error))
-            else:
-                look.answers[self._series(attack)] = answer
-
-    def _released(self, pool: Pool, answers: TokenSnapshot, rows: Tensor) -> ReleasedModel:
-        """Return what an adversary sees of some of the texts."""
-        assert self._base is not None
-        compressed = compressed_bytes([pool.texts[row] for row in rows.tolist()], self._decode)
-        return ReleasedModel(answers.rows(rows), self._base.rows(rows), compressed)
+                values[attack.name] = reason(error)
+        return values
 
     def _values(
         self, attack: Attack, released: ReleasedModel, members: Tensor, number: int
@@ -360,9 +368,9 @@ class MemorizationChannel(Channel):
         return {self._series(attack): self._packed(look, attack) for attack in self.attacks}
 
     def _packed(self, look: Look, attack: Attack) -> Result:
-        answer = look.answers.get(self._series(attack), Unknown("the attack was not run"))
-        if isinstance(answer, Unknown | Waiting):
-            return answer
+        answer = look.answers.get(self._series(attack), "the attack was not run")
+        if isinstance(answer, str):
+            return Unknown(answer)
         assert isinstance(answer, dict)
         return Found([answer.get(name, math.nan) for name in self._names])
 
@@ -413,7 +421,7 @@ class MemorizationChannel(Channel):
             self._chosen[step] = self._confirmed()
         return loss
 
-    def _confirmed(self) -> dict[str, Any]:
+    def _confirmed(self) -> dict[str, _Answer]:
         """Return what each attack reads off the texts put aside, or why that is unknown."""
         pool = self._pool
         if pool is None or self._newest is None or not bool(pool.aside.any()):
@@ -423,13 +431,7 @@ class MemorizationChannel(Channel):
             rows, members = pool.compared(epoch, passed, aside=True)
         except NoOthers as error:
             return dict.fromkeys((attack.name for attack in self.attacks), str(error))
-        released, found = self._released(pool, answers, rows), {}
-        for attack in self.attacks:
-            try:
-                found[attack.name] = self._values(attack, released, members, 1)
-            except Exception as error:
-                found[attack.name] = reason(error)
-        return found | {"pool": pool_digest([pool.texts[row] for row in rows.tolist()], members)}
+        return self._read_texts(pool, answers, rows, members, 1)
 
     def chosen(self) -> tuple[int, dict[Series, Outcome]] | None:
         """Return the step of the weights that were chosen, and what texts put aside show of them.
@@ -437,17 +439,17 @@ class MemorizationChannel(Channel):
         None where no weights were allowed, or no texts were put aside.
         """
         step = min(self._choices, key=self._choices.__getitem__, default=-1)
-        values = dict(self._chosen.get(step, {}))
+        values = self._chosen.get(step)
         if not values or math.isinf(self._choices[step]):
             return None
-        pool, outcomes = values.pop("pool", ""), {}
+        outcomes = {}
         for attack in self.attacks:
             series = replace(self._series(attack), name=f"{attack.name}_chosen")
             answer = values.get(attack.name, "it was not played when these weights were read")
             if isinstance(answer, str):
                 outcomes[series] = unknown(self.metrics, answer)
             else:
-                outcomes[series] = self._outcome(answer, pool)
+                outcomes[series] = self._outcome(answer, str(values["pool"]))
         return step, outcomes
 
     # ---- checkpoints ------------------------------------------------------------------------

@@ -463,8 +463,9 @@ class Engine:
         for sentence in weights.begin(choosing=self.selection.auto):
             rank_zero_info(f"{self._fit.run.watcher}: {sentence}")
         self.results.playing |= weights.series
-        for line in weights.pool_lines() if self.record is not None else ():
-            self.record.compares(line)
+        if self.record is not None:
+            for line in weights.pool_lines():
+                self.record.compares(line)
         if self.report is not None:
             self.report.write_not_played(weights.rows(), self._fit.run.step)
         for begins in self._before_first:

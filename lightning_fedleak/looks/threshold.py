@@ -186,6 +186,11 @@ class Threshold:
         return engine.choose(engine.run.broadcast(loss if allowed else math.inf))
 
     @property
+    def on_weights(self) -> bool:
+        """Return whether it watches the trained weights, at whose looks the same texts are."""
+        return self._dependent
+
+    @property
     def _kind(self) -> str:
         return type(self).__name__
 

@@ -1,7 +1,23 @@
-"""Leakage in a training loop of one's own, and under transformers' Trainer."""
+"""Leakage in a training loop of one's own, and under transformers' Trainer.
+
+``LeakageCallback`` is loaded when it is first used, since transformers' Trainer needs accelerate.
+"""
+
+from typing import TYPE_CHECKING
 
 from lightning_fedleak.looks import LeakageLimitExceeded, Threshold
 from lightning_fedleak.trainers.loop import WatchSettings
 from lightning_fedleak.trainers.watch import Watch
 
-__all__ = ["LeakageLimitExceeded", "Threshold", "Watch", "WatchSettings"]
+if TYPE_CHECKING:
+    from lightning_fedleak.trainers.transformers import LeakageCallback
+
+__all__ = ["LeakageCallback", "LeakageLimitExceeded", "Threshold", "Watch", "WatchSettings"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "LeakageCallback":
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    from lightning_fedleak.trainers import transformers
+
+    return transformers.LeakageCallback

@@ -118,6 +118,7 @@ class Loop:
         precision: as :class:`WatchSettings` has it.
         scaler: the GradScaler, if there is one.
         tokenizer: that the run uses.
+        epochs: of the run; None: not known.
         utility: the user's own numbers by name.
         steps: optimizer steps so far, skipped ones included.
         batches: batches so far.
@@ -129,6 +130,7 @@ class Loop:
     precision: str | None = None
     scaler: Any = None
     tokenizer: Any = None
+    epochs: int | None = None
     utility: dict[str, float] = field(default_factory=dict)
     steps: int = 0
     batches: int = 0
@@ -207,6 +209,11 @@ class LoopRun(Run):
             return None
         epoch, batch = divmod(max(0, self.loop.batches - 1), max(1, length))
         return epoch, (batch + 1) / max(1, length)
+
+    @property
+    def epochs(self) -> int | None:
+        """Return the number of epochs that the run is to have; None: not known."""
+        return self.loop.epochs
 
     @property
     def under_ddp(self) -> bool:

@@ -115,9 +115,14 @@ class Watch:
         self.folder = Path(folder)
         self.should_stop = False
         listed = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+        if any(getattr(each, "scaler", None) is not None for each in listed):
+            raise ValueError(
+                "Accelerate's fp16 steps by a function of its own, at which Watch cannot look: use "
+                "mixed_precision='bf16', or transformers' Trainer with LeakageCallback"
+            )
         self.loop = Loop(
             model,
-            [_unwrapped(each) for each in listed],
+            [unwrapped(each) for each in listed],
             loader,
             one.precision,
             one.scaler,
@@ -389,19 +394,13 @@ class Watch:
             self._removers.append(before_real_step(optimizer, steps))
 
 
-def _unwrapped(optimizer: Any) -> Optimizer:
+def unwrapped(optimizer: Any) -> Optimizer:
     """Return the optimizer inside what Accelerate prepared.
 
     Raises:
         TypeError: no optimizer.
-        ValueError: Accelerate scales its gradients.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        if getattr(optimizer, "scaler", None) is not None:
-            raise ValueError(
-                "Accelerate's fp16 steps by a function of its own, at which Watch cannot look: use "
-                "mixed_precision='bf16', or transformers' Trainer, which unscales before"
-            )
         optimizer = inner
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")

@@ -1,0 +1,417 @@
+"""LeakageCallback: the engine under transformers' Trainer, and what is built on it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+import transformers
+from lightning_utilities.core.rank_zero import rank_zero_info
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.looks import Threshold, names_there_are
+from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.trainers.loop import Loop, LoopRun
+from lightning_fedleak.trainers.watch import Watch, unwrapped
+
+CHOOSE = "leakage/choose"
+FILE = "fedleak.safetensors"
+"""What a checkpoint holds for a run that goes on from it."""
+_LINE = "trainer.add_callback(LeakageCallback(trainer, ...))"
+_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+"""Parts of the names of optimizers that step while backward runs, and keep no gradient."""
+
+
+class LeakageCallback(TrainerCallback):
+    """Attack what a run of transformers' Trainer would share, log it, and gate the run.
+
+    It is given the Trainer, whose ``training_step`` it borrows while training goes on, since a
+    callback is shown neither the batch nor the Trainer. What is found goes to ``trainer.log``, and
+    to the same files as those of :class:`~lightning_fedleak.LeakageMonitor`. Losses, weights and
+    random numbers are bit-identical to the run without it.
+
+    It works with gradient accumulation and checkpointing, bf16, fp16, ``torch.compile`` and DDP.
+    DeepSpeed, FSDP and optimizers that step inside backward are refused. No defence acts here, so
+    that training with differential privacy needs the Lightning module that takes the same model
+    and data, :class:`~lightning_fedleak.finetuning.CausalLMFineTuning`, under a
+    :class:`~lightning_fedleak.DefendedStrategy`.
+
+    A gate stops the run after a checkpoint. One on the trained weights adds
+    ``eval_leakage/choose`` to the metrics of each evaluation: the loss where it allows the weights,
+    infinity elsewhere; ``metric_for_best_model="leakage/choose"`` keeps the best that it allows.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+        >>> from lightning_fedleak.attacks import BagOfWords
+        >>> from lightning_fedleak.trainers import LeakageCallback, Threshold
+        >>> config = GPT2Config(vocab_size=64, n_embd=8, n_head=1, tie_word_embeddings=False)
+        >>> rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8)]
+        >>> arguments = TrainingArguments("out", max_steps=4, report_to=[], use_cpu=True)
+        >>> trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=rows)
+        >>> gate = Threshold("leakage/worst/words", at_most=0.5)
+        >>> trainer.add_callback(LeakageCallback(trainer, [BagOfWords()], [gate], every_n_steps=1))
+        >>> _ = trainer.train()
+        >>> trainer.state.global_step
+        1
+
+    Args:
+        trainer: the Trainer that this is a callback of.
+        attacks: the attacks, each with a name of its own; or ``"auto"``: all that can read it.
+        gates: thresholds on what is logged.
+        folder: of the files; default the Trainer's ``output_dir``.
+        settings: those of :class:`~lightning_fedleak.trainers.WatchSettings`, by name. Precision,
+            scaler, tokenizer and ``utility`` (``loss`` and ``eval_loss``) are the Trainer's.
+
+    Raises:
+        TypeError: no Trainer was passed; shows the line that passes one.
+        ValueError: contradictory arguments; when training begins also a Trainer, a gate or an
+            attack that does not fit.
+    """
+
+    def __init__(
+        self,
+        trainer: transformers.Trainer | None = None,
+        attacks: Sequence[Attack] | Attack | Literal["auto"] = "auto",
+        gates: Sequence[Threshold] = (),
+        folder: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(trainer, transformers.Trainer):
+            raise TypeError(f"LeakageCallback needs the Trainer, which callbacks= has not: {_LINE}")
+        self.trainer = trainer
+        settings = {"utility": ("loss", "eval_loss"), **settings}
+        place = folder or str(trainer.args.output_dir)
+        self.watch = TransformersWatch(trainer, attacks, gates, None, place, **settings)
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The newest value by log name; NaN is unknown. Empty before the first look."""
+        return self.watch.latest
+
+    def on_init_end(self, *_: Any, **__: Any) -> None:
+        """Refuse to be a callback of another Trainer than the one that it was given."""
+        raise ValueError(f"LeakageCallback is added to the Trainer that it is given: {_LINE}")
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Find the model's parts, calibrate the attacks, and borrow ``training_step``."""
+        self.watch.__enter__()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Let the attacks read the gradients, after clipping."""
+        self.watch.before_step()
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        """End a batch that only adds to the gradients."""
+        self.watch.batch_ends()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Log a look once its optimizer step is over, and let the gates judge."""
+        self.watch.batch_ends()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Note the Trainer's own numbers that are logged beside leakage."""
+        names = self.watch.settings.utility
+        self.watch.utility.update({n: float(v) for n, v in (logs or {}).items() if n in names})
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Add what a checkpoint may be chosen by to the metrics; unknown is the worst."""
+        if metrics is not None and self.watch.engine.fit is not None:
+            metrics.update(self.watch.choices(metrics))
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        """Write what a resumed run goes on with beside the checkpoint."""
+        self.watch.save_state()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """End the run, and put ``training_step`` back."""
+        self.watch.end()
+
+
+@dataclass
+class TransformersLoop(Loop):
+    """What a Trainer trains.
+
+    Attributes:
+        stage_reached: is called while ``p.grad`` is what the optimizer is about to step with.
+    """
+
+    stage_reached: Callable[[Stage, Optimizer], None] | None = None
+
+
+@dataclass(frozen=True)
+class TransformersRun(LoopRun):
+    """One run of a Trainer."""
+
+    watcher: ClassVar[str] = "LeakageCallback"
+
+    loop: TransformersLoop
+
+    def watch_release(
+        self, stage_reached: Callable[[Stage, Optimizer], None], before_defense: Callable[..., None]
+    ) -> list[Callable[[], None]]:
+        """Call ``stage_reached`` before the Trainer's optimizer steps; see :class:`Run`."""
+        self.loop.stage_reached = stage_reached
+        return [partial(setattr, self.loop, "stage_reached", None)]
+
+
+class TransformersWatch(Watch):
+    """Watch the run of a Trainer, whose callback says when."""
+
+    resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
+    loop: TransformersLoop
+
+    def __init__(self, trainer: transformers.Trainer, *arguments: Any, **settings: Any) -> None:
+        assert trainer.model is not None
+        super().__init__(trainer.model, [], *arguments, **settings)
+        self.trainer = trainer
+        self._values: dict[str, float] = {}
+        self._ending = False
+
+    def _begin(self) -> None:
+        trainer, args = self.trainer, self.trainer.args
+        self._values, self._ending, steps = {}, False, int(trainer.state.global_step)
+        loader = trainer.callback_handler.train_dataloader
+        mixed = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
+        self.loop = TransformersLoop(
+            trainer.model_wrapped,
+            [unwrapped(trainer.optimizer)],
+            loader,
+            mixed.get(trainer.accelerator.mixed_precision),
+            getattr(trainer.accelerator, "scaler", None),
+            self.settings.tokenizer or trainer.processing_class,
+            int(trainer.state.num_train_epochs),
+            steps=steps,
+        )
+        if steps and loader is not None and hasattr(loader, "__len__"):
+            updates = math.ceil(len(loader) / args.gradient_accumulation_steps)
+            epochs, rest = divmod(steps, updates)
+            self.loop.batches = epochs * len(loader) + rest * args.gradient_accumulation_steps
+        self._saved = None
+        if steps:
+            path = self._checkpoint() / FILE
+            if path.exists():
+                self._saved = _load(path)
+            else:
+                rank_zero_info(
+                    f"LeakageCallback: {path} is not there, so that looks, games and the evidence "
+                    "of gates begin again"
+                )
+        super()._begin()
+        best = self._best_metric()
+        if best is None:
+            return
+        known = [*self.engine.metric_names(), *([CHOOSE] * any(g.on_weights for g in self.gates))]
+        if args.greater_is_better is not False or best not in known:
+            raise ValueError(
+                f"metric_for_best_model='{best}' is a leakage: pass greater_is_better=False, and "
+                f"for '{CHOOSE}' a gate on the trained weights" + names_there_are(best, known)
+            )
+
+    def _best_metric(self) -> str | None:
+        """Return the leakage that the Trainer keeps its best checkpoint by, if it does so."""
+        name = (self.trainer.args.metric_for_best_model or "").removeprefix("eval_")
+        return name if name.startswith(("leakage", "monitor/", "gate/")) else None
+
+    def _new_run(self, anatomy: Anatomy) -> TransformersRun:
+        return TransformersRun(anatomy, self.settings.client, self.engine.assume, self.loop)
+
+    def _check(self, run: LoopRun) -> None:
+        trainer, args = self.trainer, self.trainer.args
+        others = [c for c in trainer.callback_handler.callbacks if isinstance(c, LeakageCallback)]
+        reasons = {
+            "DeepSpeed keeps gradients in buffers of its own and reduces them inside of backward, "
+            "so that no p.grad is what leaves: use DDP": trainer.is_deepspeed_enabled,
+            "FSDP gives each process a part of every layer: use DDP, or LeakageMonitor with "
+            "Lightning's ModelParallelStrategy": trainer.is_fsdp_enabled,
+            "DataParallel copies the model at each step: start one process a card by torchrun": (
+                args.n_gpu > 1
+            ),
+            f"optim={args.optim} steps while backward runs and keeps no gradient: use another": (
+                any(name in str(args.optim).lower() for name in _IN_BACKWARD)
+            ),
+            "two LeakageCallbacks would borrow one training_step: give all attacks to one": (
+                len(others) > 1
+            ),
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise ValueError(f"LeakageCallback cannot watch this Trainer. {reason}")
+        super()._check(run)
+
+    def _hook_optimizers(self) -> None:
+        """Borrow ``training_step`` until the run is over."""
+        trainer = self.trainer
+        original, own = trainer.training_step, "training_step" in vars(trainer)
+
+        def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            try:
+                self.batch_begins(inputs)
+                with self.watch_backward():
+                    return original(model, inputs, *args, **kwargs)
+            except BaseException as error:
+                self.end(type(error))
+                raise
+
+        def put_back() -> None:
+            if vars(trainer).get("training_step") is training_step:
+                if own:
+                    trainer.training_step = original  # type: ignore[method-assign]
+                else:
+                    del trainer.training_step
+
+        trainer.training_step = training_step  # type: ignore[method-assign]
+        self._removers.append(put_back)
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Let the attacks read the gradients, unscaled, unless the step will be skipped."""
+        scaler, (optimizer,) = self.loop.scaler, self.loop.optimizers
+        self.engine.optimizer_steps(optimizer)
+        if scaler is not None and scaler.is_enabled():
+            state = scaler._per_optimizer_states[id(optimizer)]
+            if state["stage"] is OptState.READY:  # without clipping nobody has unscaled
+                scaler.unscale_(optimizer)
+            if any(bool(found) for found in state["found_inf_per_device"].values()):
+                return
+        if self.loop.stage_reached is not None:
+            self.loop.stage_reached(Stage.AGGREGATE, optimizer)
+
+    def batch_ends(self) -> None:
+        """Log a look once its optimizer step is over."""
+        self.loop.steps = int(self.trainer.state.global_step)
+        try:
+            self.engine.batch_ends(trained=True)
+        except BaseException as error:
+            self.end(type(error))
+            raise
+        self._flush()
+
+    def end(self, error: type[BaseException] | None = None) -> None:
+        """End the run."""
+        self._ending = True
+        super().end(error)
+        self._flush()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Collect numbers until the moment is over."""
+        self._values.update(metrics)
+
+    def _flush(self) -> None:
+        """Log what was collected, and leave it to the Trainer whether it logs its own."""
+        values, self._values = self._values, {}
+        if values:
+            due = self.trainer.control.should_log
+            # Not by a method of a subclass, which may log and clear means of its own with it.
+            transformers.Trainer.log(self.trainer, values)
+            self.trainer.control.should_log = due
+
+    def _log_to(self, run: LoopRun) -> list[Any]:
+        return [*super()._log_to(run), *([self] if run.rank == 0 else [])]
+
+    def _save(self, gate: Threshold, name: str) -> Path | None:
+        """Have the Trainer save a checkpoint after this step, and return where."""
+        if self._ending or gate.action == "raise":
+            return None
+        self.trainer.control.should_save = True
+        return self._checkpoint()
+
+    def _checkpoint(self) -> Path:
+        folder = Path(str(self.trainer.args.output_dir))
+        return folder / f"checkpoint-{self.trainer.state.global_step}"
+
+    def _stop(self) -> None:
+        super()._stop()
+        self.trainer.control.should_training_stop = True
+
+    def _facts(self, run: LoopRun) -> dict[str, object]:
+        args = self.trainer.args
+        return super()._facts(run) | {
+            "strategy": f"{type(self.trainer).__name__}{' under DDP' if run.under_ddp else ''}",
+            "max_steps": self.trainer.state.max_steps,
+            "max_epochs": self.trainer.state.num_train_epochs,
+            "accumulate_grad_batches": args.gradient_accumulation_steps,
+            "gradient_clip_val": args.max_grad_norm,
+            "seed": str(args.seed),
+        }
+
+    def choices(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return what a checkpoint may be chosen by, for the metrics of an evaluation.
+
+        Args:
+            metrics: of the evaluation.
+        """
+        chosen: dict[str, float] = {}
+        loss, best = metrics.get("eval_loss"), self._best_metric()
+        if loss is not None:
+            found = [gate.choice(loss) for gate in self.gates if gate.on_weights]
+            chosen |= {CHOOSE: max(found)} if found else {}
+        if best is not None and best != CHOOSE:
+            value = self.latest.get(best, math.nan)
+            chosen[best] = self.engine.run.broadcast(math.inf if math.isnan(value) else value)
+        return {f"eval_{name}": value for name, value in chosen.items()}
+
+    def save_state(self) -> None:
+        """Write what a resumed run goes on with into the newest checkpoint."""
+        folder = self._checkpoint()
+        if self.engine.fit is None or self.engine.run.rank or not folder.is_dir():
+            return
+        tensors: dict[str, Tensor] = {}
+        text = json.dumps(_packed(self.state_dict(), tensors))
+        path = folder / FILE
+        path.touch(0o600)
+        save_file(tensors, path, {"state": text})
+        path.chmod(0o600)
+
+
+def _packed(value: object, tensors: dict[str, Tensor]) -> object:
+    """Return a state in JSON's types, with its tensors put aside."""
+    if isinstance(value, Tensor):
+        tensors[str(len(tensors))] = value.detach().cpu().clone().contiguous()
+        return {"tensor": str(len(tensors) - 1)}
+    if isinstance(value, Mapping):
+        return {"items": [[name, _packed(one, tensors)] for name, one in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_packed(one, tensors) for one in value]
+    return value
+
+
+def _load(path: Path) -> Any:
+    """Return the state that a file holds."""
+    with safe_open(path, "pt") as file:
+
+        def unpacked(value: Any) -> Any:
+            if isinstance(value, dict) and "tensor" in value:
+                return file.get_tensor(value["tensor"])
+            if isinstance(value, dict):
+                return {name: unpacked(one) for name, one in value["items"]}
+            return [unpacked(one) for one in value] if isinstance(value, list) else value
+
+        return unpacked(json.loads(file.metadata()["state"]))

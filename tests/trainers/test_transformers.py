@@ -1,0 +1,463 @@
+"""transformers' Trainer is watched as Lightning's is, and trains as it does without the watch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from lightning_fedleak import BagOfWords, FCMembership, FlatChat, LeakageMonitor
+from lightning_fedleak.attacks.memorization import LossRatio
+from lightning_fedleak.canaries import leave_out
+from lightning_fedleak.looks import Games, Memorization
+from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
+from tests.callbacks.runs import Probe
+from tests.helpers.models import tiny_gpt2
+from tests.trainers.test_watch import attacks, lines
+
+ROOT = Path(__file__).parents[2]
+WORDS = "leakage/worst/words"
+
+
+def rows(count: int = 32, length: int = 9) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(3, 60, (count, length), generator=torch.Generator().manual_seed(2))
+    return [{"input_ids": x, "labels": x} for x in ids]
+
+
+class Sequential(Trainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+
+class Recorder(TrainerCallback):
+    """Keeps the loss of each log, and the random state after each step."""
+
+    def __init__(self) -> None:
+        self.states: list[torch.Tensor] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.states.append(torch.get_rng_state())
+
+
+def trainer_of(
+    folder: Path,
+    model: Any = None,
+    dropout: float = 0.0,
+    kind: type[Trainer] = Sequential,
+    **more: Any,
+) -> Trainer:
+    torch.manual_seed(7)
+    model = tiny_gpt2(tied=False, dropout=dropout) if model is None else model
+    settings = {
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "max_grad_norm": 0.0,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+    } | more
+    data = settings.pop("train_dataset", None) or rows()
+    evaluated = settings.pop("eval_dataset", None)
+    optimizers = settings.pop("optimizers", (None, None))
+    arguments = TrainingArguments(str(folder), **settings)
+    return kind(model, arguments, train_dataset=data, eval_dataset=evaluated, optimizers=optimizers)
+
+
+def watched(trainer: Trainer, *arguments: Any, **settings: Any) -> LeakageCallback:
+    callback = LeakageCallback(trainer, *arguments, **({"every_n_steps": 1} | settings))
+    trainer.add_callback(callback)
+    return callback
+
+
+def user_logs(trainer: Trainer) -> list[dict[str, float]]:
+    """Return what the Trainer has logged of its own, but for its clock."""
+    return [
+        {name: value for name, value in log.items() if not name.endswith(("runtime", "per_second"))}
+        for log in trainer.state.log_history
+        if not any(name.startswith(("leakage", "monitor", "gate")) for name in log)
+    ]
+
+
+def constant(optimizer: torch.optim.Optimizer) -> Any:
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+class Module(L.LightningModule):
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        super().__init__()
+        self.model, self.optimizer = model, optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+def three_faces(folder: Path, make: Any, data: Any, played: Any, **settings: Any) -> list[Any]:
+    """Return the lines of Lightning, the Trainer and a loop that train the same, and the models."""
+    found = []
+    for face in ("lightning", "trainer", "loop"):
+        torch.manual_seed(7)
+        model = make().train()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, 1e-3)
+        loader: Any = DataLoader(data, batch_size=4)
+        place = folder / face
+        if face == "lightning":
+            monitor = LeakageMonitor(played(), log_dir=place, **settings)
+            L.Trainer(
+                max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False, callbacks=[monitor],
+            ).fit(Module(model, optimizer), loader)  # fmt: skip
+        elif face == "trainer":
+            trainer = trainer_of(place, model, train_dataset=data, optimizers=constant(optimizer))
+            watched(trainer, played(), **settings)
+            trainer.train()
+        else:
+            with Watch(model, optimizer, played(), folder=place, **settings) as watch:
+                for batch in loader:
+                    with watch.step(batch):
+                        model(**batch).loss.backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+        found.append((lines(place), [p.detach() for p in trained]))
+    return found
+
+
+def assert_equal(found: list[Any]) -> None:
+    (first, weights), *others = found
+    for other, others_weights in others:
+        assert other == first
+        for weight, other_weight in zip(weights, others_weights, strict=True):
+            # The Trainer divides by the number of labels, also of those that nothing predicts:
+            # Adam's epsilon is all that feels it.
+            torch.testing.assert_close(other_weight, weight, rtol=1e-2, atol=1e-4)
+
+
+def test_three_faces_write_the_same_lines(tmp_path: Path) -> None:
+    def make() -> Any:
+        return tiny_gpt2(tied=False, dropout=0.0)
+
+    settings = {"every_n_steps": 2, "games": Games(targets=4)}
+    found = three_faces(tmp_path, make, rows(), attacks, **settings)
+    assert_equal(found)
+    assert {line["attack"] for line in found[0][0]} == {
+        *("flatchat", "bag_of_words", "fc_membership"),
+    }
+    assert all(line["unknown"] is None for line in found[0][0][3:])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5},
+        {"bf16": True},
+        {"gradient_checkpointing": True},
+        pytest.param(
+            {"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_training_is_not_disturbed(tmp_path: Path, settings: dict[str, Any]) -> None:
+    runs = []
+    for on in (False, True):
+        torch.compiler.reset()
+        trainer, recorder = trainer_of(tmp_path / str(on), dropout=0.2, **settings), Recorder()
+        played = [FlatChat(scorer="abs", oracle_n_types=12), BagOfWords()]
+        if not settings.get("gradient_checkpointing") and not settings.get("torch_compile"):
+            played.append(FCMembership(1))  # type: ignore[arg-type]
+        callback = watched(trainer, played, games=Games(targets=4)) if on else None
+        trainer.add_callback(recorder)
+        trainer.train()
+        runs.append((user_logs(trainer), recorder.states, [*trainer.model.parameters()]))
+    (logs, states, weights), (logs_on, states_on, weights_on) = runs
+    assert logs == logs_on
+    assert all(map(torch.equal, states, states_on))
+    assert all(map(torch.equal, weights, weights_on))
+    assert callback is not None
+    assert callback.latest["leakage/bag_of_words/f1"] == 1.0
+    assert "training_step" not in vars(trainer)
+    shown = [log for log in trainer.state.log_history if "leakage/bag_of_words/f1" in log]
+    assert len(shown) == callback.watch.engine.results.looks == len(states)
+
+
+def test_what_is_read_is_the_clipped_gradient_of_all_tokens(tmp_path: Path) -> None:
+    data = rows()
+    for row in data[:4]:  # batches of different sizes: the Trainer divides by all tokens
+        row["labels"] = row["labels"].clone()
+        row["labels"][:6] = -100
+    probe = Probe()
+    trainer = trainer_of(
+        tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.5, train_dataset=data
+    )
+    watched(trainer, [probe])
+    trainer.train()
+    torch.manual_seed(7)
+    model = tiny_gpt2(tied=False, dropout=0.0)
+    ids = torch.stack([row["input_ids"] for row in data[:8]])
+    labels = torch.stack([row["labels"] for row in data[:8]])
+    logits = model(input_ids=ids).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    step, _, gradient = probe.seen[0]
+    assert step == 0
+    torch.testing.assert_close(gradient, model.lm_head.weight.grad, rtol=1e-4, atol=1e-7)
+    targets = labels[:, 1:]
+    assert lines(tmp_path)[0]["n"] == len(targets[targets != -100].unique())
+
+
+def test_a_gate_stops_after_a_checkpoint_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
+    gate = Threshold(WORDS, at_most=0.5, patience=2)
+    trainer = trainer_of(tmp_path)
+    watched(trainer, [BagOfWords()], [gate])
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert gate.fired is not None
+    assert gate.fired.checkpoint == tmp_path / "checkpoint-3"
+    assert (tmp_path / "checkpoint-3" / "model.safetensors").exists()
+    assert "resume_from_checkpoint=" in str(gate.fired)
+    assert "CausalLMFineTuning" in str(gate.fired)
+    saved = tmp_path / "checkpoint-3" / "fedleak.safetensors"
+    assert saved.stat().st_mode & 0o777 == 0o600
+    again, gate = trainer_of(tmp_path), Threshold(WORDS, at_most=0.5, patience=4)
+    callback = watched(again, [BagOfWords()], [gate])
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert gate.fired is not None  # the breaches before it count
+    assert gate.fired.step == 4
+    assert callback.watch.engine.results.looks == 5
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def test_a_resumed_run_trains_as_one_that_was_not_watched(tmp_path: Path) -> None:
+    weights = []
+    for on in (False, True):
+        place = tmp_path / str(on)
+        for checkpoint in (None, str(place / "checkpoint-4")):
+            trainer = trainer_of(
+                place, dropout=0.2, kind=Trainer, save_strategy="steps", save_steps=4
+            )
+            if on:
+                watched(trainer, [BagOfWords()])
+            trainer.train(resume_from_checkpoint=checkpoint)
+        weights.append([*trainer.model.parameters()])  # type: ignore[union-attr]
+    assert all(map(torch.equal, *weights))
+
+
+def test_fp16_is_unscaled_first(tmp_path: Path) -> None:
+    probe = Probe()
+    trainer = trainer_of(tmp_path)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)  # type: ignore[attr-defined]
+    trainer.accelerator.scaler = scaler  # as for mixed_precision="fp16", which needs a card
+    watched(trainer, [probe])
+
+    class Overflows(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if scaler._scale is not None:  # which it has after the first step
+                scaler._scale.fill_(float("inf") if state.global_step == 1 else 2.0**30)
+
+    trainer.add_callback(Overflows())
+    trainer.train()
+    torch.manual_seed(7)
+    model = tiny_gpt2(tied=False, dropout=0.0)
+    ids = torch.stack([row["input_ids"] for row in rows()[:4]])
+    # The Trainer divides by the number of labels, also of those that nothing predicts.
+    (model(input_ids=ids, labels=ids).loss * 8 / 9).backward()
+    torch.testing.assert_close(probe.seen[0][2], model.lm_head.weight.grad)
+    assert [step for step, *_ in probe.seen] == [0, 2, 3, 4, 5, 6, 7]
+
+
+def test_it_is_given_the_trainer(tmp_path: Path) -> None:
+    line = r"trainer\.add_callback\(LeakageCallback\(trainer, \.\.\.\)\)"
+    with pytest.raises(TypeError, match=line):
+        LeakageCallback()
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(ValueError, match=line):
+        Trainer(trainer.model, trainer.args, callbacks=[LeakageCallback(trainer, [BagOfWords()])])
+
+
+@pytest.mark.parametrize(
+    ("settings", "gates", "words"),
+    [
+        ({"metric_for_best_model": WORDS}, [], "greater_is_better=False"),
+        ({"metric_for_best_model": "leakage/choose", "greater_is_better": False}, [], "a gate on"),
+        ({"metric_for_best_model": "leakage/no/f1", "greater_is_better": False}, [], "exist"),
+        ({"optim": "adalomo"}, [], "while backward runs"),
+        ({}, [Threshold("leakage/no/f1", at_most=0.5)], "does not log"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(
+    tmp_path: Path, settings: dict[str, Any], gates: Any, words: str
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    trainer = trainer_of(tmp_path, optimizers=constant(optimizer), **settings)
+    watched(trainer, [BagOfWords()], gates)
+    with pytest.raises(ValueError, match=words):
+        trainer.train()
+    assert "training_step" not in vars(trainer)
+
+
+@pytest.mark.parametrize("shards", ["is_deepspeed_enabled", "is_fsdp_enabled"])
+def test_sharded_gradients_are_refused(tmp_path: Path, shards: str) -> None:
+    trainer = trainer_of(tmp_path)
+    callback = watched(trainer, [BagOfWords()])
+    trainer.create_optimizer()
+    setattr(trainer, shards, True)
+    with pytest.raises(ValueError, match="DeepSpeed keeps" if "deep" in shards else "FSDP gives"):
+        callback.on_train_begin()
+
+
+def test_a_leakage_chooses_the_checkpoint_and_unknown_is_worst(tmp_path: Path) -> None:
+    trainer = trainer_of(
+        tmp_path,
+        metric_for_best_model="leakage/flatchat/f1",
+        greater_is_better=False,
+        save_strategy="steps",
+        save_steps=4,
+        eval_strategy="steps",
+        eval_steps=4,
+        eval_on_start=True,
+        eval_dataset=rows(4),
+    )
+    callback = watched(trainer, [FlatChat(scorer="abs", oracle_n_types=12)])
+    found: list[float] = []
+
+    class Notes(TrainerCallback):
+        def on_evaluate(self, *_: Any, metrics: Any = None, **__: Any) -> None:
+            found.append(metrics["eval_leakage/flatchat/f1"])
+
+    trainer.add_callback(Notes())
+    trainer.train()
+    assert found[0] == float("inf")
+    assert trainer.state.best_metric == min(found) < 1
+    assert callback.watch.utility.keys() == {"loss", "eval_loss"}
+
+
+def test_gates_on_the_trained_weights_say_what_to_choose(tmp_path: Path) -> None:
+    metric = "leakage/loss_ratio/auc"
+    chosen = {}
+    train, _ = leave_out(rows(800), 400, seed=1)
+    for at_most in (0.99, 0.5):
+        place = tmp_path / str(at_most)
+        trainer = trainer_of(
+            place,
+            kind=Trainer,
+            metric_for_best_model="leakage/choose",
+            greater_is_better=False,
+            save_strategy="epoch",
+            eval_strategy="epoch",
+            train_dataset=train,
+            eval_dataset=rows(8),
+            accelerator_config={"use_seedable_sampler": False},
+        )
+        gate = Threshold(metric, at_most=at_most, action="warn", strict=False)
+        memorization = Memorization(max_overhead=1.0, looks=(0.5,))
+        callback = watched(trainer, [LossRatio()], [gate], memorization=memorization)
+        trainer.train()
+        chosen[at_most] = trainer.state.best_metric
+        assert [line["step"] for line in lines(place)] == [50, 100]
+        high = callback.latest[f"{metric}_high"]
+        assert (chosen[at_most] < float("inf")) == (high <= at_most)
+    assert chosen[0.5] == float("inf")
+    assert chosen[0.99] < float("inf")
+
+
+def test_the_files_end_where_a_step_fails(tmp_path: Path) -> None:
+    class Fails(Sequential):
+        def compute_loss(self, *arguments: Any, **settings: Any) -> Any:
+            if self.state.global_step == 2:
+                raise ZeroDivisionError
+            return super().compute_loss(*arguments, **settings)
+
+    trainer = trainer_of(tmp_path, kind=Fails)
+    watched(trainer, [BagOfWords()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert lines(tmp_path, "run")[-1]["how"] == "ZeroDivisionError"
+    assert "training_step" not in vars(trainer)
+
+
+@pytest.mark.assets
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
+def test_three_faces_on_a_real_model(tmp_path: Path, assets: Path, lora: bool) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from lightning_fedleak.attacks import GradientMembership, SubspaceWords
+
+    def make() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(assets / "models/stories15M")
+        config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+        return get_peft_model(model, config) if lora else model
+
+    def played() -> list[Any]:
+        return [SubspaceWords(), GradientMembership()] if lora else [BagOfWords(), FlatChat()]
+
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 32000, (12, 24), generator=generator)
+    data = [{"input_ids": x, "labels": x} for x in ids]
+    found = three_faces(tmp_path, make, data, played, every_n_steps=1, games=Games(targets=4))
+    assert_equal(found)
+    assert len(found[0][0]) >= 4
+
+
+def test_neither_needs_lightning(tmp_path: Path) -> None:
+    program = f"""
+import sys
+
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric", "flwr"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refuses())
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from lightning_fedleak.attacks import BagOfWords
+from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
+
+config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2,
+    tie_word_embeddings=False)
+model = GPT2LMHeadModel(config)
+ids = torch.arange(3, 35).view(4, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+settings = dict(every_n_steps=1, report=True)
+place = {str(tmp_path / "loop")!r}
+with Watch(model, optimizer, [BagOfWords()], folder=place, **settings) as watch:
+    for _ in range(3):
+        with watch.step(dict(input_ids=ids, labels=ids)):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+arguments = TrainingArguments({str(tmp_path / "trainer")!r}, max_steps=3, report_to=[],
+    use_cpu=True, save_strategy="no", disable_tqdm=True)
+trainer = Trainer(model, arguments, train_dataset=[dict(input_ids=x, labels=x) for x in ids])
+gate = Threshold("leakage/worst/words", at_most=0.5, action="warn")
+callback = LeakageCallback(trainer, [BagOfWords()], [gate], **settings)
+trainer.add_callback(callback)
+trainer.train()
+print(watch.latest["leakage/bag_of_words/f1"], callback.latest["leakage/bag_of_words/f1"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["1.0", "1.0"]
+    assert (tmp_path / "loop" / "report.html").exists()
+    assert json.loads((tmp_path / "trainer" / "report.json").read_text())

@@ -22,12 +22,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.looks import Threshold, names_there_are
+from lightning_fedleak.looks import CHOOSE, Threshold, names_there_are
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.trainers.loop import Loop, LoopRun
 from lightning_fedleak.trainers.watch import Watch, unwrapped
 
-CHOOSE = "leakage/choose"
 FILE = "fedleak.safetensors"
 """What a checkpoint holds for a run that goes on from it."""
 _LINE = "trainer.add_callback(LeakageCallback(trainer, ...))"
@@ -161,8 +160,10 @@ class TransformersLoop(Loop):
 
     Attributes:
         stage_reached: is called while ``p.grad`` is what the optimizer is about to step with.
+        chooses: the Trainer keeps its best checkpoint by ``leakage/choose``.
     """
 
+    chooses: bool = False
     stage_reached: Callable[[Stage, Optimizer], None] | None = None
 
 
@@ -173,6 +174,11 @@ class TransformersRun(LoopRun):
     watcher: ClassVar[str] = "LeakageCallback"
 
     loop: TransformersLoop
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether the Trainer keeps its best checkpoint by ``leakage/choose``."""
+        return self.loop.chooses
 
     def watch_release(
         self, stage_reached: Callable[[Stage, Optimizer], None], before_defense: Callable[..., None]
@@ -209,6 +215,7 @@ class TransformersWatch(Watch):
             self.settings.tokenizer or trainer.processing_class,
             int(trainer.state.num_train_epochs),
             steps=steps,
+            chooses=self._best_metric() == CHOOSE,
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
             updates = math.ceil(len(loader) / args.gradient_accumulation_steps)

@@ -109,7 +109,8 @@ class Memorization:
             texts are asked about.
         looks: shares of the first epoch after which to look; where others do not run out, every
             epoch's last step is looked at too.
-        alpha: probability that any interval of any look and attack is wrong.
+        alpha: probability that an attack's interval is wrong at any look. A gate on the worst of
+            the family splits it among the attacks.
         most_texts: largest number of texts that are asked about.
         confirm: share of these texts that is put aside where a callback chooses a checkpoint by
             ``leakage/choose``. They choose nothing; the checkpoint that was chosen is scored on

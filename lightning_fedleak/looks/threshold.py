@@ -180,7 +180,8 @@ class Threshold:
         """
         assert self._engine is not None
         engine = self._engine
-        ends = [engine.results.latest.get(f"{name}_high", math.nan) for name in self._watched]
+        names = (f"{name}{self._end('high')}" for name in self._watched)
+        ends = [engine.results.latest.get(name, math.nan) for name in names]
         known = [end for end in ends if not math.isnan(end)]
         allowed = engine.weights_are_read() and bool(known) and max(known) <= self.at_most
         return engine.choose(engine.run.broadcast(loss if allowed else math.inf))
@@ -373,9 +374,13 @@ class Threshold:
             return _Measurement(self.metric, value, {self.metric: value})
         return self._read_worst(engine, values, value)
 
+    def _end(self, end: str) -> str:
+        """Return what the name of an interval's end ends with; of a family's worst a joint one."""
+        return f"_joint_{end}" if is_worst(self.metric) else f"_{end}"
+
     def _read_interval(self, new: Mapping[str, float]) -> _Measurement | None:
         """Return the end of the interval that the bound asks for, where this look has one."""
-        end = {"value": "", "lower": "_low", "upper": "_high"}[self.bound]
+        end = {"value": "", "lower": self._end("low"), "upper": self._end("high")}[self.bound]
         ends = {n: new[f"{n}{end}"] for n in self._watched if f"{n}{end}" in new}
         if not ends:
             return None

@@ -189,7 +189,7 @@ def membership_values(
       ``shown_high`` is its upper bound.
     - ``p_value``: of :func:`rank_test`.
 
-    All bounds of all looks hold together but for a probability ``alpha``.
+    The bounds of a rate hold at all looks together but for a probability ``alpha``.
 
     Args:
         scores: (N,) higher is more likely a member.

@@ -80,6 +80,7 @@ class MemorizationChannel(Channel):
     }
     extras = (
         *("p_value", "extracted_others", "extracted_base"),
+        *("auc_joint_low", "auc_joint_high"),
         *("members", "others", "alpha", "visible"),
     )
     width = 3 * len(metrics) + len(extras)
@@ -199,15 +200,10 @@ class MemorizationChannel(Channel):
             return "there are no controls after epoch 1: add leave_out"
         controls = ~pool.aside if pool.way == "not yet seen" else ~pool.trains & ~pool.aside
         others = int(controls.sum())
-        needed = others_needed(1, self._alpha)
+        needed = others_needed(1, self.settings.memorization.alpha)
         if metric == "shown" and others < needed:
             return f"'shown' needs {needed} others, and {others} are asked about"
         return None
-
-    @property
-    def _alpha(self) -> float:
-        """Probability of error of one attack, over all looks together."""
-        return self.settings.memorization.alpha / max(1, len(self.attacks))
 
     def trains_on(self, batch: object) -> None:
         """Note which texts of the pool a batch holds."""
@@ -338,7 +334,8 @@ class MemorizationChannel(Channel):
         self, attack: Attack, released: ReleasedModel, members: Tensor, number: int
     ) -> dict[str, float]:
         """Return the values of an attack by name, at the look of a number."""
-        guess, alpha = attack.run(Observation(released=released)), self._alpha
+        guess = attack.run(Observation(released=released))
+        alpha = self.settings.memorization.alpha
         sizes = {
             "members": float(members.sum()),
             "others": float((~members).sum()),
@@ -355,7 +352,12 @@ class MemorizationChannel(Channel):
                 alpha=sizes["alpha"],
             )
         elif isinstance(guess, MemorizationGuess):
-            values = membership_values(guess.scores, members, look=number, alpha=alpha)
+            ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
+            values, joint = (
+                membership_values(guess.scores, members, look=number, alpha=one)
+                for one in (alpha, alpha / ranked)
+            )
+            values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high")}
             values["visible"] = visible_tpr(
                 int(members.sum()), int((~members).sum()), look=number, alpha=alpha
             )

@@ -111,14 +111,15 @@ def test_what_was_trained_on_is_told_from_what_was_left_out(tmp_path: Path) -> N
     assert last["shown"]["value"] is None  # with far fewer others than 437
     assert last["p_value"]["value"] < 1e-6
     assert looks[0]["metrics"]["members"]["value"] < looks[2]["metrics"]["members"]["value"]
-    assert looks[1]["metrics"]["alpha"]["value"] == pytest.approx(0.05 / 3 / 6)
+    assert looks[1]["metrics"]["alpha"]["value"] == pytest.approx(0.05 / 6)
     extraction = lines(tmp_path, "extraction")[-1]["metrics"]
     assert extraction["extracted"]["value"] is not None
     assert extraction["extracted_base"]["value"] == 0
+    assert last["auc_joint_low"]["value"] < last["auc"]["low"]  # of two attacks on membership
     assert watching.latest["leakage/worst/memorization"] == pytest.approx(last["auc"]["value"])
     assert watching.failures == 0
     assert last["visible"]["value"] == visible_tpr(
-        int(last["members"]["value"]), int(last["others"]["value"]), look=5, alpha=0.05 / 3
+        int(last["members"]["value"]), int(last["others"]["value"]), look=5
     )
     assert 0 < extraction["visible"]["value"] < 1
     begin = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])
@@ -189,7 +190,6 @@ def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(tmp_path: Pa
         ask_tokens(find_anatomy(module.model), pool.texts),
         [Combined()],
         look=5,
-        alpha=0.05 / 3,
     )
     assert lines(tmp_path)[-1]["pool"] == pool.digest
     [facts] = of_kind(tmp_path, "pool")
@@ -197,6 +197,14 @@ def test_the_live_numbers_are_those_of_the_command_on_the_same_pool(tmp_path: Pa
     assert (facts["way"], facts["train"], facts["others"]) == ("left out", *counts)
     assert (facts["repeated"], facts["short"], facts["searched"], facts["aside"]) == (0, 0, 1, 0)
     logged = lines(tmp_path)[-1]["metrics"]
+    joint = pool.compare(
+        answers,
+        ask_tokens(find_anatomy(module.model), pool.texts),
+        [Combined()],
+        look=5,
+        alpha=0.05 / 2,
+    )
+    assert logged["auc_joint_low"]["value"] == pytest.approx(joint.values["combined"]["auc_low"])
     assert logged["auc"]["value"] == pytest.approx(result.values["combined"]["auc"])
     assert logged["auc"]["low"] == pytest.approx(result.values["combined"]["auc_low"], abs=1e-9)
     assert logged["p_value"]["value"] == pytest.approx(result.values["combined"]["p_value"])
@@ -311,8 +319,10 @@ def test_a_gate_acts_once_the_lower_end_is_above(tmp_path: Path) -> None:
 def test_a_gate_on_the_worst_and_on_the_upper_end(tmp_path: Path) -> None:
     worst = RiskGate("leakage/worst/memorization", at_most=0.6)
     with announced("stopped training"):
-        gated(tmp_path / "worst", worst)
+        fit([monitor(tmp_path / "worst"), worst])
     assert worst.fired is not None
+    both = [lines(tmp_path / "worst", attack)[-1]["metrics"] for attack in ("combined", "loss")]
+    assert worst.fired.value == max(one["auc_joint_low"]["value"] for one in both) > 0.6
     upper = RiskGate("leakage/combined/auc", at_most=0.6, bound="upper")
     with announced("stopped training"):
         trainer, watching = gated(tmp_path / "upper", upper)

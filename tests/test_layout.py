@@ -62,7 +62,7 @@ ALLOWED = {
     "records": GROUND,
     "report": {"records", "auditing", "defenses"},
     # "" is the package itself, whose version a stored calibration names.
-    "looks": GROUND | {"", "attacks", "metrics", "defenses", "canaries", "records"},
+    "looks": GROUND | {"", "attacks", "metrics", "defenses", "canaries", "records", "auditing"},
     "callbacks": GROUND
     | {"attacks", "metrics", "defenses", "canaries", "strategies", "looks", "report", "records"}
     | {"lightning_packages"},

@@ -29,6 +29,8 @@ from lightning_fedleak.auditing.lower_bounds import (
     epsilon_from_counts,
 )
 from lightning_fedleak.auditing.mechanisms import (
+    curve_auc,
+    curve_tpr,
     dp_advantage,
     dp_auc,
     dp_tpr,
@@ -44,6 +46,7 @@ from lightning_fedleak.auditing.one_run import (
     audit_one_run,
     one_run_epsilon,
     one_run_p_value,
+    refutes,
 )
 from lightning_fedleak.defenses.noise import gaussian_epsilon
 
@@ -55,6 +58,8 @@ __all__ = [
     "audit_gaussian_scores",
     "audit_one_run",
     "audit_scores",
+    "curve_auc",
+    "curve_tpr",
     "dp_advantage",
     "dp_auc",
     "dp_tpr",
@@ -68,4 +73,5 @@ __all__ = [
     "one_run_p_value",
     "randomised_response_auc",
     "randomised_response_delta",
+    "refutes",
 ]

@@ -42,6 +42,7 @@ from lightning_fedleak.auditing.lower_bounds import (
     columns,
     halves_the_bound,
 )
+from lightning_fedleak.defenses.base import Curve
 from lightning_fedleak.defenses.noise import gaussian_epsilon
 
 if TYPE_CHECKING:
@@ -241,6 +242,65 @@ def audit_one_run(
             would not have given, or as :func:`one_run_epsilon`.
     """
     check_levels(delta, confidence)
+    counts, m = _count_right(scores, members, guesses, seed), scores.numel()
+    bound_of = functools.partial(
+        one_run_epsilon,
+        m,
+        delta=delta,
+        confidence=1 - (1 - confidence) / len(counts),
+        relation=relation,
+        accountant=accountant,
+        claim=claim,
+    )
+    return EpsilonBound(
+        epsilon=math.nan
+        if bool(scores.isnan().any())
+        else max(bound_of(n_guesses, right) for n_guesses, right in counts),
+        delta=delta,
+        confidence=confidence,
+        relation=accountant or relation,
+        games=m,
+        limit=max(bound_of(n_guesses, n_guesses) for n_guesses, _ in counts),
+        method=f"one run, {len(counts)} choice{'s' * (len(counts) > 1)} of how many to guess"
+        + (", as a Gaussian mechanism" if claim == "gaussian" else ""),
+    )
+
+
+def refutes(scores: Tensor, members: Tensor, curve: Curve, *, confidence: float = 0.95) -> bool:
+    """Return whether the scores of m canaries after a single run refute a whole trade-off curve.
+
+    A curve that holds is refuted with probability at most ``1 - confidence``. What is not refuted
+    is not confirmed.
+
+    Args:
+        scores: (m,) higher is more likely included, as for :func:`audit_one_run`.
+        members: (m,) bool, how the coins fell; each decided whether its canary is there.
+        curve: pairs (epsilon, delta) that are claimed to hold for adding or removing one canary.
+        confidence: of the refutation.
+
+    Raises:
+        ValueError: a score that is NaN, or as :func:`audit_one_run`.
+    """
+    check_levels(0.0, confidence)
+    if bool(scores.isnan().any()):
+        raise ValueError("a canary has no score (NaN): which are scored must not depend on coins")
+    counts = _count_right(scores, members, None, 0)
+    error = (1 - confidence) / len(counts)
+
+    def least(chance: float) -> float:
+        return max((least_of_dp(*pair, chance) for pair in curve), default=0.0)
+
+    return any(
+        exceeds(scores.numel(), *count, least, error)
+        or any(one_run_p_value(scores.numel(), *count, *pair) <= error for pair in curve)
+        for count in counts
+    )
+
+
+def _count_right(
+    scores: Tensor, members: Tensor, guesses: int | Sequence[tuple[int, int]] | None, seed: int
+) -> list[tuple[int, int]]:
+    """Return how many guesses each choice makes, and how many of them are right."""
     score, member = columns(scores, members)
     m, inside = score.size, int(member.sum())
     if min(bdtr(inside, m, 0.5), bdtr(m - inside, m, 0.5)) < LEAST_FAIR:
@@ -248,34 +308,12 @@ def audit_one_run(
             f"{inside} of {m} canaries are in, which fair coins would not give: a one-run audit "
             "needs an independent fair coin for each canary"
         )
-    pairs = _pairs(guesses, m)
     shuffled = np.random.default_rng(seed).permutation(m)
     order = shuffled[np.argsort(score[shuffled], kind="stable")]
-
-    bound_of = functools.partial(
-        one_run_epsilon,
-        m,
-        delta=delta,
-        confidence=1 - (1 - confidence) / len(pairs),
-        relation=relation,
-        accountant=accountant,
-        claim=claim,
-    )
-    epsilon = limit = 0.0
-    for n_in, n_out in pairs:
-        right = int(member[order[m - n_in :]].sum()) + int((~member[order[:n_out]]).sum())
-        epsilon = max(epsilon, bound_of(n_in + n_out, right))
-        limit = max(limit, bound_of(n_in + n_out, n_in + n_out))
-    return EpsilonBound(
-        epsilon=math.nan if np.isnan(score).any() else epsilon,
-        delta=delta,
-        confidence=confidence,
-        relation=accountant or relation,
-        games=m,
-        limit=limit,
-        method=f"one run, {len(pairs)} choice{'s' * (len(pairs) > 1)} of how many to guess"
-        + (", as a Gaussian mechanism" if claim == "gaussian" else ""),
-    )
+    return [
+        (n_in + n_out, int(member[order[m - n_in :]].sum()) + int((~member[order[:n_out]]).sum()))
+        for n_in, n_out in _pairs(guesses, m)
+    ]
 
 
 def _pairs(guesses: int | Sequence[tuple[int, int]] | None, m: int) -> list[tuple[int, int]]:

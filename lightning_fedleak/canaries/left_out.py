@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,43 @@ class LeftOutRecord(Secret):
     Attributes:
         key: 32 bytes that the draw follows from.
         length: rows of the whole data set.
-        count: rows that are left out.
+        count: rows that are left out; with coins, half of those that a coin is flipped for.
         digest: SHA-256 of the rows that are left out, so that other data are noticed.
+        coins: each row was left out by a coin of its own.
     """
 
     key: bytes
     length: int
     count: int
     digest: bytes
+    coins: bool = False
+
+    @property
+    def candidates(self) -> list[int]:
+        """Return the rows that may be left out, in order."""
+        return self._first(2 * self.count if self.coins else self.length)
+
+    @property
+    def out(self) -> list[int]:
+        """Return the rows that are left out, in order."""
+        if not self.coins:
+            return self._first(self.count)
+        return [row for row in self.candidates if self._hash(b"coin", row)[0] < 128]
+
+    def _first(self, n: int) -> list[int]:
+        """Return the n rows with the smallest keyed hashes, in order."""
+        hashes = [self._hash(b"left out", row) for row in range(self.length)]
+        return sorted(sorted(range(self.length), key=hashes.__getitem__)[:n])
+
+    def _hash(self, purpose: bytes, row: int) -> bytes:
+        message = purpose + b"\0" + row.to_bytes(8, "big")
+        return hmac.digest(self.key, message, hashlib.sha256)
 
     @property
     def commitment(self) -> str:
         """Return a commitment to this record, for checkpoints and logs: 64 hexadecimal digits."""
-        stated = f"{_SCHEMA} {self.length} {self.count} ".encode() + self.digest
+        drawn = "coins " if self.coins else ""
+        stated = f"{_SCHEMA} {self.length} {self.count} {drawn}".encode() + self.digest
         return hmac.digest(self.key, b"commitment\0" + stated, hashlib.sha256).hex()
 
     def __repr__(self) -> str:
@@ -54,12 +78,16 @@ class TrainingRows(Dataset[Any]):
         dataset: the user's data, untouched.
         others: the rows that were left out.
         record: the secret of which they are.
+        public_length: rows in the mean over all draws, which tells of no coin. A defence that
+            accounts draws and counts by it.
     """
 
-    def __init__(self, dataset: Any, out: Sequence[int], record: LeftOutRecord) -> None:
+    def __init__(self, dataset: Any, record: LeftOutRecord) -> None:
         self.dataset = dataset
-        self.others: Subset[Any] = Subset(dataset, sorted(out))
         self.record = record
+        self.public_length = record.length - record.count
+        out = record.out
+        self.others: Subset[Any] = Subset(dataset, out)
         absent = set(out)
         self._rows = [row for row in range(len(dataset)) if row not in absent]
 
@@ -75,12 +103,27 @@ class TrainingRows(Dataset[Any]):
         at_once = getattr(self.dataset, "__getitems__", None)
         return [self.dataset[row] for row in rows] if at_once is None else list(at_once(rows))
 
+    def sources(self) -> list[tuple[Any, int]]:
+        """Return where every row of the user's data is, in their order: a data set and its place.
+
+        The data set is this one for rows that are trained on, and else that of the others.
+        """
+        inside = {row: (self, place) for place, row in enumerate(self._rows)}
+        outside = {row: (self.others, place) for place, row in enumerate(self.others.indices)}
+        everyone: dict[int, tuple[Any, int]] = {**inside, **outside}
+        return [everyone[row] for row in range(len(everyone))]
+
     def __repr__(self) -> str:
         return f"TrainingRows({type(self.dataset).__name__}, {self.record!r})"
 
 
 def leave_out(
-    dataset: Any, n: int, seed: int | None = None, *, record: str | Path | None = None
+    dataset: Any,
+    n: int,
+    seed: int | None = None,
+    *,
+    record: str | Path | None = None,
+    coins: bool = False,
 ) -> tuple[TrainingRows, Subset[Any]]:
     """Leave n rows out of training, drawn so that nobody can foresee which.
 
@@ -110,6 +153,10 @@ def leave_out(
             several processes train.
         record: file, of mode 0600, that keeps the draw. If it exists, the run is resumed with it,
             and data and ``n`` must be the same.
+        coins: draw 2 n rows and leave out each of them by a fair coin of its own, so that about n
+            are. It is the game of an account of examples that are added or removed: under
+            :class:`~lightning_fedleak.DPSGD` a monitor logs what the account allows, and says
+            where it is refuted.
 
     Returns:
         The rows that are trained on, and the others.
@@ -121,7 +168,9 @@ def leave_out(
         PermissionError: others may read the record.
     """
     check_dataset(dataset, "rows are left out of")
-    check_integer("n", n, at_most=len(dataset) - 1, hint="rows that are left out")
+    most = len(dataset) // 2 if coins else len(dataset) - 1
+    hint = "rows that are left out; with coins a row is drawn for each of them besides"
+    check_integer("n", n, at_most=most, hint=hint)
     if record is None and seed is None and several_processes():
         raise ValueError(
             "several processes train, and each would leave out rows of its own: pass record=, a "
@@ -130,7 +179,7 @@ def leave_out(
     file = None if record is None else Path(record)
     key = secrets.token_bytes(32) if seed is None else seed_key(seed)
     if file is None or not file.exists():
-        draw = _draw(dataset, key, n)
+        draw = _draw(dataset, key, n, coins=coins)
         if file is None:
             return _split(dataset, draw)
         try:
@@ -140,7 +189,7 @@ def leave_out(
         else:
             return _split(dataset, draw)
     saved = _load(file)
-    draw = _draw(dataset, saved.key if seed is None else key, n)
+    draw = _draw(dataset, saved.key if seed is None else key, n, coins=coins)
     if draw != saved:
         raise InclusionMismatch(
             f"the record {file} is of other data, another n or another seed: it left out "
@@ -150,24 +199,16 @@ def leave_out(
     return _split(dataset, draw)
 
 
-def _rows(key: bytes, length: int, n: int) -> list[int]:
-    """Return the n rows with the smallest keyed hashes, in order."""
-    hashes = [
-        hmac.digest(key, b"left out\0" + row.to_bytes(8, "big"), hashlib.sha256)
-        for row in range(length)
-    ]
-    return sorted(sorted(range(length), key=hashes.__getitem__)[:n])
-
-
-def _draw(dataset: Any, key: bytes, n: int) -> LeftOutRecord:
+def _draw(dataset: Any, key: bytes, n: int, *, coins: bool) -> LeftOutRecord:
+    draw = LeftOutRecord(key, len(dataset), n, b"", coins)
     digest = hashlib.sha256()
-    for row in _rows(key, len(dataset), n):
+    for row in draw.out:
         digest.update(digest_of(dataset[row], f"dataset[{row}]"))
-    return LeftOutRecord(key, len(dataset), n, digest.digest())
+    return replace(draw, digest=digest.digest())
 
 
 def _split(dataset: Any, record: LeftOutRecord) -> tuple[TrainingRows, Subset[Any]]:
-    train = TrainingRows(dataset, _rows(record.key, record.length, record.count), record)
+    train = TrainingRows(dataset, record)
     return train, train.others
 
 
@@ -178,6 +219,7 @@ def _content(record: LeftOutRecord) -> dict[str, object]:
         "key": record.key.hex(),
         "rows": record.length,
         "left_out": record.count,
+        "coins": record.coins,
         "digest": record.digest.hex(),
         "commitment": record.commitment,
     }
@@ -198,6 +240,7 @@ def _load(file: Path) -> LeftOutRecord:
             content["rows"],
             content["left_out"],
             bytes.fromhex(content["digest"]),
+            content["coins"],
         )
         stated = content["commitment"]
     except (ValueError, KeyError, TypeError) as error:

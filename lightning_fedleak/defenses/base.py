@@ -30,6 +30,8 @@ import torch
 from torch import Tensor, nn
 
 State = Mapping[str, Tensor | int | float | str]
+Curve = Sequence[tuple[float, float]]
+"""Pairs (epsilon, delta) that all hold for one mechanism; none where nothing is guaranteed."""
 
 
 @dataclass(frozen=True)
@@ -390,6 +392,14 @@ class Defense(ABC):
     def privacy(self) -> Privacy | None:
         """Return what the releases so far have cost; None where nothing is accounted."""
         return None
+
+    def curve(self) -> Curve:
+        """Return pairs (epsilon, delta) that hold for one example, added or removed, so far.
+
+        Raises:
+            DefenseError: the account is of another unit or of other neighbours; says which.
+        """
+        raise DefenseError(f"the account of '{self.name}' is not of one example added or removed")
 
     def harden(self) -> str | None:
         """Make the defence stronger by one notch, for every step that follows.

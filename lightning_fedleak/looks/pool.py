@@ -59,6 +59,8 @@ class Pool:
         length: rows of the training data.
         once: an epoch takes each row once.
         aside: (N,) bool, texts that no look and no gate judges by.
+        no_game: why no account of examples that are added or removed is compared; None: each text
+            was left out by a coin of its own.
         passed: rows that have been in batches so far, on this process.
         repeated: texts that were left out because another row repeats a part of them.
         short: texts that were left out because they have fewer than 8 label tokens.
@@ -75,6 +77,7 @@ class Pool:
     length: int
     once: bool
     aside: Tensor
+    no_game: str | None
     passed: int = 0
 
     def __post_init__(self) -> None:
@@ -90,13 +93,16 @@ class Pool:
             if row is not None:
                 self.seen[row] = True
 
-    def compared(self, epoch: int, passed: int, *, aside: bool = False) -> tuple[Tensor, Tensor]:
+    def compared(
+        self, epoch: int, passed: int, *, aside: bool = False, everyone: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return the texts to compare now, (n,) indices, and which of them are members, (n,) bool.
 
         Args:
             epoch: counted from 0.
             passed: rows that have been in batches so far, on all processes.
             aside: compare the texts that were put aside, in place of all others.
+            everyone: all training rows are members, also those that no batch has held yet.
 
         Raises:
             NoOthers: too few of either side, or rows that were trained on and not recognised; what
@@ -117,6 +123,7 @@ class Pool:
                 f"{self.length} were trained on: a row must read in a batch as it does alone "
                 "(padded with an attention_mask, or cut to a fixed length)"
             )
+        members = self.trains if everyone else members
         members, others = (side & (self.aside == aside) for side in (members, others))
         n, n_others = int(members.sum()), int(others.sum())
         if min(n, n_others) < LEAST_TEXTS:
@@ -174,7 +181,8 @@ def collect(
         NoOthers: nobody can be compared, with the argument that would change that.
     """
     check_loader(loader)
-    others = _find_left_out(loader.dataset) if settings.others is None else settings.others
+    dataset = loader.dataset
+    others = _find_left_out(dataset) if settings.others is None else settings.others
     way: Way = "left out" if settings.others is None else "given"
     if others is None:
         way = "not yet seen"
@@ -183,46 +191,76 @@ def collect(
             raise NoOthers(
                 "a resumed fit may have trained on any row before: add leave_out(...) to the data"
             )
-    length = len(loader.dataset)
-    size = _affordable(length, settings, forwards_of(settings, last_step=way != "not yet seen"))
+    no_game = _no_game(dataset, way)
+    length = len(dataset)
+    size = _affordable(
+        length if no_game else dataset.public_length,
+        settings,
+        forwards_of(settings, last_step=way != "not yet seen"),
+    )
     generator = torch.Generator().manual_seed(settings.seed)
-    sources = [(loader.dataset, row) for row in range(length)]
+    sources = [(dataset, row) for row in range(length)]
     held_out = [] if others is None else [(others, row) for row in range(len(others))]
-    n_others = min(size // 2, len(held_out))
-    inside, rest = _drawn(sources, size - n_others, generator)
-    outside, rest_held_out = _drawn(held_out, n_others, generator)
-    rest, _ = _drawn(rest + rest_held_out, MOST_ROWS, generator)
+    if no_game is None:  # which rows are asked about, in which order, depends on no coin
+        everyone = dataset.sources()
+        sample, _ = _drawn([everyone[row] for row in dataset.record.candidates], size, generator)
+        absent = {*everyone} - {*sample}
+        rest = [source for source in everyone if source in absent]
+    else:
+        n_others = min(size // 2, len(held_out))
+        inside, rest = _drawn(sources, size - n_others, generator)
+        outside, rest_held_out = _drawn(held_out, n_others, generator)
+        sample, rest = inside + outside, rest + rest_held_out
+    unread = len(rest)
+    rest, _ = _drawn(rest, MOST_ROWS, generator)
     with preserve_process():
-        members = [_row_texts(loader, *source, read) for source in inside]
-        if way == "not yet seen" and any(len(texts) != 1 for texts in members):
+        read_rows = [_row_texts(loader, *source, read) for source in sample]
+        packed = any(len(texts) != 1 for texts in read_rows)
+        if packed and way == "not yet seen":
             raise NoOthers(
                 "several texts are packed into a row, so that none is seen alone: add leave_out"
             )
-        n_inside = sum(map(len, members))
-        everyone = [*chain(*members, *(_row_texts(loader, *one, read) for one in outside))]
-        long = [row for row, text in enumerate(everyone) if text.n_labels >= LEAST_LABELS]
+        texts = [*chain(*read_rows)]
+        sides = [source is dataset for source, _ in sample]
+        trained = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
+        long = [row for row, text in enumerate(texts) if text.n_labels >= LEAST_LABELS]
         searched = chain.from_iterable(_read_row(loader, *source, read) for source in rest)
-        repeats = repeated_texts([everyone[row] for row in long], chain(everyone, searched))
+        repeats = repeated_texts([texts[row] for row in long], chain(texts, searched))
     chosen = [row for row, again in zip(long, repeats.tolist(), strict=True) if not again]
-    trains = torch.tensor([row < n_inside for row in chosen], dtype=torch.bool)
+    trains = torch.tensor([trained[row] for row in chosen], dtype=torch.bool)
     aside = torch.zeros_like(trains)
-    for side in (trains, ~trains) if chooses else ():
+    parts = (trains | ~trains,) if no_game is None else (trains, ~trains)  # by no coin
+    for side in parts if chooses else ():
         of_side = side.nonzero()[:, 0]
         order = torch.randperm(len(of_side), generator=generator)
         aside[of_side[order[: int(settings.confirm * len(of_side))]]] = True
-    unread = length + len(held_out) - len(inside) - len(outside)
     return Pool(
         way,
-        [everyone[row] for row in chosen],
+        [texts[row] for row in chosen],
         trains,
         torch.zeros_like(trains),
         int(repeats.sum()),
-        len(everyone) - len(long),
+        len(texts) - len(long),
         len(rest) / unread if unread else 1.0,
         length,
         way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
         aside,
+        "several texts are packed into a row, and share its coin" if packed else no_game,
     )
+
+
+def _no_game(dataset: Any, way: Way) -> str | None:
+    """Return why texts tell nothing of examples that are added or removed; None: they do."""
+    mend = "leave_out(..., coins=True)"
+    if way == "not yet seen":
+        return f"rows are compared by whether they were drawn, which the account hides: {mend}"
+    if way == "given":
+        return f"no coin decided which texts are in the data: {mend}"
+    if not isinstance(dataset, TrainingRows):
+        return "another data set wraps the rows of leave_out: leave rows out of that one"
+    if not dataset.record.coins:
+        return f"the number of rows left out was fixed, so that their coins depend: {mend}"
+    return None
 
 
 _Source = tuple[Any, int]

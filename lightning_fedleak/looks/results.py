@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any
@@ -230,13 +230,21 @@ class Results:
         values["monitor/seconds"] = look.seconds
         self.looks += 1
         self.last_step = look.step
+        self.latest = self._without_news(outcomes, families_read) | values
+        self.look_values = values | now
+        return counted
+
+    def _without_news(
+        self, outcomes: Mapping[Series, Outcome], families_read: Collection[str]
+    ) -> dict[str, float]:
+        """Return the newest values of what a look did not ask."""
         others = tuple(f"{s.log_name}/" for s in self._channels if s not in outcomes)
         others += tuple(
             f"{WORST}/{family}" for family in self.families if family not in families_read
         )
-        self.latest = {n: v for n, v in self.latest.items() if n.startswith(others)} | values
-        self.look_values = values | now
-        return counted
+        if any(s.stage == Stage.RELEASED and s not in outcomes for s in self._channels):
+            others += (f"{PREFIX[Stage.RELEASED]}/bound/",)
+        return {n: v for n, v in self.latest.items() if n.startswith(others)}
 
     def _wait(self, outcomes: Mapping[Series, Outcome], step: int) -> dict[Series, Outcome]:
         """Count the waits; return outcomes, *unknown* where one was pending for too long."""

@@ -451,7 +451,8 @@ class Outcome:
             out[f"{root}/{name}_worst_client"] = value
         for name, value in self.extra.items():
             if not math.isnan(value):
-                out[f"{root}/{name}"] = value
+                stage = root.partition("/")[0]  # what an account allows is of all its attacks
+                out[f"{stage if name.startswith('bound/') else root}/{name}"] = value
         return out
 
     def values_now(self, root: str) -> dict[str, float]:

@@ -96,26 +96,28 @@ def add_pages(
         tags = [f"^{re.escape(tag)}$"]  # read as a regular expression
         return layout_pb2.Chart(title=tag, multiline=layout_pb2.MultilineChartContent(tag=tags))
 
-    def rate(title: str, tag: str, low: str, high: str) -> layout_pb2.Chart:
+    def rate(title: str, tag: str, low: str, high: str, *lines: str) -> layout_pb2.Chart:
+        single = [(one, one, one) for one in (*lines, *FRAME)]
         shown = [
             layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
-            for value, lower, upper in [(tag, low, high), *((one, one, one) for one in FRAME)]
+            for value, lower, upper in [(tag, low, high), *single]
         ]
         return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=shown))
 
-    def interval(root: str, metric: str) -> layout_pb2.Chart:
-        title = f"{root}: {metric.replace('_', ' ').upper()}, 95% interval (0 to 1)"
-        tag = f"{root}/{metric}"
-        return rate(title, tag, f"{tag}_low", f"{tag}_high")
+    def interval(one: Series, metric: str) -> layout_pb2.Chart:
+        title = f"{one.log_name}: {metric.replace('_', ' ').upper()}, 95% interval (0 to 1)"
+        tag, limit = f"{one.log_name}/{metric}", series[one].limits.get(metric)
+        limits = [limit] if limit and privacy else []
+        return rate(title, tag, f"{tag}_low", f"{tag}_high", *limits)
 
     headlines = {one: channel.headline for one, channel in series.items()}
     page = [line(f"utility/{name}") for name in utility]
     page += [line(name) for name in privacy]
     page += [rate(name, name, name, name) for name in worst]
-    page += [interval(one.log_name, headline) for one, headline in headlines.items()]
+    page += [interval(one, headline) for one, headline in headlines.items()]
     page += [rate(name, name, name, name) for name in decisions]
     page += [line("monitor/seconds")]
-    more = [interval(one.log_name, m) for one, channel in series.items() for m in channel.charts]
+    more = [interval(one, m) for one, channel in series.items() for m in channel.charts]
     named = [(_PAGE, page), ("more of each attack", more)]
     layout = layout_pb2.Layout(
         category=[layout_pb2.Category(title=title, chart=charts) for title, charts in named]

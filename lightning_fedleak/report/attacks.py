@@ -22,6 +22,7 @@ from lightning_fedleak.report.wording import NOT_RECORDED
 SUM = "sum"
 """The client whose update is that of all together."""
 RELEASED = "released"
+BOUND = "bound/"  # begins the names of what an account of DP allows
 """The stage of the trained model."""
 CHOOSES = "chooses"
 """Begins the abilities that a server has only if it is dishonest."""
@@ -77,6 +78,9 @@ class AttackSummary:
         means: the mean of each.
         visible: the smallest rate that the latest look could have seen; None where not recorded.
         pool: names the texts that it compared; results compare on the same ones only.
+        allowed: the most that an account of DP allows it at the latest look, by metric; empty where
+            no account was compared.
+        refuted: whether any look refuted that account; None where none was compared.
         certified: share of the looks at which the attack's own check held; None without a check.
         above_chance: how far above guessing it read, up to 1; -1 where that is unknown.
         conclusive: whether the last interval leaves guessing out; None where that does not apply.
@@ -108,6 +112,8 @@ class AttackSummary:
     means: Mapping[str, float | None]
     visible: float | None
     pool: str | None
+    allowed: Mapping[str, float]
+    refuted: bool | None
     certified: float | None
     above_chance: float = -1.0
     conclusive: bool | None = None
@@ -236,6 +242,10 @@ class FitResults:
             means={m: _mean_of(shared, m) for m in metrics},
             visible=None if last is None else last.value("visible"),
             pool=None if last is None else last.pool,
+            allowed={} if last is None else _allowed(last),
+            refuted=any(refuted)
+            if (refuted := _numbers(x.value("refuted") for x in sent))
+            else None,
             certified=mean(_numbers(line.value("certified") for line in sent)),
         )
         return replace(
@@ -305,6 +315,12 @@ def mean(values: Sequence[float]) -> float | None:
 
 def _mean_of(lines: Sequence[ResultLine], metric: str) -> float | None:
     return mean(_numbers(line.value_of_this_look(metric) for line in lines))
+
+
+def _allowed(line: ResultLine) -> dict[str, float]:
+    """Return what an account of DP allows at a look, by metric."""
+    values = {name: line.value(name) for name in line.metrics if name.startswith(BOUND)}
+    return {name.removeprefix(BOUND): v for name, v in values.items() if v is not None}
 
 
 def _numbers(values: Iterable[float | None]) -> list[float]:

@@ -78,9 +78,11 @@ def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Report
         unknown = _without_result(fits, shared, families, best.keys())
         gaps = _gaps(shared, families, best.keys())
         sentences = [*alarming, *checks, *unknown, *withheld, *gaps, *reassuring]
-    sentences += [*_gates(fits), *_privacy(fits, joint)]
+    refutations, others = _accounts(fits)
+    sentences = [*refutations, *sentences, *_gates(fits), *_privacy(fits, joint), *others]
     highest = max(excess.values(), default=None)
     level = "unknown" if highest is None else "high" if highest > HIGH else "some"
+    level = "high" if refutations else level
     worst = {name: one.value or 0.0 for name, one in best.items()}
     return ReportVerdict(" ".join(sentences), sentences, level, worst)
 
@@ -344,6 +346,28 @@ def _privacy(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> list[
     if failing:
         sentences.append(f"No guarantee holds for {', '.join(sorted(failing))}.")
     return sentences or ["No differential privacy was accounted."]
+
+
+def _accounts(fits: Sequence[FitSummary]) -> tuple[list[str], list[str]]:
+    """Return which accounts the trained model's attacks refute, and that others are not."""
+    compared = [(fit, a) for fit in fits for a in fit.attacks if a.refuted is not None]
+    runs = {_name(fit, fits): [a for other, a in compared if other is fit] for fit, _ in compared}
+    refutations, rest = [], []
+    for name, attacks in runs.items():
+        names = ", ".join(a.name for a in attacks if a.refuted)
+        where = f" of run {name}" if len(fits) > 1 else ""
+        if names:
+            refutations.append(
+                f"The account of differential privacy{where} is REFUTED by {names}: the trained "
+                "model shows more than the account allows. Its epsilon does not hold."
+            )
+        else:
+            tried = ", ".join(a.name for a in attacks)
+            rest.append(
+                f"The account of differential privacy{where} was not refuted by {tried}. That "
+                "does not confirm it."
+            )
+    return refutations, rest
 
 
 def _accounted(accounts: Sequence[Account], fits: int) -> list[str]:

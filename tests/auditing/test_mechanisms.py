@@ -12,6 +12,8 @@ from scipy.integrate import quad, trapezoid
 from scipy.stats import norm
 
 from lightning_fedleak.auditing import (
+    curve_auc,
+    curve_tpr,
     dp_advantage,
     dp_auc,
     dp_tpr,
@@ -147,3 +149,21 @@ def test_a_sigma_that_is_not_positive_is_refused(sigma: float) -> None:
         gaussian_epsilon(sigma=sigma, delta=0.1)
     with pytest.raises(ValueError, match="delta must"):
         gaussian_epsilon(sigma=1.0, delta=0.0)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
+def test_many_pairs_allow_what_the_gaussian_mechanism_does(sigma: float) -> None:
+    epsilons = np.linspace(0, 8 / sigma, 400)
+    curve = [(epsilon, gaussian_delta(epsilon, sigma)) for epsilon in epsilons.tolist()]
+    for fpr in (0.001, 0.01, 0.2, 0.7):
+        assert curve_tpr(fpr, curve) == pytest.approx(gaussian_tpr(fpr, sigma), rel=2e-3)
+        assert curve_tpr(fpr, curve) >= gaussian_tpr(fpr, sigma) - 1e-12
+    assert curve_auc(curve) == pytest.approx(gaussian_auc(sigma), abs=2e-4)
+
+
+def test_one_pair_is_a_curve_and_none_allows_everything() -> None:
+    assert curve_tpr(0.01, [(1.0, 0.05)]) == dp_tpr(0.01, 1.0, 0.05)
+    assert curve_auc([(1.0, 0.05)]) == pytest.approx(dp_auc(1.0, 0.05), abs=1e-4)
+    assert curve_auc([(0.0, 0.0)]) == pytest.approx(0.5)
+    assert curve_tpr(0.01, []) == 1
+    assert curve_auc([]) == pytest.approx(1, abs=1e-6)

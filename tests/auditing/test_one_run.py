@@ -15,12 +15,15 @@ from scipy.stats import binom
 from lightning_fedleak.auditing import (
     audit_one_run,
     dp_tpr,
+    gaussian_delta,
     gaussian_epsilon,
     gaussian_tpr,
     one_run_epsilon,
     one_run_p_value,
+    refutes,
 )
 from lightning_fedleak.auditing.one_run import exceeds, least_of_dp, least_of_gaussian
+from lightning_fedleak.metrics.released import spent_at
 
 RUNS, ALPHA = 200, 0.05
 TOLERATED = RUNS * ALPHA + 3 * math.sqrt(RUNS * ALPHA * (1 - ALPHA))
@@ -250,3 +253,44 @@ def test_counts_that_cannot_be_are_refused() -> None:
         one_run_p_value(10, 5, 6, 1.0)
     with pytest.raises(ValueError, match="cannot be negative"):
         one_run_p_value(10, 5, 4, -1.0)
+
+
+def gaussian_curve(mu: float) -> list[tuple[float, float]]:
+    return [(e, gaussian_delta(e, 1 / mu)) for e in np.linspace(0, 6 * mu, 40).tolist()]
+
+
+def runs_refuted(generator: torch.Generator, mu: float, accounted: float, runs: int) -> int:
+    """Of runs with five looks at one set of texts; what a look adds is told of each text."""
+    curves = [gaussian_curve(accounted * look**0.5) for look in range(1, 6)]
+    count = 0
+    for _ in range(runs):
+        members = torch.rand(200, generator=generator) < 0.5
+        steps = torch.randn(5, 200, generator=generator) + mu * members
+        scores = steps.cumsum(0)
+        count += any(
+            refutes(scores[look - 1], members, curve, confidence=1 - spent_at(look, ALPHA))
+            for look, curve in enumerate(curves, 1)
+        )
+    return count
+
+
+def test_over_looks_a_correct_account_is_refuted_in_few_runs_and_a_broken_one_in_most() -> None:
+    generator = torch.Generator().manual_seed(0)
+    assert runs_refuted(generator, 0.4, 0.4, RUNS) <= RUNS * ALPHA
+    assert runs_refuted(generator, 1.6, 0.4, 20) >= 18
+
+
+def test_where_a_bound_is_tight_a_correct_curve_is_refuted_in_alpha_of_runs_at_most() -> None:
+    """Randomised response keeps each coin with chance sigmoid(epsilon), and reaches the bound."""
+    generator = torch.Generator().manual_seed(1)
+    keep, count = 1 / (1 + math.exp(-1.0)), 0
+    for _ in range(1000):
+        members = torch.rand(100, generator=generator) < 0.5
+        scores = (members == (torch.rand(100, generator=generator) < keep)).double()
+        count += refutes(scores, members, [(1.0, 0.0)], confidence=0.8)
+    assert 20 <= count <= 200 + 3 * math.sqrt(160)
+    scores = members.double()
+    assert refutes(scores, members, [(1.0, 0.0)])
+    assert not refutes(scores, members, [])  # nothing is claimed
+    with pytest.raises(ValueError, match="no score"):
+        refutes(scores.fill_(math.nan), members, [(1.0, 0.0)])

@@ -96,6 +96,39 @@ def test_the_record_is_not_pickled() -> None:
         pickle.dumps(train)
 
 
+def test_with_coins_each_of_twice_as_many_rows_is_left_out_by_its_own(tmp_path: Path) -> None:
+    data = some_rows(60)
+    draws = [leave_out(data, 20, seed=seed, coins=True)[0] for seed in range(400)]
+    out = np.zeros((400, 60), dtype=bool)
+    for draw, train in enumerate(draws):
+        out[draw, train.record.out] = True
+        assert len(train.record.candidates) == 40
+        assert set(train.record.out) <= set(train.record.candidates)
+        assert train.public_length == 40
+        assert len(train) == 60 - len(train.others)
+    assert np.abs(out.mean(0) - 1 / 3).max() < 5 * np.sqrt(2 / 9 / 400)
+    counts = out.sum(1)  # of 40 fair coins
+    assert counts.mean() == pytest.approx(20, abs=5 * np.sqrt(10 / 400))
+    assert counts.var() == pytest.approx(10, rel=0.4)
+
+
+def test_every_row_is_found_where_it_is() -> None:
+    train, others = leave_out(some_rows(), 15, seed=3, coins=True)
+    sources = train.sources()
+    assert [int(data[place]["input_ids"][0]) for data, place in sources] == list(range(40))
+    assert [row for row, (data, _) in enumerate(sources) if data is others] == train.record.out
+
+
+def test_a_record_keeps_whether_coins_were_flipped(tmp_path: Path) -> None:
+    file = tmp_path / "left_out.json"
+    train, _ = leave_out(some_rows(), 15, record=file, coins=True)
+    assert leave_out(some_rows(), 15, record=file, coins=True)[0].record == train.record
+    with pytest.raises(InclusionMismatch, match="other data, another n or another seed"):
+        leave_out(some_rows(), 15, record=file)
+    with pytest.raises(ValueError, match="n must be"):
+        leave_out(some_rows(), 21, coins=True)
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> object:
         return iter(range(3))

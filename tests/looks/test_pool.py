@@ -17,12 +17,13 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_fedleak.batches import TokenBatch, read_batch
-from lightning_fedleak.canaries import leave_out
+from lightning_fedleak.canaries import LeftOutRecord, TrainingRows, leave_out
 from lightning_fedleak.looks import Memorization
 from lightning_fedleak.looks.pool import NoOthers, collect
 
@@ -247,3 +248,48 @@ def test_rows_that_are_not_recognised_in_batches_are_unknown() -> None:
     assert 0 < pool.seen.sum() < 100
     with pytest.raises(NoOthers, match=r"only \d+ of 400 rows were recognised"):
         pool.compared(0, pool.passed)
+
+
+def test_what_is_asked_of_rows_with_coins_depends_on_no_coin() -> None:
+    """Two worlds in which one coin fell otherwise: the same texts in the same order."""
+
+    class OtherCoin(LeftOutRecord):
+        @property
+        def out(self) -> list[int]:
+            return sorted({*super().out} ^ {self.candidates[5]})
+
+    train, _ = leave_out(rows(), 150, seed=0, coins=True)
+    changed = TrainingRows(train.dataset, OtherCoin(**vars(train.record)))
+    assert abs(len(changed) - len(train)) == 1
+    pool, other = (collect(loader(data), ALL, read) for data in (train, changed))
+    assert pool.no_game is None
+    assert all(torch.equal(a.ids, b.ids) for a, b in zip(pool.texts, other.texts, strict=True))
+    assert int((pool.trains != other.trains).sum()) <= 1
+    assert 0 < int(pool.trains.sum()) < len(pool.texts) == len(other.texts)
+    inside = {tuple(train[i]["input_ids"].tolist()) for i in range(len(train))}
+    for text, member in zip(pool.texts, pool.trains.tolist(), strict=True):
+        assert (tuple(text.ids.tolist()) in inside) == member
+    for i in range(20):
+        pool.remember(batch([train[i]]))
+    with pytest.raises(NoOthers):
+        pool.compared(0, 0)  # fewer than ten of them were asked about
+    index, members = pool.compared(0, 0, everyone=True)
+    assert torch.equal(members, pool.trains)
+    assert torch.equal(index, torch.arange(len(pool.texts)))
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "why"),
+    [
+        (rows(), ALL, "by whether they were drawn"),
+        (rows(), Memorization(others=rows(200, seed=9), max_overhead=1.0), "no coin decided"),
+        (leave_out(rows(), 150, seed=0)[0], ALL, "the number of rows left out was fixed"),
+        (
+            Subset(leave_out(rows(500), 150, seed=0, coins=True)[0], range(300)),
+            ALL,
+            "data set wraps",
+        ),
+    ],
+)
+def test_other_texts_are_no_game_of_an_account(data: Any, settings: Any, why: str) -> None:
+    assert why in (collect(loader(data), settings, read).no_game or "")

@@ -32,7 +32,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from scipy.fft import next_fast_len
@@ -88,7 +88,23 @@ def tightened(epsilon: float, prv: Callable[[float], float]) -> float:
 def prv_epsilon(
     history: Sequence[tuple[float, float, int]], delta: float, epsilon: float, rdp: Floats
 ) -> float:
-    """Return PRV's upper bound on epsilon, ``inf`` where it has none.
+    """Return PRV's upper bound on epsilon, ``inf`` where it has none; as :func:`read_prv`."""
+
+    def read(composed: Any, delta_error: float, error: float) -> Floats:
+        return np.array([composed.compute_epsilon(delta, delta_error, error)[2]])
+
+    bound = read_prv(history, delta, epsilon, rdp, read)
+    return math.inf if bound is None or not math.isfinite(bound[0]) else max(float(bound[0]), 0.0)
+
+
+def read_prv(
+    history: Sequence[tuple[float, float, int]],
+    delta: float,
+    epsilon: float,
+    rdp: Floats,
+    read: Callable[[Any, float, float], Floats],
+) -> Floats | None:
+    """Return what is read off the composition of all releases; None where PRV has none.
 
     It uses the parts of ``opacus.accountants.PRVAccountant`` with three differences. Renyi
     divergences, which take most of the time there, are stored. The mesh is as fine as ``PRV_ERROR``
@@ -102,13 +118,14 @@ def prv_epsilon(
         delta: of the answer.
         epsilon: about as large as the answer, or larger.
         rdp: of all releases together, at ``ORDERS``.
+        read: takes the composition, the error of a delta, and that of an epsilon.
     """
     from opacus.accountants.analysis import prv
 
     steps = sum(row[2] for row in history)
     rounding = 2 * steps * float(np.finfo(np.float64).eps)
     if rounding > delta / 10:
-        return math.inf
+        return None
     delta_error = max(delta / 1000, rounding)
     loss = max(
         float(epsilons_of_rdp(rdp, delta_error / 4).min()),
@@ -118,7 +135,7 @@ def prv_epsilon(
         ),
     )
     if loss > PRV_LARGEST_LOSS:
-        return math.inf
+        return None
     root = math.sqrt(steps * math.log(12 / delta_error) / 2)
     error = max(PRV_ERROR * epsilon, 2 * (loss + 3) * root / PRV_POINTS)
     half = max(loss, error) + 3
@@ -141,15 +158,14 @@ def prv_epsilon(
             composed = prv.compose_heterogeneous(
                 dprvs=releases, num_self_compositions=[row[2] for row in history]
             )
-            bound = float(composed.compute_epsilon(delta, delta_error, error)[2])
+            return read(composed, delta_error, error)
     except (RuntimeError, ValueError) as reason:
         warnings.warn(
             f"PRV has no answer for {list(history)} at delta {delta:g} ({reason}); the epsilon of "
             "RDP, an upper bound too, is reported instead",
             stacklevel=2,
         )
-        return math.inf
-    return max(bound, 0.0) if math.isfinite(bound) else math.inf
+        return None
 
 
 def _fast_length(least: int) -> int:
@@ -332,12 +348,17 @@ def epsilon_of(
         return 0.0
     if min(row[0] for row in history) < LEAST_NOISE:
         return math.inf
-    terms = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
-    rdp = sum(terms, np.zeros(1))
+    rdp = composed_rdp(history, sampling)
     epsilon = float(epsilons_of_rdp(rdp, delta).min())
     if kind == "prv" and 0 < epsilon < math.inf:
         epsilon = tightened(epsilon, lambda bound: prv_epsilon(history, delta, bound, rdp))
     return epsilon if epsilon <= LARGEST_EPSILON else math.inf
+
+
+def composed_rdp(history: Sequence[tuple[float, float, int]], sampling: SamplingScheme) -> Floats:
+    """Return (len(ORDERS),) Renyi DP of all releases together."""
+    terms = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
+    return sum(terms, np.zeros(1))
 
 
 def noise_multiplier_for(

@@ -17,11 +17,12 @@ from lightning_fedleak.defenses.accounting.accounting import (
     AccountantKind,
     noise_multiplier_for,
 )
+from lightning_fedleak.defenses.accounting.curve import curve_of
 from lightning_fedleak.defenses.accounting.groups import group_epsilon
 from lightning_fedleak.defenses.accounting.ledger import check_count, client_path
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
-from lightning_fedleak.defenses.base import Defense, DefenseError, Privacy, State
+from lightning_fedleak.defenses.base import Curve, Defense, DefenseError, Privacy, State
 
 EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; saves calls of PRV
 _ACCOUNT = "accountant/"
@@ -104,6 +105,19 @@ class Budget:
             if self.target_epsilon is not None and epsilon > self.target_epsilon:
                 epsilon = account.epsilon(self.delta)
         return Privacy(epsilon, self.delta, self.noise_now, self.rate, account.steps)
+
+    def curve(self) -> Curve:
+        """Return the pairs (epsilon, delta) that hold for the releases so far.
+
+        Raises:
+            DefenseError: before the training data are known.
+        """
+        delta = self.privacy.delta
+        if isinstance(self.accountant, RenyiFilter):
+            return ((self.accountant.epsilon, delta),)
+        if self.seeded:
+            return ()
+        return curve_of(self.accountant.history, self.accountant.kind, self._sampling)
 
     def group_privacy(self, rows: int, *, independent: bool) -> Privacy:
         """Return the cost of the releases so far to so many examples, added or removed together.

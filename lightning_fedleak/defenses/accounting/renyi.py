@@ -138,6 +138,14 @@ def epsilons_of_rdp(rdp: Floats, delta: float) -> Floats:
     return np.maximum(rdp + conversion(delta), 0.0)
 
 
+def deltas_of_rdp(rdp: Floats, epsilons: Floats) -> Floats:
+    """Return delta at each epsilon by the best of :data:`ORDERS`, at most 1; the same theorem."""
+    orders = np.asarray(ORDERS)
+    logs = (orders - 1) * (rdp + np.log1p(-1 / orders) - epsilons[:, None]) - np.log(orders)
+    deltas: Floats = np.exp(np.minimum(logs.min(1), 0.0))
+    return deltas
+
+
 def conversion(delta: float) -> Floats:
     """Return what is added to the Renyi DP of :data:`ORDERS` to get epsilon at ``delta``."""
     orders = np.asarray(ORDERS)

@@ -21,6 +21,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
 from lightning_fedleak.defenses.accounting.budget import Account, Budget, BudgetedDefense
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
+    Curve,
     DefenseContext,
     DefenseError,
     Privacy,
@@ -212,6 +213,14 @@ class DPSGD(BudgetedDefense):
             DefenseError: ``rows`` is below 1, or the training data are not known yet.
         """
         return self._budget.group_privacy(rows, independent=self.mechanism == "independent")
+
+    def curve(self) -> Curve:
+        """Return pairs (epsilon, delta); raise an error where users or places are protected."""
+        if self.unit == "user":
+            raise DefenseError("its unit is a user, and rows were left out: leave out whole users")
+        if not self.poisson_sampling or self.mechanism != "independent":
+            raise DefenseError("an example that is left out moves others to other batches")
+        return self._budget.curve()
 
     def harden(self) -> str | None:
         """Multiply the noise by ``harden_factor``, from the next release on."""

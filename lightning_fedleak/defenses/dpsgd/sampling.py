@@ -71,7 +71,8 @@ def sampling_of(
         dataloader: as Lightning has prepared it.
         context: client and process.
         draws: entropy and step; the groups follow from the mechanism.
-        poisson: whether to draw Poisson samples. Otherwise the loader's batches are taken, and each
+        poisson: whether to draw Poisson samples; of a dataset with a ``public_length`` by that, not
+            by its length. Otherwise the loader's batches are taken, and each
             example is accounted as if it were in all of them.
         release: ``"banded"`` noise draws from ``bands`` groups in turn, ``"banded_inverse"`` the
             same batches in every epoch.
@@ -96,7 +97,12 @@ def sampling_of(
     mechanism = release.mechanism
     by_key = None if users is None else rows_by_user(dataloader.dataset, users.group_by)
     rows = None if by_key is None else [*by_key.values()]
-    examples = examples if rows is None else len(rows)
+    absent = 0
+    if rows is not None:
+        examples = len(rows)
+    elif mechanism == "independent":  # what draws and counts follow from may tell of no example
+        examples = getattr(dataloader.dataset, "public_length", examples)
+        absent = examples - len(dataloader.dataset)
     share = max(1, examples // replicas)
     steps = max(1, round(share / batch_size))
     groups = _count_groups(release, steps, share, batch_size)
@@ -117,7 +123,9 @@ def sampling_of(
     places = None
     if mechanism != "independent":
         places = places_of(loader.dataset, shard, by_key)
-    expected = rate * (len(shard) if context.processes == 1 else examples) / groups
+    expected = (
+        rate * (len(shard) + absent // replicas if context.processes == 1 else examples) / groups
+    )
     if release.trust == "central" and context.clients > 1:
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)

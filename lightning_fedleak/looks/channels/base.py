@@ -150,6 +150,7 @@ class Channel(ABC):
         width: numbers in a packed result.
         extras: names of its values that have no interval.
         ranges: smallest, largest and uninformed value by metric; "a_" is of all that begin so.
+        limits: log name of what an account allows, by metric.
         own_threshold: rates of the attacks' own decisions, which may all be *no* though the scores
             are right without an error.
         parted: each process holds a part of the result, also where all processes are one client.
@@ -176,6 +177,7 @@ class Channel(ABC):
     width: int
     extras: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[Mapping[str, tuple[float, float, float]]] = {}
+    limits: ClassVar[Mapping[str, str]] = {}
     own_threshold: ClassVar[tuple[str, ...]] = ()
     parted: ClassVar[bool] = False
     plays_games: ClassVar[bool] = False

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from lightning_fedleak.attacks.memorization import (
 )
 from lightning_fedleak.attacks.memorization.blind import blind_scores
 from lightning_fedleak.batches import TokenBatch, read_batch
+from lightning_fedleak.looks.channels.account import BOUND, AccountGame
 from lightning_fedleak.looks.channels.base import Channel, Plan
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.pool import NoOthers, Pool, collect
@@ -81,8 +83,13 @@ class MemorizationChannel(Channel):
     extras = (
         *("p_value", "extracted_others", "extracted_base"),
         *("auc_joint_low", "auc_joint_high"),
-        *("members", "others", "alpha", "visible"),
+        *("members", "others", "alpha", "visible", "refuted"),
+        *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01"),
     )
+    limits: ClassVar[Any] = {
+        "auc": f"leakage/{BOUND}auc",
+        "shown": f"leakage/{BOUND}tpr_at_fpr_0.01",
+    }
     width = 3 * len(metrics) + len(extras)
     reads_updates = True
     at_weights = True
@@ -93,6 +100,8 @@ class MemorizationChannel(Channel):
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
         self._pool: Pool | None = None
+        self._account: AccountGame | None = None
+        self._refutations: set[str] = set()
         self._refusal: str | None = None
         self._base: TokenSnapshot | None = None
         self._folder = Path()
@@ -130,6 +139,7 @@ class MemorizationChannel(Channel):
         super().open(run)
         self._pool, self._base, self._refusal, self._void = None, None, None, ""
         self._due, self._newest = 0, None
+        self._refutations.clear()
 
     def meet_data(self, attack: Attack) -> None:
         """Draw the texts that the model is asked about.
@@ -173,6 +183,7 @@ class MemorizationChannel(Channel):
                 "the processes read different data, so that the texts of one are not known to the "
                 "others: give every process the same data set and a DistributedSampler"
             )
+        self._account = AccountGame(run, self._pool.no_game)
         return ""
 
     def keep_in(self, folder: Path) -> None:
@@ -187,7 +198,14 @@ class MemorizationChannel(Channel):
         """Return in words who is compared, for the line-up."""
         if self._pool is None:
             return ""
-        return f"{self._pool.cost}. Reading the data took {self._reading_seconds:.1f} s"
+        cost = f"{self._pool.cost}. Reading the data took {self._reading_seconds:.1f} s"
+        why_not = "" if self._account is None else self._account.why_not
+        if why_not is None:
+            return (
+                f"{cost}. What the account allows is logged as leakage/{BOUND}auc beside them, and "
+                "'refuted' is 1 where they refute it; 0 confirms nothing"
+            )
+        return f"{cost}. No line of what the account allows: {why_not}" if why_not else cost
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -300,7 +318,7 @@ class MemorizationChannel(Channel):
         counts = self.run.summed(counts.to(self.run.device)).cpu()
         pool.seen = counts[:-1] > 0
         try:
-            rows, members = pool.compared(epoch, int(counts[-1]))
+            rows, members = pool.compared(epoch, int(counts[-1]), everyone=self._plays)
         except NoOthers as error:
             look.answers |= dict.fromkeys(every, str(error))
             return
@@ -309,12 +327,24 @@ class MemorizationChannel(Channel):
             return
         answers = self._ask(pool)
         self._newest = answers, epoch, int(counts[-1])
-        values = self._read_texts(pool, answers, rows, members, self._looks)
+        limits = self._account.limits() if self._account is not None and self._plays else {}
+        values = self._read_texts(pool, answers, rows, members, self._looks, limits)
         self._compared = str(values["pool"])
         look.answers |= {self._series(attack): values[attack.name] for attack in self.attacks}
 
+    @property
+    def _plays(self) -> bool:
+        """Return whether the texts play the game of an account."""
+        return self._account is not None and self._account.why_not is None
+
     def _read_texts(
-        self, pool: Pool, answers: TokenSnapshot, rows: Tensor, members: Tensor, number: int
+        self,
+        pool: Pool,
+        answers: TokenSnapshot,
+        rows: Tensor,
+        members: Tensor,
+        number: int,
+        limits: Mapping[str, float],
     ) -> dict[str, _Answer]:
         """Return what each attack reads off some of the texts by its name, and their digest."""
         assert self._base is not None
@@ -325,13 +355,34 @@ class MemorizationChannel(Channel):
         values: dict[str, _Answer] = {"pool": pool_digest(texts, members)}
         for attack in self.attacks:
             try:
-                values[attack.name] = self._values(attack, released, members, number)
+                values[attack.name] = self._values(attack, released, members, number, limits)
             except Exception as error:
                 values[attack.name] = reason(error)
         return values
 
+    def _refuted(
+        self, attack: Attack, guess: MemorizationGuess, members: Tensor, error: float
+    ) -> float:
+        """Return 1 where an attack refutes the account, and warn once; else 0."""
+        assert self._account is not None
+        why = self._account.refuted(guess.scores, members, error)
+        if why is not None and attack.name not in self._refutations:
+            self._refutations.add(attack.name)
+            rank_zero_warn(
+                f"{self.run.watcher}: THE ACCOUNT IS REFUTED by '{attack.name}' at step "
+                f"{self.run.step}: {why}. Its noise, clipping or sampling is not what it accounts "
+                "for, or something else lets texts into the weights. (An account that holds is "
+                f"refuted in at most {self.settings.memorization.alpha:.0%} of runs.)"
+            )
+        return float(why is not None)
+
     def _values(
-        self, attack: Attack, released: ReleasedModel, members: Tensor, number: int
+        self,
+        attack: Attack,
+        released: ReleasedModel,
+        members: Tensor,
+        number: int,
+        limits: Mapping[str, float],
     ) -> dict[str, float]:
         """Return the values of an attack by name, at the look of a number."""
         guess = attack.run(Observation(released=released))
@@ -361,6 +412,9 @@ class MemorizationChannel(Channel):
             values["visible"] = visible_tpr(
                 int(members.sum()), int((~members).sum()), look=number, alpha=alpha
             )
+            if limits:
+                error = spent_at(number, alpha / ranked)
+                values |= {**limits, "refuted": self._refuted(attack, guess, members, error)}
         else:
             raise TypeError(f"no score is known for a {type(guess).__name__}")
         return values | sizes
@@ -430,10 +484,10 @@ class MemorizationChannel(Channel):
             return {}
         answers, epoch, passed = self._newest
         try:
-            rows, members = pool.compared(epoch, passed, aside=True)
+            rows, members = pool.compared(epoch, passed, aside=True, everyone=self._plays)
         except NoOthers as error:
             return dict.fromkeys((attack.name for attack in self.attacks), str(error))
-        return self._read_texts(pool, answers, rows, members, 1)
+        return self._read_texts(pool, answers, rows, members, 1, {})
 
     def chosen(self) -> tuple[int, dict[Series, Outcome]] | None:
         """Return the step of the weights that were chosen, and what texts put aside show of them.

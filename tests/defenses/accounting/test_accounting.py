@@ -18,7 +18,12 @@ from hypothesis import strategies as st
 from scipy import integrate
 from scipy.optimize import brentq
 
-from lightning_fedleak.auditing import gaussian_epsilon
+from lightning_fedleak.auditing import (
+    curve_tpr,
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_tpr,
+)
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.defenses.accounting import accounting
 from lightning_fedleak.defenses.accounting import accounting as privacy_loss
@@ -32,6 +37,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     epsilon_of,
     noise_multiplier_for,
 )
+from lightning_fedleak.defenses.accounting.curve import curve_of
 from lightning_fedleak.defenses.accounting.ledger import Ledger
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter, best_order
@@ -679,3 +685,41 @@ def test_the_filter_resumes_and_pickles(tmp_path: Path) -> None:
 def test_the_filter_refuses(call, word: str) -> None:
     with pytest.raises(DefenseError, match=word):
         call()
+
+
+# ---- curves ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sigma", [0.7, 2.0, 10.0])
+def test_a_curve_is_the_gaussian_mechanisms(sigma: float) -> None:
+    history = [(sigma, 1.0, 1)]
+    for kind, excess in (("prv", 0.02), ("rdp", 0.55)):
+        curve = curve_of(history, kind)
+        assert curve[0][0] == 0
+        for epsilon, delta in curve:
+            assert delta >= gaussian_delta(epsilon, sigma) * (1 - 1e-6)
+        exact = gaussian_tpr(0.01, sigma)
+        assert exact < curve_tpr(0.01, curve) < exact * (1 + excess)
+
+
+@pytest.mark.parametrize("history", [[(1.0, 0.02, 300)], [(0.8, 0.1, 20), (1.5, 0.1, 50)]])
+def test_a_curve_is_googles(history) -> None:
+    dp = pytest.importorskip("dp_accounting")
+    from dp_accounting.pld import PLDAccountant
+
+    accountant = PLDAccountant(value_discretization_interval=1e-3)
+    for sigma, rate, count in history:
+        event = dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(sigma))
+        accountant.compose(dp.SelfComposedDpEvent(event, count))
+    curve = curve_of(history, "prv")
+    for epsilon, delta in curve:
+        theirs = accountant.get_delta(epsilon)
+        if theirs > 1e-6:
+            assert theirs * 0.98 <= delta <= theirs * 1.15
+    rdp = curve_of(history, "rdp")
+    assert curve_tpr(0.01, curve) < curve_tpr(0.01, rdp) < 1
+
+
+def test_no_release_allows_nothing_and_no_noise_everything() -> None:
+    assert curve_of([], "prv") == ((0.0, 0.0),)
+    assert curve_of([(0.01, 0.1, 1)], "prv") == ()

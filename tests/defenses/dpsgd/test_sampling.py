@@ -202,3 +202,24 @@ def test_rows_in_order_are_taken_and_random_numbers_left_as_they_were(
 def test_an_order_that_cannot_be_seen_is_said(collate: Any, lengths: Sequence[int]) -> None:
     with pytest.warns(UserWarning, match="could not be checked.*trusted"):
         by_user(collate, Texts(lengths))
+
+
+def test_a_public_length_decides_rate_steps_and_mean_size_in_place_of_the_length() -> None:
+    """So an example that is added or removed changes no draw of the others."""
+
+    class Rows(TensorDataset):
+        public_length = 120
+
+    def draw(length: int) -> Sampling:
+        context = DefenseContext(
+            nn.Linear(1, 1), 0, 1, torch.device("cpu"), "32-true", 0, bytes(32)
+        )
+        loader = DataLoader(Rows(torch.arange(length)), batch_size=8, shuffle=True)
+        draws = Draws(bytes(32))
+        return sampling_of(loader, context, draws, poisson=True, release=ReleaseSettings())
+
+    one, more = draw(120), draw(121)
+    for sampling in (one, more):
+        assert (sampling.rate, sampling.expected, sampling.examples) == (8 / 120, 8.0, 120)
+    for first, second in zip(one.loader.batch_sampler, more.loader.batch_sampler, strict=True):
+        assert first == [row for row in second if row < 120]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 import stat
 from functools import partial
 from pathlib import Path
@@ -22,14 +24,17 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
+from lightning_fedleak.auditing import curve_auc, curve_tpr
 from lightning_fedleak.batches import read_batch
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.canaries import leave_out
+from lightning_fedleak.defenses.accounting.curve import curve_of
+from lightning_fedleak.defenses.dpsgd import Users
 from lightning_fedleak.looks import Memorization
 from lightning_fedleak.looks.pool import collect
 from lightning_fedleak.metrics.released import visible_tpr
 from lightning_fedleak.private_files import hash_tensors
-from lightning_fedleak.report import findings, read
+from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.snapshots import Observation, ReleasedModel
 from lightning_fedleak.studies.memorization import ReleasedPool
 from lightning_fedleak.taps.tokens import ask_tokens, compressed_bytes, pool_digest
@@ -470,3 +475,74 @@ def test_two_processes_ask_half_of_the_texts_each_and_know_the_same(tmp_path: Pa
     alone = sorted(answers.log_probs.double().sum(1).tolist())
     assert sorted(first["base"]) == pytest.approx(alone, abs=1e-4)
     assert len(pool.texts) == len(first["base"])
+
+
+# ---- accounts -----------------------------------------------------------------------------------
+
+
+def accounted(folder: Path, noise: float, **more: Any) -> LeakageMonitor:
+    """Fit under DPSGD whose account takes its noise to be 1."""
+    defense = DPSGD(1.0, noise_multiplier=noise, target_delta=1e-3)
+    count = defense.accountant.step
+    defense.accountant.step = lambda _, rate, **how: count(1.0, rate, **how)  # type: ignore[method-assign]
+    watching = monitor(folder)
+    data = leave_out(rows(), 140, seed=1, coins=True)[0]
+    fit([watching], data=data, strategy=DefendedStrategy("auto", [defense]), **more)
+    return watching
+
+
+def test_what_an_account_allows_is_logged_beside_the_attacks(tmp_path: Path) -> None:
+    watching = accounted(tmp_path, 1.0, max_epochs=1)
+    looks = lines(tmp_path)
+    assert [line["step"] for line in looks] == [16, 29, 32]
+    for line in looks:
+        values = {name: one["value"] for name, one in line["metrics"].items()}
+        curve = curve_of([(1.0, 8 / 260, line["step"])], "prv")
+        assert values["bound/auc"] == pytest.approx(curve_auc(curve))
+        assert values["bound/tpr_at_fpr_0.01"] == pytest.approx(curve_tpr(0.01, curve))
+        assert values["refuted"] == 0
+        # all that a coin let in count, drawn or not
+        assert values["members"] + values["others"] == looks[0]["n"] > 200
+    assert "bound/auc" not in lines(tmp_path, "extraction")[0]["metrics"]
+    latest = watching.latest
+    assert latest["leakage/bound/auc"] == looks[-1]["metrics"]["bound/auc"]["value"]
+    assert 0.01 < latest["leakage/bound/tpr_at_fpr_0.01"] < 0.05
+    assert latest["leakage/combined/refuted"] == latest["leakage/loss/refuted"] == 0
+    found = findings(read([tmp_path]))
+    assert any("was not refuted by" in one for one in found.verdict.sentences)
+    assert not any("REFUTED" in one for one in found.verdict.sentences)
+    assert "the account is" in page(found)
+
+
+@pytest.mark.slow
+def test_noise_that_is_accounted_and_not_added_refutes_the_account(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="THE ACCOUNT IS REFUTED by 'combined' at step"):
+        watching = accounted(tmp_path, 0.01, max_epochs=4)
+    assert watching.latest["leakage/combined/refuted"] == 1
+    found = findings(read([tmp_path]))
+    assert re.search("is REFUTED by .*combined", found.verdict.sentences[0])
+    assert ">REFUTED</td>" in page(found)
+    assert found.verdict.level == "high"
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"poisson_sampling": False}, "moves others to other batches"),
+        ({"unit": Users("user")}, "leave out whole users"),
+        ({}, "the number of rows left out was fixed"),
+    ],
+)
+def test_an_account_of_another_game_has_no_line(
+    tmp_path: Path, caplog: Any, settings: Any, why: str
+) -> None:
+    defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3, **settings)
+    data = rows()
+    if "unit" in settings:
+        data = [row | {"user": n // 2} for n, row in enumerate(data)]
+    train = leave_out(data, 140, seed=1, coins=bool(settings))[0]
+    watching = monitor(tmp_path)
+    caplog.set_level(logging.INFO)
+    fit([watching], data=train, strategy=DefendedStrategy("auto", [defense]), max_steps=2)
+    assert re.search(f"No line of what the account allows: .*{why}", caplog.text)
+    assert not any("bound" in name for name in watching.latest)

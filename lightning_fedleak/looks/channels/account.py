@@ -1,0 +1,73 @@
+"""What an account of DP allows attacks on the trained weights, and where they refute it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_fedleak.auditing import curve_auc, curve_tpr, refutes
+from lightning_fedleak.defenses import Defense, DefenseError
+from lightning_fedleak.defenses.base import Curve
+from lightning_fedleak.looks.run import Run
+
+BOUND = "bound/"
+"""Begins the names of what is allowed: it is of all attacks, logged as ``leakage/bound/auc``."""
+
+
+class AccountGame:
+    """The account of a run, compared with what the trained weights show.
+
+    The game is the account's own. Every text was left out by a fair coin of its own, before the
+    run; all that a coin let in count, whether a batch has held them or not. Looks and attacks share
+    the probability of error, so that an account that holds is refuted in at most that share of
+    runs.
+
+    Args:
+        run: the run.
+        no_game: why its texts are no game of examples that are added or removed; None: they are.
+
+    Attributes:
+        why_not: why nothing is compared; None where something is, empty where nothing accounts.
+    """
+
+    def __init__(self, run: Run, no_game: str | None) -> None:
+        defenses = [d for d in run.defenses if type(d).privacy is not Defense.privacy]
+        self._defense = defenses[0] if defenses else None
+        self._curve: Curve = ()
+        self.why_not: str | None = no_game if defenses else ""
+        if len(defenses) > 1:
+            self.why_not = "several defences account, and what they allow together is not known"
+        elif run.processes > 1 and run.client == "rank" and defenses:
+            self.why_not = "a row that is left out moves others from one client to the next"
+        elif self._defense is not None:
+            try:
+                self._defense.curve()
+            except DefenseError as error:
+                self.why_not = str(error)
+
+    def limits(self) -> dict[str, float]:
+        """Return the largest rates that the releases so far allow any test of one text."""
+        assert self._defense is not None
+        self._curve = self._defense.curve()
+        return {
+            f"{BOUND}auc": curve_auc(self._curve),
+            f"{BOUND}tpr_at_fpr_0.01": curve_tpr(0.01, self._curve),
+        }
+
+    def refuted(self, scores: Tensor, members: Tensor, error: float) -> str | None:
+        """Return what refutes the newest :meth:`limits`; None: nothing does, or confirms them.
+
+        Args:
+            scores: (N,) of all texts, by one rule.
+            members: (N,) bool, how the coins fell.
+            error: probability with which an account that holds is refuted here.
+        """
+        assert self._defense is not None
+        privacy = self._defense.privacy
+        assert privacy is not None
+        if not refutes(scores, members, self._curve, confidence=1 - error):
+            return None
+        return (
+            f"{self._defense.name} accounts for epsilon {privacy.epsilon:.3g} at delta "
+            f"{privacy.delta:g}, and what it accounts for lets {len(scores)} texts be told apart "
+            f"so well with a probability below {error:.2g}"
+        )

@@ -199,12 +199,9 @@ class TokenBatch:
         """Return whether a row holds several documents. On CUDA this waits for the device."""
         if self.documents is None:
             return False
-        real = (
-            torch.ones_like(self.documents) if self.attention_mask is None else self.attention_mask
-        )
-        numbers = self.documents.masked_fill(real == 0, -1)
-        first = torch.where(numbers < 0, numbers.amax(1, keepdim=True), numbers).amin(1)
-        return bool((numbers.amax(1) > first).any()) if numbers.numel() else False
+        places = self.document_places()
+        rows = places[:, :1] // max(1, self.input_ids.shape[1])
+        return len(places) > len(set(rows.flatten().tolist()))
 
     def document_places(self) -> Tensor:
         """Return (N, L') int64, where in the flattened (B L) each document's tokens are, then -1.
@@ -233,31 +230,43 @@ class TokenBatch:
         if self.crossing:
             raise BatchError(
                 "several documents are packed into a row, and this model lets each attend to the "
-                "others of its row (tried on it), so that none is read as it would be alone. "
-                "Training with use_cache=False, with position_ids that begin again and without an "
-                "attention_mask keeps documents apart in transformers; so does a block-diagonal one"
+                "others of its row, so that none is read as it would be alone. Keep them apart: in "
+                "transformers by use_cache=False and position_ids that begin again without an "
+                "attention_mask, or by a block-diagonal mask"
             )
         if self.kind == "seq2seq" or (self.labels is not None and self.labels.dim() != 2):
             raise BatchError(
                 f"several documents are packed into a row, and which of the labels of a {self.kind}"
                 " model are a document's is not known: give each document a row"
             )
-        places, positions = self.document_places(), self.position_ids
+        ids, positions = self.input_ids, self.position_ids
         if positions is not None:
-            positions = split(positions.expand_as(self.input_ids), places)
+            positions = self.per_document(positions.expand_as(ids))
         if positions is None or bool((positions[:, 0] != positions[0, 0]).any()):
             raise BatchError(
                 "documents are packed into a row without position_ids that begin again, so that "
                 "the model reads a document at other positions than alone: pass position_ids"
             )
-        labels = None if self.labels is None else split(self.labels, places, IGNORE_INDEX)
         return TokenBatch(
-            split(self.input_ids, places),
-            labels,
-            (places >= 0).long(),
+            self.per_document(ids),
+            None if self.labels is None else self.per_document(self.labels, IGNORE_INDEX),
+            self.per_document(torch.ones_like(ids)),
             self.kind,
             positions,
         )
+
+    def per_document(self, values: Tensor, fill: int = 0) -> Tensor:
+        """Return what each document holds of values (B, L, ...), as rows of :meth:`by_document`.
+
+        Args:
+            values: of each token of the batch.
+            fill: value behind the end of a document.
+        """
+        if not self.is_packed:
+            return values
+        places = self.document_places().to(values.device)
+        parts = values.flatten(0, 1)[places.clamp(min=0)]
+        return parts.masked_fill((places < 0).view(*places.shape, *[1] * (parts.dim() - 2)), fill)
 
     def check_values(self, readable: int | None, n_labels: int) -> None:
         """Raise an error for unknown ids, or a mask that hides what is trained on.
@@ -318,19 +327,6 @@ class TokenBatch:
             f"TokenBatch(kind={self.kind!r}, input_ids={_describe(self.input_ids)}, "
             f"labels={labels}, attention_mask={mask})"
         )
-
-
-def split(values: Tensor, places: Tensor, fill: float = 0) -> Tensor:
-    """Return (N, L', ...) what each document holds of values (B, L, ...), ``fill`` at padding.
-
-    Args:
-        values: of each token of a batch.
-        places: its :meth:`TokenBatch.document_places`.
-        fill: value behind the end of a document.
-    """
-    places = places.to(values.device)
-    parts = values.flatten(0, 1)[places.clamp(min=0)]
-    return parts.masked_fill((places < 0).view(*places.shape, *[1] * (parts.dim() - 2)), fill)
 
 
 BatchAdapter = Callable[[Any], TokenBatch]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.model_runs import virtual_tokens
 from lightning_fedleak.snapshots import Stage, UnusableObservation
 from lightning_fedleak.taps.activations import ActivationTap, join_pieces
@@ -22,7 +22,7 @@ ARGUMENTS = ("attention_mask", "position_ids")
 
 @dataclass(frozen=True)
 class Crossed:
-    """The tensors that crossed the split in one micro-batch.
+    """The tensors that crossed the split in one micro-batch, of documents packed into rows apart.
 
     Attributes:
         batch: the client's batch before any defence: the truth.
@@ -100,8 +100,11 @@ class SplitTap:
         """Return what crossed since :meth:`arm`, and start the next micro-batch."""
         shape = tuple(batch.input_ids.shape)
         try:
-            mask, positions = self._mask_and_positions(batch)
-        except UnusableObservation as error:
+            documents = batch.by_document()
+            mask, positions = documents.attention_mask, documents.position_ids
+            if documents is batch:
+                mask, positions = self._mask_and_positions(batch)
+        except (BatchError, UnusableObservation) as error:
             none: dict[int, Tensor | Exception] = dict.fromkeys(self._layers, error)
             self.arm()
             return Crossed(batch, none, none, None, None)
@@ -111,6 +114,10 @@ class SplitTap:
             for layer, hidden in shared.items()
         }
         self.arm()
+        local, shared = (
+            {n: batch.per_document(s) if isinstance(s, Tensor) else s for n, s in states.items()}
+            for states in (local, shared)
+        )
         return Crossed(batch, local, shared, mask, positions)
 
     def _states(self, tap: ActivationTap, layer: int, shape: tuple[int, ...]) -> Tensor | Exception:

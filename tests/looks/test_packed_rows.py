@@ -11,8 +11,16 @@ import torch
 from torch import nn
 from transformers import DataCollatorWithFlattening
 
-from lightning_fedleak import BagOfWords
+from lightning_fedleak import (
+    AttentionMembership,
+    BagOfWords,
+    FCMembership,
+    PrefixInversion,
+    PublicText,
+)
+from lightning_fedleak.attacks import GradientMembership, SubspaceTexts
 from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.looks import Games
 from lightning_fedleak.trainers import Watch
 from tests.helpers.models import tiny_gpt2, tiny_llama
 
@@ -49,6 +57,9 @@ FORMS = {
         **flattened(texts, return_seq_idx=True), "cu_seq_lens": [0, 7, 9, 17, 24], **SHARED,
     },
     "block-diagonal": block_diagonal,
+    "rows at positions of their own": lambda texts: {
+        k: v for k, v in block_diagonal(texts).items() if k != "position_ids"
+    },
     "concatenated": lambda texts: flattened(texts, return_position_ids=False),
 }  # fmt: skip
 
@@ -125,3 +136,102 @@ def test_what_was_not_tried_is_unknown_until_it_is_said(tmp_path: Path) -> None:
 
     for line in lines(tmp_path / "said", Twice(), BagOfWords(), "flattened", batch_adapter=adapter):
         assert line["metrics"]["f1"]["value"] == 1
+
+
+# ---- membership ---------------------------------------------------------------------------------
+
+
+def one_in_a_row(texts: list[list[int]]) -> dict[str, Any]:
+    """The same documents without packing: the reference."""
+    width = max(map(len, texts))
+    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in texts])
+    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in texts])
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+FORMS["one in a row"] = one_in_a_row
+MEMBERSHIP = {
+    "crafted layer": lambda: FCMembership(1),
+    "crafted attention": lambda: AttentionMembership(
+        1, PublicText([torch.arange(5, 15) + k for k in range(60)]), tokens=8, batch=4
+    ),
+    "passive": lambda: GradientMembership(
+        PublicText([torch.arange(5, 15) + k for k in range(30)]), tokens=8, controls=4
+    ),
+}
+OTHERS = PublicText([torch.tensor(ids) for step in range(50, 70) for ids in documents(step)])
+
+
+def games_of(folder: Path, name: str, attack: str, form: str) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    model = tiny_llama() if name == "llama" else tiny_gpt2(tied=False, dropout=0.0)
+    games = Games(targets=4, held_out=OTHERS)
+    return lines(folder, model, MEMBERSHIP[attack](), form, games=games)
+
+
+@pytest.mark.parametrize("attack", MEMBERSHIP)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_games_about_packed_documents_are_those_of_documents_alone(
+    tmp_path: Path, name: str, attack: str
+) -> None:
+    found = games_of(tmp_path / "packed", name, attack, "flattened")
+    expected = games_of(tmp_path / "alone", name, attack, "one in a row")
+    assert len(found) == len(expected) == 3
+    for packed, alone in zip(found, expected, strict=True):
+        assert packed["unknown"] is alone["unknown"] is None
+        assert packed["n"] == alone["n"] > 0
+        for metric in ("auc", "accuracy"):
+            value, reference = (line["metrics"][metric]["value"] for line in (packed, alone))
+            assert value == pytest.approx(reference, abs=1e-6)
+
+
+@pytest.mark.parametrize("attack", MEMBERSHIP)
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        ("flattened, with a cache", "attend to the others of its row"),
+        ("rows at positions of their own", "position_ids that begin again"),
+    ],
+)
+def test_what_is_not_read_alone_is_no_member(
+    tmp_path: Path, attack: str, form: str, why: str
+) -> None:
+    for line in games_of(tmp_path, "gpt2", attack, form):
+        assert why in line["unknown"]
+
+
+# ---- texts --------------------------------------------------------------------------------------
+
+TEXTS = {
+    "from a split": lambda: PrefixInversion(1, None, language_model=False),
+    "from gradients": lambda: SubspaceTexts(),
+}
+
+
+def texts_of(folder: Path, name: str, attack: str, form: str) -> list[dict[str, Any]]:
+    model = tiny_llama(d=64) if name == "llama" else tiny_gpt2(tied=False, dropout=0.0, d=64)
+    return lines(folder, model, TEXTS[attack](), form, steps=1, texts=4)
+
+
+@pytest.mark.parametrize("attack", TEXTS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_packed_texts_are_read_as_alone(tmp_path: Path, name: str, attack: str) -> None:
+    [packed] = texts_of(tmp_path / "packed", name, attack, "flattened")
+    [alone] = texts_of(tmp_path / "alone", name, attack, "one in a row")
+    assert packed["unknown"] is alone["unknown"] is None
+    assert packed["n"] == alone["n"] == 4, "documents, not rows"
+    for metric in ("token_accuracy", "exact_sentences", "texts_found"):
+        value, reference = (line["metrics"][metric]["value"] for line in (packed, alone))
+        assert value == reference == 1
+
+
+@pytest.mark.parametrize("attack", TEXTS)
+def test_a_block_diagonal_mask_keeps_texts_apart(tmp_path: Path, attack: str) -> None:
+    [line] = texts_of(tmp_path, "llama", attack, "block-diagonal")
+    assert line["metrics"]["token_accuracy"]["value"] == 1
+
+
+@pytest.mark.parametrize("attack", TEXTS)
+def test_a_text_that_reads_others_is_unknown(tmp_path: Path, attack: str) -> None:
+    [line] = texts_of(tmp_path, "gpt2", attack, "flattened, with a cache")
+    assert "attend to the others of its row" in line["unknown"]

@@ -20,19 +20,11 @@ from torch import Tensor, nn
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.attacks.base import Attack, UnusableObservation
-from lightning_fedleak.attacks.membership.base import (
-    CRAFTED,
-    MembershipAttack,
-    MembershipGuess,
-)
+from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipAttack, MembershipGuess
 from lightning_fedleak.attacks.membership.insertion import direction_of, upstream_of
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
-from lightning_fedleak.looks.channels.base import (
-    Channel,
-    Plan,
-    check_guess,
-)
+from lightning_fedleak.looks.channels.base import Channel, Plan, check_guess
 from lightning_fedleak.looks.channels.played import (
     CanaryScores,
     Played,
@@ -107,10 +99,12 @@ class _Layer:
     """Hold one layer at one look.
 
     Attributes:
+        batches: the micro-batches, with one document in a row.
         client: (B, L, d) hidden states of each micro-batch.
         gradients: (B, L, d) of the loss in them.
     """
 
+    batches: Sequence[TokenBatch]
     client: Sequence[Tensor]
     gradients: Sequence[Tensor]
 
@@ -364,7 +358,7 @@ class MembershipChannel(Channel):
                     table.games[attack.name] = (
                         layer
                         if isinstance(layer, Unknown)
-                        else self._games(attack, batches, layer, table.targets, table.whole)
+                        else self._games(attack, layer, table.targets, table.whole)
                     )
                 except Exception as error:
                     table.games[attack.name] = Unknown(reason(error))
@@ -394,14 +388,16 @@ class MembershipChannel(Channel):
                         f"{layer}, the batch holds {tuple(batch.input_ids.shape)}"
                     )
             read = batches if self._calls is None else with_ids(self._calls.calls, batches)
+            documents = [batch.by_document() for batch in read]
             with self.run.forward_context():
                 client = [
                     hidden_states(self.run.anatomy, layer, b.input_ids, b.attention_mask)
-                    for b in read
+                    for b in documents
                 ]
         except Exception as error:
             return Unknown(reason(error))
-        return _Layer(client, gradients)
+        each = zip(batches, gradients, strict=True)
+        return _Layer(documents, client, [batch.per_document(part) for batch, part in each])
 
     def _embedded(self, layer: int, rows: Rows) -> Tensor:
         """Return the server's hidden states (G, L, d) of texts; zero at padding without a mask."""
@@ -422,12 +418,12 @@ class MembershipChannel(Channel):
     def _games(
         self,
         attack: MembershipAttack,
-        batches: Sequence[TokenBatch],
         layer: _Layer,
         targets: Targets | Waiting | Unknown,
         whole: bool,
     ) -> _Games:
         assert isinstance(targets, Targets)
+        micro_batches = zip(layer.batches, layer.client, layer.gradients, strict=True)
         upstream = [
             upstream_of(
                 gradient.to(hidden.device),
@@ -436,7 +432,7 @@ class MembershipChannel(Channel):
                 whole_sentence=attack.granularity == "full",
                 mask=batch.attention_mask,
             )
-            for batch, hidden, gradient in zip(batches, layer.client, layer.gradients, strict=True)
+            for batch, hidden, gradient in micro_batches
         ]
         targets = targets if whole else with_gradient(attack, targets, upstream)
         parts = [
@@ -448,7 +444,7 @@ class MembershipChannel(Channel):
         )
         samples = [
             attack.gradient(embedded, hidden, batch.attention_mask, arrived)
-            for batch, hidden, arrived in zip(batches, layer.client, upstream, strict=True)
+            for batch, hidden, arrived in zip(layer.batches, layer.client, upstream, strict=True)
         ]
         return _Games(targets, CanaryGradient(torch.cat(samples)))
 

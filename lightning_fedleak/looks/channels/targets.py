@@ -45,13 +45,17 @@ class Rows:
 
     @classmethod
     def from_batches(cls, batches: Sequence[TokenBatch]) -> Rows:
-        """Return the unchanged rows of ``batches``, padded on the right to one length.
+        """Return the documents of ``batches``, each in a row, padded on the right to one length.
 
         A row that is padded on the left keeps that padding. Where a model counts learned positions
         from the first column (GPT-2, BERT, unless the batch gives position ids) the padding shifts
         what it reads, by an offset that a server cannot see. Asking with the right one is the worst
         case: a server that crafts a neuron for each offset up to the length finds it too.
+
+        Raises:
+            BatchError: documents in a row that are not read as they would be alone.
         """
+        batches = [batch.by_document() for batch in batches]
         length = max(b.input_ids.shape[1] for b in batches)
         ids, real, labels = [], [], []
         for batch in batches:

@@ -114,7 +114,7 @@ class _Chosen:
     """The texts of one look.
 
     Attributes:
-        rows: (micro-batch, row) of each.
+        rows: (micro-batch, document) of each.
         input_ids: (n, L) the tokens of the client's batch.
         real: (n, L) bool.
     """
@@ -300,13 +300,17 @@ class TextsChannel(Channel):
 
         Returns:
             None where the batches hold no text.
+
+        Raises:
+            BatchError: documents in a row that are not read as they would be alone.
         """
         rows: list[tuple[int, int]] = []
         truths: list[tuple[Tensor, Tensor]] = []
         for i, batch in enumerate(batches):
-            ids, mask = batch.input_ids.cpu(), batch.attention_mask
+            documents = batch.by_document()
+            ids, mask = documents.input_ids.cpu(), documents.attention_mask
             if in_gradients:
-                real = batch.context_mask().cpu()
+                real = batch.per_document(batch.context_mask()).cpu()
             else:
                 real = torch.ones_like(ids).bool() if mask is None else mask.cpu() != 0
             truths.append((ids, real))

@@ -3,18 +3,19 @@
 import lightning as L
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
-from lightning_fedleak.attacks import AlignedFlatChat
-from lightning_fedleak.attacks.base import (
+from lightning_fedleak.attacks import (
+    AlignedFlatChat,
     Attack,
+    Capability,
     Query,
     Surfaces,
+    ThreatModel,
     UnusableObservation,
     WordGuess,
 )
 from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.snapshots import Observation
-from lightning_fedleak.threats import Capability, ThreatModel
 
 
 class LargestRows(Attack):

@@ -31,15 +31,8 @@ if TYPE_CHECKING:
         TokenRelaxation,
         TrainedMembership,
     )
-    from lightning_fedleak.callbacks import (
-        Games,
-        LeakageLimitExceeded,
-        LeakageMonitor,
-        RiskGate,
-    )
-    from lightning_fedleak.canaries import (
-        with_canaries,
-    )
+    from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
+    from lightning_fedleak.canaries import with_canaries
     from lightning_fedleak.defenses import (
         DPSGD,
         ActivationCompression,
@@ -52,9 +45,7 @@ if TYPE_CHECKING:
         TokenLDP,
         mean_of_sample_means,
     )
-    from lightning_fedleak.strategies import (
-        DefendedStrategy,
-    )
+    from lightning_fedleak.strategies import DefendedStrategy
 
 _HOMES = {
     "attacks": (

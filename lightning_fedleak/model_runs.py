@@ -18,9 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.text_layers import Place, place_of, states_in, states_out
-from lightning_fedleak.anatomy.wrappers import matrix_shape, unwrap, walk, without_peft
+from lightning_fedleak.anatomy import (
+    Anatomy,
+    Place,
+    matrix_shape,
+    place_of,
+    states_in,
+    states_out,
+    unwrap,
+    walk,
+    without_peft,
+)
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model_state import (
     HOOKS,

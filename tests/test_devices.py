@@ -67,7 +67,7 @@ from lightning_fedleak.defenses import (
 from lightning_fedleak.defenses.activations.compression import ActivationCompression
 from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
-from lightning_fedleak.games.client_gradients import generic_upstream
+from lightning_fedleak.games.client import generic_upstream
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import ActivationSnapshot, GradientSnapshot, Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy

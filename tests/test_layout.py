@@ -203,6 +203,30 @@ def test_folders_only_hand_names_on(path: Path) -> None:
         )
 
 
+def test_another_folder_is_imported_through_its_face() -> None:
+    faces = {
+        name: {
+            alias.name: node.module
+            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        for name, path in MODULES.items()
+        if path.name == "__init__.py" and name.count(".") == 1
+    }
+    past = [
+        f"{path.relative_to(ROOT)}: {', '.join(alias.name for alias in node.names)}"
+        for path in FILES
+        if path.name != "__init__.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.count(".") > 1
+        if (face := ".".join(node.module.split(".")[:2]))
+        != ".".join(module_name(path).split(".")[:2])
+        and all(faces.get(face, {}).get(alias.name) == node.module for alias in node.names)
+    ]
+    assert past == []
+
+
 def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / PACKAGE / "attacks"
     folder.mkdir(parents=True)

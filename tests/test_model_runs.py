@@ -12,7 +12,7 @@ from torch.nn.utils import weight_norm
 from transformers import BartConfig, BartForConditionalGeneration
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.anatomy.text_layers import states_out, text_blocks, with_states_out
+from lightning_fedleak.anatomy.blocks import states_out, text_blocks, with_states_out
 from lightning_fedleak.model_runs import call_with, context_length, hidden_states
 from tests.helpers.models import (
     DIM,

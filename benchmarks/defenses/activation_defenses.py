@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.anatomy.text_layers import place_of, states_out, with_states_out
+from lightning_fedleak.anatomy.blocks import place_of, states_out, with_states_out
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.defenses import (
     ActivationCompression,

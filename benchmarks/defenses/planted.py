@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.membership.fc_layers import CraftedFC, TwoIdentities
+from lightning_fedleak.attacks.membership.fc import CraftedFC, TwoIdentities
 from lightning_fedleak.attacks.membership.insertion import insert
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler

@@ -11,7 +11,7 @@ from lightning_fedleak.attacks.membership.base import (
     MembershipGuess,
     sentence_rows,
 )
-from lightning_fedleak.attacks.membership.fc_layers import CraftedFC, Frozen, batch_inputs
+from lightning_fedleak.attacks.membership.fc import CraftedFC, Frozen, batch_inputs
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.model_runs import hidden_states
 

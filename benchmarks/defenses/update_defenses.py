@@ -62,6 +62,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.studies.defense_specs import parse_defenses
 from lightning_fedleak.studies.sweep.cell import (
     CellResult,
+    Grid,
     GridCell,
     Leakage,
     Setting,
@@ -69,7 +70,6 @@ from lightning_fedleak.studies.sweep.cell import (
     loss_before,
     quiet,
 )
-from lightning_fedleak.studies.sweep.grid import Grid
 from lightning_fedleak.studies.sweep.plots import plot_pareto
 
 SMOKE = (

@@ -1,5 +1,15 @@
 """The embeddings, blocks, output head and trainable parameters of a model."""
 
+from lightning_fedleak.anatomy.blocks import (
+    Place,
+    is_encoder_decoder,
+    place_of,
+    states_in,
+    states_out,
+    text_blocks,
+    with_states_in,
+    with_states_out,
+)
 from lightning_fedleak.anatomy.finding import find_anatomy
 from lightning_fedleak.anatomy.parts import (
     EMBEDDING_WEIGHT,
@@ -9,6 +19,14 @@ from lightning_fedleak.anatomy.parts import (
     AnatomyError,
     Kind,
 )
+from lightning_fedleak.anatomy.wrappers import (
+    find_path,
+    leaf,
+    matrix_shape,
+    unwrap,
+    walk,
+    without_peft,
+)
 
 __all__ = [
     "EMBEDDING_WEIGHT",
@@ -17,5 +35,19 @@ __all__ = [
     "Anatomy",
     "AnatomyError",
     "Kind",
+    "Place",
     "find_anatomy",
+    "find_path",
+    "is_encoder_decoder",
+    "leaf",
+    "matrix_shape",
+    "place_of",
+    "states_in",
+    "states_out",
+    "text_blocks",
+    "unwrap",
+    "walk",
+    "with_states_in",
+    "with_states_out",
+    "without_peft",
 ]

@@ -12,6 +12,7 @@ from lightning_fedleak.attacks.base import (
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.attention_layers import AttentionSettings
 from lightning_fedleak.attacks.membership.base import (
+    CRAFTED,
     MembershipAttack,
     MembershipGuess,
     PassiveMembership,
@@ -20,7 +21,14 @@ from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership, TrainingSettings
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.memorization import Combined, Extraction
+from lightning_fedleak.attacks.public_text import (
+    MissingText,
+    PublicText,
+    TextSource,
+    frequent_tokens,
+    share_samples,
+)
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack, TextGuess
 from lightning_fedleak.attacks.texts.beam_from_words import BeamFromWords
 from lightning_fedleak.attacks.texts.descent import DescentGuess, DescentSettings
@@ -38,11 +46,26 @@ from lightning_fedleak.attacks.words.flatchat import (
     TypeCountRegressor,
     rank_types,
 )
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.attacks.words.public_gradients import (
+    gradient_of,
+    gradient_through_blocks,
+    nonzero_starts,
+)
 from lightning_fedleak.attacks.words.reveal_labels import RevealLabels, RevealLabelsGuess
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
+from lightning_fedleak.threats import (
+    DISHONEST_SERVER,
+    HONEST_BUT_CURIOUS,
+    Capability,
+    ThreatModel,
+    ThreatModelError,
+    require,
+)
 
 __all__ = [
+    "CRAFTED",
+    "DISHONEST_SERVER",
+    "HONEST_BUT_CURIOUS",
     "AlignedFlatChat",
     "Attack",
     "AttentionMembership",
@@ -50,9 +73,12 @@ __all__ = [
     "BagOfWords",
     "BeamFromWords",
     "BiasSign",
+    "Capability",
+    "Combined",
     "DescentGuess",
     "DescentSettings",
     "EmbeddingDescent",
+    "Extraction",
     "FCMembership",
     "FlatChat",
     "FlatChatGuess",
@@ -63,6 +89,7 @@ __all__ = [
     "MatchingSettings",
     "MembershipAttack",
     "MembershipGuess",
+    "MissingText",
     "MixtureSettings",
     "PassiveMembership",
     "PrefixInversion",
@@ -78,12 +105,20 @@ __all__ = [
     "Surfaces",
     "TextAttack",
     "TextGuess",
+    "TextSource",
+    "ThreatModel",
+    "ThreatModelError",
     "TokenRelaxation",
     "TrainedMembership",
     "TrainingSettings",
     "TypeCountRegressor",
     "UnusableObservation",
     "WordGuess",
+    "frequent_tokens",
     "gradient_of",
+    "gradient_through_blocks",
+    "nonzero_starts",
     "rank_types",
+    "require",
+    "share_samples",
 ]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy, find_anatomy
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.attacks import gradient_of
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.canaries.dataset import CanarySet
+from lightning_fedleak.canaries import CanarySet
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.model_runs import labels_of, micro_batches, run_logits, undisturbed
 from lightning_fedleak.validate import check_choice, check_integer

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.public_text import TextSource
+from lightning_fedleak.attacks import Attack, TextSource
 from lightning_fedleak.callbacks.trainer_facts import (
     boards_of,
     check_batch_type,

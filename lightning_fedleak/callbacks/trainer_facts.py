@@ -8,7 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from lightning_fedleak.anatomy import Kind
-from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks import Attack
 from lightning_fedleak.batches import BatchError, adapter_to_copy
 from lightning_fedleak.lightning_packages import EitherStrategy, both
 from lightning_fedleak.looks import Processes, optimizers_of

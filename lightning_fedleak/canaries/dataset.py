@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_fedleak.attacks.base import Query
+from lightning_fedleak.attacks import Query
 from lightning_fedleak.canaries.items import check_alike, digest_of, token_ids_of
 from lightning_fedleak.canaries.record import Game, InclusionMismatch, InclusionRecord
 from lightning_fedleak.model_state import preserve_process

@@ -20,8 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy, find_anatomy
-from lightning_fedleak.anatomy.wrappers import without_peft
+from lightning_fedleak.anatomy import (
+    EMBEDDING_WEIGHT,
+    HEAD_WEIGHT,
+    Anatomy,
+    find_anatomy,
+    without_peft,
+)
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import context_length, run_logits, undisturbed
 from lightning_fedleak.validate import check_integer, check_number

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from lightning_fedleak.commands.options import CapacityOptions
 from lightning_fedleak.commands.printing import print_table
-from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, read_texts
-from lightning_fedleak.finetuning.data import load_tokenizer
+from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, load_tokenizer, read_texts
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.studies.capacity import CapacityStudy, Trial
 from lightning_fedleak.studies.models import find_model, with_lora

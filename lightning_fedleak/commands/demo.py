@@ -38,11 +38,10 @@ from lightning_fedleak.commands.printing import (
     text_name,
     three_digits,
 )
-from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.finetuning import TRAINING, CausalLMFineTuning, TextDataModule, quiet_logs
 from lightning_fedleak.looks import gates
 from lightning_fedleak.records import read_results
 from lightning_fedleak.report import write
-from lightning_fedleak.studies.quiet import TRAINING, quiet_logs
 
 _NOTICES = (".*does not have many workers", ".*treespec")
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer

@@ -30,7 +30,7 @@ from lightning_fedleak.commands.printing import (
     text_name,
     three_digits,
 )
-from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.finetuning import SourceError, quiet_logs
 from lightning_fedleak.looks import gates
 from lightning_fedleak.report import ReportError, write
 from lightning_fedleak.studies.federation import (
@@ -42,7 +42,6 @@ from lightning_fedleak.studies.federation import (
     read_round,
     train_in_process,
 )
-from lightning_fedleak.studies.quiet import quiet_logs
 
 _MOST_COLUMNS = 8  # clients with a column each; a table of more shows lowest, median and highest
 

@@ -15,8 +15,7 @@ import lightning_fedleak.callbacks
 import lightning_fedleak.defenses
 import lightning_fedleak.strategies  # noqa: F401  (all four: their names work in class_path)
 from lightning_fedleak.commands.fit_arguments import misspelt
-from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
+from lightning_fedleak.finetuning import CausalLMFineTuning, SourceError, TextDataModule
 
 _LONGEST = 300  # characters of a message of LightningCLI that are shown
 _HELP = "'fedleak fit --help' lists the settings"

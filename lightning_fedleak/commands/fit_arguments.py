@@ -214,7 +214,7 @@ def _bare_names() -> dict[str, type]:
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import Strategy
 
-    from lightning_fedleak.attacks.base import Attack
+    from lightning_fedleak.attacks import Attack
     from lightning_fedleak.defenses import Defense
 
     bases: list[type] = [Callback, Logger, Strategy, Attack, Defense, torch.optim.Optimizer]

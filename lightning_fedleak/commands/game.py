@@ -17,27 +17,15 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy, Kind
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.commands.options import GameOptions
-from lightning_fedleak.commands.printing import (
-    model_name,
-    print_table,
-    text_name,
-    unwritable,
-)
-from lightning_fedleak.defenses import (
-    BatchForm,
-    Defense,
-    DefenseContext,
-    DefenseError,
-    TokenLDP,
-)
-from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, read_texts
-from lightning_fedleak.finetuning.data import load_tokenizer
+from lightning_fedleak.commands.printing import model_name, print_table, text_name, unwritable
+from lightning_fedleak.defenses import BatchForm, Defense, DefenseContext, DefenseError, TokenLDP
+from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, load_tokenizer, read_texts
 from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
-from lightning_fedleak.games.challenges import AUTHORS_POSITION
 from lightning_fedleak.games.play import Adversary, Defend
-from lightning_fedleak.metrics.rates import Rate
+from lightning_fedleak.games.pool import AUTHORS_POSITION
+from lightning_fedleak.metrics import Rate
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.studies.defense_specs import parse_defenses
 from lightning_fedleak.studies.membership import (

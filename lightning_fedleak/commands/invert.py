@@ -20,9 +20,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.text_layers import place_of
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.anatomy import Anatomy, place_of
+from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.commands.options import InvertOptions
 from lightning_fedleak.commands.printing import (
     INTERRUPTED,
@@ -33,8 +32,7 @@ from lightning_fedleak.commands.printing import (
     unwritable,
 )
 from lightning_fedleak.extras import install
-from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, read_texts
-from lightning_fedleak.finetuning.data import load_tokenizer
+from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, load_tokenizer, read_texts
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.studies.invert import (
     ActivationCell,

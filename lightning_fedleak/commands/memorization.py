@@ -11,12 +11,10 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.commands.options import MemorizationOptions
 from lightning_fedleak.commands.printing import print_table, three_digits
-from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.finetuning.data import load_tokenizer
-from lightning_fedleak.finetuning.texts import read_texts
+from lightning_fedleak.finetuning import SourceError, load_tokenizer, read_texts
 from lightning_fedleak.studies.memorization import Comparison, ReleasedPool, ask_both, tokenize
 
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from lightning_fedleak.extras import install
-from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.studies.names import (
     GAME_ATTACKS,
     GRADIENT_ATTACKS,

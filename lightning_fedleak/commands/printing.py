@@ -11,11 +11,11 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_fedleak.anatomy import AnatomyError
+from lightning_fedleak.attacks import ThreatModelError
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.games import GameError
 from lightning_fedleak.taps.gradients import UpdateError
-from lightning_fedleak.threats import ThreatModelError
 
 USER_ERRORS = (
     *(SourceError, AnatomyError, ThreatModelError),

@@ -9,7 +9,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.finetuning import SourceError
 
 _WIDTH = 79  # characters of a line
 _USAGE = (

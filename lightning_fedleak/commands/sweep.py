@@ -16,18 +16,18 @@ from lightning_fedleak.commands.options import SweepOptions
 from lightning_fedleak.commands.printing import INTERRUPTED, make_folder, print_table
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import CausalLMFineTuning, SourceError
-from lightning_fedleak.studies.defense_specs import parse_defenses
-from lightning_fedleak.studies.sweep.cell import (
+from lightning_fedleak.studies.sweep import (
     CellResult,
+    Grid,
     GridCell,
     Leakage,
     Setting,
     data_of,
     loss_before,
+    parse_defenses,
     quiet,
     run_cell,
 )
-from lightning_fedleak.studies.sweep.grid import Grid
 from lightning_fedleak.studies.sweep.plots import plot_pareto
 
 _SHARED = {one.name for one in fields(Setting)}

@@ -10,8 +10,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, AnatomyError, find_anatomy
-from lightning_fedleak.anatomy.wrappers import matrix_shape
+from lightning_fedleak.anatomy import Anatomy, AnatomyError, find_anatomy, matrix_shape
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 from lightning_fedleak.validate import check_choice
 

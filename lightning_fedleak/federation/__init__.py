@@ -1,22 +1,23 @@
 """Federated rounds: what an update gives away, seen by the client or by the server."""
 
 from lightning_fedleak.federation.client_dp import ClientDP, Release, clipped
-from lightning_fedleak.federation.client_settings import ClientReleaseSettings
-from lightning_fedleak.federation.gate import (
-    Leaving,
-    OutgoingUpdates,
-    RoundEvent,
-    RoundGate,
+from lightning_fedleak.federation.client_settings import (
+    ClientReleaseSettings,
+    ClientSampling,
+    Trusted,
 )
+from lightning_fedleak.federation.gate import Leaving, OutgoingUpdates, RoundEvent, RoundGate
 from lightning_fedleak.federation.observer import SUM, RoundLook, RoundObserver, RoundSettings
-from lightning_fedleak.federation.trained_on import TrainedOn, recording, trained_on
 from lightning_fedleak.federation.updates import (
+    TrainedOn,
     UpdateError,
     difference,
     joint_norm,
     moved,
     observe,
     parameter_names,
+    recording,
+    trained_on,
     trained_state,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "SUM",
     "ClientDP",
     "ClientReleaseSettings",
+    "ClientSampling",
     "Leaving",
     "OutgoingUpdates",
     "Release",
@@ -33,6 +35,7 @@ __all__ = [
     "RoundObserver",
     "RoundSettings",
     "TrainedOn",
+    "Trusted",
     "UpdateError",
     "clipped",
     "difference",

@@ -19,16 +19,15 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
-from lightning_fedleak.defenses.accounting.accounting import (
+from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, Privacy, RenyiFilter
+from lightning_fedleak.defenses.accounting import (
     Accountant,
     AccountantKind,
+    Budget,
+    SamplingScheme,
     effective_noise_multiplier,
 )
-from lightning_fedleak.defenses.accounting.budget import Budget
-from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
-from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
-from lightning_fedleak.defenses.base import Privacy, State
+from lightning_fedleak.defenses.base import State
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.federation.client_settings import (
     ClientReleaseSettings,

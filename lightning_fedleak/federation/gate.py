@@ -13,23 +13,9 @@ from torch import Tensor
 
 from lightning_fedleak.federation.client_dp import ClientDP, check_rounding
 from lightning_fedleak.federation.observer import RoundLook, RoundObserver
-from lightning_fedleak.federation.updates import (
-    State,
-    UpdateError,
-    difference,
-    moved,
-)
-from lightning_fedleak.looks import (
-    GateDecision,
-    LeakageLimitExceeded,
-)
-from lightning_fedleak.looks.gates import (
-    announce,
-    check_threshold,
-    is_worst,
-    names_there_are,
-)
-from lightning_fedleak.looks.run import reason
+from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
+from lightning_fedleak.looks import GateDecision, LeakageLimitExceeded, reason
+from lightning_fedleak.looks.gates import announce, check_threshold, is_worst, names_there_are
 from lightning_fedleak.validate import check_choice, check_integer
 
 Action = Literal["withhold", "harden", "raise", "warn"]

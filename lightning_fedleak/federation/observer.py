@@ -20,11 +20,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.public_text import TextSource
+from lightning_fedleak.attacks import Attack, TextSource
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.federation.trained_on import Recorded
 from lightning_fedleak.federation.updates import (
+    Recorded,
     State,
     UpdateError,
     equal_states,
@@ -34,6 +33,8 @@ from lightning_fedleak.federation.updates import (
     parameter_names,
 )
 from lightning_fedleak.looks import (
+    AUTOCAST,
+    WORST,
     BoardLogger,
     Channel,
     Destination,
@@ -48,13 +49,11 @@ from lightning_fedleak.looks import (
     Run,
     Series,
     Unknown,
+    family_of,
     optimizers_of,
     selected,
+    why_never_judged,
 )
-from lightning_fedleak.looks.channels.base import family_of
-from lightning_fedleak.looks.gates import why_never_judged
-from lightning_fedleak.looks.results import WORST
-from lightning_fedleak.looks.run import AUTOCAST
 from lightning_fedleak.snapshots import GradientSnapshot, Stage, UpdateSnapshot
 from lightning_fedleak.validate import check_choice, check_integer, group_old_arguments
 
@@ -648,7 +647,7 @@ class RoundObserver:
 
     def never_judged(self, name: str) -> str | None:
         """Return why no update can ever be judged by a value's log name; None where one can."""
-        return why_never_judged(self.engine, self.run, name, fresh=self.settings.fresh)
+        return why_never_judged(self.engine, name, fresh=self.settings.fresh)
 
 
 def _not_yet(

@@ -9,22 +9,39 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL, SourceError
+    from lightning_fedleak.finetuning.assets import (
+        EMBEDDED_MESSAGES,
+        EMBEDDED_MODEL,
+        TRAINING,
+        SourceError,
+        quiet_logs,
+    )
+    from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
     from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
-    from lightning_fedleak.finetuning.texts import read_texts
+    from lightning_fedleak.finetuning.module import load_model
+    from lightning_fedleak.finetuning.texts import read_labelled, read_texts
 
 _HOMES = {
-    "assets": ("EMBEDDED_MESSAGES", "EMBEDDED_MODEL", "SourceError"),
+    "assets": ("EMBEDDED_MESSAGES", "EMBEDDED_MODEL", "TRAINING", "SourceError", "quiet_logs"),
+    "data": ("PadRight", "TokenRows", "load_tokenizer"),
     "lightning": ("CausalLMFineTuning", "TextDataModule"),
-    "texts": ("read_texts",),
+    "module": ("load_model",),
+    "texts": ("read_labelled", "read_texts"),
 }
 
 __all__ = [
     "EMBEDDED_MESSAGES",
     "EMBEDDED_MODEL",
+    "TRAINING",
     "CausalLMFineTuning",
+    "PadRight",
     "SourceError",
     "TextDataModule",
+    "TokenRows",
+    "load_model",
+    "load_tokenizer",
+    "quiet_logs",
+    "read_labelled",
     "read_texts",
 ]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -157,3 +158,21 @@ def nearest(path: Path) -> str:
     close = difflib.get_close_matches(path.name, names, n=1)
     meant = f"; did you mean '{close[0]}'?" if close else ""
     return f" (looked in {folder.resolve()}){meant}"
+
+
+TRAINING = dict.fromkeys(("lightning.pytorch", "lightning.fabric", "transformers"), logging.ERROR)
+"""Levels of the loggers that speak in every fit."""
+
+
+@contextmanager
+def quiet_logs(levels: Mapping[str, int]) -> Iterator[None]:
+    """Set the levels of loggers, by their names, inside the block."""
+    loggers = {logging.getLogger(name): level for name, level in levels.items()}
+    before = {logger: logger.level for logger in loggers}
+    for logger, level in loggers.items():
+        logger.setLevel(level)
+    try:
+        yield
+    finally:
+        for logger, level in before.items():
+            logger.setLevel(level)

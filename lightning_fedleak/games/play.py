@@ -14,32 +14,34 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import Query, RunFacts
-from lightning_fedleak.attacks.membership.base import MembershipAttack, PassiveMembership
-from lightning_fedleak.attacks.words.public_gradients import gradient_of
-from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.games.challenges import (
-    AUTHORS_POSITION,
-    Challenge,
-    authors_challenges,
-    game_challenges,
+from lightning_fedleak.attacks import (
+    MembershipAttack,
+    PassiveMembership,
+    Query,
+    RunFacts,
+    gradient_of,
 )
-from lightning_fedleak.games.client_gradients import (
+from lightning_fedleak.games.client import (
     Loss,
+    PooledStates,
     autograd_gradient,
+    client_batch,
+    client_states,
     default_loss,
+    find_collisions,
     generic_upstream,
     loss_upstream,
-)
-from lightning_fedleak.games.config import GameConfig
-from lightning_fedleak.games.pool import GameError, SentencePool, pad
-from lightning_fedleak.games.result import GameResult
-from lightning_fedleak.games.states import (
-    PooledStates,
-    client_states,
-    find_collisions,
     reads_ahead,
     tells_positions_apart,
+)
+from lightning_fedleak.games.config import GameConfig, GameError, GameResult
+from lightning_fedleak.games.pool import (
+    AUTHORS_POSITION,
+    Challenge,
+    SentencePool,
+    authors_challenges,
+    game_challenges,
+    pad,
 )
 from lightning_fedleak.model_runs import context_length, hidden_states, undisturbed
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
@@ -79,7 +81,7 @@ def play(
         config: how the games are played; default :class:`GameConfig`.
         planted: ids of the sentence that the authors' protocol plants.
         loss: the client's; default
-            :func:`~lightning_fedleak.games.client_gradients.default_loss`. Used with
+            :func:`~lightning_fedleak.games.client.default_loss`. Used with
             ``gradients="autograd"`` and with ``upstream="loss"``.
         progress: called with the number of games played since the last call.
         defend: a defence of the client's token ids, called for every batch; the adversary knows of
@@ -263,9 +265,7 @@ class _GameRun:
 
     def _shared(self, client: _Client) -> GradientSnapshot:
         """Return the gradient of the client's batch in the parameters that are read."""
-        mask = client.mask
-        labels = client.ids if mask is None else client.ids.masked_fill(mask == 0, IGNORE_INDEX)
-        batch = TokenBatch(client.ids, labels, mask, self.anatomy.kind)
+        batch = client_batch(self.anatomy, client.ids, client.mask)
         gradients = gradient_of(self.anatomy, batch, self.roles)
         self.dtype = str(next(iter(gradients.values())).dtype).removeprefix("torch.")
         return GradientSnapshot(0, Stage.SHARED, gradients)

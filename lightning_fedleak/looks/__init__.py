@@ -4,9 +4,10 @@ It knows neither Lightning nor Flower: whoever trains is a :class:`Run`. What a 
 """
 
 from lightning_fedleak.looks.channels import Channel
+from lightning_fedleak.looks.channels.base import family_of
 from lightning_fedleak.looks.engine import Engine
 from lightning_fedleak.looks.facts import optimizers_of
-from lightning_fedleak.looks.gates import LeakageLimitExceeded, names_there_are
+from lightning_fedleak.looks.gates import LeakageLimitExceeded, names_there_are, why_never_judged
 from lightning_fedleak.looks.log import Destination, to_dataframe
 from lightning_fedleak.looks.options import (
     Games,
@@ -18,7 +19,7 @@ from lightning_fedleak.looks.options import (
     known_stages,
     selected,
 )
-from lightning_fedleak.looks.results import CHOOSE
+from lightning_fedleak.looks.results import CHOOSE, WORST
 from lightning_fedleak.looks.run import (
     AUTOCAST,
     Look,
@@ -29,6 +30,7 @@ from lightning_fedleak.looks.run import (
     Run,
     Series,
     Unknown,
+    reason,
 )
 from lightning_fedleak.looks.tensorboard import BoardLogger
 from lightning_fedleak.looks.threshold import Controls, Threshold
@@ -37,6 +39,7 @@ from lightning_fedleak.records import GateDecision
 __all__ = [
     "AUTOCAST",
     "CHOOSE",
+    "WORST",
     "BoardLogger",
     "Channel",
     "Controls",
@@ -59,9 +62,12 @@ __all__ = [
     "Threshold",
     "Unknown",
     "cadence_of",
+    "family_of",
     "known_stages",
     "names_there_are",
     "optimizers_of",
+    "reason",
     "selected",
     "to_dataframe",
+    "why_never_judged",
 ]

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lightning_fedleak
-from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks import Attack
 from lightning_fedleak.private_files import check_private, hash_tensors
 
 FORMAT = 2

@@ -15,9 +15,11 @@ from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 from torch import Tensor
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
-from lightning_fedleak.attacks.base import Query
-from lightning_fedleak.attacks.public_text import frequent_tokens
-from lightning_fedleak.attacks.words.public_gradients import (
+from lightning_fedleak.attacks import (
+    DISHONEST_SERVER,
+    Capability,
+    Query,
+    frequent_tokens,
     gradient_of,
     gradient_through_blocks,
     nonzero_starts,
@@ -33,7 +35,6 @@ from lightning_fedleak.snapshots import (
     UnusableObservation,
     UpdateSnapshot,
 )
-from lightning_fedleak.threats import DISHONEST_SERVER, Capability
 
 MOST_LINES = 10
 """Of the table that is logged before the first step: half of a small terminal."""

@@ -30,13 +30,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks import choice
 from lightning_fedleak.looks.channels.base import Channel, channels_of
 from lightning_fedleak.looks.facts import defense_facts, facts_of
 from lightning_fedleak.looks.fit import Fit
-from lightning_fedleak.looks.lineup import Lineup
+from lightning_fedleak.looks.lineup import Lineup, check_tokens
 from lightning_fedleak.looks.log import (
     Destination,
     JsonLines,
@@ -52,7 +52,6 @@ from lightning_fedleak.looks.options import Options, Selection, check_optimizers
 from lightning_fedleak.looks.results import CHOOSE, MAX_WAITS, WORST, Results
 from lightning_fedleak.looks.run import Look, Outcome, Processes, Run, Series, reason
 from lightning_fedleak.looks.tensorboard import add_pages
-from lightning_fedleak.looks.tokenizers import check_tokens
 from lightning_fedleak.looks.weights import WeightLooks
 from lightning_fedleak.records import GateDecision
 from lightning_fedleak.snapshots import GradientSnapshot, Stage

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy.wrappers import matrix_shape
+from lightning_fedleak.anatomy import matrix_shape
 from lightning_fedleak.batches import BatchError, TokenBatch, adapter_to_copy, read_batch
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.channels.base import Channel, Plan

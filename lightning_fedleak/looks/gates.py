@@ -7,21 +7,18 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.defenses import DPSGD, Defense
-from lightning_fedleak.looks.channels.base import Channel, no_sum
+from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.engine import Engine
 from lightning_fedleak.looks.results import WORST
-from lightning_fedleak.looks.run import NothingShared, Run, Series, Unknown
+from lightning_fedleak.looks.run import Unknown
 from lightning_fedleak.metrics.betting import MeanTest, looks_to_show
-from lightning_fedleak.snapshots import Inapplicable, UnusableObservation
 
 log = logging.getLogger(__name__)
 
@@ -143,14 +140,13 @@ def rate_of(metric: str) -> str:
     return next((c.headline for c in Channel.registry.values() if c.family == last), last)
 
 
-def why_never_judged(engine: Engine, run: Run, name: str, *, fresh: bool) -> str | None:
+def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
     """Return why no update can ever be judged by a value; None where one can.
 
     It depends on the optimizer, the steps of a round, what is trained, and the games.
 
     Args:
         engine: logs the value.
-        run: the federation.
         name: in the logs.
         fresh: clients begin each round with a fresh optimizer.
     """
@@ -159,7 +155,7 @@ def why_never_judged(engine: Engine, run: Run, name: str, *, fresh: bool) -> str
     verdicts = [
         (
             channel.never_judged(one.rpartition("/")[-1]),
-            _never_read(series, channel, run, fresh=fresh),
+            channel.never_read(series.attack, fresh=fresh),
         )
         for one in names
         for series, channel in engine.series.items()
@@ -172,31 +168,6 @@ def why_never_judged(engine: Engine, run: Run, name: str, *, fresh: bool) -> str
         return None
     reasons = [why for why, _ in verdicts if why] or [answer.why for answer in unread]
     return "; ".join(dict.fromkeys(reasons or ["what it reads is not trained, so not shared"]))
-
-
-def _never_read(
-    series: Series, channel: Channel, run: Run, *, fresh: bool
-) -> Unknown | NothingShared | None:
-    """Return what an attack answers to every update of these rounds; None where it varies."""
-    attack = next(a for a in channel.listed_attacks if a.name == series.attack)
-    try:
-        plan = channel.plan(attack)
-    except ValueError:
-        return NothingShared()
-    if not plan.exposed:
-        return NothingShared()
-    if (why := no_sum(plan)) is not None:
-        return Unknown(why, applies=False)
-    facts, steps = plan.facts(run, channel.settings.local_steps, 0), None
-    with suppress(UnusableObservation):  # some attacks read updates of any optimizer
-        steps = LocalSteps.from_facts(facts)
-    try:
-        attack.check_updates(facts)
-        if steps is not None:
-            steps.check_fresh(fresh)
-    except UnusableObservation as error:
-        return Unknown(str(error), applies=not isinstance(error, Inapplicable))
-    return None
 
 
 # ---- evidence from many looks, which holds whenever one stops to read it -----------------

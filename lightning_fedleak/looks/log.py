@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
 from lightning_fedleak.extras import install
 from lightning_fedleak.looks.choice import Row
 from lightning_fedleak.looks.run import Look, Outcome, Run, Series
 from lightning_fedleak.looks.tensorboard import Logger, add_frame
 from lightning_fedleak.records import (
+    NOT_PLAYED,
     BeginLine,
     DefenseFacts,
     DefenseLine,
@@ -44,7 +45,6 @@ from lightning_fedleak.records import (
     as_json,
     read_results,
 )
-from lightning_fedleak.records.results import NOT_PLAYED
 from lightning_fedleak.snapshots import Stage
 
 if TYPE_CHECKING:

@@ -9,16 +9,33 @@ from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
 
-from lightning_fedleak.attacks.auto import ASSUMED, candidates
-from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.public_text import PublicText, TextSource
+from lightning_fedleak.attacks import (
+    DISHONEST_SERVER,
+    HONEST_BUT_CURIOUS,
+    AlignedFlatChat,
+    Attack,
+    AttentionMembership,
+    BagOfWords,
+    BiasSign,
+    Capability,
+    Combined,
+    Extraction,
+    FCMembership,
+    GradientMembership,
+    PublicText,
+    SubspaceMembership,
+    SubspaceTexts,
+    SubspaceWords,
+    TextSource,
+)
 from lightning_fedleak.batches import BatchAdapter
 from lightning_fedleak.canaries import CanarySet
 from lightning_fedleak.looks.run import Cadence, EveryNSteps, MaxOverhead
 from lightning_fedleak.snapshots import ON_THE_WAY, Stage
-from lightning_fedleak.threats import Capability
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
+ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
+"""Capabilities that the adversary has by default, besides what it sees."""
 MAX_OVERHEAD = 0.005
 """Share of the training time that looks of ``attacks="auto"`` may take by default."""
 SCALE = 1e9
@@ -223,6 +240,53 @@ class Selection:
     auto: bool
     assume: frozenset[Capability] | None
     text_passed: bool
+
+
+def candidates(
+    assumed: Collection[Capability],
+    public_text: TextSource | None,
+    tokenizer: Any,
+    *,
+    rounds: bool,
+) -> list[Attack]:
+    """Return every attack that may apply; a fit runs those that do.
+
+    Args:
+        assumed: capabilities of the adversary besides what it sees.
+        public_text: for calibrations; None means text that the model writes itself.
+        tokenizer: for strings.
+        rounds: whether weight changes are shared, which some attacks do not read.
+
+    Raises:
+        ValueError: ``public_text`` is one string, or strings without a tokenizer.
+    """
+    parsed = PublicText.parse(public_text, tokenizer)
+    text: TextSource = "sampled" if parsed is None else parsed
+    attacks: list[Attack] = [
+        AlignedFlatChat(text, tokenizer=tokenizer),
+        SubspaceWords(parsed),
+        BiasSign(),
+        BagOfWords(),
+    ]
+    if Capability.KNOWS_TARGET_TEXT in assumed:
+        attacks.append(GradientMembership(text))
+    if rounds:
+        return attacks
+    if Capability.KNOWS_TARGET_TEXT in assumed:
+        attacks += [SubspaceMembership(text), Combined(), Extraction()]
+    if frozenset(assumed) >= DISHONEST_SERVER:
+        attacks += [FCMembership(layer=1), AttentionMembership(1, text)]
+    return attacks
+
+
+def every_attack(*, rounds: bool) -> list[Attack]:
+    """Return one attack for each known way to read a run, for messages that name them.
+
+    Args:
+        rounds: whether weight changes are shared.
+    """
+    capabilities = DISHONEST_SERVER | ASSUMED
+    return [*candidates(capabilities, "sampled", None, rounds=rounds), SubspaceTexts()]
 
 
 def selected(

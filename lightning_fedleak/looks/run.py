@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks import Capability, UnusableObservation
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import GradientSnapshot, NotYet, Stage
 from lightning_fedleak.taps.activations import ChangedInPlace
 from lightning_fedleak.taps.gradients import UpdateError, before_real_step
-from lightning_fedleak.threats import Capability
 from lightning_fedleak.validate import check_integer, check_number
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -12,7 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.attacks import WordGuess
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.run import Series
 

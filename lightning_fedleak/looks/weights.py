@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks import Attack
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.choice import Row, in_short
 from lightning_fedleak.looks.results import Exchange

@@ -10,7 +10,7 @@ import torch
 from scipy.special import betaincinv
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.attacks import WordGuess
 from lightning_fedleak.validate import check_number
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.attacks import WordGuess
 from lightning_fedleak.metrics.rates import (
     Counts,
     Rate,

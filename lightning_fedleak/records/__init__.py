@@ -16,14 +16,8 @@ from lightning_fedleak.records.fields import (
     as_json,
     named,
 )
-from lightning_fedleak.records.files import (
-    RECORD,
-    RESULTS,
-    parse_json,
-    read_lines,
-    read_results,
-)
-from lightning_fedleak.records.results import MetricValue, ResultLine
+from lightning_fedleak.records.files import RECORD, RESULTS, parse_json, read_lines, read_results
+from lightning_fedleak.records.results import NOT_PLAYED, MetricValue, ResultLine
 from lightning_fedleak.records.run import (
     AttackFacts,
     BeginLine,
@@ -47,6 +41,7 @@ from lightning_fedleak.records.run import (
 __all__ = [
     "MEMBERSHIP",
     "MEMORIZATION",
+    "NOT_PLAYED",
     "RECORD",
     "RESULTS",
     "STANDARD_FAMILIES",

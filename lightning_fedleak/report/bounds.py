@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from lightning_fedleak.records import MetricValue, Releases, named
 from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.logs import FitLog
-from lightning_fedleak.report.privacy import (
-    FPR,
-    LARGEST_SHOWN_EPSILON,
-    Account,
-    composed_epsilon,
-)
+from lightning_fedleak.report.privacy import FPR, LARGEST_SHOWN_EPSILON, Account, composed_epsilon
 from lightning_fedleak.report.wording import NOT_RECORDED, rounded_up
 
 
@@ -78,7 +73,7 @@ def allowances(
     holding = [account for account in accounts if account.holds]
     if not holding:
         return []
-    from lightning_fedleak.auditing.mechanisms import dp_auc, dp_tpr  # loads torch: seconds
+    from lightning_fedleak.auditing import dp_auc, dp_tpr
 
     limits = []
     for account in holding:
@@ -114,7 +109,7 @@ def _in_a_batch(account: Account) -> tuple[float, float] | tuple[None, None]:
     For independent Gaussian noise this is exact, by its least multiplier. Else it follows from the
     epsilon of all releases without sampling.
     """
-    from lightning_fedleak.auditing.mechanisms import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
+    from lightning_fedleak.auditing import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
 
     least = min((one.noise_multiplier for one in account.history), default=0.0)
     if least > 0 and not account.correlated:

@@ -1,4 +1,4 @@
-"""Pictures of the report as SVG: drawn here, so that the page needs nothing from anywhere."""
+"""Pictures of a fit as SVG: drawn here, so that the page needs nothing from anywhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from markupsafe import Markup, escape
 
-from lightning_fedleak.report.attacks import AttackSummary
+from lightning_fedleak.report.attacks import RELEASED, SUM, AttackSummary
+from lightning_fedleak.report.fits import FitSummary
 
 Points = Sequence[tuple[float, float | None]]
 Scale = Callable[[float], float]
@@ -23,6 +24,63 @@ COLOURS = 8
 """Lines that a page tells apart: its style sheet has so many colours."""
 LARGEST_DRAWN = 1e300
 """Larger values are no points of a line: differences of two would be infinite."""
+
+
+def pictures(fit: FitSummary) -> dict[str, Markup]:
+    """Return the pictures of a fit, by their titles."""
+    acted: dict[str, list[float]] = {}
+    for decision in fit.decisions:
+        suffix = "" if decision.client is None else f", client {decision.client}"
+        acted.setdefault(f"{decision.gate} {decision.did}{suffix}", []).append(decision.step)
+    unit = fit.unit
+    titled = {
+        "Each attack: latest result, 95% interval (dashed: guessing)": intervals(
+            fit.attacks, label="attacks with intervals, unknown ones first"
+        )
+    }
+    single = {name: parts[""] for name, parts in fit.headlines.items() if set(parts) == {""}}
+    of_model = {attack.name for attack in fit.attacks if attack.stage == RELEASED}
+    for source in ("of what was shared", "of the trained model"):
+        drawn = {
+            name: line
+            for name, line in single.items()
+            if (name in of_model) == (source == "of the trained model")
+        }
+        values = (value for line in drawn.values() for _, value in line)
+        if drawn:
+            titled[f"Leakage over {unit}s, {source}"] = lines(
+                drawn,
+                label=f"each attack's headline over {unit}s, {source}",
+                span=(lowest(values), 1.0),
+                marks=acted,
+                unit=unit,
+            )
+    for name, parts in fit.headlines.items():
+        if name not in single:
+            by_client = {c if c == SUM else f"client {c}": line for c, line in parts.items()}
+            headline = next(a.headline for a in fit.attacks if a.name == name)
+            titled[f"{name}, {headline}, by client"] = lines(
+                few(by_client, last=SUM),
+                label=f"{name} over {unit}s, one line for each client",
+                span=(0.0, 1.0),
+                marks=acted,
+                unit=unit,
+            )
+    if fit.utility:
+        titled[f"Utility over {unit}s"] = lines(
+            few(fit.utility), label=f"utility over {unit}s", marks=acted, unit=unit
+        )
+    for account in fit.privacy:
+        target = account.target_epsilon
+        protected = {"client": ", for a whole client", "row": ", for a text",
+                     "user": ", for a user"}.get(account.unit, "")  # fmt: skip
+        titled[f"Epsilon spent ({account.defense}{protected})"] = lines(
+            {"epsilon": account.series},
+            label=f"epsilon over {unit}s",
+            level=target if isinstance(target, int | float) else None,
+            unit=unit,
+        )
+    return titled
 
 
 def few(series: Mapping[str, Points], *, last: str = "") -> dict[str, Points]:

@@ -13,11 +13,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lightning_fedleak.records import JsonObject, named
-from lightning_fedleak.report.advice import next_steps
 from lightning_fedleak.report.bounds import JointAccount, joint_accounts
 from lightning_fedleak.report.fits import FitSummary, fit_summaries
 from lightning_fedleak.report.logs import Logs, Table
-from lightning_fedleak.report.verdict import ReportVerdict, verdict, verdict_without_runs
+from lightning_fedleak.report.verdict import (
+    ReportVerdict,
+    next_steps,
+    verdict,
+    verdict_without_runs,
+)
 from lightning_fedleak.report.wording import visible
 
 SCHEMA = 2

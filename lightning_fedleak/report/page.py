@@ -8,11 +8,9 @@ from functools import cache
 from importlib.resources import files
 
 import jinja2
-from markupsafe import Markup
 
 from lightning_fedleak.records import MetricValue
-from lightning_fedleak.report import charts
-from lightning_fedleak.report.attacks import RELEASED, SUM
+from lightning_fedleak.report.charts import pictures
 from lightning_fedleak.report.edpb import on_model
 from lightning_fedleak.report.findings import Findings
 from lightning_fedleak.report.fits import FitSummary
@@ -57,63 +55,6 @@ def _most(rate: float | None) -> str:
 
 
 # ---- what is shown of a fit -------------------------------------------------------------------
-
-
-def pictures(fit: FitSummary) -> dict[str, Markup]:
-    """Return the pictures of a fit, by their titles."""
-    acted: dict[str, list[float]] = {}
-    for decision in fit.decisions:
-        suffix = "" if decision.client is None else f", client {decision.client}"
-        acted.setdefault(f"{decision.gate} {decision.did}{suffix}", []).append(decision.step)
-    unit = fit.unit
-    titled = {
-        "Each attack: latest result, 95% interval (dashed: guessing)": charts.intervals(
-            fit.attacks, label="attacks with intervals, unknown ones first"
-        )
-    }
-    single = {name: lines[""] for name, lines in fit.headlines.items() if set(lines) == {""}}
-    of_model = {attack.name for attack in fit.attacks if attack.stage == RELEASED}
-    for source in ("of what was shared", "of the trained model"):
-        drawn = {
-            name: line
-            for name, line in single.items()
-            if (name in of_model) == (source == "of the trained model")
-        }
-        values = (value for line in drawn.values() for _, value in line)
-        if drawn:
-            titled[f"Leakage over {unit}s, {source}"] = charts.lines(
-                drawn,
-                label=f"each attack's headline over {unit}s, {source}",
-                span=(charts.lowest(values), 1.0),
-                marks=acted,
-                unit=unit,
-            )
-    for name, lines in fit.headlines.items():
-        if name not in single:
-            by_client = {c if c == SUM else f"client {c}": line for c, line in lines.items()}
-            headline = next(a.headline for a in fit.attacks if a.name == name)
-            titled[f"{name}, {headline}, by client"] = charts.lines(
-                charts.few(by_client, last=SUM),
-                label=f"{name} over {unit}s, one line for each client",
-                span=(0.0, 1.0),
-                marks=acted,
-                unit=unit,
-            )
-    if fit.utility:
-        titled[f"Utility over {unit}s"] = charts.lines(
-            charts.few(fit.utility), label=f"utility over {unit}s", marks=acted, unit=unit
-        )
-    for account in fit.privacy:
-        target = account.target_epsilon
-        protected = {"client": ", for a whole client", "row": ", for a text",
-                     "user": ", for a user"}.get(account.unit, "")  # fmt: skip
-        titled[f"Epsilon spent ({account.defense}{protected})"] = charts.lines(
-            {"epsilon": account.series},
-            label=f"epsilon over {unit}s",
-            level=target if isinstance(target, int | float) else None,
-            unit=unit,
-        )
-    return titled
 
 
 def account_facts(account: Account) -> list[tuple[str, object]]:

@@ -322,7 +322,7 @@ def _limit(account: Account) -> tuple[str | None, bool | None]:
     """
     if not (account.holds and account.whole):
         return None, None
-    from lightning_fedleak.auditing.mechanisms import dp_tpr  # loads torch: seconds
+    from lightning_fedleak.auditing import dp_tpr
 
     epsilon = min(account.epsilon_over_clients, LARGEST_SHOWN_EPSILON)
     tpr = dp_tpr(FPR, epsilon, account.bound[1])

@@ -10,9 +10,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, find_anatomy
-from lightning_fedleak.anatomy.text_layers import place_of, states_out
-from lightning_fedleak.anatomy.wrappers import find_path, leaf, without_peft
+from lightning_fedleak.anatomy import (
+    EMBEDDING_WEIGHT,
+    Anatomy,
+    find_anatomy,
+    find_path,
+    leaf,
+    place_of,
+    states_out,
+    without_peft,
+)
 from lightning_fedleak.model_runs import (
     context_length,
     only_needed_hooks,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from lightning_fedleak.anatomy.text_layers import states_in, with_states_out
+from lightning_fedleak.anatomy import states_in, with_states_out
 from lightning_fedleak.model_runs import takes
 
 

@@ -11,24 +11,26 @@ from typing import Any
 import torch
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import WordGuess
-from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.row_space.capacity import Capacity, measure_capacity
-from lightning_fedleak.attacks.row_space.dictionary import (
+from lightning_fedleak.attacks import (
+    PublicText,
+    SubspaceWords,
+    WordGuess,
+    gradient_of,
+    nonzero_starts,
+)
+from lightning_fedleak.attacks.row_space import (
+    Atoms,
+    Capacity,
+    KnownInput,
+    LinearMap,
     NotAdditive,
     build_dictionary,
     factor_rows,
-)
-from lightning_fedleak.attacks.row_space.linear_maps import (
-    KnownInput,
-    LinearMap,
     find_known_inputs,
     find_linear_maps,
+    measure_capacity,
 )
-from lightning_fedleak.attacks.row_space.pursuit import Atoms
-from lightning_fedleak.attacks.words.public_gradients import gradient_of, nonzero_starts
-from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UnusableObservation
 

@@ -9,14 +9,16 @@ from typing import Literal
 import torch
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.membership.attention import AttentionMembership
+from lightning_fedleak.attacks import (
+    AttentionMembership,
+    GradientMembership,
+    PublicText,
+    SubspaceMembership,
+    TrainedMembership,
+    nonzero_starts,
+)
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
-from lightning_fedleak.attacks.membership.gradients import GradientMembership
-from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
-from lightning_fedleak.attacks.membership.trained import TrainedMembership
-from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.words.public_gradients import nonzero_starts
-from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.games.play import Adversary
 
 PLANTED = " ".join(["This is the sentence that is looked for."] * 11)

@@ -26,8 +26,8 @@ from lightning_fedleak.attacks.memorization import (
 from lightning_fedleak.attacks.memorization.blind import blind_scores
 from lightning_fedleak.canaries.repeats import repeated_texts
 from lightning_fedleak.extras import install
-from lightning_fedleak.finetuning.assets import SourceError
-from lightning_fedleak.metrics.rates import Rate
+from lightning_fedleak.finetuning import SourceError
+from lightning_fedleak.metrics import Rate
 from lightning_fedleak.metrics.released import (
     blind_aucs,
     extraction_values,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.finetuning import SourceError
 
 GAME_ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full", "gradient", "subspace")
 INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper", "relaxation")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.anatomy.parts import Anatomy
-from lightning_fedleak.anatomy.text_layers import (
+from lightning_fedleak.anatomy import (
+    Anatomy,
     Place,
     place_of,
     states_in,

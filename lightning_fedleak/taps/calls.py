@@ -10,9 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.text_layers import place_of, text_blocks
-from lightning_fedleak.anatomy.wrappers import matrix_shape, without_peft
+from lightning_fedleak.anatomy import Anatomy, matrix_shape, place_of, text_blocks, without_peft
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import only_needed_hooks, reset_compiled, stop_at, undisturbed
 from lightning_fedleak.snapshots import UnusableObservation

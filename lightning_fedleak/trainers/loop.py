@@ -12,8 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.public_text import TextSource
+from lightning_fedleak.attacks import Attack, TextSource
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks import (
     AUTOCAST,

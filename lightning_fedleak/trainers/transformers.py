@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import Attack
+from lightning_fedleak.attacks import Attack
 from lightning_fedleak.looks import CHOOSE, Threshold, names_there_are
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.trainers.loop import Loop, LoopRun

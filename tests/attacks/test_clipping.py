@@ -28,7 +28,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
 )
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.clipping import cut_size, entry_errors, shared_cut
+from lightning_fedleak.attacks.local_steps import cut_size, entry_errors, shared_cut
 from lightning_fedleak.callbacks import Games, MonitorSettings
 from lightning_fedleak.snapshots import (
     GradientSnapshot,

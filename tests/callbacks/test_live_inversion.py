@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.anatomy.text_layers import place_of, states_out, with_states_out
+from lightning_fedleak.anatomy.blocks import place_of, states_out, with_states_out
 from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent, PrefixInversion
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextGuess

@@ -12,7 +12,7 @@ import torch
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText
 from lightning_fedleak.callbacks import Games, LeakageMonitor
-from lightning_fedleak.looks.tokenizers import check_texts, warn_of_other_tokenizers
+from lightning_fedleak.looks.lineup import check_texts, warn_of_other_tokenizers
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.models import VOCAB, tiny_gpt2, tiny_llama, tiny_marian
 

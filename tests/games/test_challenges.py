@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from lightning_fedleak.games import GameError, SentencePool
-from lightning_fedleak.games.challenges import authors_challenges, game_challenges
+from lightning_fedleak.games.pool import authors_challenges, game_challenges
 
 
 def pool_of(n: int) -> SentencePool:

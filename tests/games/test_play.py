@@ -15,13 +15,13 @@ from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.auditing import audit_games, audit_scores
 from lightning_fedleak.games import GameConfig, GameError, SentencePool, play
-from lightning_fedleak.games.client_gradients import (
+from lightning_fedleak.games.client import (
     autograd_gradient,
+    client_states,
     default_loss,
     generic_upstream,
     loss_upstream,
 )
-from lightning_fedleak.games.states import client_states
 from lightning_fedleak.model_runs import hidden_states
 from tests.games.toy import ToyMembership
 from tests.helpers.models import own_rng, tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_llama

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_fedleak.anatomy.text_layers import states_out
+from lightning_fedleak.anatomy.blocks import states_out
 from lightning_fedleak.defenses import (
     ActivationNoise,
     Defense,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.anatomy.text_layers import states_out, text_blocks
+from lightning_fedleak.anatomy.blocks import states_out, text_blocks
 from lightning_fedleak.taps.activations import ActivationTap, ChangedInPlace
 from tests.callbacks.runs import assert_same, fit
 from tests.helpers.lightning_modules import CausalLMModule

@@ -82,7 +82,7 @@ class AttentionMembership(MembershipAttack):
 
     **Whitening.** The products of raw hidden states do not single out a token. With ``whiten`` the
     heads read them in coordinates in which public text has unit covariance; this is folded into
-    W_Q, W_K and their biases (:mod:`~lightning_fedleak.attacks.membership.whitening`).
+    W_Q, W_K and their biases (:mod:`~lightning_fedleak.attacks.row_space.whitening`).
 
     **The rows of W_O.** The paper reads all coordinates, with both signs, and a member shows if any
     of them exceeds gamma. But attention stays within a sentence, so the server, who has the

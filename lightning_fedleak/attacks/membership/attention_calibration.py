@@ -17,8 +17,8 @@ from lightning_fedleak.attacks.membership.attention_layers import (
     token_rows,
     tokens_at,
 )
-from lightning_fedleak.attacks.membership.whitening import Whitening, fit_whitening
 from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.row_space import Whitening, fit_whitening
 from lightning_fedleak.model_runs import hidden_states
 
 MOST_TARGETS = 512  # public tokens that serve as targets; not tuned; more: steadier and slower

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks.membership.whitening import RIDGE, Whitening
+from lightning_fedleak.attacks.row_space import RIDGE, Whitening
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 PAIRS_AT_ONCE = 1 << 20  # of tokens, over targets, in memory (4 MiB a head); more: more memory

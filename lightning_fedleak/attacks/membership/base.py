@@ -20,8 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.text_layers import place_of
+from lightning_fedleak.anatomy import Anatomy, place_of
 from lightning_fedleak.attacks.base import (
     Attack,
     Guess,

@@ -34,13 +34,8 @@ from lightning_fedleak.attacks.membership.token_parts import (
     noise_level,
     sum_fits,
 )
-from lightning_fedleak.attacks.membership.whitening import RIDGE
 from lightning_fedleak.attacks.public_text import TextSource
-from lightning_fedleak.attacks.row_space.linear_maps import (
-    LinearMap,
-    block_name,
-    find_linear_maps,
-)
+from lightning_fedleak.attacks.row_space import RIDGE, LinearMap, block_name, find_linear_maps
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model_runs import labels_of

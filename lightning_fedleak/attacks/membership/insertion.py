@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.text_layers import (
+from lightning_fedleak.anatomy import (
+    Anatomy,
     Place,
     place_of,
     states_in,
@@ -35,8 +35,8 @@ from lightning_fedleak.anatomy.text_layers import (
     text_blocks,
     with_states_in,
     with_states_out,
+    without_peft,
 )
-from lightning_fedleak.anatomy.wrappers import without_peft
 from lightning_fedleak.model_runs import is_compiled
 from lightning_fedleak.taps.calls import arguments_of
 from lightning_fedleak.validate import check_choice, check_integer, check_number

@@ -18,27 +18,22 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import (
-    Query,
-    RunFacts,
-    Surfaces,
-    UnusableObservation,
-    WordGuess,
-)
+from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.local_steps import check_fresh
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
-from lightning_fedleak.attacks.membership.whitening import whitening_matrix
 from lightning_fedleak.attacks.public_text import TextSource
-from lightning_fedleak.attacks.row_space.dictionary import factor_rows, orthonormal
-from lightning_fedleak.attacks.row_space.linear_maps import (
+from lightning_fedleak.attacks.row_space import (
     NO_GRADIENT_YET,
     SharedInput,
+    SharedRows,
     block_name,
+    factor_rows,
     find_linear_maps,
     find_shared_inputs,
     input_states,
+    orthonormal,
+    whitening_matrix,
 )
-from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.snapshots import (
     NotYet,

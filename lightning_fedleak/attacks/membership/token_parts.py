@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
-from lightning_fedleak.attacks.membership.whitening import whitening_matrix
-from lightning_fedleak.attacks.row_space.linear_maps import LinearMap
+from lightning_fedleak.attacks.row_space import LinearMap, whitening_matrix
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import micro_batches, only_needed_hooks, token_logits, undisturbed
 

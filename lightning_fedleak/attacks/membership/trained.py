@@ -33,11 +33,7 @@ from lightning_fedleak.attacks.membership.base import (
     sentence_rows,
     threat_with_public_text,
 )
-from lightning_fedleak.attacks.membership.fc_layers import (
-    CraftedFC,
-    Frozen,
-    batch_inputs,
-)
+from lightning_fedleak.attacks.membership.fc import CraftedFC, Frozen, batch_inputs
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.model_runs import context_length, hidden_states
 from lightning_fedleak.validate import (

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.text_layers import Place
-from lightning_fedleak.anatomy.wrappers import walk
+from lightning_fedleak.anatomy import Anatomy, Place, walk
 from lightning_fedleak.attacks.row_space.linear_maps import (
     KnownInput,
     LinearMap,

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
-from lightning_fedleak.anatomy.text_layers import Place, states_in
-from lightning_fedleak.anatomy.wrappers import unwrap, walk
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, Place, states_in, unwrap, walk
 from lightning_fedleak.model_runs import (
     TOKENS_AT_ONCE,
     logits_in,

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.text_layers import place_of, text_blocks
+from lightning_fedleak.anatomy import Anatomy, place_of, text_blocks
 from lightning_fedleak.attacks.base import (
     Attack,
     Guess,

@@ -17,9 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.text_layers import Place, place_of, text_blocks
-from lightning_fedleak.anatomy.wrappers import find_path, matrix_shape, unwrap, without_peft
+from lightning_fedleak.anatomy import (
+    Anatomy,
+    Place,
+    find_path,
+    matrix_shape,
+    place_of,
+    text_blocks,
+    unwrap,
+    without_peft,
+)
 from lightning_fedleak.attacks.logit_map import LogitMap
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import (

@@ -16,13 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.texts.base import (
-    NOTHING,
-    Deadline,
-    InversionAttack,
-    Sent,
-    TextGuess,
-)
+from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, InversionAttack, Sent, TextGuess
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.validate import (
     check_choice,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.wrappers import unwrap
+from lightning_fedleak.anatomy import Anatomy, unwrap
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.texts.base import TextAttack
 from lightning_fedleak.attacks.texts.bottom_model import CopiedModel, vocabulary_shape

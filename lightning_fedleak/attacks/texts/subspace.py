@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.text_layers import text_blocks
+from lightning_fedleak.anatomy import Anatomy, text_blocks
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
-from lightning_fedleak.attacks.row_space.linear_maps import (
+from lightning_fedleak.attacks.row_space import (
     KnownInput,
     SharedInput,
     block_name,

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks.membership.whitening import whitening_matrix
-from lightning_fedleak.attacks.row_space.pursuit import SharedRows
+from lightning_fedleak.attacks.row_space import SharedRows, whitening_matrix
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.subspace_rows import FIT, BlockInputs, Remainder

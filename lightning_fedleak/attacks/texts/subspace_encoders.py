@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks.base import UnusableObservation
-from lightning_fedleak.attacks.row_space.linear_maps import KnownInput, input_rows
-from lightning_fedleak.attacks.row_space.pursuit import Atoms, SharedRows, explain
+from lightning_fedleak.attacks.row_space import Atoms, KnownInput, SharedRows, explain, input_rows
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.descent import RowAdam
 from lightning_fedleak.attacks.texts.subspace_rows import (

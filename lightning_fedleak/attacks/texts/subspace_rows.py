@@ -12,19 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.text_layers import Place, states_in, text_blocks
-from lightning_fedleak.anatomy.wrappers import unwrap
+from lightning_fedleak.anatomy import Anatomy, Place, states_in, text_blocks, unwrap
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.local_steps import rounding_error
-from lightning_fedleak.attacks.membership.whitening import whitening_matrix
-from lightning_fedleak.attacks.row_space.linear_maps import (
+from lightning_fedleak.attacks.row_space import (
     NO_GRADIENT_YET,
     LinearMap,
     SharedInput,
+    SharedRows,
     block_name,
+    whitening_matrix,
 )
-from lightning_fedleak.attacks.row_space.pursuit import SharedRows
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.model_runs import stop_at
 from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.row_space.pursuit import SharedRows
+from lightning_fedleak.attacks.row_space import SharedRows
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.bottom_model import predicts_next
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes

@@ -20,11 +20,15 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.clipping import ROUNDED, cut_size
-from lightning_fedleak.attacks.local_steps import LocalSteps, rounding_error
+from lightning_fedleak.attacks.local_steps import ROUNDED, LocalSteps, cut_size, rounding_error
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.words.aligned_direction import turn, turn_on_long_rows
-from lightning_fedleak.attacks.words.aligned_readout import HeadCalibration, best_count, rehearse
+from lightning_fedleak.attacks.words.aligned_readout import (
+    HeadCalibration,
+    best_count,
+    rehearse,
+    turn,
+    turn_on_long_rows,
+)
 from lightning_fedleak.attacks.words.aligned_rows import (
     ExpectedRows,
     RowSummary,

@@ -7,8 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
-from lightning_fedleak.anatomy.wrappers import unwrap
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy, unwrap
 from lightning_fedleak.attacks.base import (
     Attack,
     Query,

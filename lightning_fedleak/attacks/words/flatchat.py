@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
-from lightning_fedleak.attacks.base import (
-    Attack,
-    Query,
-    Surfaces,
-    UnusableObservation,
-    WordGuess,
-)
+from lightning_fedleak.attacks.base import Attack, Query, Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_surface

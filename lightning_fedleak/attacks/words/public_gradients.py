@@ -21,9 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy
-from lightning_fedleak.anatomy.text_layers import Place
-from lightning_fedleak.anatomy.wrappers import unwrap
+from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy, Place, unwrap
 from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import (

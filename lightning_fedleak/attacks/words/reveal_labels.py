@@ -15,13 +15,7 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
-from lightning_fedleak.attacks.base import (
-    Attack,
-    Query,
-    Surfaces,
-    UnusableObservation,
-    WordGuess,
-)
+from lightning_fedleak.attacks.base import Attack, Query, Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import Inapplicable, Observation, whole_tensor

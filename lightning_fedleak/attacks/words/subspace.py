@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
-from lightning_fedleak.anatomy.blocks import is_encoder_decoder
-from lightning_fedleak.anatomy.wrappers import without_peft
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, is_encoder_decoder, without_peft
 from lightning_fedleak.attacks.base import (
     Attack,
     Query,
@@ -21,20 +19,25 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.clipping import check_uncut, entry_errors
-from lightning_fedleak.attacks.local_steps import LocalSteps, rounding_error
+from lightning_fedleak.attacks.local_steps import (
+    LocalSteps,
+    check_uncut,
+    entry_errors,
+    rounding_error,
+)
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.row_space.dictionary import NotAdditive, build_dictionary
-from lightning_fedleak.attacks.row_space.explanation import ReadableInput
-from lightning_fedleak.attacks.row_space.linear_maps import (
+from lightning_fedleak.attacks.row_space import (
     NO_GRADIENT_YET,
     KnownInput,
+    NotAdditive,
+    PursuitResult,
+    ReadableInput,
+    build_dictionary,
     find_known_inputs,
     find_linear_maps,
     in_decoder,
     vocabulary_size,
 )
-from lightning_fedleak.attacks.row_space.pursuit import PursuitResult
 from lightning_fedleak.snapshots import (
     Inapplicable,
     NotYet,

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.anatomy.text_layers import (
+from lightning_fedleak.anatomy import (
+    Anatomy,
     Place,
+    find_anatomy,
     place_of,
     states_in,
     states_out,

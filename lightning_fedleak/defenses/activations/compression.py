@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy.text_layers import Place, states_in, states_out
+from lightning_fedleak.anatomy import Place, states_in, states_out
 from lightning_fedleak.defenses.activations.base import ActivationDefense
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State

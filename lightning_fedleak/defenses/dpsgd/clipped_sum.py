@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fedleak.defenses.accounting.accounting import joint_noise_multiplier
+from lightning_fedleak.defenses.accounting import joint_noise_multiplier
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
     DefenseContext,

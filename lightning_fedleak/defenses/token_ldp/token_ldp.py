@@ -32,12 +32,7 @@ from lightning_fedleak.defenses.token_ldp.words import (
     text_of,
     words_of,
 )
-from lightning_fedleak.validate import (
-    check_choice,
-    check_names,
-    check_number,
-    group_old_arguments,
-)
+from lightning_fedleak.validate import check_choice, check_names, check_number, group_old_arguments
 
 Per = Literal["token", "sequence"]
 

@@ -25,10 +25,8 @@ from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.flower.messages import WEIGHT, NamedArrays, read_sent
 from lightning_fedleak.federation.gate import Leaving, OutgoingUpdates, RoundGate
 from lightning_fedleak.federation.observer import RoundObserver
-from lightning_fedleak.federation.trained_on import recording
-from lightning_fedleak.federation.updates import State, parameter_names
-from lightning_fedleak.looks.gates import LeakageLimitExceeded
-from lightning_fedleak.looks.run import reason
+from lightning_fedleak.federation.updates import State, parameter_names, recording
+from lightning_fedleak.looks import LeakageLimitExceeded, reason
 
 log = logging.getLogger("flwr")
 

@@ -19,7 +19,7 @@ from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.flower.messages import ROUND, arrays_of
 from lightning_fedleak.federation.observer import SUM, RoundObserver
 from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
-from lightning_fedleak.looks.run import reason
+from lightning_fedleak.looks import reason
 
 log = logging.getLogger("flwr")
 

@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -20,11 +21,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
-from lightning_fedleak.anatomy.wrappers import without_peft
-from lightning_fedleak.attacks.base import Attack, Guess, Query, RunFacts, UnusableObservation
-from lightning_fedleak.attacks.clipping import check_uncut
-from lightning_fedleak.attacks.local_steps import explain_stale_optimizer
+from lightning_fedleak.anatomy import (
+    EMBEDDING_WEIGHT,
+    HEAD_BIAS,
+    HEAD_WEIGHT,
+    Anatomy,
+    without_peft,
+)
+from lightning_fedleak.attacks import (
+    HONEST_BUT_CURIOUS,
+    Attack,
+    Capability,
+    Guess,
+    Query,
+    RunFacts,
+    ThreatModelError,
+    UnusableObservation,
+    require,
+)
+from lightning_fedleak.attacks.local_steps import LocalSteps, check_uncut, explain_stale_optimizer
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.options import Options
@@ -55,7 +70,6 @@ from lightning_fedleak.snapshots import (
     UpdateSnapshot,
     explain_weight_term,
 )
-from lightning_fedleak.threats import HONEST_BUT_CURIOUS, Capability, ThreatModelError, require
 
 SURFACE_CAPABILITIES = {
     HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,
@@ -227,6 +241,28 @@ class Channel(ABC):
 
     def never_judged(self, metric: str) -> str | None:
         """Return why a rate cannot judge one client's update alone; None where it can."""
+        return None
+
+    def never_read(self, name: str, *, fresh: bool) -> Unknown | NothingShared | None:
+        """Return what an attack answers to every update of a federation; None where it varies."""
+        attack = next(a for a in self.listed_attacks if a.name == name)
+        try:
+            plan = self.plan(attack)
+        except ValueError:
+            return NothingShared()
+        if not plan.exposed:
+            return NothingShared()
+        if (why := no_sum(plan)) is not None:
+            return Unknown(why, applies=False)
+        facts, steps = plan.facts(self.run, self.settings.local_steps, 0), None
+        with suppress(UnusableObservation):  # some attacks read updates of any optimizer
+            steps = LocalSteps.from_facts(facts)
+        try:
+            attack.check_updates(facts)
+            if steps is not None:
+                steps.check_fresh(fresh)
+        except UnusableObservation as error:
+            return Unknown(str(error), applies=not isinstance(error, Inapplicable))
         return None
 
     # ---- a fit ------------------------------------------------------------------------------

@@ -17,10 +17,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.anatomy.wrappers import without_peft
-from lightning_fedleak.attacks.base import Attack, UnusableObservation
-from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipAttack, MembershipGuess
+from lightning_fedleak.anatomy import Anatomy, without_peft
+from lightning_fedleak.attacks import (
+    CRAFTED,
+    DISHONEST_SERVER,
+    Attack,
+    MembershipAttack,
+    MembershipGuess,
+    UnusableObservation,
+)
 from lightning_fedleak.attacks.membership.insertion import direction_of, upstream_of
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
@@ -59,7 +64,6 @@ from lightning_fedleak.records import MEMBERSHIP
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.taps.activations import ActivationTap, join_pieces
 from lightning_fedleak.taps.calls import ModelCalls, with_ids
-from lightning_fedleak.threats import DISHONEST_SERVER
 
 AUDIT = "audit"
 _ALL_CANARIES = "every canary"

@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import Attack, Guess
+from lightning_fedleak.attacks import Attack, Capability, Guess
 from lightning_fedleak.attacks.memorization import (
     Extraction,
     ExtractionGuess,
@@ -42,7 +42,7 @@ from lightning_fedleak.looks.run import (
     reason,
     unknown,
 )
-from lightning_fedleak.metrics.rates import Rate
+from lightning_fedleak.metrics import Rate
 from lightning_fedleak.metrics.released import (
     blind_aucs,
     extraction_values,
@@ -57,7 +57,6 @@ from lightning_fedleak.private_files import check_private, hash_tensors
 from lightning_fedleak.records import MEMORIZATION, PoolLine
 from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.taps.tokens import ask_tokens, compressed_bytes, pool_digest
-from lightning_fedleak.threats import Capability
 
 FILE = "memorization_base.safetensors"
 """What the base said of the pool, and which texts were trained on: of mode 0600, for resuming."""

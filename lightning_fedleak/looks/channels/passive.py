@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lightning_fedleak.attacks.base import Attack
-from lightning_fedleak.attacks.membership.base import PassiveMembership
+from lightning_fedleak.attacks import HONEST_BUT_CURIOUS, Attack, Capability, PassiveMembership
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.channels.base import Plan, gradient_plan, guess
 from lightning_fedleak.looks.channels.membership import (
@@ -23,7 +22,6 @@ from lightning_fedleak.looks.channels.targets import Targets
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.run import Moment, Unknown, Waiting
 from lightning_fedleak.snapshots import Stage
-from lightning_fedleak.threats import HONEST_BUT_CURIOUS, Capability
 
 
 class PassiveMembershipChannel(MembershipChannel):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.looks.channels.base import worst_of
 from lightning_fedleak.looks.options import Reduction
 from lightning_fedleak.looks.run import Outcome, Unknown, reason

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_fedleak.attacks.base import Attack, Query, UnusableObservation
-from lightning_fedleak.attacks.membership.base import MembershipAttack
-from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks import (
+    Attack,
+    MembershipAttack,
+    PublicText,
+    Query,
+    UnusableObservation,
+)
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch, before_last
 from lightning_fedleak.looks.options import Games
 from lightning_fedleak.looks.run import NoTargets, Waiting

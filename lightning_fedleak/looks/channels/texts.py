@@ -14,8 +14,14 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import Attack, UnusableObservation
-from lightning_fedleak.attacks.texts.base import InversionAttack, TextAttack, TextGuess
+from lightning_fedleak.attacks import (
+    Attack,
+    Capability,
+    InversionAttack,
+    TextAttack,
+    TextGuess,
+    UnusableObservation,
+)
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.looks.channels.base import Channel, Plan, check_guess, worst_of
 from lightning_fedleak.looks.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
@@ -33,7 +39,6 @@ from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.records import TEXTS
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 from lightning_fedleak.taps.split import Crossed, SplitTap
-from lightning_fedleak.threats import Capability
 from lightning_fedleak.validate import check_integer
 
 CROSSING = (Stage.LOCAL, Stage.SHARED)

@@ -9,9 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
-from lightning_fedleak.anatomy.wrappers import matrix_shape
-from lightning_fedleak.attacks.base import Attack, WordGuess
+from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy, matrix_shape
+from lightning_fedleak.attacks import Attack, WordGuess
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.looks.channels.base import Channel, Plan, guess, worst_of
 from lightning_fedleak.looks.log import HISTOGRAM_EVERY_LOOKS, RevealFiles

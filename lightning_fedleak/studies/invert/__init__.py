@@ -6,21 +6,23 @@ from lightning_fedleak.studies.invert.adversaries import (
     make_adversary,
     make_reader,
 )
-from lightning_fedleak.studies.invert.cells import ActivationCell, run_cells
+from lightning_fedleak.studies.invert.cells import (
+    ActivationCell,
+    Noise,
+    TooLittleText,
+    Utility,
+    gaussian_noise,
+    noised,
+    rows_of_length,
+    run_cells,
+    utility,
+)
 from lightning_fedleak.studies.invert.gradients import (
     GradientCell,
     batches_of,
     run_gradient_cells,
     step_of_adamw,
 )
-from lightning_fedleak.studies.invert.noise import (
-    Noise,
-    Utility,
-    gaussian_noise,
-    noised,
-    utility,
-)
-from lightning_fedleak.studies.invert.texts import TooLittleText, rows_of_length
 
 __all__ = [
     "ADVERSARIES",

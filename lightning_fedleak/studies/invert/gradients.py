@@ -16,20 +16,15 @@ from lightning_fedleak.attacks import TextAttack, TextGuess, gradient_of
 from lightning_fedleak.attacks.texts.model_copy import trained_names
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.metrics.texts import TextReconstruction, in_true_order
-from lightning_fedleak.snapshots import (
-    GradientSnapshot,
-    Observation,
-    Stage,
-    UnusableObservation,
-)
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UnusableObservation
 from lightning_fedleak.studies.invert.cells import (
     ROUGE_UP_TO,
     JsonCell,
+    Noise,
     Rates,
     describe,
     prepared,
 )
-from lightning_fedleak.studies.invert.noise import Noise
 
 LR = 2e-4  # of AdamW in that one step; not tuned
 

@@ -2,8 +2,17 @@
 
 from lightning_fedleak.studies.defense_specs import DefenseSpec, parse_defenses
 from lightning_fedleak.studies.names import SpecError
-from lightning_fedleak.studies.sweep.cell import CellResult, GridCell, Leakage, Setting, run_cell
-from lightning_fedleak.studies.sweep.grid import Grid
+from lightning_fedleak.studies.sweep.cell import (
+    CellResult,
+    Grid,
+    GridCell,
+    Leakage,
+    Setting,
+    data_of,
+    loss_before,
+    quiet,
+    run_cell,
+)
 
 __all__ = [
     "CellResult",
@@ -13,6 +22,9 @@ __all__ = [
     "Leakage",
     "Setting",
     "SpecError",
+    "data_of",
+    "loss_before",
     "parse_defenses",
+    "quiet",
     "run_cell",
 ]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_fedleak.studies.sweep.cell import CellResult, GridCell
-from lightning_fedleak.studies.sweep.grid import pareto
+from lightning_fedleak.studies.sweep.cell import CellResult, GridCell, pareto
 
 
 def plot_pareto(

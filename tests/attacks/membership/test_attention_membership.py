@@ -37,8 +37,8 @@ from lightning_fedleak.attacks.membership.attention_layers import (
     projector_heads,
 )
 from lightning_fedleak.attacks.membership.base import CRAFTED
-from lightning_fedleak.attacks.membership.whitening import fit_whitening
 from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.row_space.whitening import fit_whitening
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers import models

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import Query, UnusableObservation
+from lightning_fedleak.attacks.membership import fc as crafted_fc
 from lightning_fedleak.attacks.membership import fc as fc_membership
-from lightning_fedleak.attacks.membership import fc_layers as crafted_fc
 from lightning_fedleak.attacks.membership.base import CRAFTED, sentence_rows
 from lightning_fedleak.attacks.membership.fc import SAFE, FCMembership
 from lightning_fedleak.attacks.membership.l1_distance import (

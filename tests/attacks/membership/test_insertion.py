@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.anatomy.text_layers import text_blocks
+from lightning_fedleak.anatomy.blocks import text_blocks
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.insertion import (
     Inserted,

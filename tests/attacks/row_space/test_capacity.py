@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_fedleak.attacks.row_space.capacity import measure_capacity, predict_capacity
+from lightning_fedleak.attacks.row_space.explanation import measure_capacity, predict_capacity
 from lightning_fedleak.attacks.row_space.pursuit import Atoms
 
 V, D = 400, 64

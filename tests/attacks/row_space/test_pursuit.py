@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_fedleak.attacks.row_space.capacity import measure_capacity
+from lightning_fedleak.attacks.row_space.explanation import measure_capacity
 from lightning_fedleak.attacks.row_space.pursuit import (
     Atoms,
     PursuitResult,

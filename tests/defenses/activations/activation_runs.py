@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import find_anatomy
-from lightning_fedleak.anatomy.text_layers import (
+from lightning_fedleak.anatomy.blocks import (
     place_of,
     states_in,
     states_out,

@@ -17,7 +17,7 @@ from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.studies.invert import ActivationCell, make_adversary, run_cells
 from lightning_fedleak.studies.invert.adversaries import ADVERSARIES
-from lightning_fedleak.studies.invert.noise import Noise, gaussian_noise
+from lightning_fedleak.studies.invert.cells import Noise, gaussian_noise
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 

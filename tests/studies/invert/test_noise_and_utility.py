@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.model_runs import hidden_states
-from lightning_fedleak.studies.invert.noise import (
+from lightning_fedleak.studies.invert.cells import (
     Noise,
     chosen_places,
     gaussian_noise,
@@ -72,7 +72,7 @@ def test_noise_goes_in_at_the_split(layer: int) -> None:
 def test_next_token_utility_is_that_of_the_plain_model(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_fedleak.studies.invert.noise.LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr("lightning_fedleak.studies.invert.cells.LOGITS_AT_ONCE", at_once)
     model = tiny_gpt2(layers=3).double()
     anatomy = find_anatomy(model)
     model.train()

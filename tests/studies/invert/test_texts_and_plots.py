@@ -10,8 +10,8 @@ from transformers import BertTokenizer
 
 from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.studies.invert import ActivationCell, TooLittleText, Utility, rows_of_length
+from lightning_fedleak.studies.invert.cells import special_ends
 from lightning_fedleak.studies.invert.plots import plot_cells, worth_drawing
-from lightning_fedleak.studies.invert.texts import special_ends
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 
 

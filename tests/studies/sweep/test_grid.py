@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fedleak.studies.defense_specs import parse_defenses
-from lightning_fedleak.studies.sweep.cell import CellResult, GridCell, Leakage, Setting
-from lightning_fedleak.studies.sweep.grid import Grid, pareto
+from lightning_fedleak.studies.sweep.cell import (
+    CellResult,
+    Grid,
+    GridCell,
+    Leakage,
+    Setting,
+    pareto,
+)
 
 SPECS = parse_defenses("gradient_noise:clip=1,sigma=0/1/2")
 CELLS = [GridCell(Setting(), spec) for spec in SPECS]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from lightning_fedleak.anatomy.wrappers import without_peft
+from lightning_fedleak.anatomy import without_peft
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.model_runs import TOKENS_AT_ONCE, takes, virtual_tokens
 

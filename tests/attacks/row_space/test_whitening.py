@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.attacks.membership.whitening import Whitening, fit_whitening
+from lightning_fedleak.attacks.row_space.whitening import Whitening, fit_whitening
 
 
 def generator(seed=0):

@@ -43,11 +43,16 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def write_secret(path: Path, content: Mapping[str, object]) -> None:
-    """Write plain values as JSON to a new file of mode 0600, whole or not at all.
+def write_secret(path: Path, content: Mapping[str, object], *, replace: bool = False) -> None:
+    """Write plain values as JSON to a file of mode 0600, whole or not at all.
+
+    Args:
+        path: of the file.
+        content: what is written.
+        replace: overwrite an earlier one.
 
     Raises:
-        FileExistsError: there is a file already; secrets are not overwritten.
+        FileExistsError: there is a file already, which is not to be replaced.
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,9 +62,9 @@ def write_secret(path: Path, content: Mapping[str, object]) -> None:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             os.fchmod(file.fileno(), 0o600)
             json.dump(content, file, indent=1)
-        os.link(draft, path)
+        (os.replace if replace else os.link)(draft, path)
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
 
 
 def read_secret(path: Path, name: str) -> Any:

@@ -7,7 +7,9 @@ from lightning_fedleak.federation.client_settings import (
     Trusted,
 )
 from lightning_fedleak.federation.gate import Leaving, OutgoingUpdates, RoundEvent, RoundGate
-from lightning_fedleak.federation.observer import SUM, RoundLook, RoundObserver, RoundSettings
+from lightning_fedleak.federation.observer import SUM, RoundObserver
+from lightning_fedleak.federation.round_look import RoundLook
+from lightning_fedleak.federation.round_run import RoundSettings
 from lightning_fedleak.federation.updates import (
     TrainedOn,
     UpdateError,

@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from lightning_fedleak.federation.client_dp import ClientDP, check_rounding
-from lightning_fedleak.federation.observer import RoundLook, RoundObserver
+from lightning_fedleak.federation.observer import RoundObserver
+from lightning_fedleak.federation.round_look import RoundLook
 from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
 from lightning_fedleak.looks import GateDecision, LeakageLimitExceeded, reason
 from lightning_fedleak.looks.gates import announce, check_threshold, is_worst, names_there_are
@@ -333,6 +334,7 @@ class OutgoingUpdates:
         if self.own is None:  # it was to be checked; a look makes its own
             update = None
         if not self.gates and not observer.due(self.client):
+            self._note(batches)
             return Leaving(self._release(sent, returned, update, like), False, (), None)
 
         def look_once() -> RoundLook:
@@ -355,6 +357,7 @@ class OutgoingUpdates:
             if self.gates:
                 return self._withhold(sent, like, judged)
             announce(f"RoundObserver: in round {round_} {judged}. The update leaves")
+            self._note(batches)
             return Leaving(self._release(sent, returned, update, like), False, (), None)
         look, events, did = judged
         leaves: dict[str, Tensor] | None = None
@@ -362,11 +365,19 @@ class OutgoingUpdates:
             leaves = self._zero(sent, like)
         elif did != "raise":
             leaves = self._release(sent, returned, update, like)
+            self._note(batches)
         self._write(look, events, did)
         if seconds is not None:
             beside = max(0.0, time.perf_counter() - start - look.seconds)
             observer.paid(self.client, look.seconds, seconds, beside)
         return Leaving(leaves, did == "withhold", tuple(events), look)
+
+    def _note(self, batches: Sequence[Any]) -> None:
+        """Let the observer know that what was trained on these batches leaves."""
+        try:
+            self.observer.leaves(self.client, batches)
+        except Exception as error:  # which the client's data or disk may have provoked
+            announce(f"RoundObserver: what left in this round was not noted: {reason(error)}")
 
     def _judge(
         self, look_once: Callable[[], RoundLook]

@@ -7,21 +7,21 @@ a Trainer. The x axis is the round.
 from __future__ import annotations
 
 import importlib.util
-import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import Attack, TextSource
 from lightning_fedleak.defenses import Defense
+from lightning_fedleak.federation.memory import recall, remember
+from lightning_fedleak.federation.round_look import LookEntry, RoundLook
+from lightning_fedleak.federation.round_run import RoundRun, RoundSettings
 from lightning_fedleak.federation.updates import (
     Recorded,
     State,
@@ -33,21 +33,15 @@ from lightning_fedleak.federation.updates import (
     parameter_names,
 )
 from lightning_fedleak.looks import (
-    AUTOCAST,
     WORST,
     BoardLogger,
-    Channel,
     Destination,
     Engine,
     Games,
     GateDecision,
     Look,
-    LookSettings,
     MaxOverhead,
     Options,
-    Outcome,
-    Run,
-    Series,
     Unknown,
     family_of,
     optimizers_of,
@@ -62,116 +56,6 @@ SUM = "sum"
 
 Side = Literal["client", "server"]
 _Spans = dict[str, tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class RoundSettings(LookSettings):
-    """The rare settings of a :class:`RoundObserver`, beside those that a monitor has too.
-
-    Attributes:
-        fresh: whether clients begin each round with a fresh optimizer.
-        precision: that clients train in, in the Trainer's words.
-        gates: what the record says of gates.
-        tensorboard: log to TensorBoard, where it is installed.
-        federation: a name that all observers of one federation have: one run in a report.
-    """
-
-    fresh: bool = True
-    precision: str = "32-true"
-    gates: Sequence[Mapping[str, Any]] = ()
-    tensorboard: bool = True
-    federation: str | None = None
-
-
-@dataclass(frozen=True)
-class _RoundRun(Run):
-    """Describes a federation to the engine: one process, in which a client is a number."""
-
-    watcher: ClassVar[str] = "RoundObserver"
-    unit: ClassVar[Literal["step", "round"]] = "round"
-
-    optimizer: Optimizer
-    local_steps: int
-    settings: RoundSettings
-    tokenizer: Any
-    round_defenses: tuple[Defense, ...]
-    client_number: int = 0
-    rounds: list[int] = field(default_factory=lambda: [0])
-    processes = 1
-
-    @property
-    def rank(self) -> int:
-        return self.client_number
-
-    @property
-    def device(self) -> torch.device:
-        return self.anatomy.device
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        return [self.optimizer]
-
-    @property
-    def defenses(self) -> tuple[Defense, ...]:
-        return self.round_defenses
-
-    @property
-    def precision(self) -> str:
-        return self.settings.precision
-
-    @property
-    def tokenizers(self) -> Sequence[Any]:
-        return [self.tokenizer]
-
-    @property
-    def step(self) -> int:
-        return self.rounds[0]
-
-    @property
-    def optimizer_step(self) -> int:
-        return self.rounds[0] * self.local_steps
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        dtype = AUTOCAST.get(self.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-
-
-@dataclass(frozen=True)
-class RoundLook:
-    """What was read off one client's update in one round.
-
-    Attributes:
-        round_: number of the round.
-        client: whose update it was; :data:`SUM` for that of all together.
-        values: by log name, rates of games pooled over the client's rounds; NaN is unknown, and
-            what is waited for is missing.
-        now: the same of this round alone.
-        unknown: why results are unknown, by the log name that their values begin with.
-        not_yet: why nothing can be read so far, by that name, and by the family's worst.
-        too_few: why rates of this round alone are no judgement of it, by that name.
-        seconds: that the look took.
-    """
-
-    round_: int
-    client: str | int
-    values: Mapping[str, float]
-    now: Mapping[str, float]
-    unknown: Mapping[str, str]
-    not_yet: Mapping[str, str]
-    too_few: Mapping[str, str]
-    seconds: float
-    _entry: _LookEntry = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True)
-class _LookEntry:
-    """Holds what is needed to write a look down, or to forget it."""
-
-    look: Look
-    engine: Engine
-    outcomes: Mapping[Series, Outcome]
-    utility: Mapping[str, float]
-    before: Mapping[str, object]
 
 
 class RoundObserver:
@@ -192,6 +76,12 @@ class RoundObserver:
     Results, numbers only, go to ``leakage.jsonl`` in ``folder``, a line for each round, client and
     attack, to ``run.jsonl``, and to TensorBoard. What fails is *unknown* and counted in
     ``monitor/failures``. Rates of membership games are pooled over the rounds of a client.
+
+    **What the model that is sent has memorized** is asked with ``RoundSettings(data=...)``, on the
+    client's side: of the texts of this client that left in earlier updates, against those that
+    :func:`~lightning_fedleak.canaries.leave_out` left out of its data, beside what the first model
+    that it was sent said of both. :meth:`look` does so once in a round; :meth:`ask` does so of a
+    model that is not trained any more, the last one.
 
     Args:
         model: of the architecture that clients train, with ``requires_grad`` as they have it. The
@@ -215,6 +105,8 @@ class RoundObserver:
         run: the federation, as attacks know it.
         round_: number of the round at work; -1 before the first.
         next_look: by client, the first round that ``max_overhead`` lets it be looked at again.
+        took_part: by client, whether an update of it may have left already, so that what it is sent
+            is no base; by default where the first round here is later than round 1.
 
     Raises:
         ValueError: contradictory or unknown arguments, or an attack that cannot read this model.
@@ -242,7 +134,19 @@ class RoundObserver:
         )
         check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
-        selection = selected(attacks, settings.assume, public_text, tokenizer, rounds=True)
+        data = settings.data
+        if data is not None and side == "server":
+            raise ValueError(
+                "RoundSettings(data=...) holds the texts of a client, which a server does not have"
+            )
+        selection = selected(
+            attacks,
+            settings.assume,
+            public_text,
+            tokenizer,
+            rounds=True,
+            weights=data is not None,
+        )
         options = Options(
             batch_adapter=settings.batch_adapter,
             local_steps=local_steps,
@@ -250,12 +154,15 @@ class RoundObserver:
             texts=settings.texts,
             look_seconds=settings.look_seconds,
             cache=settings.cache,
+            memorization=settings.memorization,
         )
         self.engine = Engine(selection, options)
-        if listed := [a.name for c in self.engine.channels if c.at_weights for a in c.attacks]:
+        at_weights = [a.name for c in self.engine.channels if c.at_weights for a in c.attacks]
+        if data is None and at_weights:
             raise ValueError(
-                f"attack '{listed[0]}' reads trained weights and no update: play it in a "
-                "LeakageMonitor, or by `fedleak memorization` on the final model"
+                f"attack '{at_weights[0]}' asks the model about texts of a client: "
+                "give settings=RoundSettings(data=...), a function that returns a client's loader, "
+                "on the client's side; or run `fedleak memorization` on the final model"
             )
         self.model = model
         self.local_steps = local_steps
@@ -271,7 +178,7 @@ class RoundObserver:
                 "no parameter of the model is trained (requires_grad): give the observer a model "
                 "that is set up as the clients' are"
             )
-        self.run = _RoundRun(
+        self.run = RoundRun(
             find_anatomy(model, **dict(settings.anatomy or {})),
             "rank",
             self.engine.assume,
@@ -291,6 +198,9 @@ class RoundObserver:
         self._failures: dict[str, str] = {}
         self._clients: dict[tuple[str | int, Stage], Engine] = {}
         self._returned: dict[tuple[str | int, Stage], tuple[int, _Spans]] = {}
+        self.took_part: dict[str | int, bool] = {}
+        self._memories: dict[str | int, Mapping[str, Any]] = {}
+        self._first_round = 0
         self.round_ = -1
 
     # ---- a round ----------------------------------------------------------------------------
@@ -324,6 +234,7 @@ class RoundObserver:
         self._keys_sent = load_sent(self.model, self._names, sent)
         self.run.rounds[0] = round_
         if self._sent is None:
+            self._first_round = round_
             self.engine.begin(self.run, self._destination(round_))
         self._is_stale = True
         self._sent = sent
@@ -348,7 +259,11 @@ class RoundObserver:
         """Refuse listed attacks that read nothing of what is trained."""
         assert self.engine.fit is not None
         lineup, selection = self.engine.fit.lineup, self.engine.selection
-        if not selection.auto and not lineup.exposed:
+        if not (
+            selection.auto
+            or lineup.exposed
+            or any(c.at_weights for c in self.engine.channels if c.attacks)
+        ):
             raise ValueError(
                 "no attack reads anything that is shared in this federation: "
                 f"{len(lineup.trained)} parameters are trained, and none of "
@@ -424,7 +339,8 @@ class RoundObserver:
                 or over rounds; by default what ``recording`` recorded, or the optimizer's.
             noise_std: of the noise that is known to be on each number of ``returned``.
             utility: further values of this round, logged as ``utility/<name>``.
-            logged: write it down at once; else by :meth:`log`, or not at all (:meth:`forget`).
+            logged: write it down at once, as of an update that leaves; else by :meth:`log`, or not
+                at all (:meth:`forget`), and :meth:`leaves` says that it leaves.
 
         Returns:
             What was found. An update that cannot be read is *unknown*.
@@ -435,6 +351,7 @@ class RoundObserver:
         if self._sent is None:
             raise RuntimeError("begin(round_, sent) comes before a client's update is looked at")
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
+        asked = None if client == SUM else self.ask(client)
         engine = self._engine_of(client, stage)
         look, before = Look(self.round_), engine.results.state_dict()
         if learning_rate is None and isinstance(batches, Recorded):
@@ -457,26 +374,101 @@ class RoundObserver:
 
         outcomes = engine.read_update(look, batches, take)
         utility = utility or {}
-        if batches is None:
-            values = now = _facts(outcomes) | {f"utility/{n}": float(v) for n, v in utility.items()}
-            values["monitor/seconds"] = look.seconds
-        else:
-            outcomes = engine.add(look, outcomes, utility)
-            values, now = engine.new_values(), dict(engine.results.look_values)
-        round_look = RoundLook(
-            self.round_,
-            client,
-            values,
-            now,
-            {s.log_name: o.unknown for s, o in outcomes.items() if o.unknown is not None},
-            _not_yet(outcomes, engine.series),
-            {s.log_name: o.too_few for s, o in outcomes.items() if o.too_few is not None},
-            look.seconds,
-            _LookEntry(look, engine, outcomes, utility, before),
-        )
+        entry = LookEntry(look, engine, outcomes, utility, before)
+        seconds = 0.0 if asked is None else asked.seconds
+        round_look = entry.as_round_look(client, scored=batches is not None, beside=seconds)
         if logged:
             self.log(round_look)
+            if client != SUM:
+                self.leaves(client, batches or ())
         return round_look
+
+    # ---- the model that was sent ------------------------------------------------------------
+
+    def ask(self, client: str | int = 0) -> RoundLook | None:
+        """Ask the model that was sent about a client's own texts, and log what it gives away.
+
+        Once in a round: again in the same round, or without ``data``, nothing is asked.
+
+        Args:
+            client: whose texts.
+
+        Returns:
+            What was found; None where nothing was asked.
+
+        Raises:
+            RuntimeError: no round has begun.
+            ValueError: nobody can be compared, and the attack was listed.
+        """
+        if self._sent is None:
+            raise RuntimeError("begin(round_, sent) says which model is asked")
+        if self.settings.data is None:
+            return None
+        engine = self._recalled(client)
+        if engine.weights is None or (asked := engine.weights.look_at_end()) is None:
+            return None
+        look, outcomes = asked
+        entry = LookEntry(look, engine, outcomes, {}, engine.results.state_dict())
+        round_look = entry.as_round_look(client, scored=True)
+        self.log(round_look)
+        self._remember(client, engine.weights.state_dict())
+        return round_look
+
+    def leaves(self, client: str | int, batches: Sequence[Any]) -> None:
+        """Note that an update which was trained on these batches leaves the client in this round.
+
+        From the next round on its texts are among those that the models may have memorized.
+
+        Args:
+            client: whose update it is.
+            batches: that it was trained on.
+        """
+        if self.settings.data is None:
+            return
+        try:
+            engine = self._recalled(client)
+        except Exception:  # what left is not known, so that no later model is a base
+            self._remember(client, {})
+            raise
+        finally:
+            self.took_part[client] = True
+        if engine.weights is not None:
+            for batch in batches:
+                engine.weights.batch_begins(batch)
+            self._remember(client, engine.weights.state_dict())
+
+    def _recalled(self, client: str | int) -> Engine:
+        """Return the engine of a client, with what other processes have noted of it."""
+        engine = self._engine_of(client, Stage.SHARED)
+        _, state = self._recall(client) or (0, {})
+        if engine.weights is not None and state and state != self._memories[client]:
+            engine.weights.follow(state)
+        return engine
+
+    def _remember(self, client: str | int, state: Mapping[str, Any]) -> None:
+        if self.federation is not None:
+            folder = self.folder / f"client_{client}"
+            self._memories[client] = remember(folder, self.federation, self.round_, state)
+
+    def _recall(self, client: str | int) -> tuple[int, Mapping[str, Any]] | None:
+        if self.federation is None:
+            return None
+        return recall(self.folder / f"client_{client}", self.federation)
+
+    def _meet_client(self, client: str | int) -> tuple[RoundRun, Mapping[str, Any]]:
+        """Return the federation as this client, and what it remembers of earlier rounds.
+
+        What a client is first sent is its base, unless an update of it has left before.
+        """
+        run = replace(self.run, client_number=zlib.crc32(str(client).encode()))
+        if self.settings.data is None or client == SUM:
+            return run, {}
+        memory = self._recall(client)
+        took_part = self.took_part.get(client, self._first_round > 1)
+        is_base = memory is None and not took_part
+        round_, state = memory or (0, {})
+        self._memories[client] = state = state if round_ <= self.round_ else {}
+        return replace(run, loader=self.settings.data(client), is_base=is_base), state
 
     def _refresh(self, look: Look, engine: Engine) -> None:
         """Let the attacks follow the model that was sent, at the first look of a round."""
@@ -502,7 +494,7 @@ class RoundObserver:
             beside: further values by log name.
             defenses: that have spent on this round, besides the observer's own.
         """
-        entry = look._entry
+        entry = look.entry
         spending = [*self.run.defenses, *(d for d in defenses if d not in self.run.defenses)]
         values = {**look.values, **(beside or {})}
         entry.engine.write(entry.look, entry.outcomes, values, entry.utility, spending, look.client)
@@ -540,7 +532,7 @@ class RoundObserver:
 
         One at an update that did not leave, say, which is to count in no rate.
         """
-        look._entry.engine.results.load_state_dict(look._entry.before)
+        look.entry.engine.results.load_state_dict(look.entry.before)
 
     def _keys(self) -> dict[str, str]:
         """Return the name that was sent for every role that an attack reads."""
@@ -572,6 +564,8 @@ class RoundObserver:
         # Results are in the order of the channels.
         order = [type(channel) for channel in self.engine.channels]
         attacks = sorted(self.engine.selection.attacks, key=lambda a: order.index(family_of(a)))
+        if stage is Stage.AGGREGATE:  # which has no texts of its own
+            attacks = [a for a in attacks if not family_of(a).at_weights]
         engine = Engine(
             replace(self.engine.selection, attacks=tuple(attacks)),
             replace(self.engine.options, stages=(stage,)),
@@ -591,7 +585,8 @@ class RoundObserver:
             client=client,
         )
         # Games are drawn by it: the same whoever was looked at before, and in which process.
-        engine.join(replace(self.run, client_number=zlib.crc32(str(client).encode())), destination)
+        run, memory = self._meet_client(client)
+        engine.join(run, destination, memory)
         if failure is not None and engine.report is not None:
             engine.report.leave_loggers(failure)
         self._clients[client, stage] = engine
@@ -650,27 +645,6 @@ class RoundObserver:
         return why_never_judged(self.engine, name, fresh=self.settings.fresh)
 
 
-def _not_yet(
-    outcomes: Mapping[Series, Outcome], channels: Mapping[Series, Channel]
-) -> dict[str, str]:
-    """Return why results wait, and why the worst of a family waits if all else in it is known.
-
-    A game that waits for texts to ask about is none of them: its result could be had at once.
-    """
-    reasons = {
-        series.log_name: outcome.pending
-        for series, outcome in outcomes.items()
-        if outcome.pending is not None and not channels[series].plays_games
-    }
-    for series in outcomes:
-        family = channels[series].family
-        of_family = [s for s in outcomes if channels[s].family == family]
-        fails = any(outcomes[s].unknown is not None and outcomes[s].applies for s in of_family)
-        if series.log_name in reasons and not fails:
-            reasons[f"{WORST}/{family}"] = reasons[series.log_name]
-    return reasons
-
-
 def _check_steps(batches: Sequence[Any], local_steps: int) -> None:
     """Refuse a round of another length than the attacks assume.
 
@@ -685,14 +659,3 @@ def _check_steps(batches: Sequence[Any], local_steps: int) -> None:
             f"RoundObserver(local_steps={steps}), or report each batch of each step "
             "(trained_on(batch, step=False) of one whose gradient is accumulated)"
         )
-
-
-def _facts(outcomes: Mapping[Series, Outcome]) -> dict[str, float]:
-    """Return what is logged where the truth is not known: no rate, not even an unknown one."""
-    values = {}
-    for series, outcome in outcomes.items():
-        values[f"{series.log_name}/exposed"] = float(outcome.exposed)
-        for name, value in outcome.extra.items():
-            if not math.isnan(value):
-                values[f"{series.log_name}/{name}"] = value
-    return values

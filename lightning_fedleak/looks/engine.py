@@ -22,6 +22,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -72,6 +73,7 @@ class Engine:
         assume: what the adversary has besides what it sees.
         fit: the run at work; None between runs.
         jsonl: the results' file of the newest run.
+        weights: looks at the trained weights; None where no attack reads them.
         record: says what the run was, on the first process; None outside of a run.
         report: writes what looks found; None outside of a run.
         first_step: optimizer steps that were over when the newest run began.
@@ -103,7 +105,7 @@ class Engine:
         self._calibrations: dict[str, object] = {}
         self._earlier: dict[str, object] = {}
         self._last: dict[str, object] = {}
-        self._weights: WeightLooks | None = None
+        self.weights: WeightLooks | None = None
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
         self._described: list[Defense] = []
@@ -185,18 +187,6 @@ class Engine:
         channel = self._channel_of(name)
         return None if channel is None else channel.never_known(name.rpartition("/")[2])
 
-    def choose(self, loss: float) -> float:
-        """Return the highest loss that the gates of this step gave, to choose a checkpoint by."""
-        return loss if self._weights is None else self._weights.choose(loss)
-
-    def weights_are_read(self) -> bool:
-        """Return whether the newest look at the weights was at those of this very step."""
-        return self._weights is not None and self._weights.looked_at == self._fit.run.step
-
-    def accounts(self) -> bool:
-        """Return whether a defence of the run accounts for what it releases."""
-        return bool(accounting(self._fit.run.defenses))
-
     def headlines_of(self, name: str) -> tuple[str, ...]:
         """Return the log names that ``leakage/worst/<family>`` is the highest of, or none."""
         root, _, family = name.rpartition("/")
@@ -224,16 +214,16 @@ class Engine:
         family = metric if root == WORST else None
         if root in by_root:
             attack, family = by_root[root].attack, self.series[by_root[root]].family
-            if self._weights is not None and self.series[by_root[root]].at_weights:
-                return self._weights.unread({attack})
+            if self.weights is not None and self.series[by_root[root]].at_weights:
+                return self.weights.unread({attack})
             if attack not in lineup.playing:
                 why = {row.attack: row.why_not for row in lineup.rows}[attack]
                 return f"'{attack}' is not played in this run: {why}"
         if family is None:
             return None
         at_weights = any(c.at_weights for c in self.channels if c.family == family)
-        if self._weights is not None and at_weights:
-            return self._weights.unread(None)
+        if self.weights is not None and at_weights:
+            return self.weights.unread(None)
         return lineup.unread_family(family)
 
     def others_on(self, name: str) -> str:
@@ -350,8 +340,8 @@ class Engine:
         earlier, self._earlier = self._earlier, {}
         self._fit.calibrate(calibrations)
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
-        if self._weights is not None and not self.selection.auto:
-            self.results.playing |= self._weights.series
+        if self.weights is not None and not self.selection.auto:
+            self.results.playing |= self.weights.series
         self.results.untested = lineup.untested
         if self.selection.auto:
             writes = run.anatomy.kind == "causal" and not self.selection.text_passed
@@ -380,26 +370,36 @@ class Engine:
 
     def _line_up(self, run: Run, destination: Destination) -> Lineup:
         """Begin the fit, and return its line-up: attacks on weights apart from those on steps."""
-        played = [channel for channel in self.channels if channel.attacks]
-        at_weights = [channel for channel in played if channel.at_weights]
-        for channel in at_weights:
-            channel.keep_in(destination.folder)
-        self._weights = WeightLooks(run, at_weights, self.series) if at_weights else None
-        in_steps = [channel for channel in played if not channel.at_weights]
+        in_steps, series = self._split(run, destination.folder)
         names = {attack.name for channel in in_steps for attack in channel.attacks}
         attacks = tuple(attack for attack in self.selection.attacks if attack.name in names)
         selection = replace(self.selection, attacks=attacks)
         lineup = Lineup(run, selection, self.options, in_steps, self._refused)
-        series = {s: channel for s, channel in self.series.items() if not channel.at_weights}
         self.fit = Fit(run, lineup, self.options, series, in_steps)
         return lineup
 
-    def join(self, run: Run, destination: Destination) -> None:
+    def _split(self, run: Run, folder: Path) -> tuple[list[Channel], dict[Series, Channel]]:
+        """Prepare looks at the weights, and return the other channels with their series."""
+        played = [channel for channel in self.channels if channel.attacks]
+        at_weights = [channel for channel in played if channel.at_weights]
+        for channel in at_weights:
+            channel.keep_in(folder)
+        self.weights = WeightLooks(run, at_weights, self.series) if at_weights else None
+        series = {s: c for s, c in self.series.items() if not c.at_weights}
+        return [channel for channel in played if not channel.at_weights], series
+
+    def join(
+        self, run: Run, destination: Destination, memory: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         """Begin the run of one client, whose attacks the origin has calibrated.
 
         Args:
             run: the origin's run, as this client.
             destination: where this client's results go.
+            memory: what :attr:`weights` knew of this client in an earlier round.
+
+        Raises:
+            ValueError: a listed attack on the trained weights cannot be played.
         """
         assert self._origin is not None
         lineup = self._origin._fit.lineup
@@ -408,11 +408,12 @@ class Engine:
         self.report = Report(run, destination, attacks, self.jsonl, None, rounds)
         plans = {plan.attack.name: plan for plan in lineup.plans}
         for channel in (channel for channel in self.channels if channel.attacks):
-            channel.leave_out({attack.name for attack in channel.attacks} - plans.keys())
             channel.open(run)
-            channel.follow([plans[attack.name] for attack in channel.attacks])
-        played = [channel for channel in self.channels if channel.attacks]
-        self.fit = Fit(run, lineup, self.options, self.series, played)
+            if not channel.at_weights:
+                channel.leave_out({attack.name for attack in channel.attacks} - plans.keys())
+                channel.follow([plans[attack.name] for attack in channel.attacks])
+        in_steps, series = self._split(run, destination.folder / f"client_{destination.client}")
+        self.fit = Fit(run, lineup, self.options, series, in_steps)
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         self.results.untested = lineup.untested
         self.results.begin()
@@ -421,6 +422,9 @@ class Engine:
             self._show_pages(run, destination)
         except Exception as error:  # a disk that is full must not end a round
             self.report.leave_loggers(error)
+        if self.weights is not None:
+            self.weights.remember(memory)
+            self._begin_weights(self.weights)
 
     def _show_pages(self, run: Run, destination: Destination) -> None:
         shown = {s: c for s, c in self.series.items() if s in self.results.playing}
@@ -454,8 +458,8 @@ class Engine:
                 channel.clear()
         self.first_step = self.options.cadence.next_step = run.step
         self._fit.lineup.begin(run.step)
-        if self._weights is not None:
-            self._begin_weights(self._weights)
+        if self.weights is not None:
+            self._begin_weights(self.weights)
 
     def _begin_weights(self, weights: WeightLooks) -> None:
         """Find out whom the attacks on the weights compare, and ask the base model."""
@@ -475,8 +479,8 @@ class Engine:
     def batch_begins(self, batch: Any) -> None:
         """Start a look where one is due, and take the truth before any defence acts."""
         self._fit.batch_starts(self._fit.run.step, batch)
-        if self._weights is not None:
-            self._weights.batch_begins(batch)
+        if self.weights is not None:
+            self.weights.batch_begins(batch)
 
     def loss_computed(self, loss: Tensor) -> None:
         """Note which parameters have a term of their own in the loss, such as an L2 penalty."""
@@ -496,23 +500,22 @@ class Engine:
             RuntimeError: an optimizer stepped, and the run did not count it.
         """
         self._end_step(trained=trained)
-        if self._weights is not None and (channels := self._weights.due()):
-            self._publish(*self._weights.look(channels))
+        if self.weights is not None and (channels := self.weights.due()):
+            self._publish(*self.weights.look(channels))
 
     def _end_step(self, *, trained: bool) -> None:
         ended = self._fit.step_ends(trained)
         if ended is None:
             return
         look, outcomes = ended
-        run = self._fit.run
-        if run.step == look.step:
-            raise RuntimeError(run.uncounted_step)
+        if self.run.step == look.step:
+            raise RuntimeError(self.run.uncounted_step)
         settled = self.results.settled(look, outcomes)
         if settled is not None:
             self._publish(look, settled)
             self._fit.waiting = self.results.waiting
         elif look.scope is None:
-            self.options.cadence.next_step = run.step
+            self.options.cadence.next_step = self.run.step
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         run = self._fit.run
@@ -602,9 +605,9 @@ class Engine:
 
     def training_ends(self) -> None:
         """Publish *unknown* of a run in which looks were due and none could end."""
-        if self._weights is not None and (channels := self._weights.due_at_end()):
-            self._publish(*self._weights.look(channels))
-        for step, outcomes in () if self._weights is None else self._weights.chosen():
+        if self.weights is not None and (looked := self.weights.look_at_end()) is not None:
+            self._publish(*looked)
+        for step, outcomes in () if self.weights is None else self.weights.chosen():
             self._publish_chosen(step, outcomes)
         step = self._fit.run.step
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
@@ -645,7 +648,7 @@ class Engine:
         for channel in self.channels:
             channel.close()
         self._forget_listeners()
-        self.fit = self.report = self.record = self._weights = None
+        self.fit = self.report = self.record = self.weights = None
 
     def _summary(self) -> dict[str, object]:
         """Return what a checkpoint keeps of the run: its id, and the releases of its defences."""

@@ -123,7 +123,7 @@ class Memorization:
             takes rows that :func:`~lightning_fedleak.canaries.leave_out` left out, else rows that
             the first epoch has not come to.
         max_overhead: largest share of an epoch's time that all looks of it take; sets how many
-            texts are asked about.
+            texts are asked about. In a federation ``most_texts`` alone does.
         looks: shares of the first epoch after which to look; where others do not run out, every
             epoch's last step is looked at too.
         alpha: probability that an attack's interval is wrong at any look. A gate on the worst of
@@ -248,6 +248,7 @@ def candidates(
     tokenizer: Any,
     *,
     rounds: bool,
+    weights: bool,
 ) -> list[Attack]:
     """Return every attack that may apply; a fit runs those that do.
 
@@ -256,6 +257,7 @@ def candidates(
         public_text: for calibrations; None means text that the model writes itself.
         tokenizer: for strings.
         rounds: whether weight changes are shared, which some attacks do not read.
+        weights: whether the training data are there, to ask the trained weights about.
 
     Raises:
         ValueError: ``public_text`` is one string, or strings without a tokenizer.
@@ -270,11 +272,11 @@ def candidates(
     ]
     if Capability.KNOWS_TARGET_TEXT in assumed:
         attacks.append(GradientMembership(text))
-    if rounds:
-        return attacks
-    if Capability.KNOWS_TARGET_TEXT in assumed:
-        attacks += [SubspaceMembership(text), Combined(), Extraction()]
-    if frozenset(assumed) >= DISHONEST_SERVER:
+        if not rounds:
+            attacks.append(SubspaceMembership(text))
+        if weights:
+            attacks += [Combined(), Extraction()]
+    if not rounds and frozenset(assumed) >= DISHONEST_SERVER:
         attacks += [FCMembership(layer=1), AttentionMembership(1, text)]
     return attacks
 
@@ -286,7 +288,8 @@ def every_attack(*, rounds: bool) -> list[Attack]:
         rounds: whether weight changes are shared.
     """
     capabilities = DISHONEST_SERVER | ASSUMED
-    return [*candidates(capabilities, "sampled", None, rounds=rounds), SubspaceTexts()]
+    every = candidates(capabilities, "sampled", None, rounds=rounds, weights=not rounds)
+    return [*every, SubspaceTexts()]
 
 
 def selected(
@@ -296,6 +299,7 @@ def selected(
     tokenizer: Any | None = None,
     *,
     rounds: bool = False,
+    weights: bool = True,
 ) -> Selection:
     """Return the attacks that a user's arguments ask for.
 
@@ -305,6 +309,7 @@ def selected(
         public_text: what attacks that choose themselves are calibrated on.
         tokenizer: reads its texts.
         rounds: what leaves is a round's update.
+        weights: the training data are there, to ask the trained weights about.
 
     Raises:
         ValueError: an unknown word, public text beside listed attacks, or attacks that cannot be
@@ -314,7 +319,7 @@ def selected(
     asked = None if assume is None else frozenset(assume)
     if attacks == "auto":
         asked = ASSUMED if asked is None else asked
-        played = tuple(candidates(asked, public_text, tokenizer, rounds=rounds))
+        played = tuple(candidates(asked, public_text, tokenizer, rounds=rounds, weights=weights))
         check_attacks(played)
         return Selection(played, True, asked, public_text not in (None, "sampled"))
     if isinstance(attacks, str):

@@ -121,7 +121,8 @@ class Pool:
             raise NoOthers(
                 f"only {n} of {rows} rows were recognised in the batches, after {passed} of "
                 f"{self.length} were trained on: a row must read in a batch as it does alone "
-                "(padded with an attention_mask, or cut to a fixed length)"
+                "(padded with an attention_mask, or cut to a fixed length), and a round of a "
+                "federation must not begin with the same rows as the one before"
             )
         members = self.trains if everyone else members
         members, others = (side & (self.aside == aside) for side in (members, others))
@@ -164,6 +165,7 @@ def collect(
     *,
     resumed: bool = False,
     chooses: bool = False,
+    rounds: bool = False,
 ) -> Pool:
     """Return the pool of a run, drawn from the data that its loader trains on.
 
@@ -176,6 +178,7 @@ def collect(
         read: reads a batch.
         resumed: the run goes on with an earlier one, so that rows may have been trained on before.
         chooses: a checkpoint is chosen by what is read, so that texts are put aside for it.
+        rounds: a client trains in rounds, of which the pool is asked in each.
 
     Raises:
         NoOthers: nobody can be compared, with the argument that would change that.
@@ -186,18 +189,24 @@ def collect(
     way: Way = "left out" if settings.others is None else "given"
     if others is None:
         way = "not yet seen"
+        if rounds:
+            raise NoOthers(
+                "over the rounds of a federation a client comes to all of its rows: add "
+                "leave_out(...) to its data"
+            )
         check_shuffle(loader)
         if resumed:
             raise NoOthers(
                 "a resumed fit may have trained on any row before: add leave_out(...) to the data"
             )
     no_game = _no_game(dataset, way)
-    length = len(dataset)
-    size = _affordable(
-        length if no_game else dataset.public_length,
-        settings,
-        forwards_of(settings, last_step=way != "not yet seen"),
-    )
+    length, size = len(dataset), settings.most_texts
+    if not rounds:
+        size = _affordable(
+            length if no_game else dataset.public_length,
+            settings,
+            forwards_of(settings, last_step=way != "not yet seen"),
+        )
     generator = torch.Generator().manual_seed(settings.seed)
     sources = [(dataset, row) for row in range(length)]
     held_out = [] if others is None else [(others, row) for row in range(len(others))]

@@ -25,6 +25,7 @@ from lightning_fedleak.looks.gates import (
     is_worst,
     rate_of,
 )
+from lightning_fedleak.looks.log import accounting
 from lightning_fedleak.records import GateDecision
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
@@ -183,8 +184,11 @@ class Threshold:
         names = (f"{name}{self._end('high')}" for name in self._watched)
         ends = [engine.results.latest.get(name, math.nan) for name in names]
         known = [end for end in ends if not math.isnan(end)]
-        allowed = engine.weights_are_read() and bool(known) and max(known) <= self.at_most
-        return engine.choose(engine.run.broadcast(loss if allowed else math.inf))
+        weights = engine.weights
+        is_read = weights is not None and weights.looked_at == engine.run.step
+        allowed = is_read and bool(known) and max(known) <= self.at_most
+        loss = engine.run.broadcast(loss if allowed else math.inf)
+        return loss if weights is None else weights.choose(loss)
 
     @property
     def on_weights(self) -> bool:
@@ -243,7 +247,7 @@ class Threshold:
         Raises:
             ValueError: the message names the argument to change.
         """
-        if engine.accounts() and not engine.options.memorization.outside_epsilon:
+        if accounting(engine.run.defenses) and not engine.options.memorization.outside_epsilon:
             raise ValueError(
                 f"{self._subject}, which is read off private texts, and the run's "
                 "epsilon does not cover what a gate decides by it: leave the gate out, or accept "

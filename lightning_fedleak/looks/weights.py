@@ -126,11 +126,26 @@ class WeightLooks:
             return []
         return [c for c in self._channels if c.attacks and c.is_due(*progress)]
 
-    def due_at_end(self) -> list[Channel]:
-        """Return the channels that look when training ends, unless they have just done so."""
-        if self.looked_at == self._run.step:
-            return []
-        return [channel for channel in self._channels if channel.attacks]
+    def look_at_end(self) -> tuple[Look, dict[Series, Outcome]] | None:
+        """Return a look by all channels when training ends; None if they have just looked."""
+        channels = [channel for channel in self._channels if channel.attacks]
+        return self.look(channels) if channels and self.looked_at != self._run.step else None
+
+    def remember(self, state: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`state_dict` returned, from :meth:`begin` on."""
+        for channel in self._channels:
+            channel.load_state_dict(state)
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """Go on, in the middle of the run, with what :meth:`state_dict` returned elsewhere."""
+        self.remember(state)
+        for channel in self._channels:
+            channel.ask_base()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a process that goes on with this run needs to know."""
+        states = [channel.state_dict() for channel in self._channels]
+        return {name: value for state in states for name, value in state.items()}
 
     def look(self, channels: Sequence[Channel]) -> tuple[Look, dict[Series, Outcome]]:
         """Return a look at the weights as they are, with its outcomes."""

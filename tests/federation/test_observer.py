@@ -75,7 +75,7 @@ class Stepping(CausalLMModule):
 
 
 def test_an_attack_on_trained_weights_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="'combined' reads trained weights and no update"):
+    with pytest.raises(ValueError, match="'combined' asks the model about texts of a client"):
         observer(tmp_path, attacks=[Combined()])
 
 

@@ -239,10 +239,11 @@ class FedLeakMod:
 def _keep_memory(
     observer: RoundObserver, gates: Sequence[RoundGate], client: str | int, context: Context
 ) -> Iterator[None]:
-    """Keep how often a gate has let unknown pass, and when the next look is due.
+    """Keep how often a gate has let unknown pass, when the next look is due, and that it took part.
 
     The node's state holds them, because its next round may run in another process.
     """
+    observer.took_part.setdefault(client, _STATE in context.state.config_records)
     if _STATE in context.state.config_records:
         before = context.state.config_records[_STATE]
         for gate in gates:

@@ -39,6 +39,7 @@ from lightning_fedleak.looks.run import (
     Run,
     Series,
     Unknown,
+    Waiting,
     reason,
     unknown,
 )
@@ -170,6 +171,7 @@ class MemorizationChannel(Channel):
                 self._read,
                 resumed=run.step > 0 and not self._saved,
                 chooses=run.chooses,
+                rounds=run.unit == "round",
             )
         except NoOthers as error:
             refusal = str(error)
@@ -222,6 +224,10 @@ class MemorizationChannel(Channel):
             return f"'shown' needs {needed} others, and {others} are asked about"
         return None
 
+    def never_judged(self, metric: str) -> str | None:
+        """Return that no update is judged: the model is that of the round's start."""
+        return "it is of the model that was sent, and of no client's update"
+
     def trains_on(self, batch: object) -> None:
         """Note which texts of the pool a batch holds."""
         if self._pool is not None and not self._refusal:
@@ -256,7 +262,7 @@ class MemorizationChannel(Channel):
             return
         if self._saved:
             self._restore(pool)
-        elif self.run.step == 0:  # later weights are no base
+        elif self.run.holds_base:  # later weights are no base
             self._base = self._ask(pool)
         if self._base is not None and pool.way == "given":
             compressed = compressed_bytes(pool.texts, self._decode)
@@ -305,7 +311,6 @@ class MemorizationChannel(Channel):
             look: where the answers go.
             epoch: counted from 0.
         """
-        self._looks += 1
         every = [self._series(attack) for attack in self.attacks]
         pool = self._pool
         if pool is None or self._base is None:
@@ -316,6 +321,11 @@ class MemorizationChannel(Channel):
         counts = torch.cat([pool.seen.int(), torch.tensor([pool.passed], dtype=torch.int32)])
         counts = self.run.summed(counts.to(self.run.device)).cpu()
         pool.seen = counts[:-1] > 0
+        if self.run.unit == "round" and not counts[-1]:
+            waits = Waiting("nothing that this client has trained has left it so far", soon=False)
+            look.answers |= dict.fromkeys(every, waits)
+            return
+        self._looks += 1
         try:
             rows, members = pool.compared(epoch, int(counts[-1]), everyone=self._plays)
         except NoOthers as error:
@@ -426,6 +436,8 @@ class MemorizationChannel(Channel):
         answer = look.answers.get(self._series(attack), "the attack was not run")
         if isinstance(answer, str):
             return Unknown(answer)
+        if isinstance(answer, Waiting):
+            return answer
         assert isinstance(answer, dict)
         return Found([answer.get(name, math.nan) for name in self._names])
 
@@ -519,7 +531,7 @@ class MemorizationChannel(Channel):
             return {}
         tensors = self._tensors(self._pool, self._base)
         file = self._folder / FILE
-        if self.run.rank == 0:
+        if self.run.processes == 1 or self.run.rank == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch(0o600, exist_ok=True)
             file.chmod(0o600)
@@ -572,7 +584,7 @@ class MemorizationChannel(Channel):
 
     def _restore(self, pool: Pool) -> None:
         """Read what the base said, if the file and the texts are those of the run's begin."""
-        saved, self._saved = self._saved, {}
+        saved, self._saved, self._base = self._saved, {}, None
         file = Path(saved["file"])
         try:
             check_private(file)
@@ -586,6 +598,6 @@ class MemorizationChannel(Channel):
         )
         if hash_tensors(tensors) == saved["digest"] and same:
             self._base = TokenSnapshot(*(tensors[name] for name in names))
-            pool.seen = saved["seen"].bool()
-            pool.aside = saved.get("aside", pool.aside).bool()
+            pool.seen = torch.as_tensor(saved["seen"]).bool()
+            pool.aside = torch.as_tensor(saved.get("aside", pool.aside)).bool()
             self._due, pool.passed = int(saved["due"]), int(saved["passed"])

@@ -1,0 +1,115 @@
+"""A federation as attacks know it, and the rare settings of who observes its rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_fedleak.defenses import Defense
+from lightning_fedleak.looks import AUTOCAST, LookSettings, Memorization, Run
+
+
+@dataclass(frozen=True)
+class RoundSettings(LookSettings):
+    """The rare settings of a :class:`RoundObserver`, beside those that a monitor has too.
+
+    Attributes:
+        fresh: whether clients begin each round with a fresh optimizer.
+        precision: that clients train in, in the Trainer's words.
+        gates: what the record says of gates.
+        tensorboard: log to TensorBoard, where it is installed.
+        federation: a name that all observers of one federation have: one run in a report. A client
+            whose rounds run in several processes goes on with its own texts by it; a second
+            federation needs another name.
+        data: returns the loader of a client's training data, by the client, whose rows are read as
+            it makes them. Only with it the models that are sent are asked about a client's texts.
+        memorization: how the models that are sent are asked about a client's own texts.
+    """
+
+    fresh: bool = True
+    precision: str = "32-true"
+    gates: Sequence[Mapping[str, Any]] = ()
+    tensorboard: bool = True
+    federation: str | None = None
+    data: Callable[[str | int], DataLoader[Any]] | None = None
+    memorization: Memorization = field(default_factory=lambda: Memorization(most_texts=2000))
+
+
+@dataclass(frozen=True)
+class RoundRun(Run):
+    """Describe a federation to the engine: one process, in which a client is a number."""
+
+    watcher: ClassVar[str] = "RoundObserver"
+    unit: ClassVar[Literal["step", "round"]] = "round"
+
+    optimizer: Optimizer
+    local_steps: int
+    settings: RoundSettings
+    tokenizer: Any
+    round_defenses: tuple[Defense, ...]
+    client_number: int = 0
+    rounds: list[int] = field(default_factory=lambda: [0])
+    loader: object = None
+    is_base: bool = True
+    processes = 1
+
+    @property
+    def rank(self) -> int:
+        """Return the client's number."""
+        return self.client_number
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the model."""
+        return self.anatomy.device
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Return the optimizer that the server prescribed."""
+        return [self.optimizer]
+
+    @property
+    def defenses(self) -> tuple[Defense, ...]:
+        """Return the defences that act on what is returned."""
+        return self.round_defenses
+
+    @property
+    def precision(self) -> str:
+        """Return the precision that clients train in."""
+        return self.settings.precision
+
+    @property
+    def tokenizers(self) -> Sequence[Any]:
+        """Return the tokenizer."""
+        return [self.tokenizer]
+
+    @property
+    def step(self) -> int:
+        """Return the number of the round at work."""
+        return self.rounds[0]
+
+    @property
+    def training_loader(self) -> object:
+        """Return the loader of this client's data; None: not known."""
+        return self.loader
+
+    @property
+    def holds_base(self) -> bool:
+        """Return whether the model that was sent is the first that this client got."""
+        return self.is_base
+
+    @property
+    def optimizer_step(self) -> int:
+        """Return the number of local steps before this round."""
+        return self.rounds[0] * self.local_steps
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return autocast, where clients train in it."""
+        dtype = AUTOCAST.get(self.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)

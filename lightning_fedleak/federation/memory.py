@@ -8,19 +8,18 @@ user may read.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
+from lightning_fedleak.looks import Memory
 from lightning_fedleak.private_files import read_secret, write_secret
 
 FILE = "memorization_rounds.json"
 """Beside the base's answers, in the client's folder."""
 
 
-def recall(folder: Path, federation: str) -> tuple[int, dict[str, Any]] | None:
+def recall(folder: Path, federation: str) -> tuple[int, Memory] | None:
     """Return the round that a client wrote last, and its state; None: nothing of this federation.
 
     Raises:
@@ -36,9 +35,7 @@ def recall(folder: Path, federation: str) -> tuple[int, dict[str, Any]] | None:
     return content["round"], content["state"]
 
 
-def remember(
-    folder: Path, federation: str, round_: int, state: Mapping[str, Any]
-) -> dict[str, Any]:
+def remember(folder: Path, federation: str, round_: int, state: Memory) -> Memory:
     """Write down a client's state after a round, and return it as :func:`recall` does."""
     plain = {
         name: {n: v.tolist() if isinstance(v, Tensor) else v for n, v in part.items()}
@@ -46,5 +43,5 @@ def remember(
     }
     content = {"federation": federation, "round": round_, "state": plain}
     write_secret(folder / FILE, content, replace=True)
-    written: dict[str, Any] = json.loads(json.dumps(plain))
+    written: Memory = json.loads(json.dumps(plain))
     return written

@@ -41,6 +41,7 @@ from lightning_fedleak.looks import (
     GateDecision,
     Look,
     MaxOverhead,
+    Memory,
     Options,
     Unknown,
     family_of,
@@ -199,7 +200,7 @@ class RoundObserver:
         self._clients: dict[tuple[str | int, Stage], Engine] = {}
         self._returned: dict[tuple[str | int, Stage], tuple[int, _Spans]] = {}
         self.took_part: dict[str | int, bool] = {}
-        self._memories: dict[str | int, Mapping[str, Any]] = {}
+        self._memories: dict[str | int, Memory] = {}
         self._first_round = 0
         self.round_ = -1
 
@@ -445,17 +446,17 @@ class RoundObserver:
             engine.weights.follow(state)
         return engine
 
-    def _remember(self, client: str | int, state: Mapping[str, Any]) -> None:
+    def _remember(self, client: str | int, state: Memory) -> None:
         if self.federation is not None:
             folder = self.folder / f"client_{client}"
             self._memories[client] = remember(folder, self.federation, self.round_, state)
 
-    def _recall(self, client: str | int) -> tuple[int, Mapping[str, Any]] | None:
+    def _recall(self, client: str | int) -> tuple[int, Memory] | None:
         if self.federation is None:
             return None
         return recall(self.folder / f"client_{client}", self.federation)
 
-    def _meet_client(self, client: str | int) -> tuple[RoundRun, Mapping[str, Any]]:
+    def _meet_client(self, client: str | int) -> tuple[RoundRun, Memory]:
         """Return the federation as this client, and what it remembers of earlier rounds.
 
         What a client is first sent is its base, unless an update of it has left before.

@@ -34,6 +34,7 @@ from lightning_fedleak.looks.run import (
 )
 from lightning_fedleak.looks.tensorboard import BoardLogger
 from lightning_fedleak.looks.threshold import Controls, Threshold
+from lightning_fedleak.looks.weights import Memory
 from lightning_fedleak.records import GateDecision
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "LookSettings",
     "MaxOverhead",
     "Memorization",
+    "Memory",
     "NothingShared",
     "Options",
     "Outcome",

@@ -53,7 +53,7 @@ from lightning_fedleak.looks.options import Options, Selection, check_optimizers
 from lightning_fedleak.looks.results import CHOOSE, MAX_WAITS, WORST, Results
 from lightning_fedleak.looks.run import Look, Outcome, Processes, Run, Series, reason
 from lightning_fedleak.looks.tensorboard import add_pages
-from lightning_fedleak.looks.weights import WeightLooks
+from lightning_fedleak.looks.weights import Memory, WeightLooks
 from lightning_fedleak.records import GateDecision
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
 
@@ -389,7 +389,7 @@ class Engine:
         return [channel for channel in played if not channel.at_weights], series
 
     def join(
-        self, run: Run, destination: Destination, memory: Mapping[str, Any] = MappingProxyType({})
+        self, run: Run, destination: Destination, memory: Memory = MappingProxyType({})
     ) -> None:
         """Begin the run of one client, whose attacks the origin has calibrated.
 

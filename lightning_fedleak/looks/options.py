@@ -299,7 +299,7 @@ def selected(
     tokenizer: Any | None = None,
     *,
     rounds: bool = False,
-    weights: bool = True,
+    weights: bool | None = None,
 ) -> Selection:
     """Return the attacks that a user's arguments ask for.
 
@@ -309,7 +309,7 @@ def selected(
         public_text: what attacks that choose themselves are calibrated on.
         tokenizer: reads its texts.
         rounds: what leaves is a round's update.
-        weights: the training data are there, to ask the trained weights about.
+        weights: the training data are there, to ask the trained weights about; None: but in rounds.
 
     Raises:
         ValueError: an unknown word, public text beside listed attacks, or attacks that cannot be
@@ -319,7 +319,8 @@ def selected(
     asked = None if assume is None else frozenset(assume)
     if attacks == "auto":
         asked = ASSUMED if asked is None else asked
-        played = tuple(candidates(asked, public_text, tokenizer, rounds=rounds, weights=weights))
+        at_weights = not rounds if weights is None else weights
+        played = tuple(candidates(asked, public_text, tokenizer, rounds=rounds, weights=at_weights))
         check_attacks(played)
         return Selection(played, True, asked, public_text not in (None, "sampled"))
     if isinstance(attacks, str):

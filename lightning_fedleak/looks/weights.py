@@ -13,6 +13,9 @@ from lightning_fedleak.looks.results import Exchange
 from lightning_fedleak.looks.run import Look, Outcome, Result, Run, Series
 from lightning_fedleak.records import PoolLine
 
+Memory = Mapping[str, Any]
+"""What a process needs to know that goes on with looks of another: plain values and tensors."""
+
 
 class WeightLooks:
     """The channels of a run that read the weights and nothing of a step.
@@ -131,18 +134,18 @@ class WeightLooks:
         channels = [channel for channel in self._channels if channel.attacks]
         return self.look(channels) if channels and self.looked_at != self._run.step else None
 
-    def remember(self, state: Mapping[str, Any]) -> None:
+    def remember(self, state: Memory) -> None:
         """Go on with what :meth:`state_dict` returned, from :meth:`begin` on."""
         for channel in self._channels:
             channel.load_state_dict(state)
 
-    def follow(self, state: Mapping[str, Any]) -> None:
+    def follow(self, state: Memory) -> None:
         """Go on, in the middle of the run, with what :meth:`state_dict` returned elsewhere."""
         self.remember(state)
         for channel in self._channels:
             channel.ask_base()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Memory:
         """Return what a process that goes on with this run needs to know."""
         states = [channel.state_dict() for channel in self._channels]
         return {name: value for state in states for name, value in state.items()}

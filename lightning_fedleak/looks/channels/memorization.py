@@ -322,9 +322,8 @@ class MemorizationChannel(Channel):
         counts = self.run.summed(counts.to(self.run.device)).cpu()
         pool.seen = counts[:-1] > 0
         if self.run.unit == "round" and not counts[-1]:
-            waits = Waiting("nothing that this client has trained has left it so far", soon=False)
-            look.answers |= dict.fromkeys(every, waits)
-            return
+            waits = Waiting("nothing of this client has left it so far", soon=False)
+            return look.answers.update(dict.fromkeys(every, waits))
         self._looks += 1
         try:
             rows, members = pool.compared(epoch, int(counts[-1]), everyone=self._plays)
@@ -434,12 +433,9 @@ class MemorizationChannel(Channel):
 
     def _packed(self, look: Look, attack: Attack) -> Result:
         answer = look.answers.get(self._series(attack), "the attack was not run")
-        if isinstance(answer, str):
-            return Unknown(answer)
-        if isinstance(answer, Waiting):
-            return answer
-        assert isinstance(answer, dict)
-        return Found([answer.get(name, math.nan) for name in self._names])
+        if isinstance(answer, dict):
+            return Found([answer.get(name, math.nan) for name in self._names])
+        return answer if isinstance(answer, Waiting) else Unknown(str(answer))
 
     @property
     def _names(self) -> tuple[str, ...]:

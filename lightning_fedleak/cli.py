@@ -67,9 +67,12 @@ def _recipes(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from lightning_fedleak.report import ReportError, write
+    from lightning_fedleak.report import ReportError, print_card, write
 
     try:
+        if options.model_card:
+            print_card(options.runs, options.about)
+            return 0
         for path in write(options.runs, options.out, options.about, options.reveal):
             print(path)
     except ReportError as error:

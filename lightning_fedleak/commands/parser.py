@@ -170,6 +170,11 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "(default: report.toml in --out, where there is one)",
     )
     report.add_argument(
+        "--model-card",
+        action="store_true",
+        help="print a block of Markdown for a model card, and write nothing",
+    )
+    report.add_argument(
         "--reveal",
         nargs="+",
         type=Path,

@@ -1,6 +1,7 @@
 """What runs showed, for people who decide: one page, one JSON, one entry for a registry."""
 
-from lightning_fedleak.report.files import write, write_at_end
+from lightning_fedleak.report.card import model_card
+from lightning_fedleak.report.files import print_card, write, write_at_end
 from lightning_fedleak.report.findings import Findings, findings
 from lightning_fedleak.report.logs import Logs, NothingToReport, ReportError, read
 from lightning_fedleak.report.page import page
@@ -13,7 +14,9 @@ __all__ = [
     "ReportError",
     "entry",
     "findings",
+    "model_card",
     "page",
+    "print_card",
     "read",
     "write",
     "write_at_end",

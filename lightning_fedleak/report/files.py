@@ -14,6 +14,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.records import as_json
+from lightning_fedleak.report.card import model_card
 from lightning_fedleak.report.findings import findings
 from lightning_fedleak.report.logs import ReportError, read
 from lightning_fedleak.report.page import page
@@ -86,6 +87,26 @@ def write_at_end(record: Path, run: str, watcher: str) -> None:
         rank_zero_info(f"{watcher}: {path}")
     except Exception as error:  # a report is no reason to lose a run
         rank_zero_warn(f"{watcher}: no report: {error}")
+
+
+def print_card(runs: Sequence[Path], about: Path | None = None) -> None:
+    """Print a block for a model card, and write nothing.
+
+    Args:
+        runs: log folders, or files of results.
+        about: as for :func:`write`; by default ``report.toml`` in the first run's folder.
+
+    Raises:
+        ReportError: as :func:`write`.
+    """
+    if about is None and (runs[0] / REPORT_TOML).is_file():
+        about = runs[0] / REPORT_TOML
+    try:
+        content = findings(read(runs), _people(about))
+        entry(content)  # which checks what people wrote
+        print(model_card(content), end="")
+    except ValueError as error:
+        raise ReportError(str(error)) from None
 
 
 def _people(about: Path | None) -> Mapping[str, object]:

@@ -15,6 +15,7 @@ from lightning_fedleak.report.edpb import on_model
 from lightning_fedleak.report.findings import Findings
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.privacy import Account
+from lightning_fedleak.report.registry import release_context
 from lightning_fedleak.report.wording import UNIT_IN_WORDS, in_words, interval, share
 
 _TEMPLATE = "page.html"
@@ -154,6 +155,7 @@ def questions(findings: Findings) -> list[tuple[str, Answers]]:
                 ("Use of the data before and beside this", earlier_use),
             ],
         ),
+        ("Release (EDPB Opinion 28/2024, paragraph 46)", release_context(findings.people)),
         ("Attacks and residual risk (EDPB Opinion 28/2024)", _attempts(findings)),
     ]
 

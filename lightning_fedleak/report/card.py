@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from lightning_fedleak.report.edpb import NOT_TRIED
+from lightning_fedleak.report.edpb import NOT_TRIED, release_context
 from lightning_fedleak.report.findings import Findings
 from lightning_fedleak.report.fits import FitSummary
-from lightning_fedleak.report.registry import release_context
 from lightning_fedleak.report.wording import in_words
 
 

@@ -11,11 +11,10 @@ import jinja2
 
 from lightning_fedleak.records import MetricValue
 from lightning_fedleak.report.charts import pictures
-from lightning_fedleak.report.edpb import on_model
+from lightning_fedleak.report.edpb import on_model, release_context
 from lightning_fedleak.report.findings import Findings
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.privacy import Account
-from lightning_fedleak.report.registry import release_context
 from lightning_fedleak.report.wording import UNIT_IN_WORDS, in_words, interval, share
 
 _TEMPLATE = "page.html"

@@ -7,10 +7,9 @@ says ``not recorded`` where the schema wants something, and is left out where it
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 
@@ -18,6 +17,7 @@ import yaml
 
 from lightning_fedleak.records import as_json
 from lightning_fedleak.report.bounds import JointAccount
+from lightning_fedleak.report.edpb import RELEASE, near_name, release_context
 from lightning_fedleak.report.findings import Findings
 from lightning_fedleak.report.privacy import CLIENT, TOKENS, Account
 from lightning_fedleak.report.wording import NOT_RECORDED
@@ -113,17 +113,6 @@ FIELDS: Mapping[str, Mapping[str, FieldKind]] = {
 }
 """Sections of an entry, and what each of their fields holds."""
 
-RELEASE = "release"
-"""The table of ``report.toml`` that no entry of the registry has: how the model is released."""
-RELEASE_FIELDS: Mapping[str, str] = {
-    "recipients": "Who gets the weights",
-    "form": "How they are released",
-    "access": "Access, and limits of queries",
-    "license": "Licence",
-    "privacy": "Differential privacy that is claimed at the release",
-}
-"""Its fields, each a string, with what they are called on the page."""
-
 _UNITS = {
     "client": "One client of the federation with all of its data",
     "user": "One user with all of their rows of the training data",
@@ -162,7 +151,7 @@ def entry(findings: Findings) -> str:
         if section not in FIELDS:
             raise ValueError(
                 f"report.toml has a table '{section}', which an entry does not; it has: "
-                f"{', '.join([*FIELDS, RELEASE])}{_near(section, [*FIELDS, RELEASE])}"
+                f"{', '.join([*FIELDS, RELEASE])}{near_name(section, [*FIELDS, RELEASE])}"
             )
         _check(section, fields)
         refused = (by_runs.get(section, set()) | _NUMBERS) & set(fields)
@@ -212,39 +201,10 @@ def _check(section: str, fields: object) -> None:
         if kind is None:
             raise ValueError(
                 f"report.toml: '{section}' has no field '{name}'; it has: "
-                f"{', '.join(FIELDS[section])}{_near(name, FIELDS[section])}"
+                f"{', '.join(FIELDS[section])}{near_name(name, FIELDS[section])}"
             )
         if not kind.holds(value):
             raise ValueError(f"report.toml: {section}.{name} is {value!r}; it takes: {kind.words}")
-
-
-def release_context(people: Mapping[str, object]) -> list[tuple[str, object]]:
-    """Return how the model is released, in rows; None is what nobody wrote down.
-
-    Args:
-        people: what only people know, by the names of ``report.toml``.
-
-    Raises:
-        ValueError: its table ``release`` has an unknown field, or one that is no string.
-    """
-    release = people.get(RELEASE, {})
-    if not isinstance(release, Mapping):
-        raise ValueError(f"report.toml: '{RELEASE}' must be a table of fields, got {release!r}")
-    for name, value in release.items():
-        if name not in RELEASE_FIELDS:
-            raise ValueError(
-                f"report.toml: '{RELEASE}' has no field '{name}'; it has: "
-                f"{', '.join(RELEASE_FIELDS)}{_near(name, RELEASE_FIELDS)}"
-            )
-        if not isinstance(value, str):
-            raise ValueError(f"report.toml: {RELEASE}.{name} is {value!r}; it takes: a string")
-    return [(words, release.get(name)) for name, words in RELEASE_FIELDS.items()]
-
-
-def _near(name: str, names: Iterable[str]) -> str:
-    """Return the name that was probably meant, for the end of a message."""
-    near = difflib.get_close_matches(name, [*names], 1)
-    return f". Did you mean '{near[0]}'?" if near else ""
 
 
 def _basic(findings: Findings) -> dict[str, object]:

@@ -204,8 +204,8 @@ class UserBatchSampler(PoissonBatchSampler):
 class RowCollate:
     """A collate function that refuses another number of rows than of examples.
 
-    It refuses a batch whose tensors all have the same first dimension, but not one row for each
-    example, because rows are clipped and privacy is accounted for examples.
+    It refuses a batch whose ``input_ids``, or where there are none all tensors, have not one row
+    for each example, because rows are clipped and privacy is accounted for examples.
 
     Args:
         collate: of the loader.
@@ -220,7 +220,11 @@ class RowCollate:
     def __call__(self, examples: list[Any]) -> Any:
         """Return the batch of these examples."""
         batch = self.collate(examples)
-        sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        tensors = tensors_of(batch)
+        if isinstance(ids, Tensor) and ids.dim() > 1:  # beside packed ids are documents' lengths
+            tensors = iter([ids])
+        sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
         if len(sizes) == 1 and sizes != {len(examples)}:
             raise DefenseError(
                 f"the collate function made {sizes.pop()} rows of {len(examples)} examples. "

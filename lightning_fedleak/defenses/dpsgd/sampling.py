@@ -39,7 +39,7 @@ from lightning_fedleak.defenses.dpsgd.poisson import (
     UserBatchSampler,
 )
 from lightning_fedleak.defenses.dpsgd.settings import ReleaseSettings, Users
-from lightning_fedleak.defenses.dpsgd.users import check_order, rows_by_user
+from lightning_fedleak.defenses.dpsgd.users import check_documents, check_order, rows_by_user
 from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.validate import check_integer
 
@@ -93,7 +93,9 @@ def sampling_of(
     if not poisson:
         _check_repeats(dataloader, context)
         expected = float(batch_size * context.processes)
-        return Sampling(checked_loader(dataloader), 1.0, expected, examples)
+        loader = checked_loader(dataloader)
+        check_documents(loader, by_user=False)
+        return Sampling(loader, 1.0, expected, examples)
     mechanism = release.mechanism
     by_key = None if users is None else rows_by_user(dataloader.dataset, users.group_by)
     rows = None if by_key is None else [*by_key.values()]
@@ -117,6 +119,7 @@ def sampling_of(
         rows_per_user=None if users is None else users.rows_per_user,
     )
     assert isinstance(loader.batch_sampler, PoissonBatchSampler)
+    check_documents(loader, by_user=rows is not None)
     if rows is not None:
         check_order(loader)
     shard = loader.batch_sampler.shard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
+from lightning_fedleak.batches import BatchError, read_batch
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate, tensors_of
 from lightning_fedleak.defenses.dpsgd.settings import GroupBy
@@ -164,6 +166,34 @@ def check_order(loader: DataLoader[Any]) -> None:
         )
 
 
+def check_documents(loader: DataLoader[Any], *, by_user: bool) -> None:
+    """Say that a row of several documents is one example; raise an error where it is a user's.
+
+    Rows of a few examples are read, as far as they mark documents.
+
+    Raises:
+        DefenseError: users are the unit, or the collate function makes a row of several examples.
+    """
+    dataset: Any = loader.dataset
+    last, packed = len(dataset) - 1, False
+    places = sorted({last * i // (ORDERED - 1) for i in range(ORDERED)}) if last >= 0 else []
+    with preserve_process(), suppress(BatchError):
+        packed = read_batch(loader.collate_fn(_fetched(dataset, places)), "causal").is_packed
+    if packed and by_user:
+        raise DefenseError(
+            "DPSGD: rows of the data hold several documents, which may be of several users, and "
+            "with unit=Users() a row is of one. Give each document a row of its own."
+        )
+    if packed:
+        warnings.warn(
+            "DPSGD: rows of the data hold several documents, and a row is one example: it is "
+            "clipped as a whole, and epsilon is of a row as it is packed, not of a document. "
+            "Without one document the others would be packed otherwise. For a guarantee of "
+            "documents give each a row of its own.",
+            stacklevel=4,
+        )
+
+
 def _unlike(loader: DataLoader[Any]) -> list[int]:
     """Return places of a few examples, from the shortest to the longest of many."""
     dataset: Any = loader.dataset
@@ -187,10 +217,13 @@ def _length(value: Any) -> int:
 
 def _collated(loader: DataLoader[Any], places: list[int]) -> list[Tensor]:
     """Return the tensors of a batch of these examples, fetched as a DataLoader does."""
-    dataset: Any = loader.dataset
+    batch = loader.collate_fn(_fetched(loader.dataset, places))
+    return [tensor for tensor in tensors_of(batch) if tensor.dim()]
+
+
+def _fetched(dataset: Any, places: list[int]) -> list[Any]:
     fetch = getattr(dataset, "__getitems__", None)
-    examples = fetch(places) if fetch else [dataset[place] for place in places]
-    return [tensor for tensor in tensors_of(loader.collate_fn(examples)) if tensor.dim()]
+    return list(fetch(places)) if fetch else [dataset[place] for place in places]
 
 
 def _agree(first: Tensor, second: Tensor) -> bool:

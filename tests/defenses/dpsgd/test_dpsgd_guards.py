@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, default_collate
+from transformers import DataCollatorWithFlattening
 
-from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, ReleaseSettings
+from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, ReleaseSettings, Users
 from lightning_fedleak.defenses.dpsgd import step as step_checks
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, data, first, trainer
 
@@ -173,9 +174,55 @@ def test_without_poisson_a_row_is_an_example_and_the_loader_stays() -> None:
     seen = torch.cat([batch[0] for batch in run.loader])
     assert len(seen) == len(torch.unique(seen, dim=0)) == 40
     doubled = DataLoader(data(), batch_size=8, collate_fn=twice)
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=False), loader=doubled)
     with pytest.raises(DefenseError, match="16 rows of 8 examples"):
-        next(iter(run.loader))
+        Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=False), loader=doubled)
+
+
+# ---- documents packed into rows --------------------------------------------------------------
+
+
+def documents() -> list[dict[str, Any]]:
+    """Rows of one document each."""
+    return [{"input_ids": list(range(5, 9 + i % 3)), "who": i // 8} for i in range(40)]
+
+
+def packed() -> list[dict[str, Any]]:
+    """Rows of two documents each, packed in the data set."""
+    positions = torch.tensor([0, 1, 2, 0, 1])
+    return [{"input_ids": positions + i, "position_ids": positions, "who": i} for i in range(40)]
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("lengths", [True, False])
+def test_a_collator_that_merges_rows_is_refused_at_setup(poisson: bool, lengths: bool) -> None:
+    collate = DataCollatorWithFlattening(
+        return_tensors="pt", return_flash_attn_kwargs=lengths, return_seq_idx=lengths
+    )
+    given = DataLoader(documents(), batch_size=8, collate_fn=collate)
+    with pytest.raises(DefenseError, match="made 1 rows of 8 examples"):
+        Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=poisson), loader=given)
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_rows_packed_in_the_data_are_one_example_each_and_it_is_said(poisson: bool) -> None:
+    given = DataLoader(packed(), batch_size=8)
+    state = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="epsilon is of a row as it is packed, not of a document"):
+        run = Run(DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=poisson), loader=given)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(run.loader.dataset) == 40
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*a row as it is packed")
+        Run(
+            DPSGD(CLIP, noise_multiplier=1.0, poisson_sampling=poisson),
+            loader=DataLoader([{"input_ids": torch.arange(5) + i} for i in range(40)], 8),
+        )
+
+
+def test_packed_rows_are_of_no_single_user() -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.0, unit=Users("who"))
+    with pytest.raises(DefenseError, match="may be of several users"):
+        Run(defense, loader=DataLoader(packed(), batch_size=8))
 
 
 # ---- one batch, one release ------------------------------------------------------------------

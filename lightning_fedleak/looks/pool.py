@@ -82,14 +82,23 @@ class Pool:
 
     def __post_init__(self) -> None:
         self._places: Mapping[bytes, int] = {
-            text.content: row for row, text in enumerate(self.texts) if bool(self.trains[row])
+            self._key(text): row for row, text in enumerate(self.texts) if bool(self.trains[row])
         }
+
+    def _key(self, text: Text) -> bytes:
+        """Return what a text is recognised by in a batch."""
+        return text.content
+
+    @property
+    def seen_in_checkpoints(self) -> Tensor:
+        """Return (N,) bool, the texts that a checkpoint says were trained on."""
+        return self.seen
 
     def remember(self, batch: TokenBatch) -> None:
         """Note which texts are in a batch that is trained on."""
         self.passed += len(batch.input_ids)
         for text in texts_in(batch):
-            row = self._places.get(text.content)
+            row = self._places.get(self._key(text))
             if row is not None:
                 self.seen[row] = True
 
@@ -202,9 +211,10 @@ def collect(
     no_game = _no_game(dataset, way)
     length, size = len(dataset), settings.most_texts
     if not rounds:
-        size = _affordable(
+        size = affordable(
             length if no_game else dataset.public_length,
             settings,
+            LEAST_POOL,
             forwards_of(settings, last_step=way != "not yet seen"),
         )
     generator = torch.Generator().manual_seed(settings.seed)
@@ -283,22 +293,28 @@ def _drawn(
     return [sources[i] for i in order[:size]], [sources[i] for i in order[size:]]
 
 
-def _affordable(length: int, settings: Memorization, forwards: int) -> int:
+def affordable(length: int, settings: Memorization, least: int, forwards: int) -> int:
     """Return how many texts the budget pays for.
 
+    Args:
+        length: rows of the training data.
+        settings: the user's settings.
+        least: texts that are needed.
+        forwards: how often each is asked about in an epoch.
+
     Raises:
-        NoOthers: too few to show anything; names the budget that pays for enough.
+        NoOthers: it pays for fewer; names the budget that pays for enough.
     """
-    affordable = int(settings.max_overhead * length / (FORWARD_SHARE * forwards))
-    size = min(settings.most_texts, affordable)
-    if size >= LEAST_POOL:
+    count = int(settings.max_overhead * length / (FORWARD_SHARE * forwards))
+    size = min(settings.most_texts, count)
+    if size >= least:
         return size
-    needed = LEAST_POOL * FORWARD_SHARE * forwards / length
+    needed = least * FORWARD_SHARE * forwards / length
     more = f"Memorization(max_overhead={math.ceil(100 * needed) / 100:g})"
-    mend = f"{more} asks about {LEAST_POOL}" if needed <= 1 else "train on more rows"
+    mend = f"{more} asks about {least}" if needed <= 1 else "train on more rows"
     raise NoOthers(
-        f"within max_overhead={settings.max_overhead:g} only {affordable} of {length} rows can be "
-        f"asked about {forwards} times in an epoch, too few to show anything: {mend}"
+        f"within max_overhead={settings.max_overhead:g} only {count} texts can be asked about "
+        f"{forwards} times in an epoch of {length} rows, and {least} are needed: {mend}"
     )
 
 

@@ -10,8 +10,8 @@ The bounds of a TPR follow from order statistics alone, so that they hold for sc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from lightning_fedleak.validate import check_integer, check_number
 
 FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
 RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower
+LEAST_CANARIES = 10  # of a tier, and left out; fewer: intervals say next to nothing. Not tuned
 POWER = 0.8  # chance that a look shows the rate that is printed as visible; the usual one
 
 
@@ -252,6 +253,102 @@ def extraction_values(
         "extracted_others": proportion(int(now[others].sum()), int(others.sum())).value,
         "extracted_base": proportion(int(base[inside].sum()), int(inside.sum())).value,
     }
+
+
+def canary_values(
+    guess: ExtractionGuess,
+    attack: Extraction,
+    members: Tensor,
+    others: Tensor,
+    *,
+    look: int = 1,
+    alpha: float = 0.05,
+) -> dict[str, float]:
+    """Return what a look shows of canaries that were repeated equally often.
+
+    The names are those of :func:`membership_values` and :func:`extraction_values`, and
+
+    - ``exposure``: in bits, ``log2(n + 1) - log2(rank)`` of the median canary among n others
+      (Carlini et al. 2019, arXiv 1802.08232, section 4.2). It cannot be above ``exposure_cap =
+      log2(n + 1)``. Its interval is that of the share of all possible others above that canary;
+      where none of the n is, there is no upper end (infinite).
+    - ``exposure_capped``: the share of the canaries above all others.
+
+    Ties are counted against the canary. Scores are the rise of the log probability since the base.
+
+    Args:
+        guess: about N canaries.
+        attack: with its numbers of samples.
+        members: (N,) bool, canaries that were trained on.
+        others: (N,) bool, canaries that were left out.
+        look: counted from 1.
+        alpha: probability of error over all looks together.
+
+    Raises:
+        ValueError: as :func:`shown_tpr` does.
+    """
+    pool, scores = members | others, guess.log_probs - guess.base_log_probs
+    controls, planted = scores[others], scores[members]
+    above = int((controls >= planted.median()).sum())
+    share = proportion(above, len(controls), 1 - spent_at(look, alpha))
+    cap = math.log2(len(controls) + 1)
+    highest = -math.log2(share.low) if above else math.inf
+    exposure = Rate(cap - math.log2(above + 1), -math.log2(share.high), highest)
+    return {
+        **membership_values(scores[pool], members[pool], look=look, alpha=alpha),
+        **extraction_values(replace(guess, asked=pool), attack, members, look=look, alpha=alpha),
+        **flat({"exposure": exposure}),
+        "exposure_cap": cap,
+        "exposure_capped": float((planted > controls.max()).double().mean()),
+    }
+
+
+def canary_tiers(
+    guess: ExtractionGuess,
+    attack: Extraction,
+    times: Sequence[int],
+    repeats: Tensor,
+    members: Tensor,
+    others: Tensor,
+    *,
+    look: int = 1,
+    alpha: float = 0.05,
+) -> dict[int, dict[str, float] | str]:
+    """Return what a look shows of canaries by how often they were repeated, or why it is unknown.
+
+    All tiers share the probability of error, and the others.
+
+    Args:
+        guess: about N canaries.
+        attack: with its numbers of samples.
+        times: the tiers.
+        repeats: (N,) how often each canary stands in the data, if it does.
+        members: (N,) bool, canaries that were trained on.
+        others: (N,) bool, canaries that were left out.
+        look: counted from 1.
+        alpha: probability of error over all looks together.
+
+    Returns:
+        By tier the values of :func:`canary_values` with ``members``, ``others`` and ``alpha``; a
+        sentence where either side is too small.
+    """
+    n_others, alpha = int(others.sum()), alpha / len(times)
+    tiers: dict[int, dict[str, float] | str] = {}
+    for tier in times:
+        planted = members & (repeats == tier)
+        n = int(planted.sum())
+        if min(n, n_others) < LEAST_CANARIES:
+            tiers[tier] = (
+                f"{n} canaries of tier x{tier} were trained on and {n_others} were left out: "
+                f"{LEAST_CANARIES} of each are needed"
+            )
+            continue
+        tiers[tier] = canary_values(guess, attack, planted, others, look=look, alpha=alpha) | {
+            "members": float(n),
+            "others": float(n_others),
+            "alpha": spent_at(look, alpha),
+        }
+    return tiers
 
 
 def blind_aucs(

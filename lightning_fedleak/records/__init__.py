@@ -1,6 +1,7 @@
 """What runs write down: the lines of ``leakage.jsonl`` and ``run.jsonl``."""
 
 from lightning_fedleak.records.families import (
+    CANARIES,
     MEMBERSHIP,
     MEMORIZATION,
     STANDARD_FAMILIES,
@@ -39,6 +40,7 @@ from lightning_fedleak.records.run import (
 )
 
 __all__ = [
+    "CANARIES",
     "MEMBERSHIP",
     "MEMORIZATION",
     "NOT_PLAYED",

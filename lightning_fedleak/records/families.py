@@ -157,6 +157,20 @@ MEMORIZATION = Family(
     excesses=("extracted",),
 )
 
+CANARIES = Family(
+    name="canary",
+    headline="auc",
+    chance=0.5,
+    metrics=("exposure", "auc", "greedy", "extracted"),
+    question="what the trained model says of planted texts, by how often they were repeated",
+    title="canaries",
+    terms={
+        "Exposure": "How far up a planted text ranks among those that were left out, in bits: each "
+        "bit halves the share above it. Capped where it ranks above all of them: more texts that "
+        "were left out would show more.",
+    },
+)
+
 STANDARD_FAMILIES = (WORDS, MEMBERSHIP, TEXTS, MEMORIZATION)
 """Those of this package. A report says which of them nobody tested."""
 

@@ -202,7 +202,7 @@ def test_the_budget_sets_how_many_are_asked_and_the_refusal_how_many_would_be() 
     pool = collect(loader(data), Memorization(max_overhead=0.1), read)
     assert len(pool.texts) == int(0.1 * 2000 / (0.3 * 3))
     with pytest.raises(
-        NoOthers, match=r"only 44 of 2000 rows .* Memorization\(max_overhead=0.09\)"
+        NoOthers, match=r"only 44 texts can .* 2000 rows.* Memorization\(max_overhead=0.09\)"
     ):
         collect(loader(data), Memorization(), read)
     with pytest.raises(NoOthers, match="train on more rows"):

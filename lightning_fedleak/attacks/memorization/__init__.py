@@ -1,6 +1,6 @@
 """Attacks on the trained weights: what a released model gives away of its training texts."""
 
-from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
+from lightning_fedleak.attacks.memorization.extraction import Canaries, Extraction, ExtractionGuess
 from lightning_fedleak.attacks.memorization.scores import (
     Combined,
     ErrorZone,
@@ -14,6 +14,7 @@ from lightning_fedleak.attacks.memorization.scores import (
 )
 
 __all__ = [
+    "Canaries",
     "Combined",
     "ErrorZone",
     "Extraction",

@@ -116,6 +116,71 @@ class Extraction(MemorizationAttack):
         }
 
 
+class Canaries(Extraction):
+    """Ask the model to go on with planted texts: what it says of their last tokens.
+
+    It is asked about the texts of :func:`~lightning_fedleak.canaries.with_canaries`, in the data or
+    left out, see :class:`~lightning_fedleak.looks.channels.CanaryChannel`. Their first tokens lead
+    the model to the secret and are not scored (Carlini et al. 2019, arXiv 1802.08232).
+
+    Args:
+        tokens: at the end of each canary that count; None: all that are predicted.
+        draws: n, numbers of samples, as of :class:`Extraction`.
+        probability: q, as of :class:`Extraction`.
+        name: as in the logs.
+
+    Raises:
+        ValueError: a number out of its range.
+
+    Examples:
+        >>> from lightning_fedleak import Games, LeakageMonitor, with_canaries
+        >>> from lightning_fedleak.attacks.memorization import Canaries
+        >>> canaries = [[7, n, n + 1] for n in range(10, 50, 2)]
+        >>> train = with_canaries([[1, 2, 3]] * 100, canaries, seed=0, times=(1, 4, 16))
+        >>> monitor = LeakageMonitor([Canaries(tokens=2)], games=Games(canaries=train.canaries))
+    """
+
+    default_name = "canary"
+
+    def __init__(
+        self,
+        tokens: int | None = None,
+        draws: tuple[int, ...] = (1, 100, 10_000),
+        probability: float = 0.5,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(1 if tokens is None else tokens, draws, probability, name)
+        self.suffix = tokens
+
+    def run(self, view: Observation, query: Query | None = None) -> Guess:
+        """Return the log probability of each canary's last tokens together, and whether greedy
+        decoding writes them.
+
+        Raises:
+            UnusableObservation: no model is released, or its answers are not finite.
+        """
+        released = _finite(view.released)
+        counted = labels = released.now.labels
+        if self.suffix is not None:
+            counted = labels & (labels.long().flip(1).cumsum(1).flip(1) <= self.suffix)
+        return ExtractionGuess(
+            (released.now.log_probs * counted).double().sum(1),
+            (released.base.log_probs * counted).double().sum(1),
+            (released.now.greedy | ~counted).all(1),
+            labels.any(1),
+        )
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return (N,) how far the log probability of the last tokens rose."""
+        guess = self.run(Observation(released=released))
+        assert isinstance(guess, ExtractionGuess)
+        return guess.log_probs - guess.base_log_probs
+
+    def config(self) -> dict[str, object]:
+        """Return the number of tokens, the numbers of samples and the probability."""
+        return super().config() | {"tokens": self.suffix}
+
+
 def _sums(values: Tensor, tokens: TokenSnapshot, k: int) -> Tensor:
     """Return (N, windows) sums over k label tokens in a row; -inf where one is no label."""
     if tokens.labels.shape[1] < k:

@@ -520,7 +520,7 @@ def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
     ):
         raise ValueError(
             "canaries= are texts that membership attacks are asked for, and none is listed: add "
-            "FCMembership(layer=6), say"
+            "FCMembership(layer=6), or Canaries() of the trained weights"
         )
     return channels
 

@@ -59,9 +59,6 @@ from lightning_fedleak.records import MEMORIZATION, PoolLine
 from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.taps.tokens import ask_tokens, compressed_bytes, pool_digest
 
-FILE = "memorization_base.safetensors"
-"""What the base said of the pool, and which texts were trained on: of mode 0600, for resuming."""
-
 
 _Answer = dict[str, float] | str
 """An attack's values by name, or why there are none."""
@@ -71,16 +68,16 @@ class MemorizationChannel(Channel):
     """Attacks on the trained weights, beside the base that the adversary has too."""
 
     guesses = Guess
-    reads = MemorizationAttack
+    reads: ClassVar[Any] = MemorizationAttack
     leak = MEMORIZATION
-    metrics = ("auc", "shown", "extracted", "greedy")
-    charts = ("shown", "extracted")
+    metrics: ClassVar[tuple[str, ...]] = ("auc", "shown", "extracted", "greedy")
+    charts: ClassVar[tuple[str, ...]] = ("shown", "extracted")
     ranges: ClassVar[Any] = {
         "auc": (0.0, 1.0, 0.5),
         "shown": (0.0, 1.0, 0.0),
         **dict.fromkeys(("extracted", "greedy"), (-1.0, 1.0, 0.0)),
     }
-    extras = (
+    extras: ClassVar[tuple[str, ...]] = (
         *("p_value", "extracted_others", "extracted_base"),
         *("auc_joint_low", "auc_joint_high"),
         *("members", "others", "alpha", "visible", "refuted"),
@@ -96,6 +93,7 @@ class MemorizationChannel(Channel):
     looks_dependent = True
     adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
     sees = frozenset({Capability.HAS_RELEASED_MODEL})
+    file = "memorization_base.safetensors"  # for resuming, of mode 0600
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
@@ -123,14 +121,14 @@ class MemorizationChannel(Channel):
 
     def further_series(self) -> list[Series]:
         """Return the series of each attack on the released model."""
-        return [self._series(attack) for attack in self.listed_attacks]
+        return self._series_of(self.listed_attacks)
 
-    def _series(self, attack: Attack) -> Series:
-        return Series.at(Stage.RELEASED, attack.name)
+    def _series_of(self, attacks: Sequence[Attack]) -> list[Series]:
+        return [Series.at(Stage.RELEASED, attack.name) for attack in attacks]
 
     def series_of(self, plan: Plan) -> list[Series]:
-        """Return the one series of an attack."""
-        return [self._series(plan.attack)]
+        """Return the series of an attack."""
+        return self._series_of([plan.attack])
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -165,14 +163,7 @@ class MemorizationChannel(Channel):
                 raise NoOthers(
                     f"a {run.anatomy.kind} model has no head that predicts every next token"
                 )
-            self._pool = collect(
-                run.training_loader,
-                self.settings.memorization,
-                self._read,
-                resumed=run.step > 0 and not self._saved,
-                chooses=run.chooses,
-                rounds=run.unit == "round",
-            )
+            self._pool = self._drawn()
         except NoOthers as error:
             refusal = str(error)
         if run.on_any_process(bool(refusal)):
@@ -186,6 +177,17 @@ class MemorizationChannel(Channel):
             )
         self._account = AccountGame(run, self._pool.no_game)
         return ""
+
+    def _drawn(self) -> Pool:
+        """Return the texts that the model is asked about; raise NoOthers for none."""
+        return collect(
+            self.run.training_loader,
+            self.settings.memorization,
+            self._read,
+            resumed=self.run.step > 0 and not self._saved,
+            chooses=self.run.chooses,
+            rounds=self.run.unit == "round",
+        )
 
     def keep_in(self, folder: Path) -> None:
         """Keep what a resumed run needs in a folder."""
@@ -311,11 +313,11 @@ class MemorizationChannel(Channel):
             look: where the answers go.
             epoch: counted from 0.
         """
-        every = [self._series(attack) for attack in self.attacks]
+        every = self._series_of(self.attacks)
         pool = self._pool
         if pool is None or self._base is None:
             why = "what the base said is not known: the run was resumed without its record"
-            look.answers |= dict.fromkeys(every, f"{why} ({self._folder / FILE})")
+            look.answers |= dict.fromkeys(every, f"{why} ({self._folder / self.file})")
             return
         self._newest = None
         counts = torch.cat([pool.seen.int(), torch.tensor([pool.passed], dtype=torch.int32)])
@@ -338,7 +340,7 @@ class MemorizationChannel(Channel):
         limits = self._account.limits() if self._account is not None and self._plays else {}
         values = self._read_texts(pool, answers, rows, members, self._looks, limits)
         self._compared = str(values["pool"])
-        look.answers |= {self._series(attack): values[attack.name] for attack in self.attacks}
+        look.answers |= {series: values[series.name] for series in every}
 
     @property
     def _plays(self) -> bool:
@@ -429,10 +431,10 @@ class MemorizationChannel(Channel):
 
     def results(self, look: Look) -> dict[Series, Result]:
         """Return what each attack's values are, packed."""
-        return {self._series(attack): self._packed(look, attack) for attack in self.attacks}
+        return {one: self._packed(look, one) for one in self._series_of(self.attacks)}
 
-    def _packed(self, look: Look, attack: Attack) -> Result:
-        answer = look.answers.get(self._series(attack), "the attack was not run")
+    def _packed(self, look: Look, series: Series) -> Result:
+        answer = look.answers.get(series, "the attack was not run")
         if isinstance(answer, dict):
             return Found([answer.get(name, math.nan) for name in self._names])
         return answer if isinstance(answer, Waiting) else Unknown(str(answer))
@@ -463,9 +465,8 @@ class MemorizationChannel(Channel):
         extra = {name: values.get(name, math.nan) for name in self.extras}
         # The lower bound is what is shown; an attack has rates of membership or of extraction.
         rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
-        absent = (
-            ("extracted", "greedy") if math.isnan(extra["extracted_base"]) else ("auc", "shown")
-        )
+        absent = ("extracted", "greedy") if math.isnan(extra["extracted_base"]) else ()
+        absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
         played = {name: rate for name, rate in rates.items() if name not in absent}
         extra = {name: value for name, value in extra.items() if not math.isnan(value)}
         return Outcome(played, int(extra["members"] + extra["others"]), extra=extra, pool=pool)
@@ -507,7 +508,7 @@ class MemorizationChannel(Channel):
             return None
         outcomes = {}
         for attack in self.attacks:
-            series = replace(self._series(attack), name=f"{attack.name}_chosen")
+            series = replace(Series.at(Stage.RELEASED, attack.name), name=f"{attack.name}_chosen")
             answer = values.get(attack.name, "it was not played when these weights were read")
             if isinstance(answer, str):
                 outcomes[series] = unknown(self.metrics, answer)
@@ -526,7 +527,7 @@ class MemorizationChannel(Channel):
         if self._pool is None or self._base is None:
             return {}
         tensors = self._tensors(self._pool, self._base)
-        file = self._folder / FILE
+        file = self._folder / self.file
         if self.run.processes == 1 or self.run.rank == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch(0o600, exist_ok=True)
@@ -534,13 +535,13 @@ class MemorizationChannel(Channel):
             save_file(tensors, file)
             file.chmod(0o600)
         return {
-            "memorization": {
+            self.family: {
                 "looks": self._looks,
                 "due": self._due,
                 "passed": self._pool.passed,
                 "file": str(file),
                 "digest": hash_tensors(tensors),
-                "seen": self._pool.seen.to(torch.uint8),
+                "seen": self._pool.seen_in_checkpoints.to(torch.uint8),
                 "aside": self._pool.aside.to(torch.uint8),
                 "choices": self._choices,
                 "chosen": self._chosen,
@@ -573,7 +574,7 @@ class MemorizationChannel(Channel):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remember where the base's answers are."""
-        self._saved = state.get("memorization", {})
+        self._saved = state.get(self.family, {})
         self._looks = int(self._saved.get("looks", 0))
         self._choices = dict(self._saved.get("choices", {}))
         self._chosen = dict(self._saved.get("chosen", {}))

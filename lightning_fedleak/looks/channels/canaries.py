@@ -1,0 +1,179 @@
+"""Canaries: what the trained weights say of planted texts, by how often they were repeated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks import Attack
+from lightning_fedleak.attacks.memorization import Canaries
+from lightning_fedleak.looks.channels.membership import AUDIT
+from lightning_fedleak.looks.channels.memorization import MemorizationChannel
+from lightning_fedleak.looks.options import Options
+from lightning_fedleak.looks.pool import Pool, affordable, check_loader, forwards_of
+from lightning_fedleak.looks.run import Series, reason
+from lightning_fedleak.metrics.released import canary_tiers, others_needed
+from lightning_fedleak.records import CANARIES, PoolLine
+from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
+from lightning_fedleak.taps.tokens import Text, pool_digest
+
+_MEND = "Plant more; and a batch must hold a canary's tokens as they were given"
+
+
+class CanaryPool(Pool):
+    """The canaries that the model is asked about, in the data or left out."""
+
+    def _key(self, text: Text) -> bytes:
+        return text.ids.numpy().tobytes()
+
+    @property
+    def seen_in_checkpoints(self) -> Tensor:
+        """Return (N,) False: a checkpoint does not show which canaries are in the data."""
+        return torch.zeros_like(self.seen)
+
+    def compared(
+        self, epoch: int, passed: int, *, aside: bool = False, everyone: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return all canaries, (n,) indices, and which were trained on so far, (n,) bool."""
+        return torch.arange(len(self.texts)), self.trains & self.seen
+
+
+class CanaryChannel(MemorizationChannel):
+    """Ask the trained weights about the user's own canaries, in the data or left out by a coin.
+
+    Each number of repetitions has a series of its own, ``audit/<attack>_x<times>``. Those that were
+    trained on so far are compared with all that were left out.
+
+    Raises:
+        ValueError: no canaries, or tokens that one of them does not have.
+    """
+
+    reads = Canaries
+    leak = CANARIES
+    plays_games = True
+    metrics = ("auc", "shown", "exposure", "extracted", "greedy")
+    charts = ("exposure", "extracted", "greedy")
+    ranges: ClassVar[Any] = {"exposure": (0.0, math.inf, 0.0)}
+    extras = (
+        *("p_value", "exposure_cap", "exposure_capped", "extracted_others", "extracted_base"),
+        *("members", "others", "alpha"),
+    )
+    limits: ClassVar[Any] = {}
+    width = 3 * len(metrics) + len(extras)
+    file = "canaries_base.safetensors"
+
+    def __init__(self, attacks: Sequence[Canaries], settings: Options) -> None:
+        super().__init__(attacks, settings)
+        self._canaries = settings.games.canaries
+        if attacks and self._canaries is None:
+            raise ValueError(
+                f"'{attacks[0].name}' asks about the texts of with_canaries, and none are given: "
+                "games=Games(canaries=train.canaries)"
+            )
+        shortest = min(map(len, self._canaries.token_ids)) if self._canaries is not None else 0
+        for attack in attacks:
+            if shortest <= (attack.suffix or 1):
+                raise ValueError(
+                    f"Canaries(tokens={attack.suffix}) reads the last tokens of each canary but "
+                    f"not its first, and one has {shortest} tokens: ask for at most {shortest - 1}"
+                )
+
+    @property
+    def _times(self) -> tuple[int, ...]:
+        return () if self._canaries is None else self._canaries.record.times
+
+    def _series_of(self, attacks: Sequence[Attack]) -> list[Series]:
+        return [
+            Series(AUDIT, _tier_name(attack, times), attack.name, Stage.RELEASED)
+            for attack in attacks
+            for times in self._times
+        ]
+
+    def never_known(self, metric: str) -> str | None:
+        """Return why a rate cannot become known: few canaries were left out."""
+        assert self._canaries is not None
+        alpha = self.settings.memorization.alpha / len(self._times)
+        others, needed = int((~self._canaries.included).sum()), others_needed(1, alpha)
+        if metric == "shown" and others < needed:
+            return f"'shown' needs {needed} others, and {others} canaries were left out"
+        return None
+
+    def _drawn(self) -> Pool:
+        """Return all canaries; they are asked about, or the attack is not played.
+
+        Raises:
+            NoOthers: the budget does not pay for them.
+        """
+        assert self._canaries is not None
+        loader: Any = self.run.training_loader
+        check_loader(loader)
+        settings, length = self.settings.memorization, len(loader.dataset)
+        affordable(length, settings, len(self._canaries), forwards_of(settings, last_step=True))
+        included = self._canaries.included
+        return CanaryPool(
+            way="left out",
+            texts=[Text(row, row) for row in self._canaries.token_ids],
+            trains=included,
+            seen=torch.zeros_like(included),
+            repeated=0,
+            short=0,
+            searched=1.0,
+            length=length,
+            once=False,
+            aside=torch.zeros_like(included),
+            no_game="canaries are compared with it by audit_canaries",
+        )
+
+    def describe(self) -> str:
+        """Return in words what is compared, for the line-up."""
+        if self._pool is None:
+            return ""
+        n, n_others = int(self._pool.trains.sum()), int((~self._pool.trains).sum())
+        return f"{n} canaries in the data and {n_others} that were left out"
+
+    def pool_line(self) -> PoolLine | None:
+        """Return nothing: each line of results has the numbers of canaries."""
+        return None
+
+    def _read_texts(
+        self,
+        pool: Pool,
+        answers: TokenSnapshot,
+        rows: Tensor,
+        members: Tensor,
+        number: int,
+        limits: Mapping[str, float],
+    ) -> dict[str, dict[str, float] | str]:
+        """Return the values of each attack and tier by the name of its series."""
+        assert self._canaries is not None
+        assert self._base is not None
+        released = ReleasedModel(answers, self._base, torch.ones(len(pool.texts)))
+        values: dict[str, dict[str, float] | str] = {"pool": pool_digest(pool.texts, members)}
+        for attack in self.attacks:
+            try:
+                guess = attack.run(Observation(released=released))
+                tiers = canary_tiers(
+                    guess,
+                    attack,
+                    self._times,
+                    torch.tensor(self._canaries.record.repeats),
+                    members,
+                    ~self._canaries.included,
+                    look=number,
+                    alpha=self.settings.memorization.alpha,
+                )
+            except Exception as error:
+                tiers = dict.fromkeys(self._times, reason(error))
+            values |= {
+                _tier_name(attack, times): f"{one}. {_MEND}" if isinstance(one, str) else one
+                for times, one in tiers.items()
+            }
+        return values
+
+
+def _tier_name(attack: Attack, times: int) -> str:
+    return f"{attack.name}_x{times}"

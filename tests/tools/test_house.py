@@ -7,10 +7,10 @@ from tests.tools import house
 # What the package holds at most. A ceiling may fall, and rises for a new feature alone: the attacks
 # on the trained weights and their report took 1,950 lines of code.
 CEILINGS = {
-    "code": 47_840,
+    "code": 48_073,
     "longest": 700,
     "long": 6,
-    "imports": 31,
+    "imports": 32,
     "most_imports": 16,
     "callbacks": 0,
     "circles": 0,

@@ -59,7 +59,6 @@ from lightning_fedleak.records import MEMORIZATION, PoolLine
 from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.taps.tokens import ask_tokens, compressed_bytes, pool_digest
 
-
 _Answer = dict[str, float] | str
 """An attack's values by name, or why there are none."""
 

@@ -107,3 +107,16 @@ def test_the_trained_weights_give_their_texts_away(run) -> None:
     printed = run("memorization.py")
     last = [line for line in printed.splitlines() if line.startswith("combined")][-1]
     assert float(last.split("AUC ")[1].split()[0]) > 0.95
+
+
+@pytest.mark.parametrize("name", ["transformers_trainer.py", "plain_loop.py"])
+def test_other_loops_are_stopped_at_the_third_look_above_the_threshold(run, name: str) -> None:
+    looks = [float(value) for value in re.findall(r"words = ([\d.]+)", run(name))]
+    assert all(value > 0.5 for value in looks)
+    assert len(looks) == (3 if name.startswith("transformers") else 5)
+
+
+def test_a_loop_of_accelerate(run) -> None:
+    looks = [float(value) for value in re.findall(r"words = ([\d.]+)", run("accelerate_loop.py"))]
+    assert len(looks) == 5
+    assert all(value > 0.3 for value in looks)

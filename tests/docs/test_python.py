@@ -21,7 +21,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from accelerate import Accelerator
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from lightning_fedleak import (
     DPSGD,
@@ -114,6 +121,46 @@ def looked() -> Iterator[Names]:
     assert len(names["f1"]) == 1
 
 
+def own_loop() -> Iterator[Names]:
+    """A reader's model, optimizer and batches, in a loop of their own."""
+    model, texts = language_model().train(), data()
+    texts.setup()
+    names: Names = {"model": model, "loader": texts.train_dataloader()}
+    names["optimizer"] = torch.optim.AdamW(model.parameters())
+    yield names
+    assert any(name.startswith("leakage/") for name in names["watch"].latest)
+
+
+def own_accelerate() -> Iterator[Names]:
+    """The same, prepared by Accelerate."""
+    setting = own_loop()
+    names = next(setting)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    prepared = accelerator.prepare(names["model"], names["optimizer"], names["loader"])
+    names |= dict(zip(("model", "optimizer", "loader"), prepared, strict=True))
+    names["accelerator"] = accelerator
+    yield names
+    next(setting, None)
+
+
+def own_trainer() -> Iterator[Names]:
+    """A reader's Trainer of transformers."""
+    arguments = TrainingArguments(
+        "out", max_steps=2, report_to=[], use_cpu=True, save_strategy="no"
+    )
+    rows = [
+        {"input_ids": row, "labels": row} for row in TokenRows.tokenize(TEXTS, tiny_tokenizer(), 8)
+    ]
+    trainer = Trainer(
+        language_model(),
+        arguments,
+        default_data_collator,
+        [r for r in rows if len(r["labels"]) == 8],
+    )
+    yield {"trainer": trainer}
+    assert any("leakage/worst/words" in logs for logs in trainer.state.log_history)
+
+
 def training_step() -> Iterator[Names]:
     """The method of a reader's module, under DP-SGD."""
     names: Names = {}
@@ -204,6 +251,9 @@ SETUPS: dict[str, Callable[[], Iterator[Names]]] = {
             transformers,
             built,
             looked,
+            own_loop,
+            own_accelerate,
+            own_trainer,
             training_step,
             canaries,
             hidden_states,

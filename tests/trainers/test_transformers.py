@@ -401,7 +401,7 @@ def test_three_faces_on_a_real_model(tmp_path: Path, assets: Path, lora: bool) -
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from lightning_fedleak.attacks import GradientMembership, SubspaceWords
+    from lightning_fedleak.attacks import SubspaceWords
 
     def make() -> Any:
         model = AutoModelForCausalLM.from_pretrained(assets / "models/stories15M")
@@ -409,7 +409,8 @@ def test_three_faces_on_a_real_model(tmp_path: Path, assets: Path, lora: bool) -
         return get_peft_model(model, config) if lora else model
 
     def played() -> list[Any]:
-        return [SubspaceWords(), GradientMembership()] if lora else [BagOfWords(), FlatChat()]
+        whole = [FlatChat(n_types=100), FCMembership(1)]
+        return [SubspaceWords(capacity_seconds=0)] if lora else whole
 
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 32000, (12, 24), generator=generator)

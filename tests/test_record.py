@@ -107,9 +107,10 @@ def test_the_tables_of_federations_are_what_their_log_shows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = ROOT / "benchmarks" / "federation"
-    log = str(folder / "federation_table.jsonl")
-    monkeypatch.setattr(sys, "argv", ["federation_table.py", "--log", log, "--show"])
-    runpy.run_path(str(folder / "federation_table.py"), run_name="__main__")
+    for name in ("federation_table", "final_model"):
+        log = str(folder / f"{name}.jsonl")
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--log", log, "--show"])
+        runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
     shown = capsys.readouterr().out.splitlines()
     page = (ROOT / "docs" / "federation_alone.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in page if re.match(r"\| (sgd|momentum|adamw), \d", line)]

@@ -110,48 +110,36 @@ def cell(
     return lines
 
 
-def table(lines: list[dict[str, Any]]) -> str:
+def table(lines: list[dict[str, Any]], metric: str) -> str:
     """Return a row for each optimizer, number of steps and of rounds; columns by rank."""
     ranks = sorted({line["rank"] for line in lines}, key=lambda rank: (rank == 0, rank))
-    names = [f"LoRA {rank}" if rank else "whole" for rank in ranks]
-    columns = [f"{name}, {what}" for name in names for what in ("AUC", "shown", "extracted")]
-    out = [f"| optimizer, local steps, rounds | {' | '.join(columns)} |"]
-    out.append("|---|" + "---|" * len(columns))
-    keys = {(line["optimizer"], line["steps"], line["rounds"]) for line in lines}
+    names = [f"LoRA {rank}, {metric}" if rank else f"whole, {metric}" for rank in ranks]
+    out = [f"| optimizer, local steps, rounds | {' | '.join(names)} |"]
+    out.append("|---|" + "---|" * len(names))
+    cells = {
+        (line["optimizer"], line["steps"], line["rounds"], line["rank"]): _cell(line, metric)
+        for line in lines
+    }
+    keys = dict.fromkeys(key[:3] for key in cells)
     for key in sorted(keys, key=lambda key: (list(OPTIMIZERS).index(key[0]), *key[1:])):
-        cells = []
-        for rank in ranks:
-            found = [
-                line
-                for line in lines
-                if (line["optimizer"], line["steps"], line["rounds"]) == key
-                and line["rank"] == rank
-            ]
-            cells += _cells(found[-1]) if found else ["not run"] * 3
-        out.append(f"| {', '.join(map(str, key))} | {' | '.join(cells)} |")
-    facts = {}
-    for name in (
-        "clients",
-        "shape",
-        "members",
-        "others",
-        "visible",
-        "one_law",
-        "seed",
-        "date",
-        "machine",
-    ):
-        facts[name] = ", ".join(dict.fromkeys(str(line[name]) for line in lines))
-    facts["processor"] = f"{sum(line['seconds'] for line in lines) / 60:.0f} min"
-    return "\n".join([*out, "", *(f"{name}: {value}" for name, value in facts.items())])
+        row = [cells.get((*key, rank), "not run") for rank in ranks]
+        out.append(f"| {', '.join(map(str, key))} | {' | '.join(row)} |")
+    return "\n".join(out)
 
 
-def _cells(line: dict[str, Any]) -> list[str]:
-    area = f"{line['auc']:.2f} ({line['auc_low']:.2f} to {line['auc_high']:.2f})"
-    rest = (
-        "unknown" if line[name] is None else f"{line[name]:.3f}" for name in ("shown", "extracted")
-    )
-    return [area, *rest]
+def _cell(line: dict[str, Any], metric: str) -> str:
+    if line[metric] is None:
+        return "unknown"
+    if metric == "shown":
+        return f"{line[metric]:.3f}"
+    return f"{line[metric]:.2f} ({line[f'{metric}_low']:.2f} to {line[f'{metric}_high']:.2f})"
+
+
+def facts(lines: list[dict[str, Any]]) -> list[str]:
+    """Return settings that a table's caption gives."""
+    names = ("clients", "shape", "members", "others", "visible", "one_law", "seed", "date")
+    out = [f"{n}: {', '.join(dict.fromkeys(str(line[n]) for line in lines))}" for n in names]
+    return [*out, f"processor: {sum(line['seconds'] for line in lines) / 60:.0f} min"]
 
 
 def main() -> None:
@@ -196,7 +184,9 @@ def main() -> None:
         lines += new
         with args.log.open("a", encoding="utf-8") as log:
             log.writelines(json.dumps(line) + "\n" for line in new)
-    print(table(lines))
+    for metric in ("auc", "shown", "extracted"):
+        print(table(lines, metric) + "\n")
+    print("\n".join(facts(lines)))
 
 
 if __name__ == "__main__":

@@ -221,7 +221,11 @@ def rounds() -> Iterator[Names]:
     names: Names = {"torch": torch, "own_model": language_model(), "clients": clients, "rounds": 2}
     names |= {"sent": sent, "observer": observer, "round_": 0}
     names |= {"returned": returned, "batches": batches}
+    names["rows_of"] = lambda client: [*torch.arange(1200).view(-1, 1)]
     yield names
+    if "client_data" in names:
+        assert len(names["client_data"](0).dataset) == 200
+        return
     if "leaving" in names:
         assert names["leaving"].state is None
         assert names["leaving"].events

@@ -97,10 +97,11 @@ def main() -> None:
     )
     print("| gate | truth | runs in which it acts |\n|---|---|---|")
     bar = norm.isf(0.01)
-    planted = float(np.sqrt(2) * norm.ppf(0.7))
+    planted, near_certain = (float(np.sqrt(2) * norm.ppf(area)) for area in (0.7, 0.98))
     for rate, at_most, shift, attacks in (
         ("auc", 0.5, 0.0, 1),
         ("auc", 0.7, planted, 1),
+        ("auc", 0.98, near_certain, 1),
         ("auc", 0.5, 0.0, 3),
         ("auc", 0.7, planted, 3),
         ("shown", 0.01, 0.0, 1),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_fedleak.metrics.released import (
+    membership_values,
     others_needed,
     rank_test,
     shown_tpr,
@@ -91,7 +92,7 @@ def test_false_alarms_over_looks_at_the_same_texts() -> None:
     """Five looks at one pool without any leak: some look's rank test fires in at most 5%."""
     rng = np.random.default_rng(0)
     runs, fired = 1000, 0
-    members = torch.arange(400) < 200
+    members = torch.arange(200) < 200
     for _ in range(runs):
         common = rng.normal(size=400)
         for look in range(1, 6):
@@ -148,3 +149,27 @@ def test_bad_pools_are_refused() -> None:
         rank_test(torch.tensor([math.nan, 1.0]), torch.tensor([1, 0]))
     with pytest.raises(ValueError, match="look"):
         spent_at(0)
+
+
+def test_one_member_that_ranks_low_hides_no_other() -> None:
+    scores = torch.cat([torch.linspace(1, 2, 200), torch.linspace(-2, -1, 200)])
+    scores[0] = -9.0
+    values = membership_values(scores, torch.arange(400) < 200, look=5)
+    assert values["auc"] == pytest.approx(0.995)
+    means = np.linspace(0.5, 0.995, 100_000)[:-1]
+    apart = 0.995 * np.log(0.995 / means) + 0.005 * np.log(0.005 / (1 - means))
+    rarer = np.exp(-200 * apart) < spent_at(5) / 2  # Hoeffding's bound, by its definition
+    assert values["auc_low"] == pytest.approx(means[~rarer].min(), abs=1e-4)
+
+
+@pytest.mark.parametrize("few", [0.005, 0.02, 0.1])
+def test_the_interval_of_an_auc_holds_where_few_texts_decide(few: float) -> None:
+    """A member ranks below all others with a small probability, so that the AUC is 1 minus it."""
+    rng, wrong = np.random.default_rng(0), 0
+    members = torch.arange(120) < 60
+    for _ in range(200):
+        scores = torch.ones(120, dtype=torch.float64)
+        scores[:60] = torch.tensor(2 * (rng.random(60) >= few) + 1e-6 * rng.random(60))
+        values = membership_values(scores, members)  # at look 1, with 2.5% in all
+        wrong += not values["auc_low"] <= 1 - few <= values["auc_high"]
+    assert wrong <= 200 * 0.025 + 2 * (200 * 0.025) ** 0.5

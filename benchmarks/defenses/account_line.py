@@ -39,7 +39,7 @@ from lightning_fedleak.metrics.released import spent_at
 
 SMOKE = (
     "--runs 2 --looks 1 --simulated 40",
-    "--runs 0 --text {text} --texts 220 --length 8 --sigmas 1 --epochs 1 --max-steps 4",
+    "--runs 0 --text {text} --texts 500 --length 12 --sigmas 1 --epochs 1 --max-steps 4",
 )
 
 DELTA = 1e-5  # of the one pair

@@ -93,7 +93,9 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
         _open.set((*before, root))
         try:
             for module in modules:
-                module.training = False
+                # Linear4bit of bitsandbytes has no other use of it than this, which is for good:
+                # on some CPUs it packs its weights in eval mode, and has no backward any more.
+                module.training &= getattr(module, "support_avx512bf16_for_cpu", False)
             yield anatomy.model
         finally:
             for module, flag in zip(modules, flags, strict=True):

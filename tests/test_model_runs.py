@@ -13,7 +13,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.anatomy.blocks import states_out, text_blocks, with_states_out
-from lightning_fedleak.model_runs import call_with, context_length, hidden_states
+from lightning_fedleak.model_runs import call_with, context_length, hidden_states, undisturbed
 from tests.helpers.models import (
     DIM,
     POSITIONS,
@@ -219,6 +219,17 @@ def test_no_hook_of_others_runs_and_all_run_again_after() -> None:
     assert kinds == {"forward", "pre", "backward", "global"}
     changing.remove()
     assert torch.equal(hidden_states(anatomy, 2, ids, mask), clean)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_pack_their_weights_in_eval_mode_are_not_put_into_it(training: bool) -> None:
+    """As those of bitsandbytes in four bits are marked; packed, they have no backward."""
+    model = tiny_gpt2(layers=2).train(training)
+    layer = model.transformer.h[0].mlp
+    layer.support_avx512bf16_for_cpu = True
+    with undisturbed(find_anatomy(model)):
+        assert [m for m in model.modules() if m.training] == [layer] * training
+    assert all(m.training == training for m in model.modules())
 
 
 def test_hooks_that_the_model_needs_still_run() -> None:

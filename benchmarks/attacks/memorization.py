@@ -2,9 +2,12 @@
 
     python -m benchmarks.attacks.memorization --model DIR --text FILE --seeds 0,1
     python -m benchmarks.attacks.memorization --model DIR --text FILE --lora 16 --lr 1e-3
+    python -m benchmarks.attacks.memorization --model DIR --text FILE --whole --length 128 \\
+        --texts 1280 --share 0.2 --batch 16 --lr 1e-4 --looks 1,3     # EZ-MIA's protocol, smaller
 
 Texts without a common run of 13 tokens are split by a coin into members, which are trained on, and
-others. Prints AUC (95%) and, where it is known, the TPR at 1% FPR that is shown, for each look.
+others. Prints AUC (97.5%, the share of a first look) and, from 1,000 others on, the TPR at 1% FPR,
+for each look. ``error_zone_published`` is EZ-MIA's ratio as it was published, for comparison.
 ``--save DIR`` writes the trained model and both sides' texts, for ``fedleak memorization``.
 """
 
@@ -23,15 +26,36 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.memorization import MemorizationAttack
 from lightning_fedleak.finetuning.texts import read_texts
-from lightning_fedleak.snapshots import TokenSnapshot
-from lightning_fedleak.studies.memorization import Comparison, ReleasedPool, tokenize
+from lightning_fedleak.snapshots import ReleasedModel, TokenSnapshot
+from lightning_fedleak.studies.memorization import ReleasedPool, all_attacks, tokenize
 from lightning_fedleak.taps.tokens import Text, ask_tokens
 
 SMOKE = (
     "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1",
     "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1 --lora 4",
 )
+
+
+FPR = 0.01  # of the TPR that is printed, the usual one
+OTHERS = 1000  # below which that TPR is unknown: fewer than ten others are above its bar
+
+
+class PublishedErrorZone(MemorizationAttack):
+    """Score a text by EZ-MIA's ratio P / N, by the published rule (arXiv 2601.12104).
+
+    It is 0 where N is 0, or fewer than two tokens are predicted wrongly.
+    """
+
+    default_name = "error_zone_published"
+
+    def score(self, released: ReleasedModel) -> torch.Tensor:
+        """Return ``P / N``."""
+        wrong = released.now.labels & ~released.now.greedy
+        gains = (released.now.log_probs.double() - released.base.log_probs.double()) * wrong
+        up, down = gains.clamp_min(0).sum(1), (-gains).clamp_min(0).sum(1)
+        return torch.where((down > 0) & (wrong.sum(1) > 1), up / down, 0.0)
 
 
 def trained_pool(
@@ -42,25 +66,35 @@ def trained_pool(
     order = np.random.default_rng(0).permutation(len(words))
     rows = tokenize([words[i] for i in order[: 3 * options.texts]], tokenizer, options.length)
     whole = [row for row in rows if len(row.ids) == options.length] if options.whole else rows
-    coins = np.random.default_rng([seed, 7]).random(len(whole)) < 0.5
+    coins = np.random.default_rng([seed, 7]).random(len(whole)) < options.share
     sides: dict[bool, list[Text]] = {True: [], False: []}
     for text, coin in zip(whole[: options.texts], coins.tolist(), strict=False):
         sides[coin].append(text)
     return ReleasedPool(sides[True], sides[False], lambda ids: str(tokenizer.decode(ids)))
 
 
-def describe(result: Comparison) -> dict[str, str]:
+def describe(pool: ReleasedPool, base: TokenSnapshot, now: TokenSnapshot) -> dict[str, str]:
     """Return one cell for each attack."""
+    attacks = {attack.name: attack for attack in (*all_attacks(), PublishedErrorZone())}
+    released = ReleasedModel(now, base, pool.compressed)
     cells = {}
-    for name, values in result.values.items():
+    for name, values in pool.compare(base, now, [*attacks.values()]).values.items():
         if "auc" in values:
-            shown = "" if math.isnan(values["shown"]) else f" / {values['shown']:.3f}"
-            cells[name] = (
-                f"{values['auc']:.3f} ({values['auc_low']:.2f}-{values['auc_high']:.2f}){shown}"
-            )
+            rate = true_positives(attacks[name].score(released), pool.members)
+            low, high = values["auc_low"], values["auc_high"]
+            cells[name] = f"{values['auc']:.3f} ({low:.2f}-{high:.2f}){rate}"
         else:
             cells[name] = f"{values['extracted']:+.3f} (greedy {values['greedy']:+.3f})"
     return cells
+
+
+def true_positives(scores: torch.Tensor, members: torch.Tensor) -> str:
+    """Return the TPR at 1% FPR, to stand behind the AUC; nothing where it is unknown."""
+    others = scores[~members].sort(descending=True).values
+    if len(others) < OTHERS:
+        return ""
+    bar = others[int(FPR * len(others))]
+    return f" / {float((scores[members] > bar).double().mean()):.3f}"
 
 
 def train(options: argparse.Namespace, seed: int) -> None:
@@ -93,7 +127,7 @@ def train(options: argparse.Namespace, seed: int) -> None:
         return answers
 
     base = ask()
-    results = {0.0: pool.compare(base, base)}
+    results = {0.0: describe(pool, base, base)}
     losses = {0.0: _losses(base, pool.members)}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], options.lr)
     order_rng, order, step = np.random.default_rng([seed, 11]), [], 0
@@ -115,11 +149,11 @@ def train(options: argparse.Namespace, seed: int) -> None:
         seconds["training"] += time.process_time() - start
         if step in looks:
             answers = ask()
-            results[looks[step]] = pool.compare(base, answers)
+            results[looks[step]] = describe(pool, base, answers)
             losses[looks[step]] = _losses(answers, pool.members)
     if options.save:
         _save(options, model, tokenizer, pool)
-    _print(options, seed, results, losses, seconds)
+    _print(options, seed, pool, results, losses, seconds)
 
 
 def _losses(answers: TokenSnapshot, members: torch.Tensor) -> tuple[float, float]:
@@ -149,22 +183,22 @@ def _save(
 def _print(
     options: argparse.Namespace,
     seed: int,
-    results: dict[float, Comparison],
+    pool: ReleasedPool,
+    results: dict[float, dict[str, str]],
     losses: dict[float, tuple[float, float]],
     seconds: dict[str, float],
 ) -> None:
-    first = results[0.0]
+    n = int(pool.members.sum())
     kind = f"LoRA r {options.lora}" if options.lora else "whole"
     print(
         f"\n### {Path(options.model).name}, {kind}, lr {options.lr:g}, seed {seed}: "
-        f"{first.n_members} members, {first.n_others} others; training "
+        f"{n} members, {len(pool.texts) - n} others; training "
         f"{seconds['training']:.0f} s, looks {seconds['looks']:.0f} s CPU"
     )
-    print("| AUC (95%) / shown | " + " | ".join(f"{share:g}" for share in results) + " |")
+    print("| AUC (97.5%) / TPR at 1% FPR | " + " | ".join(f"{share:g}" for share in results) + " |")
     print("|---" * (1 + len(results)) + "|")
-    columns = [describe(result) for result in results.values()]
-    for name in columns[0]:
-        print(f"| {name} | " + " | ".join(column[name] for column in columns) + " |")
+    for name in results[0.0]:
+        print(f"| {name} | " + " | ".join(column[name] for column in results.values()) + " |")
     pairs = " | ".join(f"{a:.3f} / {b:.3f}" for a, b in losses.values())
     print(f"| mean loss, members / others | {pairs} |", flush=True)
 
@@ -177,6 +211,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", required=True)
     parser.add_argument("--texts", type=int, default=420, help="members and others together")
+    parser.add_argument("--share", type=float, default=0.5, help="of them that are trained on")
     parser.add_argument("--length", type=int, default=64, help="tokens of a text")
     parser.add_argument("--whole", action="store_true", help="texts of exactly that many tokens")
     parser.add_argument("--lora", type=int, default=0, help="rank, on all linear maps; 0: whole")

@@ -8,9 +8,11 @@ looks at neither coin nor order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view as windows
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from lightning_fedleak.taps.tokens import Text
 
 RUN = 13  # label tokens in a row, as GPT-3's check of contamination has it; fewer: more texts leave
 TEMPLATE_SHARE = 0.01  # of the rows; a run in more of them is a template or a system prompt
+ROWS_AT_ONCE = 512  # rows hashed together; more take memory and are no faster
 TEMPLATE_ROWS = 20  # rows at least, so that in small data a text repeated 16 times still counts
 
 Hashes = NDArray[np.uint64]
@@ -30,7 +33,7 @@ def repeated_texts(pool: Sequence[Text], rows: Iterable[Text]) -> Tensor:
     """Return (N,) bool, whether each text of the pool shares a run with another row of the data.
 
     Runs that more than 1% of the rows have (and more than 20 rows) do not count. A text with fewer
-    than 13 label tokens in a row is compared as a whole. The memory is that of the pool's runs, 16
+    than 13 label tokens in a row is compared as a whole. The memory is that of the pool's runs, 40
     bytes a token; the time is linear in the tokens of all rows.
 
     Args:
@@ -46,35 +49,35 @@ def repeated_texts(pool: Sequence[Text], rows: Iterable[Text]) -> Tensor:
         >>> repeated_texts(texts, [*texts, copy])
         tensor([ True, False, False])
     """
-    hashes = [_runs(text) for text in pool]
-    known = np.unique(np.concatenate(hashes)) if hashes else np.empty(0, np.uint64)
-    counts, n_rows = np.zeros(len(known), np.int64), 0
-    for row in rows:
-        n_rows += 1
-        counts[_places(known, _runs(row))] += 1
+    if not pool:
+        return torch.zeros(0, dtype=torch.bool)
+    hashes, owners = _runs(pool)
+    known, places = np.unique(hashes, return_inverse=True)
+    counts, n_rows, stream = np.zeros(len(known), np.int64), 0, iter(rows)
+    while part := list(islice(stream, ROWS_AT_ONCE)):
+        n_rows += len(part)
+        hashes, row = _runs(part)
+        place = np.searchsorted(known, hashes).clip(max=len(known) - 1)
+        once = np.unique((row * len(known) + place)[known[place] == hashes])  # for each row
+        counts += np.bincount(once % len(known), minlength=len(known))
     most = max(TEMPLATE_ROWS, TEMPLATE_SHARE * n_rows)
-    repeats = (counts > 1) & (counts <= most)
-    return torch.tensor([bool(repeats[_places(known, each)].any()) for each in hashes])
+    again = np.zeros(len(pool), bool)
+    again[owners[((counts > 1) & (counts <= most))[places]]] = True
+    return torch.from_numpy(again)
 
 
-def _places(known: Hashes, hashes: Hashes) -> NDArray[np.int64]:
-    """Return where the hashes stand in the sorted known ones; unknown ones are left out."""
-    places = np.searchsorted(known, hashes)
-    places[places == len(known)] = 0
-    return places[known[places] == hashes] if len(known) else places[:0]
-
-
-def _runs(text: Text) -> Hashes:
-    """Return the distinct hashes of a text's runs of label tokens."""
-    labels = text.labels[1:].numpy()
+def _runs(texts: Sequence[Text]) -> tuple[Hashes, NDArray[np.int64]]:
+    """Return the hashes of the runs of label tokens of all texts, and the text that each is of."""
+    gap = torch.full((RUN,), IGNORE_INDEX)  # no run reaches into the next text
+    labels = torch.cat([part for text in texts for part in (text.labels[1:], gap)]).numpy()
+    owners = np.repeat(np.arange(len(texts)), [len(t.labels[1:]) + RUN for t in texts])
     tokens = (labels.astype(np.uint64) + np.uint64(1)) * _MIX
     tokens ^= tokens >> np.uint64(29)
-    counted = labels != IGNORE_INDEX
-    if len(tokens) >= RUN:
-        windows = np.lib.stride_tricks.sliding_window_view(tokens, RUN)
-        whole = np.lib.stride_tricks.sliding_window_view(counted, RUN).all(1)
-        if whole.any():
-            return np.unique((windows[whole] * _POWERS).sum(1, dtype=np.uint64))
-    short = tokens[counted]
-    powers = np.resize(_POWERS, len(short)) + np.arange(len(short), dtype=np.uint64)
-    return np.array([(short * powers).sum(dtype=np.uint64) + np.uint64(len(short))], np.uint64)
+    whole = np.flatnonzero(windows(labels != IGNORE_INDEX, RUN).all(1))
+    hashes, rows = [windows(tokens, RUN)[whole] @ _POWERS], owners[whole]
+    short = np.setdiff1d(np.arange(len(texts)), rows)
+    for n in short:
+        every = tokens[(owners == n) & (labels != IGNORE_INDEX)]
+        powers = np.resize(_POWERS, len(every)) + np.arange(len(every), dtype=np.uint64)
+        hashes.append((every * powers).sum(keepdims=True) + np.uint64(len(every)))
+    return np.concatenate(hashes), np.append(rows, short)

@@ -155,8 +155,9 @@ def _ask(anatomy: Anatomy, model: nn.Module, texts: Sequence[Text]) -> TokenSnap
     for part in micro_batches(anatomy, batch):
         targets = labels_of(part)[:, 1:]
         logits = run_logits(model, part)[:, -labels.shape[1] : -1]
-        scored = targets != IGNORE_INDEX
-        answers.append(describe_tokens(logits[scored], targets[scored]).cpu())
+        for row, target in zip(logits, targets, strict=True):  # a copy of all would double memory
+            scored = target != IGNORE_INDEX
+            answers.append(describe_tokens(row[scored], target[scored]).cpu())
     values = torch.zeros(4, *counted.shape)
     values[:, counted] = torch.cat(answers, 1)
     return TokenSnapshot(values[0], values[1], values[2], values[3] > 0, counted)

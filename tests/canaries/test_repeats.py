@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,6 +56,26 @@ def test_the_memory_is_that_of_the_pool() -> None:
     """Rows may be a stream: each is read once."""
     pool = [text(list(range(30)))]
     assert repeated_texts(pool, iter([*pool, text(list(range(5, 40)))])).tolist() == [True]
+
+
+def test_runs_do_not_reach_from_row_to_row() -> None:
+    """The first halves and second halves of two runs stand in other rows, one after the other."""
+    rows = [text([0, *range(100, 130)]), text([0, *range(200, 230)])]
+    mixed = [text([0, *range(117, 130)]), text([0, *range(200, 206)]), text([0, *range(206, 230)])]
+    assert repeated_texts(rows, [*rows, *mixed]).tolist() == [True, True]
+    assert repeated_texts(rows, [*rows, text([0, *range(118, 130)]), mixed[1]]).tolist() == [
+        False,
+        False,
+    ]
+
+
+def test_rows_in_many_parts_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [text([7] * 30), *(text(list(range(40 * n, 40 * n + 30))) for n in range(1, 9))]
+    data = [*rows, rows[3]]
+    expected = repeated_texts(rows, data).tolist()
+    assert [n for n, again in enumerate(expected) if again] == [3]  # not 0, which repeats itself
+    monkeypatch.setattr("lightning_fedleak.canaries.repeats.ROWS_AT_ONCE", 2)
+    assert repeated_texts(rows, data).tolist() == expected
 
 
 def test_an_empty_pool() -> None:

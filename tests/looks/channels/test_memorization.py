@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import random
 import re
 import stat
 from functools import partial
@@ -12,14 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.anatomy import find_anatomy
@@ -37,7 +47,7 @@ from lightning_fedleak.private_files import hash_tensors
 from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.snapshots import Observation, ReleasedModel
 from lightning_fedleak.studies.memorization import ReleasedPool
-from lightning_fedleak.taps.tokens import ask_tokens, compressed_bytes, pool_digest
+from lightning_fedleak.taps.tokens import Text, ask_tokens, compressed_bytes, pool_digest
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.notices import announced
 from tests.helpers.processes import two_processes
@@ -78,7 +88,7 @@ def fit(
 ) -> tuple[L.Trainer, Any]:
     L.seed_everything(0)
     model = tiny() if model is None else model
-    module = CausalLMModule(model, lr, "adamw")
+    module = model if isinstance(model, L.LightningModule) else CausalLMModule(model, lr, "adamw")
     settings = {"max_epochs": 3, "enable_checkpointing": False, **more}
     path = settings.pop("ckpt_path", None)
     trainer = L.Trainer(
@@ -146,13 +156,36 @@ def test_without_training_all_texts_tie(tmp_path: Path) -> None:
     assert [line["metrics"]["auc"]["value"] for line in lines(tmp_path)] == [0.5] * 5
 
 
-def test_training_is_the_same_with_and_without(tmp_path: Path) -> None:
-    _, watched = fit([monitor(tmp_path)])
-    state = torch.get_rng_state()
-    _, alone = fit([])
-    assert torch.equal(torch.get_rng_state(), state)
-    for first, second in zip(watched.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(first, second)
+class Restless(CausalLMModule):
+    """Draws from every random generator at each step, and learns from what it drew."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        return super().training_step(batch, batch_idx) * (0.5 + drawn / 3)
+
+
+def trained(callbacks: list[Any], model: Any, **more: Any) -> list[Tensor]:
+    """Return the weights, optimizer state and random states that a fit ends with."""
+    trainer, module = fit(callbacks, model, **more)
+    [optimizer] = trainer.optimizers
+    moments = [v for entry in optimizer.state.values() for v in entry.values()]
+    _, words, place, *_ = np.random.get_state()
+    states = [torch.get_rng_state(), torch.tensor(words.astype(np.int64)), torch.tensor(place)]
+    return [*module.parameters(), *moments, *states, torch.tensor(random.getstate()[1])]
+
+
+def check_same(folder: Path, make: Any, **more: Any) -> LeakageMonitor:
+    """Check that a fit ends in the same state with and without a monitor, which is returned."""
+    watching = monitor(folder)
+    with_looks, alone = trained([watching], make(), **more), trained([], make(), **more)
+    assert all(torch.equal(*pair) for pair in zip(with_looks, alone, strict=True))
+    assert watching.failures == 0
+    assert watching.latest["leakage/combined/auc"] > 0.5
+    return watching
+
+
+def test_training_and_random_states_are_the_same_with_and_without(tmp_path: Path) -> None:
+    check_same(tmp_path, lambda: Restless(tiny(), 1e-2, "adamw"))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -163,13 +196,59 @@ def test_lora_with_dropout_is_trained_the_same_and_read(tmp_path: Path, precisio
         torch.manual_seed(1)
         return get_peft_model(model, config)
 
-    watching = monitor(tmp_path)
-    _, watched = fit([watching], adapted(), precision=precision, max_epochs=2)
-    _, alone = fit([], adapted(), precision=precision, max_epochs=2)
-    for first, second in zip(watched.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(first, second)
-    assert watching.failures == 0
-    assert watching.latest["leakage/combined/auc"] > 0.5
+    check_same(tmp_path, adapted, precision=precision, max_epochs=2)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_trained_the_same_and_reads_as_it_does_uncompiled(
+    tmp_path: Path,
+) -> None:
+    def compiled() -> Any:
+        torch.compiler.reset()
+        return torch.compile(tiny(), backend="aot_eager")
+
+    watching = check_same(tmp_path / "compiled", compiled, max_epochs=2)
+    plain = monitor(tmp_path / "plain")
+    fit([plain], max_epochs=2)
+    [base, expected] = (
+        next(c for s, c in each.engine.series.items() if s.name == "combined")._base.log_probs
+        for each in (watching, plain)
+    )
+    torch.testing.assert_close(base, expected)
+
+
+def four_bit(*, dequantized: bool = False) -> Any:
+    """Return LoRA on a base in NF4, or on the same numbers in float32."""
+    layers = pytest.importorskip("bitsandbytes").nn
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=2000, **size, **heads))
+    for name, linear in [*model.model.layers.named_modules()]:
+        if type(linear) is nn.Linear:
+            kept = layers.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+            four = layers.Linear4bit(linear.in_features, linear.out_features, bias=False)
+            four.weight = kept
+            four.to("cpu")
+            if dequantized:
+                whole = four(torch.eye(linear.in_features)).T
+                linear.weight.data = whole.contiguous()
+            else:
+                model.model.layers.set_submodule(name, four)
+    torch.manual_seed(1)
+    config = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear")
+    return get_peft_model(model, config)
+
+
+def test_lora_on_a_base_of_four_bits(tmp_path: Path) -> None:
+    """It trains the same with and without, and the base reads as its dequantized weights do."""
+    check_same(tmp_path, four_bit, max_epochs=2)
+    texts = [Text(row["input_ids"], row["labels"]) for row in rows(20)]
+    four, whole = (
+        ask_tokens(find_anatomy(model), texts) for model in (four_bit(), four_bit(dequantized=True))
+    )
+    torch.testing.assert_close(four.log_probs, whole.log_probs, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(four.log_probs, ask_tokens(find_anatomy(tiny()), texts).log_probs)
 
 
 def test_rows_to_come_are_controls_in_the_first_epoch_only(tmp_path: Path) -> None:
@@ -461,20 +540,25 @@ def test_of_several_gates_all_must_allow_the_weights(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ddp
-def test_two_processes_ask_half_of_the_texts_each_and_know_the_same(tmp_path: Path) -> None:
-    first, second = two_processes("tests.looks.channels.memorization_worker", tmp_path)
-    assert first["latest"] == pytest.approx(second["latest"], nan_ok=True)
-    assert first["base"] == pytest.approx(second["base"])
-    assert first["failures"] == second["failures"] == 0
-    assert first["seen"] == second["seen"] == 108
-    assert first["weights"] == second["weights"]
-    assert 0.5 < first["latest"]["leakage/combined/auc"] <= 1
-    assert len(lines(tmp_path)) == first["looks"]
+def test_two_processes_know_the_same(tmp_path: Path) -> None:
+    """Under DDP each asks about half of the texts; under FSDP2 both about all, in one order."""
+    pair = two_processes("tests.looks.channels.memorization_worker", tmp_path)
     data = leave_out(rows(), 140, seed=1)[0]
     pool, answers = ask_texts(tiny())(data)
     alone = sorted(answers.log_probs.double().sum(1).tolist())
-    assert sorted(first["base"]) == pytest.approx(alone, abs=1e-4)
-    assert len(pool.texts) == len(first["base"])
+    for kind in ("ddp", "fsdp2"):
+        first, second = (found[kind] for found in pair)
+        assert first["latest"] == pytest.approx(second["latest"], nan_ok=True)
+        assert first["base"] == pytest.approx(second["base"])
+        assert first["failures"] == second["failures"] == 0
+        assert first["seen"] == second["seen"] == 108
+        assert first["same"]
+        assert second["same"]
+        assert 0.5 < first["latest"]["leakage/combined/auc"] <= 1
+        assert len(lines(tmp_path / kind)) == first["looks"]
+        assert sorted(first["base"]) == pytest.approx(alone, abs=1e-4)
+        assert len(pool.texts) == len(first["base"])
+    assert pair[0]["fsdp2"]["parts"] < pair[0]["ddp"]["parts"]
 
 
 # ---- accounts -----------------------------------------------------------------------------------

@@ -164,6 +164,10 @@ CANARIES = Family(
     metrics=("exposure", "auc", "greedy", "extracted"),
     question="what the trained model says of planted texts, by how often they were repeated",
     title="canaries",
+    sentences=(
+        "tell planted texts that were trained on from those that were not with an AUC of {auc}, "
+        "where guessing has {chance}",
+    ),
     terms={
         "Exposure": "How far up a planted text ranks among those that were left out, in bits: each "
         "bit halves the share above it. Capped where it ranks above all of them: more texts that "

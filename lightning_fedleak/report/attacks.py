@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from lightning_fedleak.records import (
+    CANARIES,
     MEMORIZATION,
     STANDARD_FAMILIES,
     AttackFacts,
@@ -182,9 +183,9 @@ class FitResults:
         family = None if begin is None else begin.family_of(attack)
         if family is not None:
             return family
-        if any(line.stage == RELEASED for line in lines):
-            return MEMORIZATION
         metrics = {name for line in lines for name in line.metrics}
+        if any(line.stage == RELEASED for line in lines):
+            return CANARIES if "exposure" in metrics else MEMORIZATION
         return next((one for one in STANDARD_FAMILIES if one.headline in metrics), UNKNOWN_FAMILY)
 
     def attacks(self) -> list[AttackSummary]:

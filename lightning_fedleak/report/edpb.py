@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_fedleak.records import CANARIES
 from lightning_fedleak.report.attacks import RELEASED, AttackSummary
 from lightning_fedleak.report.wording import NOT_RECORDED, interval, share
 
@@ -87,12 +88,17 @@ def on_model(attacks: Sequence[AttackSummary], metric: str) -> list[str]:
 
 def _measured(attacks: Sequence[AttackSummary], metric: str) -> list[AttackSummary]:
     """Return the attacks on the trained model that have a value of a metric."""
-    return [a for a in attacks if a.stage == RELEASED and a.rates.get(metric) is not None]
+    return [a for a in attacks if _is_on_texts(a) and a.rates.get(metric) is not None]
+
+
+def _is_on_texts(attack: AttackSummary) -> bool:
+    """Return whether an attack asks the trained model about the data's own texts."""
+    return attack.stage == RELEASED and attack.family.name != CANARIES.name
 
 
 def _without_result(attacks: Sequence[AttackSummary]) -> list[str]:
     """Return the attacks on the trained model that gave no result at all."""
-    return [a.name for a in attacks if a.stage == RELEASED and not a.looks]
+    return [a.name for a in attacks if _is_on_texts(a) and not a.looks]
 
 
 def _result(attack: AttackSummary, metric: str) -> str:

@@ -8,6 +8,8 @@
     python -m benchmarks.attacks.setups --model DIR --shape 1x32 --columns texts --out FILE
     python -m benchmarks.attacks.setups --model DIR --shape 4x32 --head texts \
         --setups whole "lora 8 q,v" --columns gradient AdamW:1 --out FILE
+    python -m benchmarks.attacks.setups --model DIR --shape 4x32 --rows packed \
+        --setups "lora 8 q,v" --columns gradient texts --out FILE
     python -m benchmarks.attacks.setups --table FILE
 
 A cell is a fit with ``LeakageMonitor()``, whose attacks choose themselves, calibrated on
@@ -21,6 +23,11 @@ Dropout is 0 where the set-up does not say otherwise.
 ``--head texts`` and ``--head tokens`` put a new head of two classes on the model (a class a text,
 or a token), which is trained too; classes are drawn at random. ``--bert`` takes a BERT of the
 model's sizes with random weights in its place, of which ``--model`` gives the tokenizer.
+
+``--rows packed`` cuts every second and third text to three quarters and half, and joins the texts
+of a batch in one row as transformers' padding-free collator does, with positions that begin again;
+documents are kept apart (``use_cache=False``). In ``--rows crossing`` the model makes its cache, so
+that documents attend to the earlier ones. ``--rows padded`` gives each of the texts its own row.
 """
 
 from __future__ import annotations
@@ -52,6 +59,7 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
     BertConfig,
+    DataCollatorWithFlattening,
     PreTrainedModel,
 )
 
@@ -73,6 +81,8 @@ SMOKE = (
     "--head tokens --bert --setups 'lora 4 q,v' --columns gradient --out {out}/cells.jsonl",
     "--model {model} --private {text} --public {text} --shape 1x8 --batches 2 --warm 1 "
     "--setups whole norms --columns texts --texts-seconds 5 --out {out}/cells.jsonl",
+    "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
+    "--rows packed --setups 'lora 4 q,v' --columns gradient --out {out}/cells.jsonl",
 )
 HEAD_CLASSES = {
     "next": AutoModelForCausalLM,
@@ -279,6 +289,29 @@ def loaded(options: argparse.Namespace, tokenizer: Any) -> PreTrainedModel:
     return kind.from_config(config)
 
 
+def padded(texts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch of texts of several lengths, each in a row."""
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    masked = [text | {"attention_mask": torch.ones_like(text["input_ids"])} for text in texts]
+    return {
+        name: nn.utils.rnn.pad_sequence([text[name] for text in masked], True, value)
+        for name, value in fill.items()
+    }
+
+
+def packed(texts: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """A batch of texts in one row, kept apart."""
+    return {**DataCollatorWithFlattening()(texts, return_tensors="pt"), "use_cache": False}
+
+
+COLLATE: dict[str, Callable[..., Any] | None] = {
+    "equal": None,
+    "padded": padded,
+    "packed": packed,
+    "crossing": DataCollatorWithFlattening(return_tensors="pt"),
+}
+
+
 def mean_and_half(values: list[float]) -> tuple[float, float]:
     """Mean and half of its 95% interval."""
     x = torch.tensor(values, dtype=torch.float64)
@@ -337,7 +370,12 @@ def run_cell(
     )
     columns = zip(inside, labels_of(inside, options.head), strict=True)
     rows = [{"input_ids": ids, "labels": labels} for ids, labels in columns]
-    trainer.fit(Client(model, optimizer if count else "AdamW"), DataLoader(rows, batch_size=texts))
+    collate = COLLATE[options.rows]
+    if collate is not None:
+        ends = [length - i % 3 * length // 4 for i in range(len(rows))]
+        rows = [{n: v[:end] for n, v in row.items()} for row, end in zip(rows, ends, strict=True)]
+    loader = DataLoader(rows, batch_size=texts, collate_fn=collate)
+    trainer.fit(Client(model, optimizer if count else "AdamW"), loader)
     lines = (Path(folder) / "leakage.jsonl").read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
@@ -429,6 +467,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--head", default="next", choices=HEAD_CLASSES)
     parser.add_argument("--bert", action="store_true")
+    parser.add_argument("--rows", default="equal", choices=COLLATE)
     parser.add_argument("--private", default="imdb")
     parser.add_argument("--public", default="wikitext2")
     parser.add_argument("--shape", default="8x64")
@@ -459,6 +498,8 @@ def main() -> None:
     model = Path(options.model).name
     if options.head != "next":
         model = f"{'BERT like ' * options.bert}{model}, classes of {options.head}"
+    if options.rows != "equal":
+        model = f"{model}, {options.rows} rows"
     for setup, column, defense in itertools.product(options.setups, options.columns, defenses):
         key = [model, options.shape, setup, column, defense]
         if tuple(key) in have:

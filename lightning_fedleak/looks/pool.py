@@ -33,8 +33,8 @@ Way = Literal["not yet seen", "left out", "given"]
 or texts of the user's own."""
 
 FORWARD_SHARE = 0.3
-"""Cost of asking the model about a text, over that of training on it: .25 to .37 were measured on
-two models (benchmarks/attacks/memorization.py). Larger: fewer texts are asked about."""
+"""Cost of asking the model about a text, over that of training on it: .27 to .32 were measured on
+two models (benchmarks/cost/memorization.py). Larger: fewer texts are asked about."""
 
 LEAST_LABELS = 8  # label tokens of a text that is scored; fewer say little. Not tuned
 LEAST_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words

@@ -8,7 +8,7 @@ looks at neither coin nor order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_fedleak.batches import IGNORE_INDEX
 from lightning_fedleak.taps.tokens import Text
 
+LEAST_LABELS = 8  # label tokens of a text that is scored; fewer say little. Not tuned
 RUN = 13  # label tokens in a row, as GPT-3's check of contamination has it; fewer: more texts leave
 TEMPLATE_SHARE = 0.01  # of the rows; a run in more of them is a template or a system prompt
 ROWS_AT_ONCE = 512  # rows hashed together; more take memory and are no faster
@@ -27,6 +28,21 @@ TEMPLATE_ROWS = 20  # rows at least, so that in small data a text repeated 16 ti
 Hashes = NDArray[np.uint64]
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, the usual multiplier of Fibonacci hashing
 _POWERS = np.cumprod(np.full(RUN, 0xD6E8FEB86659FD93, np.uint64), dtype=np.uint64)
+
+
+def scored_texts(
+    texts: Sequence[Text], elsewhere: Iterable[Text] = ()
+) -> tuple[list[int], int, int]:
+    """Return which texts are scored, how many are too short, and how many are repeated.
+
+    Args:
+        texts: that may be scored.
+        elsewhere: all other rows of the data.
+    """
+    long = [row for row, text in enumerate(texts) if text.n_labels >= LEAST_LABELS]
+    repeats = repeated_texts([texts[row] for row in long], chain(texts, elsewhere)).tolist()
+    chosen = [row for row, again in zip(long, repeats, strict=True) if not again]
+    return chosen, len(texts) - len(long), len(long) - len(chosen)
 
 
 def repeated_texts(pool: Sequence[Text], rows: Iterable[Text]) -> Tensor:

@@ -469,6 +469,7 @@ class GateEvent:
         why: why the value is unknown, where the gate itself can say.
         resume: how a saved run goes on, with the place for its path.
         mend: what makes a run leak less.
+        released: the trained weights were measured, and not what a step shares.
     """
 
     metric: str
@@ -488,6 +489,7 @@ class GateEvent:
         "add a defence, or a stronger one, with "
         "Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"
     )
+    released: bool = False
 
     def __str__(self) -> str:
         """Return the message that users see."""
@@ -503,7 +505,7 @@ class GateEvent:
             if self.value != self.at_most:
                 digits = next((n for n in (3, 6, 9) if round(self.value, n) != self.at_most), 17)
             measurement = f"{self.metric} = {self.value:.{digits}f}{interval}"
-            if self.source:
+            if self.source not in ("", self.metric):
                 measurement += f", of {self.source}"
         if self.verdict is not None:
             measurement += " at this look"
@@ -527,15 +529,21 @@ class GateEvent:
             start = f"{start}\n  defences: {', '.join(self.exhausted)}, turned up as far as it goes"
             mend = "let the defences start stronger or be turned up further (max_hardenings)"
         if math.isnan(self.value) and (self.verdict is None or not self.verdict.fires):
+            subject = "the trained model" if self.released else "what was shared"
             what_now = (
-                "what was shared was not measured, so its leakage is unknown. leakage.jsonl holds "
-                "the reason. Fix that, or let unknown looks pass with patience= or strict=False"
+                f"{subject} was not measured, so its leakage is unknown. leakage.jsonl holds the "
+                "reason. Fix that, or let unknown looks pass with patience= or strict=False"
             )
         else:
-            what_now = f"{self._finding()}. Use larger batches, {mend}, or raise at_most"
+            less = "Train for fewer epochs, keep an earlier checkpoint (leakage/choose)"
+            less = less if self.released else "Use larger batches"
+            what_now = f"{self._finding()}. {less}, {mend}, or raise at_most"
         return f"{start}{saved}\n  what now: {what_now}.{resume_hint}"
 
     def _finding(self) -> str:
+        if self.released:
+            gives = "may give" if self.low <= self.at_most else "gives"
+            return f"the trained model {gives} away more than you allow"
         if self.verdict is None or not self.verdict.fires:
             return "the update of this step gives away more than you allow"
         if self.verdict.above:

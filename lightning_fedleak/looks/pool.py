@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.canaries import TrainingRows
-from lightning_fedleak.canaries.repeats import repeated_texts
+from lightning_fedleak.canaries.repeats import scored_texts
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.looks.options import Memorization
 from lightning_fedleak.model_state import preserve_process
@@ -36,7 +36,6 @@ FORWARD_SHARE = 0.3
 """Cost of asking the model about a text, over that of training on it: .27 to .32 were measured on
 two models (benchmarks/cost/memorization.py). Larger: fewer texts are asked about."""
 
-LEAST_LABELS = 8  # label tokens of a text that is scored; fewer say little. Not tuned
 LEAST_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
 LEAST_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1
 MISSED = 5.0  # standard deviations by which recognised rows may fall short; not tuned
@@ -242,10 +241,8 @@ def collect(
         texts = [*chain(*read_rows)]
         sides = [source is dataset for source, _ in sample]
         trained = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
-        long = [row for row, text in enumerate(texts) if text.n_labels >= LEAST_LABELS]
         searched = chain.from_iterable(_read_row(loader, *source, read) for source in rest)
-        repeats = repeated_texts([texts[row] for row in long], chain(texts, searched))
-    chosen = [row for row, again in zip(long, repeats.tolist(), strict=True) if not again]
+        chosen, short, repeated = scored_texts(texts, searched)
     trains = torch.tensor([trained[row] for row in chosen], dtype=torch.bool)
     aside = torch.zeros_like(trains)
     parts = (trains | ~trains,) if no_game is None else (trains, ~trains)  # by no coin
@@ -258,8 +255,8 @@ def collect(
         [texts[row] for row in chosen],
         trains,
         torch.zeros_like(trains),
-        int(repeats.sum()),
-        len(texts) - len(long),
+        repeated,
+        short,
         len(rest) / unread if unread else 1.0,
         length,
         way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),

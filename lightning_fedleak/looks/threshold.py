@@ -495,6 +495,7 @@ class Threshold:
             measurement.why,
             controls.resume,
             controls.mend,
+            self._dependent,
         )
         first, self.fired = self.fired is None, self.fired or event
         if hardened:

@@ -24,7 +24,7 @@ from lightning_fedleak.attacks.memorization import (
     Zlib,
 )
 from lightning_fedleak.attacks.memorization.blind import blind_scores
-from lightning_fedleak.canaries.repeats import repeated_texts
+from lightning_fedleak.canaries.repeats import LEAST_LABELS, scored_texts
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.metrics import Rate
@@ -40,7 +40,6 @@ from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapsho
 from lightning_fedleak.studies.models import find_model
 from lightning_fedleak.taps.tokens import Text, ask_tokens, compressed_bytes, pool_digest
 
-LEAST_LABELS = 8  # label tokens of a text that is scored; fewer say little. Not tuned
 LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
 
 
@@ -115,13 +114,9 @@ class ReleasedPool:
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         everyone = [*members, *others]
-        long = [row for row, text in enumerate(everyone) if text.n_labels >= LEAST_LABELS]
-        repeats = repeated_texts([everyone[row] for row in long], everyone)
-        rows = [row for row, again in zip(long, repeats.tolist(), strict=True) if not again]
+        rows, self.short, self.repeated = scored_texts(everyone)
         self.texts = [everyone[row] for row in rows]
         self.members = torch.tensor([row < len(members) for row in rows], dtype=torch.bool)
-        self.short = len(everyone) - len(long)
-        self.repeated = int(repeats.sum())
         n = int(self.members.sum())
         if min(n, len(rows) - n) < LEAST_TEXTS:
             raise ValueError(

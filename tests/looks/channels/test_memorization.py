@@ -398,6 +398,7 @@ def test_a_gate_acts_once_the_lower_end_is_above(tmp_path: Path) -> None:
     assert gate.fired is not None
     assert gate.fired.value == watching.latest["leakage/combined/auc_low"] > 0.6
     assert trainer.global_step == gate.fired.step < 99
+    assert "the trained model gives away more than you allow. Train for fewer" in str(gate.fired)
 
 
 def test_a_gate_on_the_worst_and_on_the_upper_end(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_whole_texts_and_its_gate(fitted) -> None:
 
 
 def test_memorization_needs_enough_texts(fitted) -> None:
-    with pytest.raises(ValueError, match=r"within max_overhead=0.1 only \d+ of \d+ rows"):
+    with pytest.raises(ValueError, match=r"within max_overhead=0.1 only \d+ texts can be asked"):
         fitted("memorization")
 
 

@@ -92,7 +92,7 @@ def test_false_alarms_over_looks_at_the_same_texts() -> None:
     """Five looks at one pool without any leak: some look's rank test fires in at most 5%."""
     rng = np.random.default_rng(0)
     runs, fired = 1000, 0
-    members = torch.arange(200) < 200
+    members = torch.arange(400) < 200
     for _ in range(runs):
         common = rng.normal(size=400)
         for look in range(1, 6):

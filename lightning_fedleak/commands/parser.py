@@ -80,6 +80,14 @@ _COMMANDS: dict[str, tuple[type, str, str]] = {
 }
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Print the default of an option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        empty = action.default is None or action.default is False or action.default == ""
+        return action.help if empty else super()._get_help_string(action)
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports in one line what was wrong and the nearest name."""
 
@@ -134,7 +142,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
             name,
             help=brief,
             description=description,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=_Help,
         )
         hints = get_type_hints(options)
         for option in fields(options):

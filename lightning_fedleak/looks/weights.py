@@ -78,7 +78,7 @@ class WeightLooks:
             if channel.attacks:
                 channel.ask_base()
         silent = [
-            f"of the trained weights {names} is not played: {why}"
+            f"not played on the trained weights: {names} ({why})"
             for why in dict.fromkeys(self.refused.values())
             for names in [", ".join(name for name, one in self.refused.items() if one == why)]
         ]

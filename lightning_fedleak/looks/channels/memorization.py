@@ -149,7 +149,7 @@ class MemorizationChannel(Channel):
             self._refusal = self._collect()
             self._reading_seconds = time.perf_counter() - start
         if self._refusal:
-            raise ValueError(f"attack '{attack.name}' has nobody to compare: {self._refusal}")
+            raise ValueError(f"attack '{attack.name}' finds nobody to compare: {self._refusal}")
 
     def _collect(self) -> str:
         """Draw the pool, and return why there is none, or an empty string; alike on all processes.

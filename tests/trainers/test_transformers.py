@@ -401,23 +401,23 @@ def test_three_faces_on_a_real_model(tmp_path: Path, assets: Path, lora: bool) -
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from lightning_fedleak.attacks import SubspaceWords
+    from lightning_fedleak.attacks import GradientMembership
 
     def make() -> Any:
         model = AutoModelForCausalLM.from_pretrained(assets / "models/stories15M")
-        config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+        config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], layers_to_transform=[0])
         return get_peft_model(model, config) if lora else model
 
     def played() -> list[Any]:
         whole = [FlatChat(n_types=100), FCMembership(1)]
-        return [SubspaceWords(capacity_seconds=0)] if lora else whole
+        return [GradientMembership()] if lora else whole
 
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 32000, (12, 24), generator=generator)
     data = [{"input_ids": x, "labels": x} for x in ids]
-    found = three_faces(tmp_path, make, data, played, every_n_steps=1, games=Games(targets=4))
+    found = three_faces(tmp_path, make, data, played, every_n_steps=2, games=Games(targets=4))
     assert_equal(found)
-    assert len(found[0][0]) >= 4
+    assert {line["attack"] for line in found[0][0]} == {attack.name for attack in played()}
 
 
 def test_neither_needs_lightning(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class Watch:
         )
         self._saved: Any = None
         self._removers: list[Callable[[], None]] = []
-        self._stepped = self._backward = self._open = False
+        self._stepped = self._backward = self._open = self._inside = False
 
     # ---- what was measured ------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Watch:
         self._check(run)
         engine.reset()
         engine.check(Processes(run.processes, run.client, None), lambda: anatomy)
-        self.should_stop = self._stepped = self._backward = self._open = False
+        self.should_stop = self._stepped = self._backward = self._open = self._inside = False
         for gate in self.gates:
             if gate.metric not in engine.metric_names():
                 raise ValueError(
@@ -307,17 +307,22 @@ class Watch:
         Raises:
             BatchError: the first batch cannot be read; shows a ``batch_adapter`` to copy.
             LeakageLimitExceeded: a gate with ``action="raise"`` found too much.
-            RuntimeError: the run has not begun.
+            RuntimeError: the run has not begun; or an optimizer steps outside of this block.
         """
+        if self.engine.fit is None:
+            raise RuntimeError("no run has begun: put the loop into `with Watch(...) as watch:`")
         self.batch_begins(batch)
+        self._inside = True
         try:
             with self.watch_backward():
                 yield self
         except BaseException as error:
+            self._inside = False
             if self.engine.fit is not None and self.engine.fit.look is not None:
                 self.engine.fit.look.truth_error = f"{type(error).__name__} ended a batch of it"
             raise
         self.batch_ends()
+        self._inside = False
 
     def batch_begins(self, batch: Any) -> None:
         """Start a look where one is due."""
@@ -385,6 +390,11 @@ class Watch:
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Note that an optimizer steps, or skips its step."""
+        if not self._inside:
+            raise RuntimeError(
+                "an optimizer stepped outside of `with watch.step(batch):`, where Watch cannot see "
+                "what it shares: put forward, backward and optimizer.step() into that block"
+            )
         self._stepped = True
         self.engine.optimizer_steps(optimizer)
 

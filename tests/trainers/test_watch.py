@@ -361,3 +361,16 @@ def test_a_loop_goes_on_from_its_state(tmp_path: Path) -> None:
     assert gate.fired is not None
     assert gate.fired.step == 4
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def test_steps_that_would_be_missed_are_refused(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    watch = Watch(model, optimizer, [BagOfWords()], every_n_steps=1, folder=tmp_path)
+    [batch] = batches(1)
+    with pytest.raises(RuntimeError, match="put the loop into `with Watch"), watch.step(batch):
+        pass
+    with pytest.raises(RuntimeError, match=r"put forward, backward and optimizer.step"), watch:
+        with watch.step(batch):
+            model(**batch).loss.backward()
+        optimizer.step()
+    optimizer.step()  # the tap is removed

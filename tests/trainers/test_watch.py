@@ -369,8 +369,12 @@ def test_steps_that_would_be_missed_are_refused(tmp_path: Path) -> None:
     [batch] = batches(1)
     with pytest.raises(RuntimeError, match="put the loop into `with Watch"), watch.step(batch):
         pass
-    with pytest.raises(RuntimeError, match=r"put forward, backward and optimizer.step"), watch:
+
+    def step_outside() -> None:
         with watch.step(batch):
             model(**batch).loss.backward()
         optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"put forward, backward and optimizer.step"), watch:
+        step_outside()
     optimizer.step()  # the tap is removed

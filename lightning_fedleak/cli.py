@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightning_fedleak.commands.options import FederateOptions
 from lightning_fedleak.commands.parser import parse
@@ -63,7 +64,7 @@ def _fail(error: object) -> int:
 def _recipes(options: argparse.Namespace) -> int:
     from lightning_fedleak.commands.recipes import list_or_copy
 
-    return list_or_copy(options.names, options.to)
+    return list_or_copy(options.names, options.to or Path())
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -192,14 +192,14 @@ def old_spelling(settings: type[DataclassInstance], **more: Any) -> Callable[...
     return drop_defaults
 
 
-def check_names(owner: str, names: Iterable[str], known: Sequence[str]) -> None:
-    """Raise an error for an argument that is not known, with the nearest one that is.
+def check_names(owner: str, names: Iterable[str], accepted: Sequence[str]) -> None:
+    """Raise an error for an argument that is not accepted, with the nearest one that is.
 
     Raises:
         TypeError: names the argument.
     """
-    for name in (one for one in names if one not in known):
-        close = difflib.get_close_matches(name, known, n=1)
+    for name in (one for one in names if one not in accepted):
+        close = difflib.get_close_matches(name, accepted, n=1)
         hint = f". Did you mean {close[0]}=?" if close else ""
         raise TypeError(f"{owner}() got an unexpected keyword argument '{name}'{hint}")
 

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.commands.demo import Demo
+from lightning_fedleak.commands.parser import parsers
 from lightning_fedleak.extras import install
 
 
@@ -204,3 +205,8 @@ def test_fit_without_jsonargparse_says_what_to_install(
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["fit", "--help"]) == 1
     assert install("cli") in capsys.readouterr().err
+
+
+def test_every_option_has_a_help_text() -> None:
+    for name, command in parsers()[1].items():
+        assert all(action.help for action in command._actions), name

@@ -68,14 +68,14 @@ def repeated_texts(pool: Sequence[Text], rows: Iterable[Text]) -> Tensor:
     if not pool:
         return torch.zeros(0, dtype=torch.bool)
     hashes, owners = _runs(pool)
-    known, places = np.unique(hashes, return_inverse=True)
-    counts, n_rows, stream = np.zeros(len(known), np.int64), 0, iter(rows)
+    runs, places = np.unique(hashes, return_inverse=True)
+    counts, n_rows, stream = np.zeros(len(runs), np.int64), 0, iter(rows)
     while part := list(islice(stream, ROWS_AT_ONCE)):
         n_rows += len(part)
         hashes, row = _runs(part)
-        place = np.searchsorted(known, hashes).clip(max=len(known) - 1)
-        once = np.unique((row * len(known) + place)[known[place] == hashes])  # for each row
-        counts += np.bincount(once % len(known), minlength=len(known))
+        place = np.searchsorted(runs, hashes).clip(max=len(runs) - 1)
+        once = np.unique((row * len(runs) + place)[runs[place] == hashes])  # for each row
+        counts += np.bincount(once % len(runs), minlength=len(runs))
     most = max(TEMPLATE_ROWS, TEMPLATE_SHARE * n_rows)
     again = np.zeros(len(pool), bool)
     again[owners[((counts > 1) & (counts <= most))[places]]] = True

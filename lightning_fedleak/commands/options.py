@@ -1,8 +1,9 @@
 """The settings of ``fedleak``'s subcommands, and the options made from them.
 
-A field of these dataclasses is an option: its name, default and type are the option's, the values
-of a ``Literal`` its choices, and :func:`_option` holds the rest. This module imports nothing that
-a subcommand needs.
+A field of these dataclasses is an option: its name, default and type are the option's, and the
+values of a ``Literal`` its choices; :func:`_option` holds the rest. A field without a default is a
+positional argument. Help texts are the docstrings. This module imports nothing that a subcommand
+needs.
 """
 
 from __future__ import annotations
@@ -24,32 +25,27 @@ from lightning_fedleak.studies.names import (
     SWEEP_ATTACKS,
 )
 
-_TARGETS = (
-    "modules with a LoRA, with commas between (q_proj,v_proj), or all-linear; by default PEFT's "
-    "for this model"
-)
 DEFENSES = ("none", "freeze:part=head+embeddings", "gradient_noise:clip=1,sigma=1e-4/1e-3/1e-2")
+PHRASES = {
+    "sources": "a .jsonl, .json, .csv, .tsv, .parquet or text file, a folder of .txt files, or a "
+    "dataset of the hub as name:config:split:column",
+    "targets": "modules with a LoRA, with commas between (q_proj,v_proj), or all-linear; by "
+    "default PEFT's for this model",
+}
+"""What stands in braces in the docstrings below, because several options need it."""
 
 T = TypeVar("T")
 
 
-def _option(default: T, help: str, metavar: str | None = None, /, **arguments: Any) -> T:
+def _option(default: T, metavar: str | None = None, /, **arguments: Any) -> T:
     """Return a field that is an option.
 
     Args:
-        default: of the field; a tuple takes several values.
-        help: of the option.
-        metavar: of the option.
+        default: of the field.
+        metavar: name of the option's value in the help.
         arguments: for ``add_argument``.
     """
-    metadata = {"help": help, **({} if metavar is None else {"metavar": metavar}), **arguments}
-    if default is True:
-        metadata["action"] = argparse.BooleanOptionalAction
-    elif default is False:
-        metadata["action"] = "store_true"
-    elif isinstance(default, tuple):
-        metadata["nargs"] = "+"
-    option: T = field(default=default, metadata=metadata)
+    option: T = field(default=default, metadata={"metavar": metavar, **arguments})
     return option
 
 
@@ -75,26 +71,14 @@ def _at_least(minimum: int) -> Callable[[str], float]:
 _SHARE = _number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
 _POSITIVE = _number(float, lambda x: 0 < x < float("inf"), "a positive number")
 _SEED = _number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295")
-_SOURCE = (
-    "a .jsonl, .json, .csv, .tsv, .parquet or text file, a folder of .txt files, or a dataset of "
-    "the hub as name:config:split:column"
-)
 
 
-def _count(default: int, help: str, minimum: int = 1) -> int:
-    return _option(default, help, "N", type=_at_least(minimum))
+def _count(default: int, minimum: int = 1) -> int:
+    return _option(default, "N", type=_at_least(minimum))
 
 
-def _column(option: str) -> str | None:
-    return _option(None, f"the column of --{option} that holds the text", "NAME")
-
-
-def _seed(help: str) -> int:
-    return _option(0, help, "N", type=_SEED)
-
-
-def _folder(default: str, help: str) -> Path:
-    return _option(Path(default), help, "DIR", type=Path)
+def _seed() -> int:
+    return _option(0, "N", type=_SEED)
 
 
 def _shape(text: str) -> str:
@@ -120,366 +104,363 @@ It stands here too, since options are checked before torch is loaded; a test com
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The settings of ``fedleak demo``.
+    """Fine-tune a small model on private messages and watch them leak.
 
-    Without ``model`` and ``text`` the embedded model is trained on the embedded messages.
+    Fine-tunes a language model on private text twice: once watched, once with a gate that stops
+    it. A model and texts are included; use your own with --model and --text.
+
+    Attributes:
+        model: causal language model: a folder or a name on the hub.
+        text: private text: {sources}.
+        column: the column of --text that holds the text.
+        steps: steps of the first run.
+        batch_size: texts a batch.
+        length: tokens a text, at most.
+        every_n_steps: steps between two looks.
+        at_most: word leakage at which the gate stops the second run.
+        lr: learning rate of AdamW.
+        out: folder of the logs.
+        seed: seed of split, order, dropout and calibration.
+        reveal: also write the recovered words to a local file that only you can read.
     """
 
-    model: str | None = _option(
-        None, "causal language model: a folder or a name on the hub", "NAME"
-    )
-    text: str | None = _option(None, f"private text: {_SOURCE}", "SOURCE")
-    column: str | None = _column("text")
-    steps: int = _count(100, "steps of the first run")
-    batch_size: int = _count(8, "texts a batch")
-    length: int = _count(64, "tokens a text, at most", 2)
-    every_n_steps: int = _count(5, "steps between two looks")
-    at_most: float = _option(
-        0.5,
-        "word leakage at which the gate stops the second run",
-        "F1",
-        type=_number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-    )
-    lr: float = _option(1e-4, "learning rate of AdamW", "X", type=_POSITIVE)
-    out: Path = _folder("fedleak_runs", "folder of the logs")
-    seed: int = _seed("seed of split, order, dropout and calibration")
-    reveal: bool = _option(
-        False, "also write the recovered words to a local file that only you can read"
-    )
+    model: str | None = _option(None, "NAME")
+    text: str | None = _option(None, "SOURCE")
+    column: str | None = _option(None, "NAME")
+    steps: int = _count(100)
+    batch_size: int = _count(8)
+    length: int = _count(64, 2)
+    every_n_steps: int = _count(5)
+    at_most: float = _option(0.5, "F1", type=_SHARE)
+    lr: float = _option(1e-4, "X", type=_POSITIVE)
+    out: Path = _option(Path("fedleak_runs"), "DIR")
+    seed: int = _seed()
+    reveal: bool = False
 
 
 @dataclass(frozen=True)
 class GameOptions:
-    """The settings of ``fedleak game``; see :class:`~lightning_fedleak.games.GameConfig` too.
+    """Ask, as a dishonest server, whether a text is in a client's batch.
 
-    Without ``model`` and ``text`` the game uses the embedded ones. The model may be causal, masked
-    or an encoder without a head.
+    Plays the security game of active membership inference (Vu et al. 2024): a client's batch is
+    drawn from a text, and a server that has added layers of its own to the model guesses from
+    their gradient whether a target is in it. A server that adds none reads the gradient of what
+    the client trains (--attack gradient). A model and texts are included; use your own with
+    --model and --text.
+
+    Attributes:
+        model: language model: a folder or a name on the hub.
+        text: the client's text: {sources}.
+        column: the column of --text that holds the text.
+        public: text that the server owns and calibrates on, as --text, or 'sampled' for text by
+            the model itself; by default a quarter of --text (at most 200).
+        public_column: the column of --public that holds the text.
+        attack: adversaries; all play the same games. 'gradient' and 'subspace' add no layers and
+            read what the client trains.
+        lora_r: the client trains a LoRA of this rank; 0: the whole model.
+        targets: {targets}.
+        layer: block whose output they read, 0 for the embeddings; by default the middle one.
+        batch: sentences in D.
+        tokens: tokens a sentence, at most.
+        pool: texts that games are drawn from, at most: a random choice of --text.
+        games: games.
+        position: which token of the target the attacks on tokens ask for.
+        protocol: the game of the paper's Fig. 2, or what the authors' published code does.
+        relation: what replaces a target that is not in the batch: another sentence, or nothing.
+        gradients: by the attack's formula, or by backward through layers that are really inserted.
+        forwards: the client computes each sentence once, in some batch (default in closed form),
+            or every batch again (always by autograd).
+        targets_per_batch: games that share one batch; faster, but no longer independent.
+        defense: the client randomises its tokens first: grr, rappor, the or dbitflip with settings
+            of TokenLDP, as grr:epsilon=5 or rappor:epsilon=5,per=token.
+        precision: precision of the model.
+        bos: token id put before every text.
+        seed: seed of data, bits, targets and calibration.
+        json: write the results to this file.
     """
 
-    model: str | None = _option(None, "language model: a folder or a name on the hub", "NAME")
-    text: str | None = _option(None, f"the client's text: {_SOURCE}", "SOURCE")
-    column: str | None = _column("text")
-    public: str | None = _option(
-        None,
-        "text that the server owns and calibrates on, as --text, or 'sampled' for text by the "
-        "model itself; by default a quarter of --text (at most 200)",
-        "SOURCE",
-    )
-    public_column: str | None = _column("public")
-    attack: Sequence[str] = _option(
-        ("fc", "fc-full", "attention"),
-        "adversaries; all play the same games. 'gradient' and 'subspace' add no layers and read "
-        "what the client trains",
-        choices=GAME_ATTACKS,
-    )
-    lora_r: int = _count(0, "the client trains a LoRA of this rank; 0: the whole model", 0)
-    targets: str | None = _option(None, _TARGETS, "NAMES")
-    layer: Sequence[int] | None = _option(
-        None,
-        "block whose output they read, 0 for the embeddings; by default the middle one",
-        "N",
-        nargs="+",
-        type=_at_least(0),
-    )
-    batch: int = _count(40, "sentences in D")
-    tokens: int = _count(32, "tokens a sentence, at most", 2)
-    pool: int = _count(
-        1000, "texts that games are drawn from, at most: a random choice of --text", 2
-    )
-    games: int = _count(240, "games")
-    position: Literal["random", "last"] | int = _option(
-        "random",
-        "which token of the target the attacks on tokens ask for",
-        "random|last|N",
-        type=_position,
-    )
-    protocol: Literal["game", "authors"] = _option(
-        "game",
-        "the game of the paper's Fig. 2, or what the authors' published code does",
-    )
-    relation: Literal["replace_one", "add_remove"] = _option(
-        "replace_one",
-        "what replaces a target that is not in the batch: another sentence, or nothing",
-    )
-    gradients: Literal["closed_form", "autograd"] = _option(
-        "closed_form",
-        "by the attack's formula, or by backward through layers that are really inserted",
-    )
-    forwards: Literal["pooled", "fresh"] | None = _option(
-        None,
-        "the client computes each sentence once, in some batch (default in closed form), or "
-        "every batch again (always by autograd)",
-        default=argparse.SUPPRESS,
-    )
-    targets_per_batch: int = _count(
-        1, "games that share one batch; faster, but no longer independent"
-    )
-    defense: str | None = _option(
-        None,
-        "the client randomises its tokens first: grr, rappor, the or dbitflip with settings of "
-        "TokenLDP, as grr:epsilon=5 or rappor:epsilon=5,per=token",
-        "NAME:SETTING=VALUE,...",
-    )
-    precision: str = _option("fp32", "precision of the model", choices=PRECISIONS)
-    bos: int | None = _option(None, "token id put before every text", "ID", type=_at_least(0))
-    seed: int = _seed("seed of data, bits, targets and calibration")
-    json: Path | None = _option(None, "write the results to this file", "FILE", type=Path)
+    model: str | None = _option(None, "NAME")
+    text: str | None = _option(None, "SOURCE")
+    column: str | None = _option(None, "NAME")
+    public: str | None = _option(None, "SOURCE")
+    public_column: str | None = _option(None, "NAME")
+    attack: Sequence[str] = _option(("fc", "fc-full", "attention"), choices=GAME_ATTACKS)
+    lora_r: int = _count(0, 0)
+    targets: str | None = _option(None, "NAMES")
+    layer: Sequence[int] | None = _option(None, "N", type=_at_least(0))
+    batch: int = _count(40)
+    tokens: int = _count(32, 2)
+    pool: int = _count(1000, 2)
+    games: int = _count(240)
+    position: Literal["random", "last"] | int = _option("random", "random|last|N", type=_position)
+    protocol: Literal["game", "authors"] = "game"
+    relation: Literal["replace_one", "add_remove"] = "replace_one"
+    gradients: Literal["closed_form", "autograd"] = "closed_form"
+    forwards: Literal["pooled", "fresh"] | None = _option(None, default=argparse.SUPPRESS)
+    targets_per_batch: int = _count(1)
+    defense: str | None = _option(None, "NAME:SETTING=VALUE,...")
+    precision: str = _option("fp32", choices=PRECISIONS)
+    bos: int | None = _option(None, "ID", type=_at_least(0))
+    seed: int = _seed()
+    json: Path | None = _option(None, "FILE")
 
 
 @dataclass(frozen=True)
 class InvertOptions:
-    """The settings of ``fedleak invert``.
+    """Read, as the server, a client's texts from the hidden states or gradients that it sends.
 
-    Without ``model`` and ``text`` the embedded ones are used. Of activations the model may be
-    causal, masked or an encoder without a head; of gradients it is causal.
+    Runs a model's bottom on texts, adds Gaussian noise to the hidden states at the split as a
+    client might before it sends them, and reads the texts back (Zheng 2023), beside what the noise
+    costs the model. With --from gradients the client sends the gradient of a batch of texts
+    instead, of the whole model or of a LoRA, and nothing else. A model and texts are included; use
+    your own with --model and --text.
+
+    Attributes:
+        from_: what the client sends: hidden states at a split, or the gradient of a batch of
+            texts.
+        model: language model: a folder or a name on the hub.
+        text: the client's text: {sources}.
+        column: the column of --text that holds the text.
+        public: of activations: text that the server owns and 'prefix' ranks tokens with, as
+            --text; by default text by the model itself.
+        public_column: the column of --public that holds the text.
+        layer: of activations: splits, blocks whose output is sent, 0 for the embeddings; by
+            default at a third and two thirds.
+        lora_r: of gradients: the client trains a LoRA of this rank; 0: the whole model.
+        targets: of gradients: {targets}.
+        batch_sizes: of gradients: texts of a batch.
+        noise: standard deviations of the noise; by default 0 0.3 1 3, of gradients 0.
+        relative: --noise counts in standard deviations of each dimension of the hidden states (of
+            gradients: in root mean squares of all gradients that are shared), or is absolute.
+        lengths: tokens a text.
+        texts: texts attacked in each cell; of gradients in whole batches, one at least.
+        attack: of activations by default 'prefix' for causal models, 'sweeps' (descent with
+            verified changes) for encoders; of gradients 'subspace'.
+        steps: of activations: gradient steps of a descent, at most.
+        budget_seconds: wall time of an attack on the texts of one cell (of gradients: on one
+            batch), after which its best so far counts; 'inf' for no bound.
+        precision: precision of the model.
+        bos: token id put before every text.
+        seed: seed of the choice of texts and of the noise.
+        out: folder of results and plots.
     """
 
-    from_: Literal["activations", "gradients"] = _option(
-        "activations",
-        "what the client sends: hidden states at a split, or the gradient of a batch of texts",
-    )
-    model: str | None = _option(None, "language model: a folder or a name on the hub", "NAME")
-    text: str | None = _option(None, f"the client's text: {_SOURCE}", "SOURCE")
-    column: str | None = _column("text")
-    public: str | None = _option(
-        None,
-        "of activations: text that the server owns and 'prefix' ranks tokens with, as --text; by "
-        "default text by the model itself",
-        "SOURCE",
-    )
-    public_column: str | None = _column("public")
-    layer: Sequence[int] | None = _option(
-        None,
-        "of activations: splits, blocks whose output is sent, 0 for the embeddings; by default at "
-        "a third and two thirds",
-        "K",
-        nargs="+",
-        type=_at_least(0),
-    )
-    lora_r: int = _count(
-        0, "of gradients: the client trains a LoRA of this rank; 0: the whole model", 0
-    )
-    targets: str | None = _option(None, f"of gradients: {_TARGETS}", "NAMES")
-    batch_sizes: Sequence[int] = _option(
-        (1, 4), "of gradients: texts of a batch", "B", type=_at_least(1)
-    )
+    from_: Literal["activations", "gradients"] = "activations"
+    model: str | None = _option(None, "NAME")
+    text: str | None = _option(None, "SOURCE")
+    column: str | None = _option(None, "NAME")
+    public: str | None = _option(None, "SOURCE")
+    public_column: str | None = _option(None, "NAME")
+    layer: Sequence[int] | None = _option(None, "K", type=_at_least(0))
+    lora_r: int = _count(0, 0)
+    targets: str | None = _option(None, "NAMES")
+    batch_sizes: Sequence[int] = _option((1, 4), "B", type=_at_least(1))
     noise: Sequence[float] | None = _option(
-        None,
-        "standard deviations of the noise; by default 0 0.3 1 3, of gradients 0",
-        "S",
-        nargs="+",
-        type=_number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0"),
+        None, "S", type=_number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
     )
-    relative: bool = _option(
-        True,
-        "--noise counts in standard deviations of each dimension of the hidden states (of "
-        "gradients: in root mean squares of all gradients that are shared), or is absolute",
-    )
-    lengths: Sequence[int] = _option((32,), "tokens a text", "N", type=_at_least(1))
-    texts: int = _count(
-        4, "texts attacked in each cell; of gradients in whole batches, one at least"
-    )
-    attack: Sequence[str] | None = _option(
-        None,
-        "of activations by default 'prefix' for causal models, 'sweeps' (descent with verified "
-        f"changes) for encoders; of gradients '{GRADIENT_ATTACKS[0]}'",
-        nargs="+",
-        choices=INVERT_ATTACKS + GRADIENT_ATTACKS,
-    )
-    steps: int = _count(1000, "of activations: gradient steps of a descent, at most")
+    relative: bool = True
+    lengths: Sequence[int] = _option((32,), "N", type=_at_least(1))
+    texts: int = _count(4)
+    attack: Sequence[str] | None = _option(None, choices=INVERT_ATTACKS + GRADIENT_ATTACKS)
+    steps: int = _count(1000)
     budget_seconds: float = _option(
-        60.0,
-        "wall time of an attack on the texts of one cell (of gradients: on one batch), after which "
-        "its best so far counts; 'inf' for no bound",
-        "X",
-        type=_number(float, lambda x: x > 0, "a positive number"),
+        60.0, "X", type=_number(float, lambda x: x > 0, "a positive number")
     )
-    precision: str = _option("fp32", "precision of the model", choices=PRECISIONS)
-    bos: int | None = _option(None, "token id put before every text", "ID", type=_at_least(0))
-    seed: int = _seed("seed of the choice of texts and of the noise")
-    out: Path = _folder("fedleak_runs/inversion", "folder of results and plots")
+    precision: str = _option("fp32", choices=PRECISIONS)
+    bos: int | None = _option(None, "ID", type=_at_least(0))
+    seed: int = _seed()
+    out: Path = _option(Path("fedleak_runs/inversion"), "DIR")
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """The settings of ``fedleak sweep``.
+    """Train under a grid of defences: what each costs and what still leaks.
 
-    Without ``model`` and ``text`` the embedded model is trained on the embedded messages. A sweep
-    that is started again in its folder ``out`` goes on.
+    Fine-tunes a language model once for each defence and strength, with the same data, order and
+    seed, and attacks every run as it trains. Writes a table, JSON and a plot of utility against
+    leakage. It continues where it was interrupted.
+
+    Attributes:
+        defense: 'none', or a defence with its settings; values separated by / make a grid.
+        attack: all look at the same steps of each run.
+        model: causal language model: a folder or a name on the hub.
+        text: private text: {sources}.
+        column: the column of --text that holds the text.
+        layer: block whose output fc, attention, prefix and descent read; by default the middle
+            one.
+        steps: steps of a run.
+        batch_size: texts a batch.
+        length: tokens a text, at most.
+        every_n_steps: steps between two looks.
+        lr: learning rate of AdamW.
+        peft: train only a part of the model.
+        budget_seconds: time that prefix and descent may take for one look.
+        seed: seed of split, order, dropout and calibration.
+        out: results.
     """
 
-    defense: Sequence[str] = _option(
-        DEFENSES,
-        "'none', or a defence with its settings; values separated by / make a grid",
-        "NAME[:SETTING=VALUE[/VALUE ...],...]",
-    )
-    attack: Sequence[str] = _option(
-        ("flatchat", "aligned_flatchat", "fc"),
-        "all look at the same steps of each run",
-        choices=SWEEP_ATTACKS,
-    )
-    model: str | None = _option(
-        None, "causal language model: a folder or a name on the hub", "NAME"
-    )
-    text: str | None = _option(None, f"private text: {_SOURCE}", "SOURCE")
-    column: str | None = _column("text")
-    layer: int | None = _option(
-        None,
-        "block whose output fc, attention, prefix and descent read; by default the middle one",
-        "N",
-        type=_at_least(0),
-    )
-    steps: int = _count(60, "steps of a run")
-    batch_size: int = _count(8, "texts a batch")
-    length: int = _count(64, "tokens a text, at most", 2)
-    every_n_steps: int = _count(5, "steps between two looks")
-    lr: float = _option(1e-4, "learning rate of AdamW", "X", type=_POSITIVE)
-    peft: Literal["lora", "bitfit"] | None = _option(None, "train only a part of the model")
-    budget_seconds: float = _option(
-        10.0, "time that prefix and descent may take for one look", "S", type=_POSITIVE
-    )
-    seed: int = _seed("seed of split, order, dropout and calibration")
-    out: Path = _folder("fedleak_runs/sweep", "results")
+    defense: Sequence[str] = _option(DEFENSES, "NAME[:SETTING=VALUE[/VALUE ...],...]")
+    attack: Sequence[str] = _option(("flatchat", "aligned_flatchat", "fc"), choices=SWEEP_ATTACKS)
+    model: str | None = _option(None, "NAME")
+    text: str | None = _option(None, "SOURCE")
+    column: str | None = _option(None, "NAME")
+    layer: int | None = _option(None, "N", type=_at_least(0))
+    steps: int = _count(60)
+    batch_size: int = _count(8)
+    length: int = _count(64, 2)
+    every_n_steps: int = _count(5)
+    lr: float = _option(1e-4, "X", type=_POSITIVE)
+    peft: Literal["lora", "bitfit"] | None = None
+    budget_seconds: float = _option(10.0, "S", type=_POSITIVE)
+    seed: int = _seed()
+    out: Path = _option(Path("fedleak_runs/sweep"), "DIR")
 
 
 @dataclass(frozen=True)
 class CapacityOptions:
-    """The settings of ``fedleak capacity``.
+    """How many distinct tokens an update can give away, before any training.
 
-    Without ``model`` and ``text`` the embedded ones are used.
+    Counts the rows of an update that name the tokens of a batch (a LoRA's, or the whole first
+    block's), and finds by attack the smallest batch that is not read exactly. It is no promise
+    that a larger one is safe. A model and texts are included; use your own with --model and
+    --text.
+
+    Attributes:
+        model: language model: a folder or a name on the hub.
+        text: texts like the clients': {sources}.
+        column: the column of --text that holds the text.
+        lora_r: rank of the LoRA; 0 for the whole model.
+        targets: {targets}.
+        batch: texts of a batch x tokens of a text.
+        seconds: time for planted sets of tokens.
+        seed: seed of adapters, texts and planted sets.
     """
 
-    model: str | None = _option(None, "language model: a folder or a name on the hub", "NAME")
-    text: str | None = _option(None, f"texts like the clients': {_SOURCE}", "SOURCE")
-    column: str | None = _column("text")
-    lora_r: int = _count(8, "rank of the LoRA; 0 for the whole model", 0)
-    targets: str | None = _option(None, _TARGETS, "NAMES")
-    batch: str = _option("8x64", "texts of a batch x tokens of a text", "BxL", type=_shape)
-    seconds: float = _option(30.0, "time for planted sets of tokens", "S", type=_POSITIVE)
-    seed: int = _seed("seed of adapters, texts and planted sets")
+    model: str | None = _option(None, "NAME")
+    text: str | None = _option(None, "SOURCE")
+    column: str | None = _option(None, "NAME")
+    lora_r: int = _count(8, 0)
+    targets: str | None = _option(None, "NAMES")
+    batch: str = _option("8x64", "BxL", type=_shape)
+    seconds: float = _option(30.0, "S", type=_POSITIVE)
+    seed: int = _seed()
 
 
 @dataclass(frozen=True)
 class MemorizationOptions:
-    """The settings of ``fedleak memorization``."""
+    """What a trained model gives away of its training texts, before it is released.
 
-    model: str = _option(
-        "", "the trained model: a folder, or one with adapters of PEFT", "DIR", required=True
-    )
-    base: str = _option(
-        "", "the model that the training began from: a folder or a name on the hub", "NAME",
-        required=True,
-    )  # fmt: skip
-    members: str = _option("", f"texts that were trained on: {_SOURCE}", "SOURCE", required=True)
-    others: str = _option(
-        "", "texts like them that were not trained on, in one of the same forms", "SOURCE",
-        required=True,
-    )  # fmt: skip
-    column: str | None = _column("members and --others")
-    length: int = _count(256, "tokens of a text, at most", 9)
-    drawn: bool = _option(
-        False,
-        "a coin chose the others among the same rows (leave_out), so that they follow one law",
-    )
-    metric: Literal["auc", "shown"] = _option(
-        "auc",
-        "what --at-most limits: the lower bound of the AUC, or the TPR at 1%% FPR that is shown",
-        choices=("auc", "shown"),
-    )
-    at_most: float | None = _option(
-        None, "exit with status 3 where more is shown, or it is unknown", "X", type=_SHARE
-    )
-    out: Path | None = _option(None, "file of the result as JSON", "FILE", type=Path)
+    Asks the trained model and its base about texts that were trained on and texts that were not,
+    and shows how far they can be told apart and which of them the model would write. Each text
+    costs two forwards; nothing is generated.
+
+    Attributes:
+        model: the trained model: a folder, or one with adapters of PEFT.
+        base: the model that the training began from: a folder or a name on the hub.
+        members: texts that were trained on: {sources}.
+        others: texts like them that were not trained on, in one of the same forms.
+        column: the column of --members and --others that holds the text.
+        length: tokens of a text, at most.
+        drawn: a coin chose the others among the same rows (leave_out), so that they follow one
+            law.
+        metric: what --at-most limits: the lower bound of the AUC, or the TPR at 1% FPR that is
+            shown.
+        at_most: exit with status 3 where more is shown, or it is unknown.
+        out: file of the result as JSON.
+    """
+
+    model: str = _option("", "DIR", required=True)
+    base: str = _option("", "NAME", required=True)
+    members: str = _option("", "SOURCE", required=True)
+    others: str = _option("", "SOURCE", required=True)
+    column: str | None = _option(None, "NAME")
+    length: int = _count(256, 9)
+    drawn: bool = False
+    metric: Literal["auc", "shown"] = "auc"
+    at_most: float | None = _option(None, "X", type=_SHARE)
+    out: Path | None = _option(None, "FILE")
 
 
 @dataclass(frozen=True)
 class FederateOptions:
-    """The settings of ``fedleak federate``.
+    """Train a federation, and see what each client's update and their sum leak.
 
-    Without ``model`` and ``text`` the embedded model is trained on the embedded messages.
+    Deals texts to clients, who train a language model for some rounds. Each update is attacked
+    before it leaves; a gate may hold it back, and client-level differential privacy clip it and
+    add noise. Shows utility, leakage of each client and of the sum, and epsilon, round by round. A
+    model and texts are included; use your own with --model and --text.
+
+    Attributes:
+        clients: clients of the federation.
+        rounds: rounds.
+        local_steps: optimizer steps of a client in a round.
+        model: causal language model: a folder or a name on the hub.
+        text: the clients' texts: {sources}.
+        column: the column of --text that holds the text.
+        partition_by: the column of --text with the speaker (or the kind) of each text.
+        partition: how texts are dealt to clients: at random; all texts of a speaker to one client;
+            or each client with its own shares of the kinds of text in --partition-by, or else of
+            the whole. By default 'speaker' with --partition-by, 'iid' without.
+        alpha: for 'dirichlet': the smaller, the less alike clients are.
+        peft: clients train low-rank adapters; by default the whole model.
+        lora_r: rank of --peft lora (8).
+        targets: {targets}.
+        optimizer: optimizer of the clients.
+        lr: its learning rate (0.1, of adamw 3e-4).
+        batch_size: texts a batch.
+        length: tokens a text, at most.
+        attack: every attack that can read these updates, or none.
+        members: texts of a round in its membership games, and as many that are not in the round; a
+            gate needs 16.
+        gate: the highest --watch at which an update still leaves.
+        watch: what the gate watches, a name in the logs; by default leakage/worst/membership (of
+            which .5 is guessing), and leakage/worst/words where an attack can read words from
+            these updates.
+        action: what the gate does.
+        epsilon: client-level differential privacy: what all rounds together may cost.
+        noise_multiplier: noise on the sum, over --clip, in place of --epsilon.
+        clip: largest norm of a client's update.
+        delta: delta of the guarantee.
+        trust: who adds the noise: the server; each client all of it; each client its share.
+        sampling: which clients take part in a round.
+        per_round: for 'poisson' and 'fixed': how many (on average).
+        engine: one client after the other in this process, or Flower's simulation (the extra
+            'flower'); both give the same model.
+        seed: seed of split, order, adapters and calibration.
+        out: folder of the logs.
     """
 
-    clients: int = _count(4, "clients of the federation", 2)
-    rounds: int = _count(3, "rounds")
-    local_steps: int = _count(10, "optimizer steps of a client in a round")
-    model: str | None = _option(
-        None, "causal language model: a folder or a name on the hub", "NAME"
-    )
-    text: str | None = _option(None, f"the clients' texts: {_SOURCE}", "SOURCE")
-    column: str | None = _column("text")
-    partition_by: str | None = _option(
-        None, "the column of --text with the speaker (or the kind) of each text", "COLUMN"
-    )
-    partition: Literal["iid", "speaker", "dirichlet"] | None = _option(
-        None,
-        "how texts are dealt to clients: at random; all texts of a speaker to one client; or each "
-        "client with its own shares of the kinds of text in --partition-by, or else of the "
-        "whole. By default 'speaker' with --partition-by, 'iid' without",
-    )
-    alpha: float = _option(
-        0.5, "for 'dirichlet': the smaller, the less alike clients are", "X", type=_POSITIVE
-    )
-    peft: Literal["lora"] | None = _option(
-        None, "clients train low-rank adapters; by default the whole model"
-    )
-    lora_r: int | None = _option(None, "rank of --peft lora (8)", "N", type=_at_least(1))
-    targets: str | None = _option(None, _TARGETS, "NAMES")
-    optimizer: Literal["sgd", "momentum", "adamw"] = _option("adamw", "optimizer of the clients")
-    lr: float | None = _option(None, "its learning rate (0.1, of adamw 3e-4)", "X", type=_POSITIVE)
-    batch_size: int = _count(4, "texts a batch")
-    length: int = _count(32, "tokens a text, at most", 2)
-    attack: Literal["auto", "none"] = _option(
-        "auto", "every attack that can read these updates, or none"
-    )
-    members: int = _count(
-        16,
-        "texts of a round in its membership games, and as many that are not in the round; a gate "
-        "needs 16",
-    )
-    gate: float | None = _option(
-        None,
-        "the highest --watch at which an update still leaves",
-        "X",
-        type=_number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-    )
-    watch: str | None = _option(
-        None,
-        "what the gate watches, a name in the logs; by default leakage/worst/membership (of which "
-        ".5 is guessing), and leakage/worst/words where an attack can read words from these "
-        "updates",
-        "NAME",
-    )
-    action: Literal["withhold", "harden", "raise", "warn"] = _option(
-        "withhold", "what the gate does"
-    )
-    epsilon: float | None = _option(
-        None,
-        "client-level differential privacy: what all rounds together may cost",
-        "X",
-        type=_POSITIVE,
-    )
-    noise_multiplier: float | None = _option(
-        None, "noise on the sum, over --clip, in place of --epsilon", "X", type=_POSITIVE
-    )
-    clip: float = _option(1.0, "largest norm of a client's update", "C", type=_POSITIVE)
-    delta: float = _option(1e-5, "delta of the guarantee", "X", type=_POSITIVE)
-    trust: Literal["central", "local", "secure_aggregation"] = _option(
-        "central",
-        "who adds the noise: the server; each client all of it; each client its share",
-    )
-    sampling: Literal["all", "poisson", "fixed"] = _option(
-        "all", "which clients take part in a round"
-    )
-    per_round: float | None = _option(
-        None, "for 'poisson' and 'fixed': how many (on average)", "N", type=_POSITIVE
-    )
-    engine: Literal["local", "flower"] = _option(
-        "local",
-        "one client after the other in this process, or Flower's simulation (the extra 'flower'); "
-        "both give the same model",
-    )
-    seed: int = _seed("seed of split, order, adapters and calibration")
-    out: Path = _folder("fedleak_runs/federation", "folder of the logs")
+    clients: int = _count(4, 2)
+    rounds: int = _count(3)
+    local_steps: int = _count(10)
+    model: str | None = _option(None, "NAME")
+    text: str | None = _option(None, "SOURCE")
+    column: str | None = _option(None, "NAME")
+    partition_by: str | None = _option(None, "COLUMN")
+    partition: Literal["iid", "speaker", "dirichlet"] | None = None
+    alpha: float = _option(0.5, "X", type=_POSITIVE)
+    peft: Literal["lora"] | None = None
+    lora_r: int | None = _option(None, "N", type=_at_least(1))
+    targets: str | None = _option(None, "NAMES")
+    optimizer: Literal["sgd", "momentum", "adamw"] = "adamw"
+    lr: float | None = _option(None, "X", type=_POSITIVE)
+    batch_size: int = _count(4)
+    length: int = _count(32, 2)
+    attack: Literal["auto", "none"] = "auto"
+    members: int = _count(16)
+    gate: float | None = _option(None, "X", type=_SHARE)
+    watch: str | None = _option(None, "NAME")
+    action: Literal["withhold", "harden", "raise", "warn"] = "withhold"
+    epsilon: float | None = _option(None, "X", type=_POSITIVE)
+    noise_multiplier: float | None = _option(None, "X", type=_POSITIVE)
+    clip: float = _option(1.0, "C", type=_POSITIVE)
+    delta: float = _option(1e-5, "X", type=_POSITIVE)
+    trust: Literal["central", "local", "secure_aggregation"] = "central"
+    sampling: Literal["all", "poisson", "fixed"] = "all"
+    per_round: float | None = _option(None, "N", type=_POSITIVE)
+    engine: Literal["local", "flower"] = "local"
+    seed: int = _seed()
+    out: Path = _option(Path("fedleak_runs/federation"), "DIR")
 
     def check(self) -> None:
         """Raise an error for options that contradict each other, before libraries are loaded.

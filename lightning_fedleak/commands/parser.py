@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from lightning_fedleak.commands.options import (
+    PHRASES,
     CapacityOptions,
     DemoOptions,
     FederateOptions,
@@ -21,62 +23,92 @@ from lightning_fedleak.commands.options import (
     SweepOptions,
 )
 
-_COMMANDS: dict[str, tuple[type, str, str]] = {
-    "demo": (
-        DemoOptions,
-        "fine-tune a small model on private messages and watch them leak",
-        "Fine-tunes a language model on private text twice: once watched, once with a gate that "
-        "stops it. A model and texts are included; use your own with --model and --text.",
-    ),
-    "game": (
-        GameOptions,
-        "ask, as a dishonest server, whether a text is in a client's batch",
-        "Plays the security game of active membership inference (Vu et al. 2024): a client's batch "
-        "is drawn from a text, and a server that has added layers of its own to the model guesses "
-        "from their gradient whether a target is in it. A server that adds none reads the gradient "
-        "of what the client trains (--attack gradient). A model and texts are included; use your "
-        "own with --model and --text.",
-    ),
-    "invert": (
-        InvertOptions,
-        "read, as the server, a client's texts from the hidden states or gradients that it sends",
-        "Runs a model's bottom on texts, adds Gaussian noise to the hidden states at the split as "
-        "a client might before it sends them, and reads the texts back (Zheng 2023), beside what "
-        "the noise costs the model. With --from gradients the client sends the gradient of a batch "
-        "of texts instead, of the whole model or of a LoRA, and nothing else. A model and texts "
-        "are included; use your own with --model and --text.",
-    ),
-    "capacity": (
-        CapacityOptions,
-        "how many distinct tokens an update can give away, before any training",
-        "Counts the rows of an update that name the tokens of a batch (a LoRA's, or the whole "
-        "first block's), and finds by attack the smallest batch that is not read exactly. It is "
-        "no promise that a larger one is safe. A model and texts are included; use your own with "
-        "--model and --text.",
-    ),
-    "memorization": (
-        MemorizationOptions,
-        "what a trained model gives away of its training texts, before it is released",
-        "Asks the trained model and its base about texts that were trained on and texts that were "
-        "not, and shows how far they can be told apart and which of them the model would write. "
-        "Each text costs two forwards; nothing is generated.",
-    ),
-    "federate": (
-        FederateOptions,
-        "train a federation, and see what each client's update and their sum leak",
-        "Deals texts to clients, who train a language model for some rounds. Each update is "
-        "attacked before it leaves; a gate may hold it back, and client-level differential "
-        "privacy clip it and add noise. Shows utility, leakage of each client and of the sum, and "
-        "epsilon, round by round. A model and texts are included; use your own with --model and "
-        "--text.",
-    ),
-    "sweep": (
-        SweepOptions,
-        "train under a grid of defences: what each costs and what still leaks",
-        "Fine-tunes a language model once for each defence and strength, with the same data, order "
-        "and seed, and attacks every run as it trains. Writes a table, JSON and a plot of utility "
-        "against leakage. It continues where it was interrupted.",
-    ),
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Write what runs showed: a page for people, JSON, an entry for a registry.
+
+    Reads the log folders of runs (lightning_logs/version_0, fedleak_runs/...), or results of game,
+    invert and sweep, and writes report.html, report.json and, where there was differential
+    privacy, report.yaml.
+
+    Attributes:
+        runs: folder or result file.
+        out: folder of the report (default: the first RUN's).
+        about: facts that no log holds, in tables named as the registry's sections (default:
+            report.toml in --out, where there is one).
+        model_card: print a block of Markdown for a model card, and write nothing.
+        reveal: local reveal files to put into the page: private text; the page gets mode 0600.
+    """
+
+    runs: Sequence[Path] = field(metadata={"metavar": "RUN"})
+    out: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    about: Path | None = field(default=None, metadata={"metavar": "TOML"})
+    model_card: bool = False
+    reveal: Sequence[Path] = field(default=(), metadata={"metavar": "FILE"})
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Print what changed between two runs.
+
+    Prints utility, leakage with 95% intervals, and epsilon of two runs side by side.
+
+    Attributes:
+        before: log folder of the first run.
+        after: log folder of the second.
+    """
+
+    before: Path = field(metadata={"metavar": "RUN_A"})
+    after: Path = field(metadata={"metavar": "RUN_B"})
+
+
+@dataclass(frozen=True)
+class RecipesOptions:
+    """List and copy ready-made configs for fit: monitors, gates, defences.
+
+    Lists the recipes, fragments of a LightningCLI config; copies those named.
+
+    Attributes:
+        names: recipe to copy.
+        to: folder of the copies.
+    """
+
+    names: Sequence[str] = field(metadata={"metavar": "NAME", "nargs": "*"})
+    to: Path | None = field(default=None, metadata={"metavar": "DIR"})
+
+
+@dataclass(frozen=True)
+class CompletionOptions:
+    """Print a script that completes commands in a shell.
+
+    Prints a script for the shell: eval "$(fedleak completion bash)"
+
+    Attributes:
+        shell: shell.
+    """
+
+    shell: Literal["bash", "zsh"]
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """Fine-tune any causal language model on any text, configured by LightningCLI."""
+
+
+_COMMANDS: dict[str, type] = {
+    "demo": DemoOptions,
+    "game": GameOptions,
+    "invert": InvertOptions,
+    "capacity": CapacityOptions,
+    "memorization": MemorizationOptions,
+    "federate": FederateOptions,
+    "sweep": SweepOptions,
+    "report": ReportOptions,
+    "compare": CompareOptions,
+    "recipes": RecipesOptions,
+    "completion": CompletionOptions,
+    "fit": FitOptions,
 }
 
 
@@ -84,7 +116,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Print the default of an option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        empty = action.default is None or action.default is False or action.default == ""
+        empty = action.default is None or action.default is False or action.default in ("", [])
         return action.help if empty else super()._get_help_string(action)
 
 
@@ -132,88 +164,52 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "leave a client give away.",
     )
     fedleak.add_argument("--version", action="version", version=version("lightning-fedleak"))
-    commands = fedleak.add_subparsers(
-        required=True,
-        dest="command",
-        metavar="{demo,game,invert,capacity,memorization,federate,sweep,report,compare,recipes,completion,fit}",
-    )
-    for name, (options, brief, description) in _COMMANDS.items():
+    listed = ",".join(_COMMANDS)
+    commands = fedleak.add_subparsers(required=True, dest="command", metavar=f"{{{listed}}}")
+    for command_name, options in _COMMANDS.items():
+        brief, description, helps = _documentation(options)
         command = commands.add_parser(
-            name,
-            help=brief,
-            description=description,
-            formatter_class=_Help,
+            command_name, help=brief, description=description, formatter_class=_Help
         )
         hints = get_type_hints(options)
         for option in fields(options):
-            default = option.default
-            settings = {"default": list(default) if isinstance(default, tuple) else default}
-            literals = [
-                kind
-                for kind in (hints[option.name], *get_args(hints[option.name]))
-                if get_origin(kind) is Literal
-            ]
-            if literals and "type" not in option.metadata:
-                settings["choices"] = get_args(literals[0])
-            spelled = option.name.rstrip("_").replace("_", "-")  # from_, as Python has a 'from'
-            command.add_argument(
-                f"--{spelled}", dest=option.name, **{**settings, **option.metadata}
-            )
-    report = commands.add_parser(
-        "report",
-        help="write what runs showed: a page for people, JSON, an entry for a registry",
-        description="Reads the log folders of runs (lightning_logs/version_0, fedleak_runs/...), "
-        "or results of game, invert and sweep, and writes report.html, report.json and, where "
-        "there was differential privacy, report.yaml.",
-    )
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder or result file")
-    report.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the report (default: the first RUN's)"
-    )
-    report.add_argument(
-        "--about",
-        type=Path,
-        metavar="TOML",
-        help="facts that no log holds, in tables named as the registry's sections "
-        "(default: report.toml in --out, where there is one)",
-    )
-    report.add_argument(
-        "--model-card",
-        action="store_true",
-        help="print a block of Markdown for a model card, and write nothing",
-    )
-    report.add_argument(
-        "--reveal",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="local reveal files to put into the page: private text; the page gets mode 0600",
-    )
-    compare = commands.add_parser(
-        "compare",
-        help="print what changed between two runs",
-        description="Prints utility, leakage with 95% intervals, and epsilon of two runs side by "
-        "side.",
-    )
-    compare.add_argument("before", type=Path, metavar="RUN_A", help="log folder of the first run")
-    compare.add_argument("after", type=Path, metavar="RUN_B", help="log folder of the second")
-    recipes = commands.add_parser(
-        "recipes",
-        help="list and copy ready-made configs for fit: monitors, gates, defences",
-        description="Lists the recipes, fragments of a LightningCLI config; copies those named.",
-    )
-    recipes.add_argument("names", nargs="*", metavar="NAME", help="recipe to copy")
-    recipes.add_argument(
-        "--to", type=Path, default=Path(), metavar="DIR", help="folder of the copies"
-    )
-    completion = commands.add_parser(
-        "completion",
-        help="print a script that completes commands in a shell",
-        description='Prints a script for the shell: eval "$(fedleak completion bash)"',
-    )
-    completion.add_argument("shell", choices=("bash", "zsh"), help="shell")
-    commands.add_parser(
-        "fit", help="fine-tune any causal language model on any text, configured by LightningCLI"
-    )
+            arguments = _arguments(option, hints[option.name])
+            name = option.name
+            if option.default is not MISSING:
+                arguments["dest"] = name
+                name = f"--{name.rstrip('_').replace('_', '-')}"  # from_, as Python has a 'from'
+            command.add_argument(name, help=helps.get(option.name), **arguments)
     return fedleak, commands.choices
+
+
+def _documentation(options: type) -> tuple[str, str, Mapping[str, str]]:
+    """Return what the help says of a command in a line and at length, and of each of its options.
+
+    All of it is the docstring of the command's settings.
+    """
+    text, _, attributes = (inspect.getdoc(options) or "").partition("\n\nAttributes:\n")
+    brief, _, description = text.partition("\n\n")
+    _, *entries = re.split(r"^    (\w+): ", attributes, flags=re.MULTILINE)
+    sentences = (" ".join(entry.split()).removesuffix(".") for entry in entries[1::2])
+    helps = (sentence.format_map(PHRASES).replace("%", "%%") for sentence in sentences)
+    brief = (brief[:1].lower() + brief[1:]).removesuffix(".")
+    return brief, description, dict(zip(entries[::2], helps, strict=True))
+
+
+def _arguments(option: Field[Any], hint: object) -> dict[str, Any]:
+    """Return the arguments of ``add_argument`` that a field's default, type and metadata say."""
+    if isinstance(option.default, bool):
+        action = argparse.BooleanOptionalAction if option.default else "store_true"
+        return {"default": option.default, "action": action, **option.metadata}
+    arguments: dict[str, Any] = {}
+    if option.default is not MISSING:
+        default = option.default
+        arguments["default"] = list(default) if isinstance(default, tuple) else default
+    for kind in (hint, *get_args(hint)):
+        if get_origin(kind) is Literal and "type" not in option.metadata:
+            arguments["choices"] = get_args(kind)
+        elif get_origin(kind) is Sequence:
+            arguments["nargs"] = "+"
+        elif kind is Path:
+            arguments["type"] = Path
+    return {**arguments, **option.metadata}

@@ -8,6 +8,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 LOWEST := .venv-lowest
 IN_PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 FLOWER := .venv-flower
+QUANTIZED := .venv-quantized
 # Those of tests/ that hold slow tests: the others need not be collected to run these.
 SLOW = $(sort $(shell grep -rl --include='test_*.py' 'mark\.slow' tests))
 PAPERS_LOG ?= benchmarks/papers/measured.jsonl
@@ -25,7 +26,7 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-slow test-lowest test-flower coverage docs notebooks smoke papers gpu lint house clean install install-all
+.PHONY: help demo test test-slow test-lowest test-flower test-quantized coverage docs notebooks smoke papers gpu lint house clean install install-all
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +35,7 @@ help:
 	@echo "make test-slow  run the slow ones: proofs of DP-SGD and of gates, most runs on several processes, torch.compile, real models, the examples, and the snippets of the docs"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make test-flower  run the tests of federations on Flower, in .venv-flower"
+	@echo "make test-quantized  run the tests of LoRA on bases in 4 and 8 bits, with bitsandbytes and torchao in .venv-quantized"
 	@echo "make coverage  run the tests, but for the slow ones, and print which share of the package's lines they run (takes two thirds longer)"
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
 	@echo "make docs    build the site of docs/ in site/, strictly; open site/index.html"
@@ -60,6 +62,11 @@ test-slow: $(READY)
 test-flower: $(FLOWER)/.ready
 	@FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 RAY_USAGE_STATS_ENABLED=0 PYTHONPATH=. \
 		$(FLOWER)/bin/python -m pytest --numprocesses 0 -m "not slow" tests/federation tests/flower $(ARGS)
+
+# Beside the environment, not in it: PEFT imports bitsandbytes wherever it is installed.
+test-quantized: $(READY) $(QUANTIZED)/.ready
+	@PYTHONPATH=$(QUANTIZED):. $(BIN)/python -m pytest --numprocesses 0 tests/looks/test_quantized_bases.py \
+		tests/looks/channels/test_memorization.py::test_lora_on_a_base_of_four_bits $(ARGS)
 
 test-lowest: $(LOWEST)/.ready  # without real models: newer versions saved their tokenizers
 	@FEDLEAK_ASSETS=none $(LOWEST)/bin/python -m pytest $(IN_PARALLEL) $(ARGS)
@@ -126,6 +133,10 @@ $(FLOWER)/.ready: pyproject.toml constraints-flower.txt
 	@$(PYTHON) -m venv $(FLOWER)
 	@echo "Installing Flower into $(FLOWER) (once; some minutes) ..."
 	@$(FLOWER)/bin/python $(INSTALL) -c constraints-flower.txt -e ".[flower,test]"
+	@touch $@
+
+$(QUANTIZED)/.ready: $(READY)
+	@$(BIN)/python $(INSTALL) --no-deps --target $(QUANTIZED) --upgrade -c constraints.txt bitsandbytes torchao
 	@touch $@
 
 clean:

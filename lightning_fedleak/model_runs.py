@@ -80,6 +80,9 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     root, before = anatomy.root, _open.get()
     modules = modules_of(root)
     flags = [m.training for m in modules]
+    # Linear4bit of bitsandbytes packs its weights for some CPUs in eval mode, for good, and has no
+    # backward any more.
+    packing = [m for m in modules if getattr(m, "support_avx512bf16_for_cpu", False)]
     with ExitStack() as stack:
         stack.enter_context(preserve_process())
         if not any(root is other for other in before):
@@ -93,13 +96,15 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
         _open.set((*before, root))
         try:
             for module in modules:
-                # Linear4bit of bitsandbytes has no other use of it than this, which is for good:
-                # on some CPUs it packs its weights in eval mode, and has no backward any more.
-                module.training &= getattr(module, "support_avx512bf16_for_cpu", False)
+                module.training = False
+            for module in packing:
+                module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             yield anatomy.model
         finally:
             for module, flag in zip(modules, flags, strict=True):
                 module.training = flag
+            for module in packing:
+                module.support_avx512bf16_for_cpu = True  # type: ignore[assignment]
             _open.set(before)
 
 
@@ -544,6 +549,8 @@ def run_logits(
 def call_with(model: nn.Module, parameters: Mapping[str, Tensor], **kwargs: Any) -> Any:
     """Return a model's output with other tensors in place of its parameters.
 
+    A frozen parameter of a class of its own stays: a quantized one is more than its values.
+
     ``torch.func.functional_call`` would fail if a module is at two places, as the embedding of an
     encoder and of its decoder: it leaves the tensors in the model, untied at the next call.
 
@@ -553,7 +560,11 @@ def call_with(model: nn.Module, parameters: Mapping[str, Tensor], **kwargs: Any)
         kwargs: arguments of the forward.
     """
     model_parameters = model.named_parameters(remove_duplicate=False)
-    values = {id(p): parameters[name] for name, p in model_parameters if name in parameters}
+    values = {
+        id(p): parameters[name]
+        for name, p in model_parameters
+        if name in parameters and (p.requires_grad or type(p) is nn.Parameter)
+    }
     replacements = {
         f"{path}.{name}" if path else name: values[id(p)]
         for path, module in model.named_modules()  # each module once

@@ -231,7 +231,11 @@ class _State:
             self._others.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
             self._others.append(partial(value.setstate, value.getstate()))
-        elif kind is SimpleNamespace or hasattr(kind, "__dataclass_fields__"):
+        elif (
+            kind is SimpleNamespace
+            or hasattr(kind, "__dataclass_fields__")
+            or kind.__module__.startswith("bitsandbytes.")  # how a weight is quantized
+        ):
             self._visit_entries(getattr(value, "__dict__", {}), name)
 
     def _visit_entries(self, container: Any, name: str) -> None:
@@ -251,8 +255,10 @@ class _State:
             if tensor.grad is not None:
                 self._visit(tensor.grad, f"{name}.grad")
         if type(tensor) not in _PLAIN:
-            self._flags.append((tensor, tensor.requires_grad))
-            return
+            self._visit_entries(tensor.__dict__, name)
+            if not type(tensor).__module__.startswith("bitsandbytes."):
+                self._flags.append((tensor, tensor.requires_grad))
+                return
         for store in ("._parameters.", "._buffers."):
             name = name.replace(store, ".")
         saved = _Tensor(tensor, name)

@@ -222,13 +222,15 @@ def test_no_hook_of_others_runs_and_all_run_again_after() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_layers_that_pack_their_weights_in_eval_mode_are_not_put_into_it(training: bool) -> None:
+def test_layers_that_pack_their_weights_in_eval_mode_do_not(training: bool) -> None:
     """As those of bitsandbytes in four bits are marked; packed, they have no backward."""
     model = tiny_gpt2(layers=2).train(training)
     layer = model.transformer.h[0].mlp
     layer.support_avx512bf16_for_cpu = True
-    with undisturbed(find_anatomy(model)):
-        assert [m for m in model.modules() if m.training] == [layer] * training
+    with undisturbed(find_anatomy(model)), undisturbed(find_anatomy(model)):
+        assert not layer.support_avx512bf16_for_cpu
+        assert not any(m.training for m in model.modules())
+    assert layer.support_avx512bf16_for_cpu
     assert all(m.training == training for m in model.modules())
 
 

@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 
 
 Settings = TypeVar("Settings", bound="DataclassInstance")
+Value = TypeVar("Value")
 
 
 def check_integer(
     name: str,
-    value: Any,
+    value: Value,
     *,
     at_least: int = 1,
     at_most: int | None = None,
     optional: bool = False,
     hint: str = "",
     error: type[Exception] = ValueError,
-) -> None:
-    """Raise an error unless the value is an integer within its bounds.
+) -> Value:
+    """Return the value, or raise an error unless it is an integer within its bounds.
 
     True and False are no integers here.
 
@@ -45,17 +46,18 @@ def check_integer(
         ValueError: or ``error``: the value is not such an integer.
     """
     if value is None and optional:
-        return
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if whole and value >= at_least and (at_most is None or value <= at_most):
-        return
+        return value
+    n: Any = value
+    whole = isinstance(n, Integral) and not isinstance(n, bool)
+    if whole and n >= at_least and (at_most is None or n <= at_most):
+        return value
     bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
     raise error(_message(name, f"an integer {bounds}", value, optional, hint))
 
 
 def check_number(
     name: str,
-    value: Any,
+    value: Value,
     *,
     above: float | None = None,
     at_least: float | None = None,
@@ -64,8 +66,8 @@ def check_number(
     optional: bool = False,
     hint: str = "",
     error: type[Exception] = ValueError,
-) -> None:
-    """Raise an error unless the value is a finite number within its bounds.
+) -> Value:
+    """Return the value, or raise an error unless it is a finite number within its bounds.
 
     True and False are no numbers here, and neither are NaN and infinities.
 
@@ -84,16 +86,17 @@ def check_number(
         ValueError: or ``error``: the value is not such a number.
     """
     if value is None and optional:
-        return
-    finite = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+        return value
+    x: Any = value
+    finite = not isinstance(x, bool) and isinstance(x, Real) and math.isfinite(x)
     if (
         finite
-        and (above is None or value > above)
-        and (at_least is None or value >= at_least)
-        and (below is None or value < below)
-        and (at_most is None or value <= at_most)
+        and (above is None or x > above)
+        and (at_least is None or x >= at_least)
+        and (below is None or x < below)
+        and (at_most is None or x <= at_most)
     ):
-        return
+        return value
     limits = {"above": above, "of at least": at_least, "below": below, "of at most": at_most}
     bounds = " and ".join(
         f"{word} {limit:g}" for word, limit in limits.items() if limit is not None
@@ -103,14 +106,14 @@ def check_number(
 
 def check_choice(
     name: str,
-    value: Any,
+    value: Value,
     choices: Sequence[Any],
     *,
     optional: bool = False,
     hint: str = "",
     error: type[Exception] = ValueError,
-) -> None:
-    """Raise an error unless the value is one of a few.
+) -> Value:
+    """Return the value, or raise an error unless it is one of a few.
 
     Args:
         name: the argument's name, which begins the message.
@@ -127,7 +130,7 @@ def check_choice(
         isinstance(value, bool) == isinstance(choice, bool) and value == choice
         for choice in choices
     ):
-        return
+        return value
     raise error(_message(name, " or ".join(map(repr, choices)), value, optional, hint))
 
 

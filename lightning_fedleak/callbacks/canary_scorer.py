@@ -65,14 +65,12 @@ class CanaryScorer(EitherCallback):
     def __init__(
         self, canaries: CanarySet, by: By = "loss", every_n_steps: int | None = None
     ) -> None:
-        check_choice("by", by, get_args(By))
-        check_integer("every_n_steps", every_n_steps, optional=True)
+        self.by = check_choice("by", by, get_args(By))
+        self.every_n_steps = check_integer("every_n_steps", every_n_steps, optional=True)
         if by == "row":
             _check_own_tokens(canaries)
             self._tokens = torch.stack([row[0] for row in canaries.token_ids])
         self.canaries = canaries
-        self.by = by
-        self.every_n_steps = every_n_steps
         self._names: list[str] = []
         self._anatomy: Anatomy | None = None
         self._earlier_rows: dict[str, Tensor] = {}

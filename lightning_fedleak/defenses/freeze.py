@@ -61,7 +61,7 @@ class Freeze(Defense):
         parameters: Sequence[str] | None = None,
         when: Literal["always", "hardened"] = "always",
     ) -> None:
-        check_choice("Freeze: part", part, _PARTS, optional=True, error=DefenseError)
+        self.part = check_choice("Freeze: part", part, _PARTS, optional=True, error=DefenseError)
         if isinstance(parameters, str):
             raise DefenseError(
                 f"Freeze: parameters={parameters!r} must be a list of patterns: [{parameters!r}]"
@@ -72,10 +72,8 @@ class Freeze(Defense):
                 "Freeze: nothing is named; give a part, such as Freeze('head'), or patterns of "
                 "parameter names, such as Freeze(parameters=['*.attn.*'])"
             )
-        check_choice("Freeze: when", when, ("always", "hardened"), error=DefenseError)
-        self.part = part
+        self.when = check_choice("Freeze: when", when, ("always", "hardened"), error=DefenseError)
         self.parameters = patterns
-        self.when = when
         self.active = when == "always"
         self._chosen: dict[str, nn.Parameter] = {}
         self._frozen: list[nn.Parameter] = []

@@ -110,12 +110,10 @@ class GradientNoise(HardenedNoise):
     ) -> None:
         check_names("GradientNoise", old, [*signature(GradientNoise).parameters, "most_notches"])
         hint = "None is for no clipping"
-        check_number(
+        self.clip = check_number(
             "GradientNoise: clip", clip, above=0, optional=True, hint=hint, error=DefenseError
         )
-        check_number("GradientNoise: sigma", sigma, at_least=0, error=DefenseError)
-        self.clip = clip
-        self.sigma = sigma
+        self.sigma = check_number("GradientNoise: sigma", sigma, at_least=0, error=DefenseError)
         self.seed = seed
         self._allow_hardening(harden_factor, max_hardenings, **old)
         self.releases = 0

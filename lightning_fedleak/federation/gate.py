@@ -110,12 +110,11 @@ class RoundGate:
         name: str | None = None,
     ) -> None:
         check_choice("action", action, get_args(Action))
-        check_integer("patience", patience, at_least=0)
+        self.patience = check_integer("patience", patience, at_least=0)
         check_threshold("RoundGate", metric, at_most)
         self.metric = metric
         self.at_most = float(at_most)
         self.action: Action = action
-        self.patience = patience
         self.name = name or metric.removeprefix("leakage/")
         self.unknown: dict[str | int, int] = {}
         self.unread: dict[str | int, int] = {}

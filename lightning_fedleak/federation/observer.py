@@ -133,7 +133,7 @@ class RoundObserver:
         settings = group_old_arguments(
             "RoundObserver", "settings", settings or RoundSettings(), old
         )
-        check_integer("local_steps", local_steps)
+        self.local_steps = check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
         data = settings.data
         if data is not None and side == "server":
@@ -166,7 +166,6 @@ class RoundObserver:
                 "on the client's side; or run `fedleak memorization` on the final model"
             )
         self.model = model
-        self.local_steps = local_steps
         self.side: Side = side
         self.folder = Path(folder)
         self.federation = settings.federation

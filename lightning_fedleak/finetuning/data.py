@@ -134,14 +134,11 @@ class TextBatches(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_integer("batch_size", batch_size)
-        check_integer("length", length, at_least=2, hint="a token and the next")
-        check_number("val_fraction", val_fraction, above=0, below=1)
+        self.batch_size = check_integer("batch_size", batch_size)
+        self.length = check_integer("length", length, at_least=2, hint="a token and the next")
+        self.val_fraction = check_number("val_fraction", val_fraction, above=0, below=1)
         self.text = text
         self._tokenizer = tokenizer
-        self.batch_size = batch_size
-        self.length = length
-        self.val_fraction = val_fraction
         self.column = column
         self.seed = seed
         self._train: TokenRows | None = None

@@ -73,10 +73,9 @@ class NextTokenTraining(LightningModule):
         loss: Literal["token_mean", "sample_mean"] = "token_mean",
     ) -> None:
         super().__init__()
-        check_choice("loss", loss, ("token_mean", "sample_mean"))
+        self.loss = check_choice("loss", loss, ("token_mean", "sample_mean"))
         settings = {"lr": lr, "weight_decay": weight_decay, "peft": peft, "loss": loss}
         self.save_hyperparameters(settings)
-        self.loss = loss
         self.lr = lr
         self.weight_decay = weight_decay
         language_model = model if isinstance(model, PreTrainedModel) else load_model(model)

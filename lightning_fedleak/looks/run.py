@@ -276,8 +276,7 @@ class EveryNSteps(Cadence):
 
     def __init__(self, n: int) -> None:
         super().__init__()
-        check_integer("every_n_steps", n)
-        self.n = n
+        self.n = check_integer("every_n_steps", n)
 
     def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
         """Return the next multiple of n after ``step``."""
@@ -297,8 +296,7 @@ class MaxOverhead(Cadence):
 
     def __init__(self, share: float) -> None:
         super().__init__()
-        check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
-        self.share = share
+        self.share = check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
 
     def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
         """Return the step at which the look has been paid for."""

@@ -104,14 +104,13 @@ class Threshold:
             raise ValueError(
                 f"action must be 'stop', 'harden', 'raise', 'warn' or a callable, got {action!r}"
             )
-        check_integer("patience", patience, at_least=0)
+        self.patience = check_integer("patience", patience, at_least=0)
         chosen = bound or "value"
         _check_bound(chosen, alpha, warmup, patience, strict)
         check_threshold(type(self).__name__, metric, at_most, reachable=chosen == "value")
         self.metric = metric
         self.at_most = float(at_most)
         self.action = action
-        self.patience = patience
         self.strict = strict
         self.name = name or metric.removeprefix("leakage/")
         self.bound = chosen

@@ -99,13 +99,12 @@ class MeanTest:
         restarts: bool = False,
         span: tuple[float, float] = (0.0, 1.0),
     ) -> None:
-        check_choice("side", side, ("above", "below"))
+        self.side = check_choice("side", side, ("above", "below"))
         if not span[0] < threshold < span[1]:
             raise ValueError(
                 f"a mean can be tested against a threshold strictly between {span[0]:g} and "
                 f"{span[1]:g}, the ends of its span; got {threshold!r}"
             )
-        self.side = side
         self.restarts = restarts
         self.span = span
         self._threshold = self._scaled(threshold)

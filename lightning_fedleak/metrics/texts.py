@@ -330,10 +330,9 @@ class TextReconstruction(Metric):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_integer("positions", positions)
+        self.positions = check_integer("positions", positions)
         self.confidence = confidence
         self.rouge = rouge
-        self.positions = positions
         self.resamples = resamples
         self.seed = seed
         # The type in which a process that saw no sentence takes part in the exchange.

@@ -47,14 +47,13 @@ class SplitServer:
         idle_timeout: float = 3600.0,
     ) -> None:
         check_integer("keep", keep, at_least=0, hint="a number of snapshots, 0 for none")
-        check_number("idle_timeout", idle_timeout, above=0, hint="in seconds")
+        self._idle_timeout = check_number("idle_timeout", idle_timeout, above=0, hint="in seconds")
         self._top = split.top
         self._names = split.layer_name, split.last_name
         self._has_head = split.tail is None
         self._width = split.width
         self._terms = split_terms(split)
         self._channel = channel
-        self._idle_timeout = idle_timeout
         self.received: deque[ActivationSnapshot] = deque(maxlen=keep)
         self.returned: deque[ActivationSnapshot] = deque(maxlen=keep)
         self.steps = 0

@@ -161,7 +161,7 @@ class AttentionMembership(MembershipAttack):
         )
         score = settings.resolved_score(gamma)
         check_positive_or("gamma", gamma, ("calibrated", "lemma"))
-        check_integer("refresh_every", refresh_every)
+        self.refresh_every = check_integer("refresh_every", refresh_every)
         relative = not isinstance(gamma, str) and score != "coordinates"
         self._fixed_gamma = float(gamma) if relative else None
         self._beta_fixed = settings.beta != "auto"
@@ -183,7 +183,6 @@ class AttentionMembership(MembershipAttack):
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self.public_text = PublicText.parse(public_text, tokenizer)
         self._digest = PublicText.label(self.public_text)
-        self.refresh_every = refresh_every
         self._prepared_at = 0
         self._d: int | None = None
         self._calibration: Calibration | None = None

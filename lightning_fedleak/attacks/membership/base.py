@@ -98,16 +98,13 @@ class PassiveMembership(Attack):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        check_integer("public_rows", public_rows, at_least=2)
-        check_integer("tokens", tokens, at_least=2)
-        check_integer("refresh_every", refresh_every)
+        self.public_rows = check_integer("public_rows", public_rows, at_least=2)
+        self.tokens = check_integer("tokens", tokens, at_least=2)
+        self.refresh_every = check_integer("refresh_every", refresh_every)
         text = PublicText.parse(public_text, tokenizer)
         if text is None:
             raise ValueError(f"{type(self).__name__} needs public_text: texts, or 'sampled'")
         self.public_text = text
-        self.public_rows = public_rows
-        self.tokens = tokens
-        self.refresh_every = refresh_every
         self.seed = seed
         self._public: PublicText | None = None
         self._start: dict[nn.Parameter, Tensor] = {}
@@ -217,12 +214,10 @@ class MembershipAttack(Attack):
     ) -> None:
         super().__init__(name)
         hint = "0 for the embeddings' output, or the number of a block"
-        check_integer("layer", layer, at_least=0, hint=hint)
+        self.layer = check_integer("layer", layer, at_least=0, hint=hint)
         check_choice("granularity", granularity, ("full", "token"))
-        check_integer("tokens", tokens)
-        self.layer = layer
+        self.tokens = check_integer("tokens", tokens)
         self.granularity: Granularity = granularity
-        self.tokens = tokens
 
     @property
     def read_together(self) -> int | None:
@@ -422,10 +417,10 @@ class RungReader:
     """
 
     def __init__(self, false_positive_rate: float, upstream_sign: int) -> None:
-        check_number("false_positive_rate", false_positive_rate, above=0, below=1)
-        check_choice("upstream_sign", upstream_sign, (-1, 0, 1))
-        self.false_positive_rate = false_positive_rate
-        self.upstream_sign = upstream_sign
+        self.false_positive_rate = check_number(
+            "false_positive_rate", false_positive_rate, above=0, below=1
+        )
+        self.upstream_sign = check_choice("upstream_sign", upstream_sign, (-1, 0, 1))
 
     def guess(
         self, gradient: Tensor, noise_std: float, rungs: int, guess_rung: int

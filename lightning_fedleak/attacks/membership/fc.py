@@ -301,8 +301,10 @@ class FCMembership(MembershipAttack):
             check_number("tau", tau, above=0, hint="a distance, or 'auto'")
         if dead_zone != "auto":
             check_number("dead_zone", dead_zone, at_least=0, hint="a distance, or 'auto'")
-        check_choice("precision", precision, ["auto", *SAFE])
-        check_integer("width", width, at_least=2, optional=True, hint="neurons of the first layer")
+        self.precision = check_choice("precision", precision, ["auto", *SAFE])
+        self.width = check_integer(
+            "width", width, at_least=2, optional=True, hint="neurons of the first layer"
+        )
         self.tau = tau
         self.dead_zone = dead_zone
         self.ladder = ladder if ladder == "auto" else tuple(float(x) for x in ladder)
@@ -313,8 +315,6 @@ class FCMembership(MembershipAttack):
                 raise ValueError(f"ladder must be positive multiples in ascending order: {ladder}")
             if 1.0 not in ladder:
                 raise ValueError(f"ladder must hold 1, the rung at which b' is read: {ladder}")
-        self.precision = precision
-        self.width = width
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self.prefilter = prefilter
         self._defended = False

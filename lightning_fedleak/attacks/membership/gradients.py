@@ -103,8 +103,7 @@ class GradientMembership(PassiveMembership):
         self, public_text: TextSource = "sampled", *, controls: int = 8, **shared: Any
     ) -> None:
         super().__init__(public_text, **shared)
-        check_integer("controls", controls, at_least=2)
-        self.controls = controls
+        self.controls = check_integer("controls", controls, at_least=2)
         self._map_cache: tuple[Anatomy, tuple[LinearMap, ...]] | None = None
         self._names: list[str] = []
         self._whitenings: dict[str, SideWhitening] = {}

@@ -89,8 +89,7 @@ class SubspaceMembership(PassiveMembership):
         **shared: Any,
     ) -> None:
         super().__init__(public_text, refresh_every=refresh_every, **shared)
-        check_integer("blocks", blocks)
-        self.blocks = blocks
+        self.blocks = check_integer("blocks", blocks)
         self._words = SubspaceWords(capacity_seconds=0)
         self._inputs: tuple[Anatomy, tuple[SharedInput, ...]] | None = None
         self._whitenings: list[Tensor] = []

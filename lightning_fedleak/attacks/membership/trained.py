@@ -328,15 +328,13 @@ class TrainedMembership(MembershipAttack):
         self.training = group_old_arguments(
             type(self).__name__, "training", training or TrainingSettings(), _old_settings(**old)
         )
-        check_integer("refresh_every", refresh_every)
-        check_choice("threshold", threshold, ("midpoint", "trained"))
+        self.refresh_every = check_integer("refresh_every", refresh_every)
+        self.threshold = check_choice("threshold", threshold, ("midpoint", "trained"))
         text = PublicText.parse(public_text, tokenizer)
         if text is None:
             raise ValueError("TrainedMembership needs public_text: texts like the clients'")
         self.public_text = text
         self._digest = PublicText.label(text)
-        self.threshold = threshold
-        self.refresh_every = refresh_every
         self.seed = seed
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self._defended = False

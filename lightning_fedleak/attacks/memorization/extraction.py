@@ -64,13 +64,11 @@ class Extraction(MemorizationAttack):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        check_integer("tokens", tokens)
-        check_number("probability", probability, above=0, below=1)
+        self.tokens = check_integer("tokens", tokens)
+        self.probability = check_number("probability", probability, above=0, below=1)
         for n in draws:
             check_integer("draws", n)
-        self.tokens = tokens
         self.draws = tuple(draws)
-        self.probability = probability
 
     def run(self, view: Observation, query: Query | None = None) -> Guess:
         """Return which texts are extracted.

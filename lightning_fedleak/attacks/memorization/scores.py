@@ -149,8 +149,7 @@ class MinK(MemorizationAttack):
         self, share: float = 0.2, *, calibrated: bool = False, name: str | None = None
     ) -> None:
         super().__init__(name)
-        check_number("share", share, above=0, at_most=1)
-        self.share = share
+        self.share = check_number("share", share, above=0, at_most=1)
         self.calibrated = calibrated
 
     def score(self, released: ReleasedModel) -> Tensor:

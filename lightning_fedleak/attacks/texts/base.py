@@ -75,8 +75,7 @@ class TextAttack(Attack):
 
     def __init__(self, name: str | None = None, budget_seconds: float | None = None) -> None:
         super().__init__(name)
-        check_number("budget_seconds", budget_seconds, above=0, optional=True)
-        self.budget_seconds = budget_seconds
+        self.budget_seconds = check_number("budget_seconds", budget_seconds, above=0, optional=True)
 
     def meet(self, facts: RunFacts) -> None:
         """Take the precision, and what made an update, from the run."""
@@ -113,8 +112,7 @@ class InversionAttack(TextAttack):
     ) -> None:
         super().__init__(name, budget_seconds)
         hint = "0 is the embeddings' output, k the output of block k"
-        check_integer("layer", layer, at_least=0, hint=hint)
-        self.layer = layer
+        self.layer = check_integer("layer", layer, at_least=0, hint=hint)
 
     def meet(self, facts: RunFacts) -> None:
         """Take the client's precision, and the step at which the fit begins, from the run.

@@ -99,22 +99,15 @@ class BeamFromWords(GradientTextAttack):
         name: str | None = None,
     ) -> None:
         super().__init__(name, budget_seconds)
-        check_integer("length", length, at_least=3)
-        check_integer("texts", texts)
-        check_integer("beam", beam)
-        check_integer("ngram", ngram)
-        check_integer("moves", moves, at_least=0)
-        check_number("penalty", penalty, at_least=0)
-        check_number("beta", beta, at_least=0)
+        self.length = check_integer("length", length, at_least=3)
+        self.texts = check_integer("texts", texts)
+        self.beam = check_integer("beam", beam)
+        self.ngram = check_integer("ngram", ngram)
+        self.moves = check_integer("moves", moves, at_least=0)
+        self.penalty = check_number("penalty", penalty, at_least=0)
+        self.beta = check_number("beta", beta, at_least=0)
         if words is not None and not isinstance(words, Attack):
             raise TypeError(f"words must be an attack that names words, got {words!r}")
-        self.length = length
-        self.texts = texts
-        self.beam = beam
-        self.ngram = ngram
-        self.penalty = penalty
-        self.moves = moves
-        self.beta = beta
         self.seed = seed
         self._words = words
         self._default_words: tuple[Anatomy, Attack] | None = None

@@ -238,10 +238,8 @@ class DescentAttack(InversionAttack):
         old: Mapping[str, object],
     ) -> None:
         super().__init__(layer, budget_seconds, name)
-        check_integer("steps", steps)
-        check_number("lr", lr, above=0)
-        self.steps = steps
-        self.lr = lr
+        self.steps = check_integer("steps", steps)
+        self.lr = check_number("lr", lr, above=0)
         self.descent = group_old_arguments(
             type(self).__name__, "descent", descent or DescentSettings(), old
         )

@@ -194,13 +194,13 @@ class EmbeddingDescent(DescentAttack):
             check_choice("initial", initial, INITIALS, hint="or the id of a token")
         else:
             check_integer("initial", initial, at_least=0)
-        check_integer("sweeps", sweeps, at_least=0, at_most=steps, hint="at most one for each step")
-        check_integer("candidates", candidates)
+        self.sweeps = check_integer(
+            "sweeps", sweeps, at_least=0, at_most=steps, hint="at most one for each step"
+        )
+        self.candidates = check_integer("candidates", candidates)
         self.initial: Initial | int = initial
         self._readout: StateReadout | None = None
         self.likeness: Likeness = likeness
-        self.sweeps = sweeps
-        self.candidates = candidates
         self.always_try = tuple(always_try)
 
     def config(self) -> dict[str, object]:

@@ -179,23 +179,19 @@ class GradientMatching(GradientTextAttack):
         super().__init__(name, budget_seconds)
         check_choice("distance", distance, DISTANCES)
         check_choice("labels", labels, LABELS)
-        check_integer("texts", texts)
-        check_integer("length", length, at_least=2)
-        check_integer("steps", steps)
-        check_number("lr", lr, above=0)
+        self.texts = check_integer("texts", texts)
+        self.length = check_integer("length", length, at_least=2)
+        self.steps = check_integer("steps", steps)
+        self.lr = check_number("lr", lr, above=0)
         if isinstance(parameters, str) or (parameters is not None and not len(parameters)):
             raise ValueError(
                 f"parameters must be a list of names, or None for all, got {parameters!r}"
             )
-        self.texts = texts
-        self.length = length
         self.distance: Distance = distance
         self.labels: Labels = labels
         self.matching = group_old_arguments(
             type(self).__name__, "matching", matching or MatchingSettings(), _old_settings(**old)
         )
-        self.steps = steps
-        self.lr = lr
         self.parameters = None if parameters is None else tuple(parameters)
         self.seed = seed
         self._table: TokenTable | None = None

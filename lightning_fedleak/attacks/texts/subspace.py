@@ -116,10 +116,8 @@ class SubspaceTexts(GradientTextAttack):
         name: str | None = None,
     ) -> None:
         super().__init__(name, budget_seconds)
-        check_integer("blocks", blocks, optional=True)
-        check_integer("beam", beam)
-        self.blocks = blocks
-        self.beam = beam
+        self.blocks = check_integer("blocks", blocks, optional=True)
+        self.beam = check_integer("beam", beam)
         self.seed = seed
         self._words = SubspaceWords(capacity_seconds=0)
         self._readable: tuple[Anatomy, _Blocks] | None = None

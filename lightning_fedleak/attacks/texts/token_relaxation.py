@@ -59,10 +59,8 @@ class TokenRelaxation(DescentAttack):
         **old: Any,
     ) -> None:
         super().__init__(layer, steps, lr, descent, budget_seconds, name, _old_settings(**old))
-        check_number("temperature", temperature, above=0)
-        check_integer("most_weights", most_weights)
-        self.temperature = temperature
-        self.most_weights = most_weights
+        self.temperature = check_number("temperature", temperature, above=0)
+        self.most_weights = check_integer("most_weights", most_weights)
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""

@@ -161,12 +161,12 @@ class AlignedFlatChat(Attack):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        check_choice("readout", readout, ("sign", "learned"))
-        check_integer("n_directions", n_directions)
-        check_integer("calibration_tokens", calibration_tokens)
-        check_integer("refresh_every", refresh_every)
-        check_integer("batch_texts", batch_texts, optional=True)
-        check_integer("updates", updates, at_least=2)
+        self.readout = check_choice("readout", readout, ("sign", "learned"))
+        self.n_directions = check_integer("n_directions", n_directions)
+        self.calibration_tokens = check_integer("calibration_tokens", calibration_tokens)
+        self.refresh_every = check_integer("refresh_every", refresh_every)
+        self.batch_texts = check_integer("batch_texts", batch_texts, optional=True)
+        self.updates = check_integer("updates", updates, at_least=2)
         if not lengths or min(lengths) < 2:
             raise ValueError(f"lengths must be at least 2 tokens each, got {tuple(lengths)}")
         text = PublicText.parse(public_text, tokenizer)
@@ -176,13 +176,7 @@ class AlignedFlatChat(Attack):
             )
         self.public_text = text
         self.tokenizer = tokenizer
-        self.readout = readout
-        self.n_directions = n_directions
-        self.calibration_tokens = calibration_tokens
         self.lengths = tuple(lengths)
-        self.refresh_every = refresh_every
-        self.updates = updates
-        self.batch_texts = batch_texts
         self.steps = self._default_steps = local_steps
         self._role = HEAD_WEIGHT
         self._clip: dict[str, Any] = {}

@@ -345,8 +345,8 @@ class FlatChat(Attack):
     ) -> None:
         super().__init__(name)
         check_choice("scorer", scorer, ("gmm", "abs"))
-        check_integer("degree", degree)
-        check_integer("batches_per_shape", batches_per_shape)
+        self.degree = check_integer("degree", degree)
+        self.batches_per_shape = check_integer("batches_per_shape", batches_per_shape)
         if isinstance(n_types, str) and n_types != "predicted":
             raise ValueError(f"n_types must be 'predicted', a number or callable, got {n_types!r}")
         if oracle_n_types is not None and n_types != "predicted":
@@ -357,9 +357,7 @@ class FlatChat(Attack):
         self.n_types = n_types
         self.oracle_n_types = oracle_n_types
         self.scorer: Scorer = scorer
-        self.degree = degree
         self.shapes = tuple(shapes)
-        self.batches_per_shape = batches_per_shape
         self.mask_token_id = mask_token_id
         self.mixture = group_old_arguments(
             type(self).__name__, "mixture", mixture or MixtureSettings(), old

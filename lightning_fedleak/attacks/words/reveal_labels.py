@@ -167,8 +167,7 @@ class RevealLabels(Attack):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        check_number("max_seconds", max_seconds, above=0)
-        self.max_seconds = max_seconds
+        self.max_seconds = check_number("max_seconds", max_seconds, above=0)
         self.allow_full_rank = allow_full_rank
         self.tolerance = tolerance
         self._hidden_rank: int | None = None

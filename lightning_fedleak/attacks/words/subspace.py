@@ -128,8 +128,7 @@ class SubspaceWords(Attack):
     ) -> None:
         super().__init__(name)
         self.public_text = PublicText.parse(public_text, tokenizer)
-        check_number("capacity_seconds", capacity_seconds, at_least=0)
-        self.capacity_seconds = capacity_seconds
+        self.capacity_seconds = check_number("capacity_seconds", capacity_seconds, at_least=0)
         self.seed = seed
         self._capacity: float | None = None
         self._stored: dict[str, float] = {}

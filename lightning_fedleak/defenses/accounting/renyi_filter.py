@@ -64,10 +64,8 @@ class RenyiFilter:
         *,
         sampling: SamplingScheme = "poisson",
     ) -> None:
-        check_number("epsilon", epsilon, above=0, error=DefenseError)
-        check_number("delta", delta, above=0, below=1, error=DefenseError)
-        self.epsilon = epsilon
-        self.delta = delta
+        self.epsilon = check_number("epsilon", epsilon, above=0, error=DefenseError)
+        self.delta = check_number("delta", delta, above=0, below=1, error=DefenseError)
         self.sampling: SamplingScheme = sampling
         self.orders: tuple[float, ...] = ()
         self._orders_fixed = orders is not None

@@ -50,14 +50,13 @@ class ActivationDefense(Defense):
     def __init__(
         self, layer: int, *, inference: bool = True, anatomy: Mapping[str, str] | None = None
     ) -> None:
-        check_integer(
+        self.layer = check_integer(
             f"{type(self).__name__}: layer",
             layer,
             at_least=0,
             hint="0 for the input of the first block, k for the output of block k",
             error=DefenseError,
         )
-        self.layer = layer
         self.activation_layers = (layer,)
         self.acts_in_inference = inference
         self._anatomy_names = dict(anatomy or {})

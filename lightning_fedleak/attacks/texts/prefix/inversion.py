@@ -194,13 +194,11 @@ class PrefixInversion(InversionAttack):
         **old: Any,
     ) -> None:
         super().__init__(layer, budget_seconds, name)
-        check_integer("types", types, at_least=2, optional=True)
-        check_integer("beam", beam)
+        self.types = check_integer("types", types, at_least=2, optional=True)
+        self.beam = check_integer("beam", beam)
         self.public_text = PublicText.parse(public_text, tokenizer)
-        self.types = types
         self.language_model = language_model
         self.noised = noised
-        self.beam = beam
         self.settings = group_old_arguments(
             type(self).__name__, "settings", settings or PrefixSettings(), _old_settings(**old)
         )

@@ -20,58 +20,30 @@ larger bound than guesses: :func:`audit_gaussian_scores`.
 The game's relation must be the accountant's, see :mod:`lightning_fedleak.auditing.lower_bounds`.
 """
 
-from lightning_fedleak.auditing.gaussian_scores import audit_gaussian_scores
-from lightning_fedleak.auditing.lower_bounds import (
-    EpsilonBound,
-    Relation,
-    audit_games,
-    audit_scores,
-    epsilon_from_counts,
+from lightning_fedleak.auditing.gaussian_scores import (
+    audit_gaussian_scores as audit_gaussian_scores,
 )
+from lightning_fedleak.auditing.lower_bounds import EpsilonBound as EpsilonBound
+from lightning_fedleak.auditing.lower_bounds import Relation as Relation
+from lightning_fedleak.auditing.lower_bounds import audit_games as audit_games
+from lightning_fedleak.auditing.lower_bounds import audit_scores as audit_scores
+from lightning_fedleak.auditing.lower_bounds import epsilon_from_counts as epsilon_from_counts
+from lightning_fedleak.auditing.mechanisms import curve_auc as curve_auc
+from lightning_fedleak.auditing.mechanisms import curve_tpr as curve_tpr
+from lightning_fedleak.auditing.mechanisms import dp_advantage as dp_advantage
+from lightning_fedleak.auditing.mechanisms import dp_auc as dp_auc
+from lightning_fedleak.auditing.mechanisms import dp_tpr as dp_tpr
+from lightning_fedleak.auditing.mechanisms import gaussian_advantage as gaussian_advantage
+from lightning_fedleak.auditing.mechanisms import gaussian_auc as gaussian_auc
+from lightning_fedleak.auditing.mechanisms import gaussian_delta as gaussian_delta
+from lightning_fedleak.auditing.mechanisms import gaussian_tpr as gaussian_tpr
+from lightning_fedleak.auditing.mechanisms import randomised_response_auc as randomised_response_auc
 from lightning_fedleak.auditing.mechanisms import (
-    curve_auc,
-    curve_tpr,
-    dp_advantage,
-    dp_auc,
-    dp_tpr,
-    gaussian_advantage,
-    gaussian_auc,
-    gaussian_delta,
-    gaussian_tpr,
-    randomised_response_auc,
-    randomised_response_delta,
+    randomised_response_delta as randomised_response_delta,
 )
-from lightning_fedleak.auditing.one_run import (
-    audit_canaries,
-    audit_one_run,
-    one_run_epsilon,
-    one_run_p_value,
-    refutes,
-)
-from lightning_fedleak.defenses.noise import gaussian_epsilon
-
-__all__ = [
-    "EpsilonBound",
-    "Relation",
-    "audit_canaries",
-    "audit_games",
-    "audit_gaussian_scores",
-    "audit_one_run",
-    "audit_scores",
-    "curve_auc",
-    "curve_tpr",
-    "dp_advantage",
-    "dp_auc",
-    "dp_tpr",
-    "epsilon_from_counts",
-    "gaussian_advantage",
-    "gaussian_auc",
-    "gaussian_delta",
-    "gaussian_epsilon",
-    "gaussian_tpr",
-    "one_run_epsilon",
-    "one_run_p_value",
-    "randomised_response_auc",
-    "randomised_response_delta",
-    "refutes",
-]
+from lightning_fedleak.auditing.one_run import audit_canaries as audit_canaries
+from lightning_fedleak.auditing.one_run import audit_one_run as audit_one_run
+from lightning_fedleak.auditing.one_run import one_run_epsilon as one_run_epsilon
+from lightning_fedleak.auditing.one_run import one_run_p_value as one_run_p_value
+from lightning_fedleak.auditing.one_run import refutes as refutes
+from lightning_fedleak.defenses.noise import gaussian_epsilon as gaussian_epsilon

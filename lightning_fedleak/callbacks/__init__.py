@@ -1,17 +1,9 @@
 """LeakageMonitor measures, RiskGate decides."""
 
-from lightning_fedleak.callbacks.canary_scorer import CanaryScorer
-from lightning_fedleak.callbacks.gate import RiskGate
-from lightning_fedleak.callbacks.monitor import LeakageMonitor, MonitorSettings
-from lightning_fedleak.looks import Games, LeakageLimitExceeded
-from lightning_fedleak.looks.gates import GateEvent
-
-__all__ = [
-    "CanaryScorer",
-    "Games",
-    "GateEvent",
-    "LeakageLimitExceeded",
-    "LeakageMonitor",
-    "MonitorSettings",
-    "RiskGate",
-]
+from lightning_fedleak.callbacks.canary_scorer import CanaryScorer as CanaryScorer
+from lightning_fedleak.callbacks.gate import RiskGate as RiskGate
+from lightning_fedleak.callbacks.monitor import LeakageMonitor as LeakageMonitor
+from lightning_fedleak.callbacks.monitor import MonitorSettings as MonitorSettings
+from lightning_fedleak.looks import Games as Games
+from lightning_fedleak.looks import LeakageLimitExceeded as LeakageLimitExceeded
+from lightning_fedleak.looks.gates import GateEvent as GateEvent

@@ -3,24 +3,17 @@
 import importlib
 import warnings
 
-from lightning_fedleak.canaries.dataset import CanaryDataset, CanarySet, with_canaries
-from lightning_fedleak.canaries.left_out import LeftOutRecord, TrainingRows, leave_out
-from lightning_fedleak.canaries.record import Game, InclusionMismatch, InclusionRecord
-from lightning_fedleak.canaries.texts import high_temperature_canaries, new_token_canaries
-
-__all__ = [
-    "CanaryDataset",
-    "CanarySet",
-    "Game",
-    "InclusionMismatch",
-    "InclusionRecord",
-    "LeftOutRecord",
-    "TrainingRows",
-    "high_temperature_canaries",
-    "leave_out",
-    "new_token_canaries",
-    "with_canaries",
-]
+from lightning_fedleak.canaries.dataset import CanaryDataset as CanaryDataset
+from lightning_fedleak.canaries.dataset import CanarySet as CanarySet
+from lightning_fedleak.canaries.dataset import with_canaries as with_canaries
+from lightning_fedleak.canaries.left_out import LeftOutRecord as LeftOutRecord
+from lightning_fedleak.canaries.left_out import TrainingRows as TrainingRows
+from lightning_fedleak.canaries.left_out import leave_out as leave_out
+from lightning_fedleak.canaries.record import Game as Game
+from lightning_fedleak.canaries.record import InclusionMismatch as InclusionMismatch
+from lightning_fedleak.canaries.record import InclusionRecord as InclusionRecord
+from lightning_fedleak.canaries.texts import high_temperature_canaries as high_temperature_canaries
+from lightning_fedleak.canaries.texts import new_token_canaries as new_token_canaries
 
 
 def __getattr__(name: str) -> object:

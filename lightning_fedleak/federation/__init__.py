@@ -1,51 +1,28 @@
 """Federated rounds: what an update gives away, seen by the client or by the server."""
 
-from lightning_fedleak.federation.client_dp import ClientDP, Release, clipped
+from lightning_fedleak.federation.client_dp import ClientDP as ClientDP
+from lightning_fedleak.federation.client_dp import Release as Release
+from lightning_fedleak.federation.client_dp import clipped as clipped
 from lightning_fedleak.federation.client_settings import (
-    ClientReleaseSettings,
-    ClientSampling,
-    Trusted,
+    ClientReleaseSettings as ClientReleaseSettings,
 )
-from lightning_fedleak.federation.gate import Leaving, OutgoingUpdates, RoundEvent, RoundGate
-from lightning_fedleak.federation.observer import SUM, RoundObserver
-from lightning_fedleak.federation.round_look import RoundLook
-from lightning_fedleak.federation.round_run import RoundSettings
-from lightning_fedleak.federation.updates import (
-    TrainedOn,
-    UpdateError,
-    difference,
-    joint_norm,
-    moved,
-    observe,
-    parameter_names,
-    recording,
-    trained_on,
-    trained_state,
-)
-
-__all__ = [
-    "SUM",
-    "ClientDP",
-    "ClientReleaseSettings",
-    "ClientSampling",
-    "Leaving",
-    "OutgoingUpdates",
-    "Release",
-    "RoundEvent",
-    "RoundGate",
-    "RoundLook",
-    "RoundObserver",
-    "RoundSettings",
-    "TrainedOn",
-    "Trusted",
-    "UpdateError",
-    "clipped",
-    "difference",
-    "joint_norm",
-    "moved",
-    "observe",
-    "parameter_names",
-    "recording",
-    "trained_on",
-    "trained_state",
-]
+from lightning_fedleak.federation.client_settings import ClientSampling as ClientSampling
+from lightning_fedleak.federation.client_settings import Trusted as Trusted
+from lightning_fedleak.federation.gate import Leaving as Leaving
+from lightning_fedleak.federation.gate import OutgoingUpdates as OutgoingUpdates
+from lightning_fedleak.federation.gate import RoundEvent as RoundEvent
+from lightning_fedleak.federation.gate import RoundGate as RoundGate
+from lightning_fedleak.federation.observer import SUM as SUM
+from lightning_fedleak.federation.observer import RoundObserver as RoundObserver
+from lightning_fedleak.federation.round_look import RoundLook as RoundLook
+from lightning_fedleak.federation.round_run import RoundSettings as RoundSettings
+from lightning_fedleak.federation.updates import TrainedOn as TrainedOn
+from lightning_fedleak.federation.updates import UpdateError as UpdateError
+from lightning_fedleak.federation.updates import difference as difference
+from lightning_fedleak.federation.updates import joint_norm as joint_norm
+from lightning_fedleak.federation.updates import moved as moved
+from lightning_fedleak.federation.updates import observe as observe
+from lightning_fedleak.federation.updates import parameter_names as parameter_names
+from lightning_fedleak.federation.updates import recording as recording
+from lightning_fedleak.federation.updates import trained_on as trained_on
+from lightning_fedleak.federation.updates import trained_state as trained_state

@@ -9,17 +9,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_fedleak.finetuning.assets import (
-        EMBEDDED_MESSAGES,
-        EMBEDDED_MODEL,
-        TRAINING,
-        SourceError,
-        quiet_logs,
-    )
-    from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
-    from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataModule
-    from lightning_fedleak.finetuning.module import load_model
-    from lightning_fedleak.finetuning.texts import read_labelled, read_texts
+    from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES as EMBEDDED_MESSAGES
+    from lightning_fedleak.finetuning.assets import EMBEDDED_MODEL as EMBEDDED_MODEL
+    from lightning_fedleak.finetuning.assets import TRAINING as TRAINING
+    from lightning_fedleak.finetuning.assets import SourceError as SourceError
+    from lightning_fedleak.finetuning.assets import quiet_logs as quiet_logs
+    from lightning_fedleak.finetuning.data import PadRight as PadRight
+    from lightning_fedleak.finetuning.data import TokenRows as TokenRows
+    from lightning_fedleak.finetuning.data import load_tokenizer as load_tokenizer
+    from lightning_fedleak.finetuning.lightning import CausalLMFineTuning as CausalLMFineTuning
+    from lightning_fedleak.finetuning.lightning import TextDataModule as TextDataModule
+    from lightning_fedleak.finetuning.module import load_model as load_model
+    from lightning_fedleak.finetuning.texts import read_labelled as read_labelled
+    from lightning_fedleak.finetuning.texts import read_texts as read_texts
 
 _HOMES = {
     "assets": ("EMBEDDED_MESSAGES", "EMBEDDED_MODEL", "TRAINING", "SourceError", "quiet_logs"),
@@ -28,22 +30,6 @@ _HOMES = {
     "module": ("load_model",),
     "texts": ("read_labelled", "read_texts"),
 }
-
-__all__ = [
-    "EMBEDDED_MESSAGES",
-    "EMBEDDED_MODEL",
-    "TRAINING",
-    "CausalLMFineTuning",
-    "PadRight",
-    "SourceError",
-    "TextDataModule",
-    "TokenRows",
-    "load_model",
-    "load_tokenizer",
-    "quiet_logs",
-    "read_labelled",
-    "read_texts",
-]
 
 
 def __getattr__(name: str) -> object:

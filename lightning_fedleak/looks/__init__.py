@@ -3,73 +3,37 @@
 It knows neither Lightning nor Flower: whoever trains is a :class:`Run`. What a face needs is here.
 """
 
-from lightning_fedleak.looks.channels import Channel
-from lightning_fedleak.looks.channels.base import family_of
-from lightning_fedleak.looks.engine import Engine
-from lightning_fedleak.looks.facts import optimizers_of
-from lightning_fedleak.looks.gates import LeakageLimitExceeded, names_there_are, why_never_judged
-from lightning_fedleak.looks.log import Destination, to_dataframe
-from lightning_fedleak.looks.options import (
-    Games,
-    LookSettings,
-    Memorization,
-    Options,
-    Selection,
-    cadence_of,
-    known_stages,
-    selected,
-)
-from lightning_fedleak.looks.results import CHOOSE, WORST
-from lightning_fedleak.looks.run import (
-    AUTOCAST,
-    Look,
-    MaxOverhead,
-    NothingShared,
-    Outcome,
-    Processes,
-    Run,
-    Series,
-    Unknown,
-    reason,
-)
-from lightning_fedleak.looks.tensorboard import BoardLogger
-from lightning_fedleak.looks.threshold import Controls, Threshold
-from lightning_fedleak.looks.weights import Memory
-from lightning_fedleak.records import GateDecision
-
-__all__ = [
-    "AUTOCAST",
-    "CHOOSE",
-    "WORST",
-    "BoardLogger",
-    "Channel",
-    "Controls",
-    "Destination",
-    "Engine",
-    "Games",
-    "GateDecision",
-    "LeakageLimitExceeded",
-    "Look",
-    "LookSettings",
-    "MaxOverhead",
-    "Memorization",
-    "Memory",
-    "NothingShared",
-    "Options",
-    "Outcome",
-    "Processes",
-    "Run",
-    "Selection",
-    "Series",
-    "Threshold",
-    "Unknown",
-    "cadence_of",
-    "family_of",
-    "known_stages",
-    "names_there_are",
-    "optimizers_of",
-    "reason",
-    "selected",
-    "to_dataframe",
-    "why_never_judged",
-]
+from lightning_fedleak.looks.channels import Channel as Channel
+from lightning_fedleak.looks.channels.base import family_of as family_of
+from lightning_fedleak.looks.engine import Engine as Engine
+from lightning_fedleak.looks.facts import optimizers_of as optimizers_of
+from lightning_fedleak.looks.gates import LeakageLimitExceeded as LeakageLimitExceeded
+from lightning_fedleak.looks.gates import names_there_are as names_there_are
+from lightning_fedleak.looks.gates import why_never_judged as why_never_judged
+from lightning_fedleak.looks.log import Destination as Destination
+from lightning_fedleak.looks.log import to_dataframe as to_dataframe
+from lightning_fedleak.looks.options import Games as Games
+from lightning_fedleak.looks.options import LookSettings as LookSettings
+from lightning_fedleak.looks.options import Memorization as Memorization
+from lightning_fedleak.looks.options import Options as Options
+from lightning_fedleak.looks.options import Selection as Selection
+from lightning_fedleak.looks.options import cadence_of as cadence_of
+from lightning_fedleak.looks.options import known_stages as known_stages
+from lightning_fedleak.looks.options import selected as selected
+from lightning_fedleak.looks.results import CHOOSE as CHOOSE
+from lightning_fedleak.looks.results import WORST as WORST
+from lightning_fedleak.looks.run import AUTOCAST as AUTOCAST
+from lightning_fedleak.looks.run import Look as Look
+from lightning_fedleak.looks.run import MaxOverhead as MaxOverhead
+from lightning_fedleak.looks.run import NothingShared as NothingShared
+from lightning_fedleak.looks.run import Outcome as Outcome
+from lightning_fedleak.looks.run import Processes as Processes
+from lightning_fedleak.looks.run import Run as Run
+from lightning_fedleak.looks.run import Series as Series
+from lightning_fedleak.looks.run import Unknown as Unknown
+from lightning_fedleak.looks.run import reason as reason
+from lightning_fedleak.looks.tensorboard import BoardLogger as BoardLogger
+from lightning_fedleak.looks.threshold import Controls as Controls
+from lightning_fedleak.looks.threshold import Threshold as Threshold
+from lightning_fedleak.looks.weights import Memory as Memory
+from lightning_fedleak.records import GateDecision as GateDecision

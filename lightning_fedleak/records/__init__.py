@@ -1,81 +1,40 @@
 """What runs write down: the lines of ``leakage.jsonl`` and ``run.jsonl``."""
 
-from lightning_fedleak.records.families import (
-    CANARIES,
-    MEMBERSHIP,
-    MEMORIZATION,
-    STANDARD_FAMILIES,
-    TEXTS,
-    WORDS,
-    Family,
-)
-from lightning_fedleak.records.fields import (
-    JsonObject,
-    Record,
-    Releases,
-    append_line,
-    as_json,
-    named,
-)
-from lightning_fedleak.records.files import RECORD, RESULTS, parse_json, read_lines, read_results
-from lightning_fedleak.records.results import NOT_PLAYED, MetricValue, ResultLine
-from lightning_fedleak.records.run import (
-    AttackFacts,
-    BeginLine,
-    DefenseFacts,
-    DefenseLine,
-    EndedFit,
-    EndLine,
-    GateDecision,
-    GateFacts,
-    GateLine,
-    LookLine,
-    ModelFacts,
-    MonitorFacts,
-    NotPlayed,
-    PoolLine,
-    ReleasesBefore,
-    RunLine,
-    Spending,
-)
-
-__all__ = [
-    "CANARIES",
-    "MEMBERSHIP",
-    "MEMORIZATION",
-    "NOT_PLAYED",
-    "RECORD",
-    "RESULTS",
-    "STANDARD_FAMILIES",
-    "TEXTS",
-    "WORDS",
-    "AttackFacts",
-    "BeginLine",
-    "DefenseFacts",
-    "DefenseLine",
-    "EndLine",
-    "EndedFit",
-    "Family",
-    "GateDecision",
-    "GateFacts",
-    "GateLine",
-    "JsonObject",
-    "LookLine",
-    "MetricValue",
-    "ModelFacts",
-    "MonitorFacts",
-    "NotPlayed",
-    "PoolLine",
-    "Record",
-    "Releases",
-    "ReleasesBefore",
-    "ResultLine",
-    "RunLine",
-    "Spending",
-    "append_line",
-    "as_json",
-    "named",
-    "parse_json",
-    "read_lines",
-    "read_results",
-]
+from lightning_fedleak.records.families import CANARIES as CANARIES
+from lightning_fedleak.records.families import MEMBERSHIP as MEMBERSHIP
+from lightning_fedleak.records.families import MEMORIZATION as MEMORIZATION
+from lightning_fedleak.records.families import STANDARD_FAMILIES as STANDARD_FAMILIES
+from lightning_fedleak.records.families import TEXTS as TEXTS
+from lightning_fedleak.records.families import WORDS as WORDS
+from lightning_fedleak.records.families import Family as Family
+from lightning_fedleak.records.fields import JsonObject as JsonObject
+from lightning_fedleak.records.fields import Record as Record
+from lightning_fedleak.records.fields import Releases as Releases
+from lightning_fedleak.records.fields import append_line as append_line
+from lightning_fedleak.records.fields import as_json as as_json
+from lightning_fedleak.records.fields import named as named
+from lightning_fedleak.records.files import RECORD as RECORD
+from lightning_fedleak.records.files import RESULTS as RESULTS
+from lightning_fedleak.records.files import parse_json as parse_json
+from lightning_fedleak.records.files import read_lines as read_lines
+from lightning_fedleak.records.files import read_results as read_results
+from lightning_fedleak.records.results import NOT_PLAYED as NOT_PLAYED
+from lightning_fedleak.records.results import MetricValue as MetricValue
+from lightning_fedleak.records.results import ResultLine as ResultLine
+from lightning_fedleak.records.run import AttackFacts as AttackFacts
+from lightning_fedleak.records.run import BeginLine as BeginLine
+from lightning_fedleak.records.run import DefenseFacts as DefenseFacts
+from lightning_fedleak.records.run import DefenseLine as DefenseLine
+from lightning_fedleak.records.run import EndedFit as EndedFit
+from lightning_fedleak.records.run import EndLine as EndLine
+from lightning_fedleak.records.run import GateDecision as GateDecision
+from lightning_fedleak.records.run import GateFacts as GateFacts
+from lightning_fedleak.records.run import GateLine as GateLine
+from lightning_fedleak.records.run import LookLine as LookLine
+from lightning_fedleak.records.run import ModelFacts as ModelFacts
+from lightning_fedleak.records.run import MonitorFacts as MonitorFacts
+from lightning_fedleak.records.run import NotPlayed as NotPlayed
+from lightning_fedleak.records.run import PoolLine as PoolLine
+from lightning_fedleak.records.run import ReleasesBefore as ReleasesBefore
+from lightning_fedleak.records.run import RunLine as RunLine
+from lightning_fedleak.records.run import Spending as Spending

@@ -1,23 +1,14 @@
 """What runs showed, for people who decide: one page, one JSON, one entry for a registry."""
 
-from lightning_fedleak.report.card import model_card
-from lightning_fedleak.report.files import print_card, write, write_at_end
-from lightning_fedleak.report.findings import Findings, findings
-from lightning_fedleak.report.logs import Logs, NothingToReport, ReportError, read
-from lightning_fedleak.report.page import page
-from lightning_fedleak.report.registry import entry
-
-__all__ = [
-    "Findings",
-    "Logs",
-    "NothingToReport",
-    "ReportError",
-    "entry",
-    "findings",
-    "model_card",
-    "page",
-    "print_card",
-    "read",
-    "write",
-    "write_at_end",
-]
+from lightning_fedleak.report.card import model_card as model_card
+from lightning_fedleak.report.files import print_card as print_card
+from lightning_fedleak.report.files import write as write
+from lightning_fedleak.report.files import write_at_end as write_at_end
+from lightning_fedleak.report.findings import Findings as Findings
+from lightning_fedleak.report.findings import findings as findings
+from lightning_fedleak.report.logs import Logs as Logs
+from lightning_fedleak.report.logs import NothingToReport as NothingToReport
+from lightning_fedleak.report.logs import ReportError as ReportError
+from lightning_fedleak.report.logs import read as read
+from lightning_fedleak.report.page import page as page
+from lightning_fedleak.report.registry import entry as entry

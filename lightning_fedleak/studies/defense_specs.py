@@ -75,10 +75,9 @@ class DefenseSpec:
 
 def defense_kinds() -> dict[str, type[Defense]]:
     """Return the package's defences by name."""
-    classes = (getattr(known, name) for name in known.__all__)
     return {
         kind.name: kind
-        for kind in classes
+        for kind in vars(known).values()
         if isinstance(kind, type) and issubclass(kind, Defense) and kind is not Defense
     }
 

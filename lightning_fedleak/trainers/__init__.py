@@ -5,14 +5,13 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_fedleak.looks import LeakageLimitExceeded, Threshold
-from lightning_fedleak.trainers.loop import WatchSettings
-from lightning_fedleak.trainers.watch import Watch
+from lightning_fedleak.looks import LeakageLimitExceeded as LeakageLimitExceeded
+from lightning_fedleak.looks import Threshold as Threshold
+from lightning_fedleak.trainers.loop import WatchSettings as WatchSettings
+from lightning_fedleak.trainers.watch import Watch as Watch
 
 if TYPE_CHECKING:
-    from lightning_fedleak.trainers.transformers import LeakageCallback
-
-__all__ = ["LeakageCallback", "LeakageLimitExceeded", "Threshold", "Watch", "WatchSettings"]
+    from lightning_fedleak.trainers.transformers import LeakageCallback as LeakageCallback
 
 
 def __getattr__(name: str) -> object:

@@ -6,6 +6,7 @@ Run by compare_checkouts.py, once in each checkout; imports nothing of either by
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import enum
@@ -22,6 +23,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 PACKAGE = "lightning_fedleak"
@@ -50,10 +52,19 @@ def bare(text: str) -> str:
 
 
 def packages() -> list[str]:
-    """The package and its folders with an ``__all__``; folders in folders are not looked at."""
+    """The package and its folders; folders in folders are not looked at."""
     root = importlib.import_module(PACKAGE)
     folders = [m.name for m in pkgutil.iter_modules(root.__path__) if m.ispkg]
     return [PACKAGE, *(f"{PACKAGE}.{name}" for name in folders)]
+
+
+def handed_on(module: ModuleType) -> list[str]:
+    """The names of ``__all__``, or else those that a folder imports ``as`` themselves."""
+    if hasattr(module, "__all__"):
+        return sorted(module.__all__)
+    nodes = ast.walk(ast.parse(Path(str(module.__file__)).read_text("utf-8")))
+    aliases = (a for node in nodes if isinstance(node, ast.ImportFrom) for a in node.names)
+    return sorted(a.name for a in aliases if a.asname == a.name)
 
 
 def ours(thing: Any) -> bool:
@@ -71,7 +82,7 @@ def signature(thing: Any) -> list[str]:
 
 
 def described(name: str, thing: Any) -> list[str]:
-    """Signature and docstring of what ``__all__`` names; of a class all that is public in it."""
+    """Signature and docstring of a name that is handed on; of a class all that is public in it."""
     if inspect.isclass(thing) and ours(thing):
         return list(_class(name, thing))
     if inspect.isroutine(thing):
@@ -118,11 +129,10 @@ def api(documented: list[str]) -> Section:
     found: Section = {}
     for package in packages():
         module = importlib.import_module(package)
-        names = getattr(module, "__all__", None)
-        if names is None:
+        if not (names := handed_on(module)):
             continue
-        found[package] = [f"__all__ = {sorted(names)}", *_doc(module)]
-        for name in sorted(names):
+        found[package] = [f"__all__ = {names}", *_doc(module)]
+        for name in names:
             found[f"{package}: {name}"] = described(name, getattr(module, name))
     found["paths in docs"] = [f"{path}: {_resolves(path)}" for path in documented]
     return found

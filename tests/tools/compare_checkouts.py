@@ -6,7 +6,7 @@
 
 What is compared, byte for byte, with a unified diff for each title that differs:
 
-- ``api``: signature and docstring of every name in ``__all__`` of the package and of its folders,
+- ``api``: signature and docstring of every name that the package and its folders hand on,
   with public methods, properties, fields and constants; whether dotted paths that OLD's docs,
   recipes and examples name can be found. Modules in front of a name do not count.
 - ``help``: ``--help`` of ``fedleak`` and each subcommand, and what ``fit`` says of its classes.

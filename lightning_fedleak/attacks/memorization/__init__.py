@@ -1,29 +1,14 @@
 """Attacks on the trained weights: what a released model gives away of its training texts."""
 
-from lightning_fedleak.attacks.memorization.extraction import Canaries, Extraction, ExtractionGuess
-from lightning_fedleak.attacks.memorization.scores import (
-    Combined,
-    ErrorZone,
-    Loss,
-    LossRatio,
-    MemorizationAttack,
-    MemorizationGuess,
-    MinK,
-    Windows,
-    Zlib,
-)
-
-__all__ = [
-    "Canaries",
-    "Combined",
-    "ErrorZone",
-    "Extraction",
-    "ExtractionGuess",
-    "Loss",
-    "LossRatio",
-    "MemorizationAttack",
-    "MemorizationGuess",
-    "MinK",
-    "Windows",
-    "Zlib",
-]
+from lightning_fedleak.attacks.memorization.extraction import Canaries as Canaries
+from lightning_fedleak.attacks.memorization.extraction import Extraction as Extraction
+from lightning_fedleak.attacks.memorization.extraction import ExtractionGuess as ExtractionGuess
+from lightning_fedleak.attacks.memorization.scores import Combined as Combined
+from lightning_fedleak.attacks.memorization.scores import ErrorZone as ErrorZone
+from lightning_fedleak.attacks.memorization.scores import Loss as Loss
+from lightning_fedleak.attacks.memorization.scores import LossRatio as LossRatio
+from lightning_fedleak.attacks.memorization.scores import MemorizationAttack as MemorizationAttack
+from lightning_fedleak.attacks.memorization.scores import MemorizationGuess as MemorizationGuess
+from lightning_fedleak.attacks.memorization.scores import MinK as MinK
+from lightning_fedleak.attacks.memorization.scores import Windows as Windows
+from lightning_fedleak.attacks.memorization.scores import Zlib as Zlib

@@ -5,67 +5,31 @@ combination of the inputs. An adversary that knows the model can compute the inp
 and so ask which tokens were there.
 """
 
-from lightning_fedleak.attacks.row_space.dictionary import (
-    NotAdditive,
-    build_dictionary,
-    factor_rows,
-    orthonormal,
-)
-from lightning_fedleak.attacks.row_space.explanation import (
-    Capacity,
-    ReadableInput,
-    measure_capacity,
-)
-from lightning_fedleak.attacks.row_space.linear_maps import (
-    NO_GRADIENT_YET,
-    KnownInput,
-    LinearMap,
-    SharedInput,
-    block_name,
-    find_known_inputs,
-    find_linear_maps,
-    find_shared_inputs,
-    in_decoder,
-    input_rows,
-    input_states,
-    lone_token_maps,
-    vocabulary_size,
-)
-from lightning_fedleak.attacks.row_space.pursuit import Atoms, PursuitResult, SharedRows, explain
-from lightning_fedleak.attacks.row_space.whitening import (
-    RIDGE,
-    Whitening,
-    fit_whitening,
-    whitening_matrix,
-)
-
-__all__ = [
-    "NO_GRADIENT_YET",
-    "RIDGE",
-    "Atoms",
-    "Capacity",
-    "KnownInput",
-    "LinearMap",
-    "NotAdditive",
-    "PursuitResult",
-    "ReadableInput",
-    "SharedInput",
-    "SharedRows",
-    "Whitening",
-    "block_name",
-    "build_dictionary",
-    "explain",
-    "factor_rows",
-    "find_known_inputs",
-    "find_linear_maps",
-    "find_shared_inputs",
-    "fit_whitening",
-    "in_decoder",
-    "input_rows",
-    "input_states",
-    "lone_token_maps",
-    "measure_capacity",
-    "orthonormal",
-    "vocabulary_size",
-    "whitening_matrix",
-]
+from lightning_fedleak.attacks.row_space.dictionary import NotAdditive as NotAdditive
+from lightning_fedleak.attacks.row_space.dictionary import build_dictionary as build_dictionary
+from lightning_fedleak.attacks.row_space.dictionary import factor_rows as factor_rows
+from lightning_fedleak.attacks.row_space.dictionary import orthonormal as orthonormal
+from lightning_fedleak.attacks.row_space.explanation import Capacity as Capacity
+from lightning_fedleak.attacks.row_space.explanation import ReadableInput as ReadableInput
+from lightning_fedleak.attacks.row_space.explanation import measure_capacity as measure_capacity
+from lightning_fedleak.attacks.row_space.linear_maps import NO_GRADIENT_YET as NO_GRADIENT_YET
+from lightning_fedleak.attacks.row_space.linear_maps import KnownInput as KnownInput
+from lightning_fedleak.attacks.row_space.linear_maps import LinearMap as LinearMap
+from lightning_fedleak.attacks.row_space.linear_maps import SharedInput as SharedInput
+from lightning_fedleak.attacks.row_space.linear_maps import block_name as block_name
+from lightning_fedleak.attacks.row_space.linear_maps import find_known_inputs as find_known_inputs
+from lightning_fedleak.attacks.row_space.linear_maps import find_linear_maps as find_linear_maps
+from lightning_fedleak.attacks.row_space.linear_maps import find_shared_inputs as find_shared_inputs
+from lightning_fedleak.attacks.row_space.linear_maps import in_decoder as in_decoder
+from lightning_fedleak.attacks.row_space.linear_maps import input_rows as input_rows
+from lightning_fedleak.attacks.row_space.linear_maps import input_states as input_states
+from lightning_fedleak.attacks.row_space.linear_maps import lone_token_maps as lone_token_maps
+from lightning_fedleak.attacks.row_space.linear_maps import vocabulary_size as vocabulary_size
+from lightning_fedleak.attacks.row_space.pursuit import Atoms as Atoms
+from lightning_fedleak.attacks.row_space.pursuit import PursuitResult as PursuitResult
+from lightning_fedleak.attacks.row_space.pursuit import SharedRows as SharedRows
+from lightning_fedleak.attacks.row_space.pursuit import explain as explain
+from lightning_fedleak.attacks.row_space.whitening import RIDGE as RIDGE
+from lightning_fedleak.attacks.row_space.whitening import Whitening as Whitening
+from lightning_fedleak.attacks.row_space.whitening import fit_whitening as fit_whitening
+from lightning_fedleak.attacks.row_space.whitening import whitening_matrix as whitening_matrix

@@ -3,8 +3,8 @@
 The only folder that knows Flower. It needs ``pip install lightning-fedleak[flower]``.
 """
 
-from lightning_fedleak.federation.flower.messages import ROUND, WEIGHT
-from lightning_fedleak.federation.flower.mod import FedLeakMod
-from lightning_fedleak.federation.flower.strategies import Observed, PrivateMean
-
-__all__ = ["ROUND", "WEIGHT", "FedLeakMod", "Observed", "PrivateMean"]
+from lightning_fedleak.federation.flower.messages import ROUND as ROUND
+from lightning_fedleak.federation.flower.messages import WEIGHT as WEIGHT
+from lightning_fedleak.federation.flower.mod import FedLeakMod as FedLeakMod
+from lightning_fedleak.federation.flower.strategies import Observed as Observed
+from lightning_fedleak.federation.flower.strategies import PrivateMean as PrivateMean

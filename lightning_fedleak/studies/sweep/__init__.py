@@ -1,30 +1,14 @@
 """A grid of defences, their strengths and attacks: what each costs and what it hides."""
 
-from lightning_fedleak.studies.defense_specs import DefenseSpec, parse_defenses
-from lightning_fedleak.studies.names import SpecError
-from lightning_fedleak.studies.sweep.cell import (
-    CellResult,
-    Grid,
-    GridCell,
-    Leakage,
-    Setting,
-    data_of,
-    loss_before,
-    quiet,
-    run_cell,
-)
-
-__all__ = [
-    "CellResult",
-    "DefenseSpec",
-    "Grid",
-    "GridCell",
-    "Leakage",
-    "Setting",
-    "SpecError",
-    "data_of",
-    "loss_before",
-    "parse_defenses",
-    "quiet",
-    "run_cell",
-]
+from lightning_fedleak.studies.defense_specs import DefenseSpec as DefenseSpec
+from lightning_fedleak.studies.defense_specs import parse_defenses as parse_defenses
+from lightning_fedleak.studies.names import SpecError as SpecError
+from lightning_fedleak.studies.sweep.cell import CellResult as CellResult
+from lightning_fedleak.studies.sweep.cell import Grid as Grid
+from lightning_fedleak.studies.sweep.cell import GridCell as GridCell
+from lightning_fedleak.studies.sweep.cell import Leakage as Leakage
+from lightning_fedleak.studies.sweep.cell import Setting as Setting
+from lightning_fedleak.studies.sweep.cell import data_of as data_of
+from lightning_fedleak.studies.sweep.cell import loss_before as loss_before
+from lightning_fedleak.studies.sweep.cell import quiet as quiet
+from lightning_fedleak.studies.sweep.cell import run_cell as run_cell

@@ -1,7 +1,7 @@
 """How often a gate on the trained weights acts though nothing is above its threshold.
 
     python -m benchmarks.attacks.memorization_gates --runs 2000 --looks 5
-    python -m benchmarks.attacks.memorization_gates --runs 300 --looks 200
+    python -m benchmarks.attacks.memorization_gates --runs 2000 --looks 200
 
 Each run draws members and others once and looks at the same texts again and again; a text keeps
 part of its score from look to look, as real ones do. Without a leak, members and others follow one
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import norm
+from scipy.stats import beta, norm
 
-from lightning_fedleak.metrics.released import membership_values, shown_tpr, spent_at
+from lightning_fedleak.metrics.released import FPR, membership_values, shown_tpr, spent_at
 
 SMOKE = ("--runs 3 --looks 2",)
 
@@ -42,22 +42,32 @@ def scores_of(
     return shift + lasting + shares[2] * parts[2] + shares[3] * fresh
 
 
-def near(scores: np.ndarray, members: np.ndarray, at_most: float, spent: float) -> bool:
+def near_auc(scores: np.ndarray, members: np.ndarray, at_most: float, spent: float) -> bool:
     """Return whether the AUC lies so far above that its interval may; by its variance alone."""
+    inside, others = np.sort(scores[members]), np.sort(scores[~members])
+    below = np.searchsorted(others, inside) / len(others)
+    above = 1 - np.searchsorted(inside, others, "right") / len(inside)
+    error = np.sqrt(below.var() / len(inside) + above.var() / len(others))
+    return bool(below.mean() - at_most > NEAR * norm.isf(spent / 2) * error)
+
+
+def near_tpr(scores: np.ndarray, members: np.ndarray, at_most: float, spent: float) -> bool:
+    """Return whether the TPR's lower end would be above at the largest FPR that its bar allows."""
     inside, others = scores[members], scores[~members]
-    places = (inside[:, None] > others).mean(1), (inside[:, None] > others).mean(0)
-    error = np.sqrt(places[0].var() / len(inside) + places[1].var() / len(others))
-    return bool(places[0].mean() - at_most > NEAR * norm.isf(spent / 2) * error)
+    bar = np.sort(others)[::-1][int(FPR * len(others))]
+    hits = int((inside > bar).sum())
+    return hits > 0 and bool(beta.ppf(spent / 2, hits, len(inside) - hits + 1) > at_most)
 
 
 def acts(scores: np.ndarray, members: np.ndarray, rate: str, at_most: float, **spent: Any) -> bool:
     """Return whether the lower end of an attack's interval is above ``at_most`` at a look."""
-    if rate == "shown":
-        return shown_tpr(torch.tensor(scores), torch.tensor(members), **spent).tpr.low > at_most
+    near = near_tpr if rate == "shown" else near_auc
     if not near(scores, members, at_most, spent_at(**spent)):
         return False
-    values = membership_values(torch.tensor(scores), torch.tensor(members), **spent)
-    return values["auc_low"] > at_most
+    score, member = torch.tensor(scores), torch.tensor(members)
+    if rate == "shown":
+        return shown_tpr(score, member, **spent).tpr.low > at_most
+    return membership_values(score, member, **spent)["auc_low"] > at_most
 
 
 def alarms(

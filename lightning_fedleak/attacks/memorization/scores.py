@@ -26,6 +26,11 @@ from lightning_fedleak.validate import check_integer, check_number
 WINDOWS = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
 """Tokens of the windows: geometric from 2 to 40, as arXiv 2601.02751 has them."""
 
+MOST_GAIN = 4.0
+"""Nats of a token that :class:`Combined` counts: of 2, 3, 4 and no cap the best on one coin of
+three set-ups (``benchmarks.attacks.memorization``). Fewer cost behind LoRA, more where the whole
+model is tuned."""
+
 LEAST_LOSS = 1e-6  # nats a token; a base that is surer than this of a text divides by this
 LEAST_DEVIATION = 1e-6  # nats; where a model is certain of a token, Min-K%++ divides by this
 
@@ -107,14 +112,40 @@ class Loss(MemorizationAttack):
 
 
 class LossRatio(MemorizationAttack):
-    """Score a text by minus the ratio of its loss to the base's (arXiv 2402.17012, section 3)."""
+    """Score a text by minus the ratio of its loss to the base's (arXiv 2402.17012, section 3).
+
+    A few tokens may gain so much, in texts that were not trained on too, that they decide: a word
+    that the whole data has in common is one. A cap keeps what each token says about its text alone.
+
+    Args:
+        most_gain: of a token, ``lp - lp0`` in nats; what is above it is not counted. None counts
+            all, as published.
+        name: as in the logs.
+
+    Raises:
+        ValueError: a cap that is not above 0.
+    """
 
     default_name = "loss_ratio"
 
+    def __init__(self, most_gain: float | None = None, name: str | None = None) -> None:
+        super().__init__(name)
+        if most_gain is not None:
+            check_number("most_gain", most_gain, above=0)
+        self.most_gain = most_gain
+
     def score(self, released: ReleasedModel) -> Tensor:
-        """Return ``-loss / loss0``."""
-        base_loss = -released.base.mean_log_probs()
-        return released.now.mean_log_probs() / base_loss.clamp_min(LEAST_LOSS)
+        """Return ``-loss / loss0``, with the gain of each token capped."""
+        mean = released.now.mean_log_probs()
+        if self.most_gain is not None:
+            gains = released.now.log_probs.double() - released.base.log_probs.double()
+            excess = (gains - self.most_gain).clamp_min(0) * released.now.labels
+            mean = mean - excess.sum(1) / released.now.labels.sum(1)
+        return mean / (-released.base.mean_log_probs()).clamp_min(LEAST_LOSS)
+
+    def config(self) -> dict[str, object]:
+        """Return the cap."""
+        return {"most_gain": self.most_gain}
 
 
 class Zlib(MemorizationAttack):
@@ -230,18 +261,19 @@ class ErrorZone(MemorizationAttack):
 
 
 class Combined(MemorizationAttack):
-    """Add the ranks of :class:`LossRatio` and :class:`ErrorZone` as normal scores.
+    """Add the ranks of :class:`LossRatio`, with capped gains, and :class:`ErrorZone`.
 
     The loss ratio is the better one behind LoRA, and the error zone where the whole model is tuned.
-    Each is ranked among all texts that are asked about, members or not, so that no label is used.
-    The score of a text depends on that pool: two results compare only on the same pool.
+    Each is ranked among all texts that are asked about, members or not, so that no label is used;
+    ranks are added as normal scores. The score of a text depends on that pool: two results compare
+    only on the same pool.
     """
 
     default_name = "combined"
 
     def score(self, released: ReleasedModel) -> Tensor:
         """Return the sum of both normal scores."""
-        parts = (LossRatio().score(released), ErrorZone().score(released))
+        parts = (LossRatio(MOST_GAIN).score(released), ErrorZone().score(released))
         return torch.stack([normal_scores(part) for part in parts]).sum(0)
 
 

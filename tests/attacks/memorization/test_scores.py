@@ -84,6 +84,7 @@ def slow(name: str, r: ReleasedModel) -> list[float]:
             {
                 "loss": -loss,
                 "loss_ratio": -loss / loss0,
+                "capped": -(loss + sum(max(g - 0.5, 0) for g in gains) / len(lp)) / loss0,
                 "zlib": sum(lp) / int(r.compressed[i]),
                 "min_k": lowest(r.now),
                 "calibrated": lowest(r.now) - lowest(r.base),
@@ -99,6 +100,7 @@ def slow(name: str, r: ReleasedModel) -> list[float]:
     [
         ("loss", Loss()),
         ("loss_ratio", LossRatio()),
+        ("capped", LossRatio(most_gain=0.5)),
         ("zlib", Zlib()),
         ("min_k", MinK()),
         ("calibrated", MinK(calibrated=True)),
@@ -148,14 +150,14 @@ def test_normal_scores_share_ties(values: list[int]) -> None:
 
 def test_combined_adds_both_ranks() -> None:
     released = random_release(3)
-    expected = normal_scores(LossRatio().score(released)) + normal_scores(
-        ErrorZone().score(released)
-    )
+    parts = (LossRatio(most_gain=4.0), ErrorZone())
+    expected = sum(normal_scores(part.score(released)) for part in parts)
     torch.testing.assert_close(Combined().score(released), expected)
 
 
 @pytest.mark.parametrize(
-    "attack", [LossRatio(), ErrorZone(), Windows(), Combined(), MinK(calibrated=True)]
+    "attack",
+    [LossRatio(), LossRatio(4.0), ErrorZone(), Windows(), Combined(), MinK(calibrated=True)],
 )
 def test_before_the_first_step_all_texts_tie(attack: MemorizationAttack) -> None:
     """The base model beside itself: every base-calibrated score has an AUC of exactly one half."""

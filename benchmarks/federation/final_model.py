@@ -11,9 +11,9 @@ trained on and about texts of nobody::
 
 Membership: AUC of ``Combined`` with its 95% interval, and the TPR at 1% FPR that is *shown* (an
 exact lower bound). Extraction: the share of texts of which 16 tokens follow from the 16 before in
-one of so many samples as ``Extraction`` draws, beyond that of others. *Unknown* is shown of fewer
-others than a bound needs. Cells that the log holds are not run again. A rank of 0 is the whole
-model.
+one of so many samples as ``Extraction`` draws, beyond that of others. A cell has one value for each
+seed in the log, and an interval around all of theirs. *Unknown* is shown of fewer others than a
+bound needs. Cells that the log holds are not run again. A rank of 0 is the whole model.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def cell(
             part = part_of(pool, rows)
             now = ask_tokens(find_anatomy(model), part.texts)
             result = part.compare(base.rows(rows), now, ATTACKS)
-            values = {n: v for found in result.values.values() for n, v in found.items()}
+            values = {n: v for one in result.values.values() for n, v in one.items()}
             lines.append(
                 {"rounds": round_, "trained": len(trained)}
                 | {"loss": round(sum(losses) / len(losses), 3)}
@@ -116,10 +116,11 @@ def table(lines: list[dict[str, Any]], metric: str) -> str:
     names = [f"LoRA {rank}, {metric}" if rank else f"whole, {metric}" for rank in ranks]
     out = [f"| optimizer, local steps, rounds | {' | '.join(names)} |"]
     out.append("|---|" + "---|" * len(names))
-    cells = {
-        (line["optimizer"], line["steps"], line["rounds"], line["rank"]): _cell(line, metric)
-        for line in lines
-    }
+    runs: dict[tuple[str, int, int, int], list[dict[str, Any]]] = {}
+    for line in sorted(lines, key=lambda line: line["seed"]):
+        key = line["optimizer"], line["steps"], line["rounds"], line["rank"]
+        runs.setdefault(key, []).append(line)
+    cells = {key: _cell(cell_runs, metric) for key, cell_runs in runs.items()}
     keys = dict.fromkeys(key[:3] for key in cells)
     for key in sorted(keys, key=lambda key: (list(OPTIMIZERS).index(key[0]), *key[1:])):
         row = [cells.get((*key, rank), "not run") for rank in ranks]
@@ -127,12 +128,17 @@ def table(lines: list[dict[str, Any]], metric: str) -> str:
     return "\n".join(out)
 
 
-def _cell(line: dict[str, Any], metric: str) -> str:
-    if line[metric] is None:
-        return "unknown"
-    if metric == "shown":
-        return f"{line[metric]:.3f}"
-    return f"{line[metric]:.2f} ({line[f'{metric}_low']:.2f} to {line[f'{metric}_high']:.2f})"
+def _cell(runs: list[dict[str, Any]], metric: str) -> str:
+    """Return the value of each seed, and the interval around all of theirs."""
+    digits = 3 if metric == "shown" else 2
+    values = ["unknown" if run[metric] is None else f"{run[metric]:.{digits}f}" for run in runs]
+    if metric == "shown" or "unknown" in values:
+        return ", ".join(values)
+    low, high = (
+        min(run[f"{metric}_low"] for run in runs),
+        max(run[f"{metric}_high"] for run in runs),
+    )
+    return f"{', '.join(values)} ({low:.2f} to {high:.2f})"
 
 
 def facts(lines: list[dict[str, Any]]) -> list[str]:
@@ -167,6 +173,7 @@ def main() -> None:
         lines = [json.loads(line) for line in args.log.read_text("utf-8").splitlines()]
     pool: tuple[ReleasedPool, TokenSnapshot] | None = None
     named = {"model": Path(args.model or "embedded").name, "clients": args.clients}
+    named |= {"seed": args.seed}
     grid = itertools.product(args.optimizers, sorted(args.steps), args.ranks)
     for optimizer, steps, rank in () if args.show else grid:
         key = {"optimizer": optimizer, "steps": steps, "rank": rank} | named
@@ -176,11 +183,11 @@ def main() -> None:
         began = time.process_time()
         if pool is None:
             pool = asked_pool(args)
-        found = cell(args, *pool, optimizer, steps, rank)
-        common = {"seconds": round((time.process_time() - began) / len(found), 1)}
+        results = cell(args, *pool, optimizer, steps, rank)
+        common = {"seconds": round((time.process_time() - began) / len(results), 1)}
         common |= {"rate": rate_of(optimizer, rank), "shape": f"{args.rows} x {args.length}"}
         common |= {"date": str(datetime.date.today()), "machine": platform.machine()}
-        new = [key | line | common | {"seed": args.seed} for line in found]
+        new = [key | result | common for result in results]
         lines += new
         with args.log.open("a", encoding="utf-8") as log:
             log.writelines(json.dumps(line) + "\n" for line in new)

@@ -7,11 +7,13 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 
@@ -43,6 +45,31 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def save_private(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write tensors to a safetensors file of mode 0600, whole or not at all, over an earlier one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    _write(path, save(dict(tensors), metadata), os.replace)
+
+
+def load_private(path: Path) -> dict[str, Tensor]:
+    """Return what :func:`save_private` wrote.
+
+    Raises:
+        ValueError: others may use the file, or it holds no tensors.
+        OSError: it cannot be read.
+    """
+    check_private(path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"it holds no tensors: {error}") from error
+
+
 def write_secret(path: Path, content: Mapping[str, object], *, replace: bool = False) -> None:
     """Write plain values as JSON to a file of mode 0600, whole or not at all.
 
@@ -55,14 +82,18 @@ def write_secret(path: Path, content: Mapping[str, object], *, replace: bool = F
         FileExistsError: there is a file already, which is not to be replaced.
         OSError: it cannot be written.
     """
+    _write(path, json.dumps(content, indent=1).encode(), os.replace if replace else os.link)
+
+
+def _write(path: Path, content: bytes, place: Callable[[Path, Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "wb") as file:
             os.fchmod(file.fileno(), 0o600)
-            json.dump(content, file, indent=1)
-        (os.replace if replace else os.link)(draft, path)
+            file.write(content)
+        place(draft, path)
     finally:
         draft.unlink(missing_ok=True)
 

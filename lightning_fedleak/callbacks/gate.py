@@ -190,7 +190,7 @@ class RiskGate(Threshold, EitherCallback):
         most ``at_most``, and infinite elsewhere. When training ends, the weights where it was
         lowest are scored on texts that chose nothing, as ``leakage/<attack>_chosen/...``.
         """
-        if not self._dependent or self._engine is None or trainer.sanity_checking:
+        if not self.on_weights or self._engine is None or trainer.sanity_checking:
             return
         engine, metrics = self._engine, trainer.callback_metrics
         losses = (metrics.get(name) for name in engine.options.utility if name.startswith("val"))

@@ -30,7 +30,6 @@ from lightning_fedleak.callbacks.trainer_facts import (
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.lightning_packages import EitherCallback, both
 from lightning_fedleak.looks import (
-    CHOOSE,
     Destination,
     Engine,
     Games,
@@ -209,10 +208,11 @@ class TrainerRun(Run):
         return self.trainer.current_epoch, done / max(1, batches)
 
     @property
-    def chooses(self) -> bool:
-        """Return whether a callback of the Trainer watches ``leakage/choose``."""
+    def watched(self) -> tuple[str, ...]:
+        """Return what callbacks of the Trainer stop or choose by, such as ModelCheckpoint."""
         callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        return any(getattr(one, "monitor", None) == CHOOSE for one in callbacks)
+        names = (getattr(one, "monitor", None) for one in callbacks)
+        return tuple(name for name in names if isinstance(name, str))
 
     @property
     def epochs(self) -> int | None:

@@ -15,6 +15,7 @@ from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.commands.options import MemorizationOptions
 from lightning_fedleak.commands.printing import print_table, three_digits
 from lightning_fedleak.finetuning import SourceError, load_tokenizer, read_texts
+from lightning_fedleak.metrics.released import other_law
 from lightning_fedleak.studies.memorization import Comparison, ReleasedPool, ask_both, tokenize
 
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
@@ -72,14 +73,8 @@ class MemorizationCommand(MemorizationOptions):
     def _warnings(self, result: Comparison) -> list[str]:
         """Return what makes numbers unknown, and what to do."""
         sentences = []
-        if not result.one_law:
-            worst = max(result.blind, key=lambda name: abs(result.blind[name].value - 0.5))
-            rate = result.blind[worst]
-            finding = (
-                "Members and others may follow different laws: without the trained model "
-                f"'{worst}' tells them apart with an AUC of {rate.value:.2f} ({rate.low:.2f} to "
-                f"{rate.high:.2f}), where .45 to .55 is needed."
-            )
+        if (why := other_law(result.blind)) is not None:
+            finding = f"Members and others may follow different laws: {why}."
             sentences.append(
                 f"{finding} --drawn says that a coin chose the others, so that this is chance."
                 if self.drawn

@@ -50,8 +50,8 @@ from lightning_fedleak.looks.log import (
     releases_by,
 )
 from lightning_fedleak.looks.options import Options, Selection, check_optimizers, check_rounds
-from lightning_fedleak.looks.results import CHOOSE, MAX_WAITS, WORST, Results
-from lightning_fedleak.looks.run import Look, Outcome, Processes, Run, Series, reason
+from lightning_fedleak.looks.results import MAX_WAITS, WORST, Results
+from lightning_fedleak.looks.run import CHOOSE, Look, Outcome, Processes, Run, Series, reason
 from lightning_fedleak.looks.tensorboard import add_pages
 from lightning_fedleak.looks.weights import Memory, WeightLooks
 from lightning_fedleak.records import GateDecision

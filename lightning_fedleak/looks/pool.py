@@ -39,6 +39,7 @@ two models (benchmarks/cost/memorization.py). Larger: fewer texts are asked abou
 LEAST_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
 LEAST_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1
 MISSED = 5.0  # standard deviations by which recognised rows may fall short; not tuned
+NO_CONTROLS = "there are no controls after epoch 1: add leave_out"
 MOST_ROWS = 10_000  # searched for repeats: 4 to 8 s on a core; more rows take longer
 
 
@@ -61,6 +62,7 @@ class Pool:
         no_game: why no account of examples that are added or removed is compared; None: each text
             was left out by a coin of its own.
         passed: rows that have been in batches so far, on this process.
+        unread: batches that could not be read so far, on this process.
         repeated: texts that were left out because another row repeats a part of them.
         short: texts that were left out because they have fewer than 8 label tokens.
         searched: share of the data's rows that was searched for repeats.
@@ -78,6 +80,7 @@ class Pool:
     aside: Tensor
     no_game: str | None
     passed: int = 0
+    unread: int = 0
 
     def __post_init__(self) -> None:
         self._places: Mapping[bytes, int] = {
@@ -119,7 +122,7 @@ class Pool:
         members = self.trains & self.seen
         others = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
         if self.way == "not yet seen" and (epoch > 0 or not bool(others.any())):
-            raise NoOthers("there are no controls after epoch 1: add leave_out")
+            raise NoOthers(NO_CONTROLS)
         n = int(members.sum())
         if not n:
             raise NoOthers("no row of the training data was recognised in its batches")

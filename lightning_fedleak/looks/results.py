@@ -41,8 +41,6 @@ by default, a whole epoch. Larger: longer runs without a result; a try that find
 """
 WORST = f"{PREFIX[Stage.SHARED]}/worst"
 """Begins the names of the highest headlines, ``leakage/worst/<family>``."""
-CHOOSE = f"{PREFIX[Stage.SHARED]}/choose"
-"""The loss that a checkpoint is chosen by: infinite where the weights give away too much."""
 
 
 class Results:
@@ -243,7 +241,7 @@ class Results:
             f"{WORST}/{family}" for family in self.families if family not in families_read
         )
         if any(s.stage == Stage.RELEASED and s not in outcomes for s in self._channels):
-            others += (f"{PREFIX[Stage.RELEASED]}/bound/",)
+            others += tuple(f"{PREFIX[Stage.RELEASED]}/{name}/" for name in ("bound", "blind"))
         return {n: v for n, v in self.latest.items() if n.startswith(others)}
 
     def _wait(self, outcomes: Mapping[Series, Outcome], step: int) -> dict[Series, Outcome]:

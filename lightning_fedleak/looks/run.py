@@ -143,9 +143,9 @@ class Run(ABC):
         return None
 
     @property
-    def chooses(self) -> bool:
-        """Return whether something chooses a checkpoint by ``leakage/choose``."""
-        return False
+    def watched(self) -> tuple[str, ...]:
+        """Return the names of values that something besides gates stops or chooses by."""
+        return ()
 
     @property
     def epochs(self) -> int | None:
@@ -323,6 +323,8 @@ PREFIX = {
     Stage.AGGREGATE: "leakage_aggregate",
     Stage.RELEASED: "leakage",
 }
+CHOOSE = f"{PREFIX[Stage.SHARED]}/choose"
+"""The loss that a checkpoint is chosen by: infinite where the weights give away too much."""
 
 
 @dataclass(frozen=True)
@@ -453,8 +455,9 @@ class Outcome:
             out[f"{root}/{name}_worst_client"] = value
         for name, value in self.extra.items():
             if not math.isnan(value):
-                stage = root.partition("/")[0]  # what an account allows is of all its attacks
-                out[f"{stage if name.startswith('bound/') else root}/{name}"] = value
+                # What an account allows, and what is told blindly, is of all attacks.
+                shared = name.startswith(("bound/", "blind/"))
+                out[f"{root.partition('/')[0] if shared else root}/{name}"] = value
         return out
 
     def values_now(self, root: str) -> dict[str, float]:

@@ -82,6 +82,7 @@ class Threshold:
         fired: the event of the first time that it acted in the newest run; None so far.
         notches: how often it has turned the defences up.
         verdict: what the looks so far show; None with ``bound="value"`` and before the first.
+        on_weights: it watches the trained weights, at whose looks the same texts are.
 
     Raises:
         ValueError: an argument is out of range, or two arguments contradict each other.
@@ -115,7 +116,7 @@ class Threshold:
         self.name = name or metric.removeprefix("leakage/")
         self.bound = chosen
         self._bound_chosen = bound is not None
-        self._dependent = False
+        self.on_weights = False
         self.alpha = alpha
         self.warmup = warmup
         self.fired: GateEvent | None = None
@@ -153,8 +154,8 @@ class Threshold:
         self._defenses = defenses_to_harden(controls.defenses) if harden_it else ()
         self.notches = self._breaches = 0
         self._watched = engine.headlines_of(self.metric) or (self.metric,)
-        self._dependent = engine.is_looks_dependent(self.metric)
-        if self._dependent:
+        self.on_weights = engine.is_looks_dependent(self.metric)
+        if self.on_weights:
             self._check_dependent(engine)
         self._check_looks(engine, controls.processes)
         self._evidence = self._new_evidence()
@@ -180,19 +181,13 @@ class Threshold:
         """
         assert self._engine is not None
         engine = self._engine
-        names = (f"{name}{self._end('high')}" for name in self._watched)
-        ends = [engine.results.latest.get(name, math.nan) for name in names]
-        known = [end for end in ends if not math.isnan(end)]
+        ends = self._ends(engine.results.latest, self._end("high"))
         weights = engine.weights
         is_read = weights is not None and weights.looked_at == engine.run.step
-        allowed = is_read and bool(known) and max(known) <= self.at_most
+        # An end that is unknown (NaN) allows nothing.
+        allowed = is_read and bool(ends) and all(end <= self.at_most for end in ends.values())
         loss = engine.run.broadcast(loss if allowed else math.inf)
         return loss if weights is None else weights.choose(loss)
-
-    @property
-    def on_weights(self) -> bool:
-        """Return whether it watches the trained weights, at whose looks the same texts are."""
-        return self._dependent
 
     @property
     def _kind(self) -> str:
@@ -215,10 +210,16 @@ class Threshold:
         """Judge by the interval's ends, which hold at all looks together.
 
         Raises:
-            ValueError: another alpha than the intervals have, or a private choice under DP.
+            ValueError: an end of an interval, or another alpha than the intervals have.
         """
+        is_end = self.metric.endswith(("_low", "_high"))
         if not self._bound_chosen:
-            self.bound = "lower"
+            self.bound = "value" if is_end else "lower"
+        if is_end and self.bound != "value":
+            raise ValueError(
+                f"{self._subject}: bound='{self.bound}' reads that end of "
+                f"'{self.metric.rpartition('_')[0]}', so watch this one"
+            )
         alpha = engine.options.memorization.alpha
         if self.bound != "value" and self.alpha != alpha:
             raise ValueError(
@@ -229,7 +230,7 @@ class Threshold:
     def _check_read(self) -> None:
         """Refuse a metric that reads nothing of this run, unless hardening may cause that later."""
         assert self._engine is not None
-        if self._dependent:
+        if self.on_weights:
             self._check_private(self._engine)
         why = self._engine.unread(self.metric)
         if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
@@ -283,8 +284,7 @@ class Threshold:
                 f"may be low though the attack orders all texts rightly: watch '{root}/auc'",
                 stacklevel=2,
             )
-        requirement = engine.looks_until_known(name, 1 if worst else clients)
-        if requirement is None:
+        if (requirement := engine.looks_until_known(name, 1 if worst else clients)) is None:
             return
         looks, why = requirement
         pooled = 1 if worst or self.bound != "value" else engine.options.games.window
@@ -306,7 +306,7 @@ class Threshold:
 
     def _new_evidence(self) -> dict[str, Evidence] | None:
         """Return evidence on each watched value, with its share of the probability of error."""
-        if self.bound == "value" or self._dependent:
+        if self.bound == "value" or self.on_weights:
             return None
         rate, alpha = rate_of(self.metric), self._alpha_now
         if self.bound == "lower":
@@ -365,7 +365,7 @@ class Threshold:
             return _Measurement(self.metric, math.nan, unknown, why=why)
         # One client alone is its own worst.
         names = (self.metric, self.metric.removesuffix("_worst_client"))
-        if self._dependent:
+        if self.on_weights:
             return self._read_interval(new)
         if not any(name in new for name in names):
             # An attack of the family waits. Evidence is collected from complete looks only.
@@ -381,10 +381,14 @@ class Threshold:
         """Return what the name of an interval's end ends with; of a family's worst a joint one."""
         return f"_joint_{end}" if is_worst(self.metric) else f"_{end}"
 
+    def _ends(self, values: Mapping[str, float], end: str) -> dict[str, float]:
+        """Return an end of each watched interval, NaN where what was asked is unknown."""
+        return {n: values.get(f"{n}{end}", math.nan) for n in self._watched if n in values}
+
     def _read_interval(self, new: Mapping[str, float]) -> _Measurement | None:
         """Return the end of the interval that the bound asks for, where this look has one."""
         end = {"value": "", "lower": self._end("low"), "upper": self._end("high")}[self.bound]
-        ends = {n: new[f"{n}{end}"] for n in self._watched if f"{n}{end}" in new}
+        ends = self._ends(new, end)
         if not ends:
             return None
         known = {name: value for name, value in ends.items() if not math.isnan(value)}
@@ -392,9 +396,9 @@ class Threshold:
             area = new.get(f"{self.metric.removesuffix('/shown')}/auc", math.nan)
             if not math.isnan(area):
                 return None  # later looks need more others than earlier ones
-        if not known:
-            return _Measurement(self.metric, math.nan, ends)
-        source = max(known, key=known.__getitem__)
+        source = max(known, key=known.__getitem__, default="")
+        if not known or (len(known) < len(ends) and known[source] <= self.at_most):
+            return _Measurement(self.metric, math.nan, ends)  # the unknown one may be above
         return _Measurement(self.metric, known[source], ends, source)
 
     def _read_worst(
@@ -494,7 +498,7 @@ class Threshold:
             measurement.why,
             controls.resume,
             controls.mend,
-            self._dependent,
+            self.on_weights,
         )
         first, self.fired = self.fired is None, self.fired or event
         if hardened:

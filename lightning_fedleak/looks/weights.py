@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from lightning_fedleak.attacks import Attack
+from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.choice import Row, in_short
-from lightning_fedleak.looks.results import Exchange
+from lightning_fedleak.looks.log import accounting
+from lightning_fedleak.looks.results import WORST, Exchange
 from lightning_fedleak.looks.run import Look, Outcome, Result, Run, Series
 from lightning_fedleak.records import PoolLine
 
@@ -64,8 +64,10 @@ class WeightLooks:
             What is compared, and which attacks are not played, in words.
 
         Raises:
-            ValueError: an attack that the user listed cannot be played.
+            ValueError: an attack that the user listed cannot be played, or a callback stops or
+                chooses by private texts under DP.
         """
+        self._check_private()
         for channel in self._channels:
             for attack in channel.attacks:
                 try:
@@ -76,7 +78,13 @@ class WeightLooks:
                     self.refused[attack.name] = in_short(attack.name, str(error))
             channel.leave_out(self.refused.keys())
             if channel.attacks:
-                channel.ask_base()
+                try:
+                    channel.ask_base()
+                except UnusableObservation as error:
+                    if not choosing:
+                        raise ValueError(str(error)) from error
+                    self.refused |= {attack.name: str(error) for attack in channel.attacks}
+                    channel.leave_out(self.refused.keys())
         silent = [
             f"not played on the trained weights: {names} ({why})"
             for why in dict.fromkeys(self.refused.values())
@@ -84,6 +92,24 @@ class WeightLooks:
         ]
         asked = [channel.describe() for channel in self._channels if channel.attacks]
         return silent + [f"the trained weights are asked about {words}" for words in asked]
+
+    def _check_private(self) -> None:
+        """Refuse callbacks that stop or choose by private texts, which no epsilon covers."""
+        if not accounting(self._run.defenses):
+            return
+        for name in self._run.watched:
+            root = name.rpartition("/")[0]
+            read = [
+                channel
+                for series, channel in self._series.items()
+                if root == series.log_name or name == f"{WORST}/{channel.family}"
+            ]
+            if any(not c.settings.memorization.outside_epsilon for c in read):
+                raise ValueError(
+                    f"a callback stops or chooses by '{name}', which is read off private texts, "
+                    "and the run's epsilon does not cover what is decided by it: watch another "
+                    "value, or accept it by Memorization(outside_epsilon=True)"
+                )
 
     def unread(self, names: Collection[str] | None) -> str | None:
         """Return why attacks on the weights say nothing of this run; None: they do.
@@ -106,8 +132,7 @@ class WeightLooks:
         """Note which texts are trained on."""
         for channel in self._channels:
             if channel.attacks:
-                with suppress(Exception):  # a batch that cannot be read was refused as the first
-                    channel.trains_on(batch)
+                channel.trains_on(batch)
 
     def pool_lines(self) -> list[PoolLine]:
         """Return the records of the texts that the weights are asked about."""

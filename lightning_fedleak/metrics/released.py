@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from scipy.optimize import brentq
 from scipy.special import rel_entr
-from scipy.stats import beta, binom, nhypergeom
+from scipy.stats import beta, binom, mannwhitneyu, nhypergeom
 from torch import Tensor
 
 from lightning_fedleak.attacks.memorization.blind import LEAST_AUC, MOST_AUC
@@ -191,6 +191,7 @@ def membership_values(
     - ``shown``: the lower bound of :func:`shown_tpr`, unknown (NaN) with too few others;
       ``shown_high`` is its upper bound.
     - ``p_value``: of :func:`rank_test`.
+    - ``visible``: of :func:`visible_tpr`.
 
     The bounds of a rate hold at all looks together but for a probability ``alpha``.
 
@@ -211,6 +212,9 @@ def membership_values(
         "shown": shown.tpr.low,
         "shown_high": shown.tpr.high,
         "p_value": shown.p_value,
+        "visible": visible_tpr(
+            int(members.sum()), int((~members).sum()), look=look, alpha=alpha, fpr=fpr
+        ),
     }
 
 
@@ -228,6 +232,7 @@ def extraction_values(
       discoverable in the attack's largest number of samples, minus that of others.
     - ``greedy``: the same for greedy decoding.
     - ``extracted_others`` and ``extracted_base``: the shares of others, and of members at the base.
+    - ``visible``: of :func:`visible_excess`, of the one of both that is less visible.
 
     The interval of a difference joins both Clopper-Pearson intervals (Newcombe 1998, method 10).
     Texts without k label tokens in a row are not counted.
@@ -250,8 +255,11 @@ def extraction_values(
         )
         for name, hits in (("extracted", now), ("greedy", guess.greedy))
     }
+    others_hits = max(int(hits[others].sum()) for hits in (now, guess.greedy))
+    asked = int(inside.sum()), int(others.sum())
     return {
         **flat(excess),
+        "visible": visible_excess(*asked, others_hits, alpha=spent_at(look, alpha)),
         "extracted_others": proportion(int(now[others].sum()), int(others.sum())).value,
         "extracted_base": proportion(int(base[inside].sum()), int(inside.sum())).value,
     }
@@ -370,6 +378,30 @@ def blind_aucs(
 def follow_one_law(aucs: Mapping[str, Rate]) -> bool:
     """Return whether every blind AUC is known to lie between .45 and .55."""
     return all(rate.low >= LEAST_AUC and rate.high <= MOST_AUC for rate in aucs.values())
+
+
+def other_law(aucs: Mapping[str, Rate]) -> str | None:
+    """Return which blind AUC may lie outside .45 to .55, the farthest one; None: none of them."""
+    if follow_one_law(aucs):
+        return None
+    name, rate = max(aucs.items(), key=lambda one: abs(one[1].value - 0.5))
+    return (
+        f"without the trained model '{name}' tells them apart with an AUC of {rate.value:.2f} "
+        f"({rate.low:.2f} to {rate.high:.2f}), where .45 to .55 is needed"
+    )
+
+
+def highest_auc(scores: Mapping[str, Tensor], members: Tensor) -> float:
+    """Return the highest AUC of several scores, each taken in the direction that tells more.
+
+    Args:
+        scores: (N,) by name.
+        members: (N,) bool.
+    """
+    pools = [_pool(score, members) for score in scores.values()]
+    wins = [mannwhitneyu(score[member], score[~member]).statistic for score, member in pools]
+    pairs = int(members.sum()) * int((~members).sum())
+    return float(max(max(count, pairs - count) for count in wins)) / pairs
 
 
 def _auc(scores: Tensor, members: Tensor, alpha: float) -> Rate:

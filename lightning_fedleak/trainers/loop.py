@@ -56,6 +56,8 @@ class WatchSettings(LookSettings):
             None: by the dtype of the weights, without autocast.
         scaler: the GradScaler of the loop; matters under DDP alone.
         tensorboard: log to TensorBoard, where it is installed.
+        chooses: the loop keeps the weights where :meth:`Watch.choose` is lowest. Some texts are put
+            aside then, on which they are scored when the loop ends.
     """
 
     every_n_steps: int | None = None
@@ -73,6 +75,7 @@ class WatchSettings(LookSettings):
     precision: str | None = None
     scaler: Any = None
     tensorboard: bool = True
+    chooses: bool = False
 
     def chosen(
         self, attacks: Sequence[Attack] | Attack | Literal["auto"]
@@ -121,6 +124,7 @@ class Loop:
         utility: the user's own numbers by name.
         steps: optimizer steps so far, skipped ones included.
         batches: batches so far.
+        watched: names of values that something besides gates stops or chooses by.
     """
 
     model: nn.Module
@@ -133,6 +137,7 @@ class Loop:
     utility: dict[str, float] = field(default_factory=dict)
     steps: int = 0
     batches: int = 0
+    watched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,11 @@ class LoopRun(Run):
             return None
         epoch, batch = divmod(max(0, self.loop.batches - 1), max(1, length))
         return epoch, (batch + 1) / max(1, length)
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """Return the names of values that something besides gates stops or chooses by."""
+        return self.loop.watched
 
     @property
     def epochs(self) -> int | None:

@@ -14,7 +14,6 @@ import torch
 import transformers
 from lightning_utilities.core.rank_zero import rank_zero_info
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
@@ -23,6 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.looks import CHOOSE, Threshold, names_there_are
+from lightning_fedleak.private_files import save_private
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.trainers.loop import Loop, LoopRun
 from lightning_fedleak.trainers.watch import Watch, unwrapped
@@ -160,10 +160,8 @@ class TransformersLoop(Loop):
 
     Attributes:
         stage_reached: is called while ``p.grad`` is what the optimizer is about to step with.
-        chooses: the Trainer keeps its best checkpoint by ``leakage/choose``.
     """
 
-    chooses: bool = False
     stage_reached: Callable[[Stage, Optimizer], None] | None = None
 
 
@@ -174,11 +172,6 @@ class TransformersRun(LoopRun):
     watcher: ClassVar[str] = "LeakageCallback"
 
     loop: TransformersLoop
-
-    @property
-    def chooses(self) -> bool:
-        """Return whether the Trainer keeps its best checkpoint by ``leakage/choose``."""
-        return self.loop.chooses
 
     def watch_release(
         self, stage_reached: Callable[[Stage, Optimizer], None], before_defense: Callable[..., None]
@@ -215,7 +208,7 @@ class TransformersWatch(Watch):
             self.settings.tokenizer or trainer.processing_class,
             int(trainer.state.num_train_epochs),
             steps=steps,
-            chooses=self._best_metric() == CHOOSE,
+            watched=tuple(filter(None, [self._best_metric()])),
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
             updates = math.ceil(len(loader) / args.gradient_accumulation_steps)
@@ -235,7 +228,7 @@ class TransformersWatch(Watch):
         best = self._best_metric()
         if best is None:
             return
-        known = [*self.engine.metric_names(), *([CHOOSE] * any(g.on_weights for g in self.gates))]
+        known = [*self.engine.metric_names(), *([CHOOSE] if self._on_weights else [])]
         if args.greater_is_better is not False or best not in known:
             raise ValueError(
                 f"metric_for_best_model='{best}' is a leakage: pass greater_is_better=False, and "
@@ -377,9 +370,8 @@ class TransformersWatch(Watch):
         """
         chosen: dict[str, float] = {}
         loss, best = metrics.get("eval_loss"), self._best_metric()
-        if loss is not None:
-            found = [gate.choice(loss) for gate in self.gates if gate.on_weights]
-            chosen |= {CHOOSE: max(found)} if found else {}
+        if loss is not None and self._on_weights:
+            chosen[CHOOSE] = max(gate.choice(loss) for gate in self._on_weights)
         if best is not None and best != CHOOSE:
             value = self.latest.get(best, math.nan)
             chosen[best] = self.engine.run.broadcast(math.inf if math.isnan(value) else value)
@@ -392,10 +384,7 @@ class TransformersWatch(Watch):
             return
         tensors: dict[str, Tensor] = {}
         text = json.dumps(_packed(self.state_dict(), tensors))
-        path = folder / FILE
-        path.touch(0o600)
-        save_file(tensors, path, {"state": text})
-        path.chmod(0o600)
+        save_private(folder / FILE, tensors, {"state": text})
 
 
 def _packed(value: object, tensors: dict[str, Tensor]) -> object:

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.looks import (
+    CHOOSE,
     BoardLogger,
     Controls,
     Destination,
@@ -127,6 +128,7 @@ class Watch:
             one.precision,
             one.scaler,
             one.tokenizer,
+            watched=(CHOOSE,) if one.chooses else (),
         )
         self._saved: Any = None
         self._removers: list[Callable[[], None]] = []
@@ -160,6 +162,34 @@ class Watch:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from what :meth:`state_dict` returned; call it before ``with``."""
         self._saved = state
+
+    def choose(self, loss: float) -> float:
+        """Log and return ``leakage/choose``, by which to keep weights: the lower the better.
+
+        On every process, once the step is over that the loss is of. When the loop ends, texts that
+        chose nothing show what the weights give away where it was lowest.
+
+        Args:
+            loss: the validation loss of the weights as they are.
+
+        Returns:
+            The loss where every gate on the trained weights allows them, and infinity elsewhere.
+
+        Raises:
+            ValueError: no gate is on the trained weights, or no texts were put aside.
+        """
+        if not self._on_weights or CHOOSE not in self.engine.run.watched:
+            raise ValueError(
+                f"{self.engine.run.watcher}.choose needs a gate on the trained weights, such as "
+                "Threshold('leakage/combined/auc', ...), and texts put aside: chooses=True"
+            )
+        chosen = max(gate.choice(loss) for gate in self._on_weights)
+        self._log({CHOOSE: chosen}, self.engine.run.step)
+        return chosen
+
+    @property
+    def _on_weights(self) -> list[Threshold]:
+        return [gate for gate in self.gates if gate.on_weights]
 
     # ---- a run ------------------------------------------------------------------------------
 

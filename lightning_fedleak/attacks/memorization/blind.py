@@ -57,8 +57,8 @@ def word_scores(texts: Sequence[Text], members: Tensor, seed: int = 0) -> Tensor
         seed: of the folds.
     """
     member = members.bool()
-    size = 1 + max(int(text.ids.max()) for text in texts)
-    counts = torch.stack([torch.bincount(text.ids, minlength=size) for text in texts]).double()
+    ids, lengths = torch.cat([text.ids for text in texts]), [len(text.ids) for text in texts]
+    owners = torch.arange(len(texts)).repeat_interleave(torch.tensor(lengths))
     folds = torch.empty(len(texts), dtype=torch.long)
     generator = torch.Generator().manual_seed(seed)
     for group in (member, ~member):
@@ -66,13 +66,15 @@ def word_scores(texts: Sequence[Text], members: Tensor, seed: int = 0) -> Tensor
         folds[group] = order % FOLDS
     scores = torch.empty(len(texts), dtype=torch.float64)
     for fold in range(FOLDS):
-        inside = folds == fold
-        odds = _log_rates(counts[~inside & member]) - _log_rates(counts[~inside & ~member])
-        scores[inside] = counts[inside] @ odds / counts[inside].sum(1)
+        inside, size = folds == fold, 1 + int(ids.max())
+        rates = (_log_rates(ids[(~inside & side)[owners]], size) for side in (member, ~member))
+        odds = next(rates) - next(rates)
+        sums = torch.zeros_like(scores).index_add_(0, owners, odds[ids])
+        scores[inside] = (sums / torch.tensor(lengths))[inside]
     return scores
 
 
-def _log_rates(counts: Tensor) -> Tensor:
-    """Return (V,) the log of each word's share of (n, V) counts, with one added."""
-    totals = counts.sum(0) + 1
+def _log_rates(ids: Tensor, size: int) -> Tensor:
+    """Return (size,) the log of each word's share of token ids, with one added."""
+    totals = torch.bincount(ids, minlength=size).double() + 1
     return (totals / totals.sum()).log()

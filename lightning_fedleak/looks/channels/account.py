@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fedleak.auditing import curve_auc, curve_tpr, refutes
@@ -33,6 +34,8 @@ class AccountGame:
         defenses = [d for d in run.defenses if type(d).privacy is not Defense.privacy]
         self._defense = defenses[0] if defenses else None
         self._curve: Curve = ()
+        self._run = run
+        self._warned: set[str] = set()
         self.why_not: str | None = no_game if defenses else ""
         if len(defenses) > 1:
             self.why_not = "several defences account, and what they allow together is not known"
@@ -53,21 +56,34 @@ class AccountGame:
             f"{BOUND}tpr_at_fpr_0.01": curve_tpr(0.01, self._curve),
         }
 
-    def refuted(self, scores: Tensor, members: Tensor, error: float) -> str | None:
-        """Return what refutes the newest :meth:`limits`; None: nothing does, or confirms them.
+    def refuted(
+        self, attack: str, scores: Tensor, members: Tensor, error: float, alpha: float
+    ) -> float:
+        """Return 1 where an attack refutes the newest :meth:`limits`, and warn once; else 0.
+
+        What is not refuted is not confirmed.
 
         Args:
+            attack: its name.
             scores: (N,) of all texts, by one rule.
             members: (N,) bool, how the coins fell.
             error: probability with which an account that holds is refuted here.
+            alpha: the same of all looks and attacks together.
         """
         assert self._defense is not None
         privacy = self._defense.privacy
         assert privacy is not None
         if not refutes(scores, members, self._curve, confidence=1 - error):
-            return None
-        return (
-            f"{self._defense.name} accounts for epsilon {privacy.epsilon:.3g} at delta "
-            f"{privacy.delta:g}, and what it accounts for lets {len(scores)} texts be told apart "
-            f"so well with a probability below {error:.2g}"
-        )
+            return 0.0
+        if attack not in self._warned:
+            self._warned.add(attack)
+            rank_zero_warn(
+                f"{self._run.watcher}: THE ACCOUNT IS REFUTED by '{attack}' at step "
+                f"{self._run.step}: {self._defense.name} accounts for epsilon "
+                f"{privacy.epsilon:.3g} at delta {privacy.delta:g}, and what it accounts for lets "
+                f"{len(scores)} texts be told apart so well with a probability below "
+                f"{error:.2g}. Its noise, clipping or sampling is not what it accounts for, or "
+                "something else lets texts into the weights. (An account that holds is refuted in "
+                f"at most {alpha:.0%} of runs.)"
+            )
+        return 1.0

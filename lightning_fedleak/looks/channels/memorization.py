@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_fedleak.attacks import Attack, Capability, Guess
+from lightning_fedleak.attacks import Attack, Capability, Guess, UnusableObservation
 from lightning_fedleak.attacks.memorization import (
     Extraction,
     ExtractionGuess,
@@ -30,8 +28,9 @@ from lightning_fedleak.batches import TokenBatch, read_batch
 from lightning_fedleak.looks.channels.account import BOUND, AccountGame
 from lightning_fedleak.looks.channels.base import Channel, Plan
 from lightning_fedleak.looks.options import Options
-from lightning_fedleak.looks.pool import NoOthers, Pool, collect
+from lightning_fedleak.looks.pool import NO_CONTROLS, NoOthers, Pool, collect
 from lightning_fedleak.looks.run import (
+    CHOOSE,
     Found,
     Look,
     Outcome,
@@ -47,17 +46,19 @@ from lightning_fedleak.metrics import Rate
 from lightning_fedleak.metrics.released import (
     blind_aucs,
     extraction_values,
-    follow_one_law,
+    highest_auc,
     membership_values,
+    other_law,
     others_needed,
     spent_at,
-    visible_excess,
-    visible_tpr,
 )
-from lightning_fedleak.private_files import check_private, hash_tensors
+from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.records import MEMORIZATION, PoolLine
 from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.taps.tokens import ask_tokens, compressed_bytes, pool_digest
+
+BLIND = "blind/auc"
+"""The largest AUC of scores that know nothing of the training; logged as ``leakage/blind/auc``."""
 
 _Answer = dict[str, float] | str
 """An attack's values by name, or why there are none."""
@@ -80,7 +81,7 @@ class MemorizationChannel(Channel):
         *("p_value", "extracted_others", "extracted_base"),
         *("auc_joint_low", "auc_joint_high"),
         *("members", "others", "alpha", "visible", "refuted"),
-        *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01"),
+        *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
     limits: ClassVar[Any] = {
         "auc": f"leakage/{BOUND}auc",
@@ -98,7 +99,6 @@ class MemorizationChannel(Channel):
         super().__init__(attacks, settings)
         self._pool: Pool | None = None
         self._account: AccountGame | None = None
-        self._refutations: set[str] = set()
         self._refusal: str | None = None
         self._base: TokenSnapshot | None = None
         self._folder = Path()
@@ -136,7 +136,6 @@ class MemorizationChannel(Channel):
         super().open(run)
         self._pool, self._base, self._refusal, self._void = None, None, None, ""
         self._due, self._newest = 0, None
-        self._refutations.clear()
 
     def meet_data(self, attack: Attack) -> None:
         """Draw the texts that the model is asked about.
@@ -184,7 +183,7 @@ class MemorizationChannel(Channel):
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
-            chooses=self.run.chooses,
+            chooses=CHOOSE in self.run.watched,
             rounds=self.run.unit == "round",
         )
 
@@ -200,7 +199,8 @@ class MemorizationChannel(Channel):
         """Return in words who is compared, for the line-up."""
         if self._pool is None:
             return ""
-        cost = f"{self._pool.cost}. Reading the data took {self._reading_seconds:.1f} s"
+        end = f". {NO_CONTROLS}" * (self._pool.way == "not yet seen" and self.run.epochs != 1)
+        cost = f"{self._pool.cost}{end}. Reading the data took {self._reading_seconds:.1f} s"
         why_not = "" if self._account is None else self._account.why_not
         if why_not is None:
             return (
@@ -217,9 +217,11 @@ class MemorizationChannel(Channel):
         if pool is None or self._refusal:
             return None
         if pool.way == "not yet seen" and (self.run.epochs is None or self.run.epochs > 1):
-            return "there are no controls after epoch 1: add leave_out"
-        controls = ~pool.aside if pool.way == "not yet seen" else ~pool.trains & ~pool.aside
-        others = int(controls.sum())
+            return NO_CONTROLS
+        others = int((~pool.trains & ~pool.aside).sum())
+        if pool.way == "not yet seen":  # most of them are there at the first look
+            first = min(self.settings.memorization.looks, default=1.0)
+            others = int((1 - first) * int((~pool.aside).sum()))
         needed = others_needed(1, self.settings.memorization.alpha)
         if metric == "shown" and others < needed:
             return f"'shown' needs {needed} others, and {others} are asked about"
@@ -231,8 +233,12 @@ class MemorizationChannel(Channel):
 
     def trains_on(self, batch: object) -> None:
         """Note which texts of the pool a batch holds."""
-        if self._pool is not None and not self._refusal:
+        if self._pool is None or self._refusal:
+            return
+        try:
             self._pool.remember(self._read(batch))
+        except Exception:  # nobody knows which texts it holds
+            self._pool.unread += 1
 
     def _read(self, batch: Any) -> TokenBatch:
         """Return a batch's tokens."""
@@ -261,8 +267,10 @@ class MemorizationChannel(Channel):
         pool = self._pool
         if pool is None or self._refusal:
             return
-        if self._saved:
+        if self.run.on_any_process(bool(self._saved)):
             self._restore(pool)
+            if self.run.on_any_process(self._base is None):  # a file that one of them does not see
+                self._base = None
         elif self.run.holds_base:  # later weights are no base
             self._base = self._ask(pool)
         if self._base is not None and pool.way == "given":
@@ -270,23 +278,33 @@ class MemorizationChannel(Channel):
             aucs = blind_aucs(
                 blind_scores(self._base, compressed, pool.texts, pool.trains), pool.trains
             )
-            if not follow_one_law(aucs):
-                worst = max(aucs, key=lambda name: abs(aucs[name].value - 0.5))
+            if (finding := other_law(aucs)) is not None:
                 self._void = (
-                    f"the texts of others= are of another law: before the first step '{worst}' "
-                    f"tells them from the training data with an AUC of {aucs[worst].value:.2f} "
-                    f"({aucs[worst].low:.2f} to {aucs[worst].high:.2f}), where .45 to .55 is "
-                    "needed. Use leave_out, or more texts of the same kind"
+                    f"the texts of others= are of another law: {finding}. Use leave_out, or more "
+                    "texts of the same kind"
                 )
 
     def _ask(self, pool: Pool) -> TokenSnapshot:
-        """Return what the model says of the pool; each process asks about its part."""
-        with self.run.forward_context():
-            sharded = any(hasattr(p, "full_tensor") for p in self.run.anatomy.root.parameters())
-            if self.run.processes == 1 or sharded:
-                return ask_tokens(self.run.anatomy, pool.texts)
-            rows = list(range(self.run.rank, len(pool.texts), self.run.processes))
-            part = ask_tokens(self.run.anatomy, [pool.texts[row] for row in rows])
+        """Return what the model says of the pool; each process asks about its part.
+
+        Raises:
+            UnusableObservation: it cannot be asked, on this process or on another one.
+        """
+        sharded = any(hasattr(p, "full_tensor") for p in self.run.anatomy.root.parameters())
+        alone = self.run.processes == 1 or sharded
+        first, every = (0, 1) if alone else (self.run.rank, self.run.processes)
+        rows = list(range(first, len(pool.texts), every))
+        failure: Exception | None = None
+        try:
+            with self.run.forward_context():
+                part = ask_tokens(self.run.anatomy, [pool.texts[row] for row in rows])
+        except Exception as error:
+            failure = error
+        if self.run.on_any_process(failure is not None):
+            why = "another process failed" if failure is None else reason(failure)
+            raise UnusableObservation(f"the model cannot be asked: {why}") from failure
+        if alone:
+            return part
         columns = max(1, max(len(text.ids) for text in pool.texts) - 1)
         whole = []
         for field in fields(TokenSnapshot):
@@ -319,23 +337,28 @@ class MemorizationChannel(Channel):
             look.answers |= dict.fromkeys(every, f"{why} ({self._folder / self.file})")
             return
         self._newest = None
-        counts = torch.cat([pool.seen.int(), torch.tensor([pool.passed], dtype=torch.int32)])
+        counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
         counts = self.run.summed(counts.to(self.run.device)).cpu()
-        pool.seen = counts[:-1] > 0
-        if self.run.unit == "round" and not counts[-1]:
+        pool.seen = counts[:-2] > 0
+        passed, unread = (int(one) for one in counts[-2:])
+        if self.run.unit == "round" and not passed:
             waits = Waiting("nothing of this client has left it so far", soon=False)
             return look.answers.update(dict.fromkeys(every, waits))
         self._looks += 1
         try:
-            rows, members = pool.compared(epoch, int(counts[-1]), everyone=self._plays)
-        except NoOthers as error:
+            if unread and pool.way == "not yet seen":
+                raise NoOthers(
+                    f"{unread} batches could not be read, and may have held texts that were to be "
+                    "others: add leave_out"
+                )
+            if self._void:
+                raise NoOthers(self._void)
+            rows, members = pool.compared(epoch, passed, everyone=self._plays)
+            answers = self._ask(pool)
+        except (NoOthers, UnusableObservation) as error:
             look.answers |= dict.fromkeys(every, str(error))
             return
-        if self._void:
-            look.answers |= dict.fromkeys(every, self._void)
-            return
-        answers = self._ask(pool)
-        self._newest = answers, epoch, int(counts[-1])
+        self._newest = answers, epoch, passed
         limits = self._account.limits() if self._account is not None and self._plays else {}
         values = self._read_texts(pool, answers, rows, members, self._looks, limits)
         self._compared = str(values["pool"])
@@ -362,28 +385,14 @@ class MemorizationChannel(Channel):
             answers.rows(rows), self._base.rows(rows), compressed_bytes(texts, self._decode)
         )
         values: dict[str, _Answer] = {"pool": pool_digest(texts, members)}
+        blind = blind_scores(released.base, released.compressed, texts, members)
+        shared = {BLIND: highest_auc(blind, members), **limits}
         for attack in self.attacks:
             try:
-                values[attack.name] = self._values(attack, released, members, number, limits)
+                values[attack.name] = self._values(attack, released, members, number, shared)
             except Exception as error:
                 values[attack.name] = reason(error)
         return values
-
-    def _refuted(
-        self, attack: Attack, guess: MemorizationGuess, members: Tensor, error: float
-    ) -> float:
-        """Return 1 where an attack refutes the account, and warn once; else 0."""
-        assert self._account is not None
-        why = self._account.refuted(guess.scores, members, error)
-        if why is not None and attack.name not in self._refutations:
-            self._refutations.add(attack.name)
-            rank_zero_warn(
-                f"{self.run.watcher}: THE ACCOUNT IS REFUTED by '{attack.name}' at step "
-                f"{self.run.step}: {why}. Its noise, clipping or sampling is not what it accounts "
-                "for, or something else lets texts into the weights. (An account that holds is "
-                f"refuted in at most {self.settings.memorization.alpha:.0%} of runs.)"
-            )
-        return float(why is not None)
 
     def _values(
         self,
@@ -391,9 +400,9 @@ class MemorizationChannel(Channel):
         released: ReleasedModel,
         members: Tensor,
         number: int,
-        limits: Mapping[str, float],
+        shared: Mapping[str, float],
     ) -> dict[str, float]:
-        """Return the values of an attack by name, at the look of a number."""
+        """Return the values of an attack by name, and those that all share, at a look."""
         guess = attack.run(Observation(released=released))
         alpha = self.settings.memorization.alpha
         sizes = {
@@ -403,14 +412,6 @@ class MemorizationChannel(Channel):
         }
         if isinstance(attack, Extraction) and isinstance(guess, ExtractionGuess):
             values = extraction_values(guess, attack, members, look=number, alpha=alpha)
-            hits = attack.extracted(guess.log_probs, max(attack.draws)), guess.greedy
-            others = guess.asked & ~members
-            values["visible"] = visible_excess(
-                int((guess.asked & members).sum()),
-                int(others.sum()),
-                max(int(one[others].sum()) for one in hits),
-                alpha=sizes["alpha"],
-            )
         elif isinstance(guess, MemorizationGuess):
             ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
             values, joint = (
@@ -418,12 +419,12 @@ class MemorizationChannel(Channel):
                 for one in (alpha, alpha / ranked)
             )
             values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high")}
-            values["visible"] = visible_tpr(
-                int(members.sum()), int((~members).sum()), look=number, alpha=alpha
-            )
-            if limits:
+            values |= shared
+            if f"{BOUND}auc" in shared and self._account is not None:
                 error = spent_at(number, alpha / ranked)
-                values |= {**limits, "refuted": self._refuted(attack, guess, members, error)}
+                values["refuted"] = self._account.refuted(
+                    attack.name, guess.scores, members, error, alpha
+                )
         else:
             raise TypeError(f"no score is known for a {type(guess).__name__}")
         return values | sizes
@@ -462,7 +463,6 @@ class MemorizationChannel(Channel):
             triple[0]: Rate(*(values.get(name, math.nan) for name in triple)) for triple in triples
         }
         extra = {name: values.get(name, math.nan) for name in self.extras}
-        # The lower bound is what is shown; an attack has rates of membership or of extraction.
         rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
         absent = ("extracted", "greedy") if math.isnan(extra["extracted_base"]) else ()
         absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
@@ -502,8 +502,7 @@ class MemorizationChannel(Channel):
         None where no weights were allowed, or no texts were put aside.
         """
         step = min(self._choices, key=self._choices.__getitem__, default=-1)
-        values = self._chosen.get(step)
-        if not values or math.isinf(self._choices[step]):
+        if not (values := self._chosen.get(step)) or math.isinf(self._choices[step]):
             return None
         outcomes = {}
         for attack in self.attacks:
@@ -512,7 +511,7 @@ class MemorizationChannel(Channel):
             if isinstance(answer, str):
                 outcomes[series] = unknown(self.metrics, answer)
             else:
-                outcomes[series] = self._outcome(answer, str(values["pool"]))
+                outcomes[series] = self._outcome({**answer, BLIND: math.nan}, str(values["pool"]))
         return step, outcomes
 
     # ---- checkpoints ------------------------------------------------------------------------
@@ -527,17 +526,15 @@ class MemorizationChannel(Channel):
             return {}
         tensors = self._tensors(self._pool, self._base)
         file = self._folder / self.file
-        if self.run.processes == 1 or self.run.rank == 0:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch(0o600, exist_ok=True)
-            file.chmod(0o600)
-            save_file(tensors, file)
-            file.chmod(0o600)
+        if self.run.rank == 0 or self.run.processes == 1:
+            save_private(file, tensors)
         return {
             self.family: {
                 "looks": self._looks,
                 "due": self._due,
                 "passed": self._pool.passed,
+                "unread": self._pool.unread,
+                "processes": self.run.processes,
                 "file": str(file),
                 "digest": hash_tensors(tensors),
                 "seen": self._pool.seen_in_checkpoints.to(torch.uint8),
@@ -581,10 +578,8 @@ class MemorizationChannel(Channel):
     def _restore(self, pool: Pool) -> None:
         """Read what the base said, if the file and the texts are those of the run's begin."""
         saved, self._saved, self._base = self._saved, {}, None
-        file = Path(saved["file"])
         try:
-            check_private(file)
-            tensors = load_file(file)
+            tensors = load_private(Path(saved["file"]))
         except (OSError, ValueError):
             return
         names = [f.name for f in fields(TokenSnapshot)]
@@ -597,3 +592,9 @@ class MemorizationChannel(Channel):
             pool.seen = torch.as_tensor(saved["seen"]).bool()
             pool.aside = torch.as_tensor(saved.get("aside", pool.aside)).bool()
             self._due, pool.passed = int(saved["due"]), int(saved["passed"])
+            pool.unread = int(saved.get("unread", 0))
+            if pool.way == "not yet seen" and saved.get("processes", 1) > 1:
+                self._void = (
+                    "a checkpoint of several processes holds what the first of them has seen: add "
+                    "leave_out"
+                )

@@ -16,7 +16,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
@@ -90,7 +90,7 @@ def fit(
     model = tiny() if model is None else model
     module = model if isinstance(model, L.LightningModule) else CausalLMModule(model, lr, "adamw")
     settings = {"max_epochs": 3, "enable_checkpointing": False, **more}
-    path = settings.pop("ckpt_path", None)
+    path, validate = settings.pop("ckpt_path", None), settings.pop("validate", False)
     trainer = L.Trainer(
         accelerator="cpu",
         callbacks=callbacks,
@@ -100,7 +100,8 @@ def fit(
         **settings,
     )
     data = leave_out(rows(), 140, seed=1)[0] if data is None else data
-    trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True), ckpt_path=path)
+    validation = DataLoader(data, batch_size=8) if validate else None
+    trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True), validation, ckpt_path=path)
     return trainer, module
 
 
@@ -329,7 +330,7 @@ def test_a_resumed_fit_goes_on_with_the_base_of_its_begin(tmp_path: Path) -> Non
         assert line["metrics"]["auc"]["value"] > 0.7
 
 
-@pytest.mark.parametrize("damage", ["missing", "open", "changed"])
+@pytest.mark.parametrize("damage", ["missing", "open", "changed", "cut"])
 def test_without_its_file_a_resumed_fit_is_unknown(tmp_path: Path, damage: str) -> None:
     kept = tmp_path / "kept"
     checkpoint = ModelCheckpoint(kept, every_n_epochs=1, save_top_k=-1)
@@ -339,6 +340,8 @@ def test_without_its_file_a_resumed_fit_is_unknown(tmp_path: Path, damage: str) 
         file.unlink()
     elif damage == "open":
         file.chmod(0o644)
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:100])
     else:
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
@@ -449,13 +452,16 @@ def test_under_dp_a_gate_on_private_texts_is_outside_of_epsilon(
     )
     gate = RiskGate("leakage/combined/auc", at_most=0.9)
     defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3)
-    strategy = DefendedStrategy("auto", [defense])
     if allowed:
-        fit([watching, gate], strategy=strategy, max_epochs=1)
+        fit([watching, gate], strategy=DefendedStrategy("auto", [defense]), max_epochs=1)
         assert len(lines(tmp_path)) >= 2
         return
     with pytest.raises(ValueError, match="outside_epsilon=True"):
-        fit([watching, gate], strategy=strategy, max_epochs=1)
+        fit([watching, gate], strategy=DefendedStrategy("auto", [defense]), max_epochs=1)
+    for name in ("leakage/combined/auc_high", "leakage/worst/memorization"):
+        stop = EarlyStopping(name)
+        with pytest.raises(ValueError, match=f"stops or chooses by '{name}'"):
+            fit([watching, stop], strategy=DefendedStrategy("auto", [defense]), max_epochs=1)
 
 
 class Validated(CausalLMModule):

@@ -1,0 +1,143 @@
+"""Three faces say the same of the trained weights, and of those that a loop chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_fedleak import LeakageMonitor, RiskGate
+from lightning_fedleak.attacks.memorization import Extraction, LossRatio
+from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.canaries import leave_out
+from lightning_fedleak.looks import Memorization
+from lightning_fedleak.trainers import Threshold, Watch
+from tests.helpers.models import tiny_gpt2
+from tests.trainers.test_transformers import Module, constant, rows, trainer_of, watched
+from tests.trainers.test_watch import lines
+
+METRIC = "leakage/loss_ratio/auc"
+SETTINGS = Memorization(max_overhead=1.0, looks=(0.5,))
+TRAIN, EVALUATED = leave_out(rows(440), 220, seed=1)[0], rows(8)
+
+
+class Validated(Module):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
+
+def start() -> tuple[Any, torch.optim.Optimizer, Any]:
+    torch.manual_seed(7)
+    model = tiny_gpt2(tied=False, dropout=0.0).train()
+    return (
+        model,
+        torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-12),
+        DataLoader(TRAIN, batch_size=4),
+    )  # type: ignore[arg-type]
+
+
+def played() -> list[Any]:
+    return [LossRatio(), Extraction(tokens=3)]
+
+
+def limits(at_most: float) -> dict[str, Any]:
+    return {"at_most": at_most, "action": "warn", "strict": False}
+
+
+def in_lightning(place: Path, at_most: float) -> float:
+    model, optimizer, loader = start()
+    monitor = LeakageMonitor(
+        played(), log_dir=place, settings=MonitorSettings(memorization=SETTINGS)
+    )
+    keep = ModelCheckpoint(place / "kept", monitor="leakage/choose", mode="min")
+    trainer = L.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0,
+        callbacks=[monitor, RiskGate(METRIC, **limits(at_most)), keep],
+    )  # fmt: skip
+    trainer.fit(Validated(model, optimizer), loader, DataLoader(EVALUATED, batch_size=8))  # type: ignore[arg-type]
+    return float(keep.best_model_score)
+
+
+def under_the_trainer(place: Path, at_most: float) -> float:
+    model, optimizer, _ = start()
+    trainer = trainer_of(
+        place,
+        model,
+        num_train_epochs=2,
+        metric_for_best_model="leakage/choose",
+        greater_is_better=False,
+        save_strategy="epoch",
+        eval_strategy="epoch",
+        train_dataset=TRAIN,
+        eval_dataset=EVALUATED,
+        optimizers=constant(optimizer),
+    )
+    gate = Threshold(METRIC, **limits(at_most))
+    watched(trainer, played(), [gate], every_n_steps=50, memorization=SETTINGS)
+    trainer.train()
+    return float(trainer.state.best_metric)
+
+
+def in_a_loop(place: Path, at_most: float) -> float:
+    model, optimizer, loader = start()
+    gate, best = Threshold(METRIC, **limits(at_most)), float("inf")
+    settings: dict[str, Any] = {"folder": place, "memorization": SETTINGS, "chooses": True}
+    with Watch(model, optimizer, played(), [gate], loader, **settings) as watch:
+        for _ in range(2):
+            for batch in loader:
+                with watch.step(batch):
+                    model(**batch).loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with torch.no_grad():
+                batch = next(iter(DataLoader(EVALUATED, batch_size=8)))  # type: ignore[arg-type]
+                loss = float(model.eval()(**batch).loss)
+            best = min(best, watch.choose(loss))
+            model.train()
+    return best
+
+
+def test_three_faces_say_the_same_and_choose_the_same(tmp_path: Path) -> None:
+    faces = {"lightning": in_lightning, "trainer": under_the_trainer, "loop": in_a_loop}
+    scores = {name: face(tmp_path / name, 1.0) for name, face in faces.items()}
+    first, trainer, loop = ([*lines(tmp_path / name)] for name in faces)
+    assert [line["attack"] for line in first] == [
+        *["loss_ratio", "extraction"] * 3,
+        *("loss_ratio_chosen", "extraction_chosen"),
+    ]
+    assert all(line["unknown"] is None for line in first)
+    assert loop == first
+    for line, other in zip(first, trainer, strict=True):
+        assert {**other, "metrics": line["metrics"]} == line
+        assert other["metrics"].keys() == line["metrics"].keys()
+        for name in ("members", "others", "alpha", "visible", "extracted_base"):
+            assert other["metrics"].get(name) == line["metrics"].get(name)
+        # It divides by other counts of labels: rounding is all that Adam feels of it.
+        if auc := line["metrics"].get("auc"):
+            assert other["metrics"]["auc"] == pytest.approx(auc, abs=0.05)
+    assert scores["loop"] == pytest.approx(scores["lightning"], rel=1e-4)
+    assert scores["trainer"] == pytest.approx(scores["lightning"] * 8 / 9, rel=1e-2)
+    assert scores["loop"] < float("inf")
+
+
+def test_weights_that_give_away_too_much_are_not_chosen(tmp_path: Path) -> None:
+    assert in_a_loop(tmp_path, 0.5) == float("inf")
+    assert not any(line["attack"].endswith("_chosen") for line in lines(tmp_path))
+
+
+def test_a_loop_that_puts_no_texts_aside_cannot_choose(tmp_path: Path) -> None:
+    model, optimizer, loader = start()
+    gate = Threshold(METRIC, **limits(0.9))
+    with (
+        Watch(
+            model, optimizer, played(), [gate], loader, folder=tmp_path, memorization=SETTINGS
+        ) as watch,
+        pytest.raises(ValueError, match="chooses=True"),
+    ):
+        watch.choose(1.0)

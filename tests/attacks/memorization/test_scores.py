@@ -150,14 +150,14 @@ def test_normal_scores_share_ties(values: list[int]) -> None:
 
 def test_combined_adds_both_ranks() -> None:
     released = random_release(3)
-    parts = (LossRatio(most_gain=4.0), ErrorZone())
+    parts = (LossRatio(most_gain=3.0), ErrorZone())
     expected = sum(normal_scores(part.score(released)) for part in parts)
     torch.testing.assert_close(Combined().score(released), expected)
 
 
 @pytest.mark.parametrize(
     "attack",
-    [LossRatio(), LossRatio(4.0), ErrorZone(), Windows(), Combined(), MinK(calibrated=True)],
+    [LossRatio(), LossRatio(3.0), ErrorZone(), Windows(), Combined(), MinK(calibrated=True)],
 )
 def test_before_the_first_step_all_texts_tie(attack: MemorizationAttack) -> None:
     """The base model beside itself: every base-calibrated score has an AUC of exactly one half."""

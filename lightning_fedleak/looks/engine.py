@@ -363,7 +363,13 @@ class Engine:
                     fit=destination.fit or uuid.uuid4().hex,
                     training=destination.training,
                     gates=self._gates,
-                    monitor=self._settings(destination),
+                    monitor={
+                        "looks": options.cadence.argument,
+                        "stages": [str(stage) for stage in options.stages],
+                        "local_steps": options.local_steps,
+                        "attacks": "auto" if self.selection.auto else "listed",
+                        **(destination.watch or {"reveal": options.reveal}),
+                    },
                     resumed=earlier,
                 )
             )
@@ -439,15 +445,6 @@ class Engine:
             settings=destination.settings,
             further=destination.further,
         )
-
-    def _settings(self, destination: Destination) -> dict[str, object]:
-        return {
-            "looks": self.options.cadence.argument,
-            "stages": [str(stage) for stage in self.options.stages],
-            "local_steps": self.options.local_steps,
-            "attacks": "auto" if self.selection.auto else "listed",
-            **(destination.watch or {"reveal": self.options.reveal}),
-        }
 
     def training_begins(self) -> None:
         """Remember how many looks came before this run, and where it starts."""
@@ -603,10 +600,14 @@ class Engine:
 
     # ---- ends and checkpoints ---------------------------------------------------------------
 
-    def training_ends(self) -> None:
-        """Publish *unknown* of a run in which looks were due and none could end."""
+    def look_at_end(self) -> None:
+        """Look at the weights that the training ends with, unless that was done."""
         if self.weights is not None and (looked := self.weights.look_at_end()) is not None:
             self._publish(*looked)
+
+    def training_ends(self) -> None:
+        """Publish *unknown* of a run in which looks were due and none could end."""
+        self.look_at_end()
         for step, outcomes in () if self.weights is None else self.weights.chosen():
             self._publish_chosen(step, outcomes)
         step = self._fit.run.step

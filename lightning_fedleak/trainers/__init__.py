@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning_fedleak.looks import LeakageLimitExceeded as LeakageLimitExceeded
 from lightning_fedleak.looks import Threshold as Threshold
-from lightning_fedleak.trainers.loop import WatchSettings as WatchSettings
+from lightning_fedleak.trainers.settings import WatchSettings as WatchSettings
 from lightning_fedleak.trainers.watch import Watch as Watch
 
 if TYPE_CHECKING:

@@ -2,111 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_fedleak.attacks import Attack, TextSource
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks import (
     AUTOCAST,
-    Games,
-    LookSettings,
-    Memorization,
-    Options,
     Run,
-    Selection,
-    cadence_of,
-    known_stages,
-    selected,
 )
 from lightning_fedleak.model_runs import is_compiled
-from lightning_fedleak.validate import check_choice, check_number
+from lightning_fedleak.snapshots import Stage
 
 T = TypeVar("T")
-
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-
-
-@dataclass(frozen=True)
-class WatchSettings(LookSettings):
-    """The settings of a :class:`Watch`, which takes each of them by its name.
-
-    Attributes:
-        every_n_steps: look at optimizer steps 0, n, 2n, ... Default with listed attacks: 50.
-        max_overhead: largest share of the training time that looks take; either this or
-            ``every_n_steps``. Default with ``attacks="auto"``: 0.005.
-        stages: where to measure: ``"shared"``, and under DDP ``"local"`` or ``"aggregate"``.
-        reveal: write what was recovered to local files of mode 0600.
-        local_steps: attack the weight change of so many optimizer steps.
-        tokenizer: decodes what is revealed, and reads the texts of ``public_text``.
-        games: how membership games are played.
-        public_text: for ``attacks="auto"``: text like the client's, to calibrate on.
-        report: write ``report.html`` and ``report.json`` beside the logs at the end.
-        utility: names in :attr:`Watch.utility` to log beside leakage.
-        memorization: how the trained weights are tested; needs ``loader=``.
-        client: who is a client: ``"rank"`` (each process) or ``"world"``.
-        precision: how the loop runs its model: ``"bf16-mixed"`` or ``"16-mixed"`` under autocast.
-            None: by the dtype of the weights, without autocast.
-        scaler: the GradScaler of the loop; matters under DDP alone.
-        tensorboard: log to TensorBoard, where it is installed.
-        chooses: the loop keeps the weights where :meth:`Watch.choose` is lowest. Some texts are put
-            aside then, on which they are scored when the loop ends.
-    """
-
-    every_n_steps: int | None = None
-    max_overhead: float | None = None
-    stages: Sequence[str] = ("shared",)
-    reveal: bool = False
-    local_steps: int | None = None
-    tokenizer: Any = None
-    games: Games = field(default_factory=Games)
-    public_text: TextSource | None = None
-    report: bool = False
-    utility: Sequence[str] = ("train_loss", "val_loss")
-    memorization: Memorization = field(default_factory=Memorization)
-    client: Literal["rank", "world"] = "rank"
-    precision: str | None = None
-    scaler: Any = None
-    tensorboard: bool = True
-    chooses: bool = False
-
-    def chosen(
-        self, attacks: Sequence[Attack] | Attack | Literal["auto"]
-    ) -> tuple[Selection, Options]:
-        """Return what an engine is made of.
-
-        Args:
-            attacks: the attacks, or ``"auto"``.
-
-        Raises:
-            ValueError: a setting out of its range, or two that contradict each other.
-        """
-        check_number("look_seconds", self.look_seconds, above=0)
-        check_choice("client", self.client, ("rank", "world"))
-        check_choice("precision", self.precision, PRECISIONS, optional=True)
-        rounds = self.local_steps is not None
-        selection = selected(attacks, self.assume, self.public_text, self.tokenizer, rounds=rounds)
-        return selection, Options(
-            cadence=cadence_of(self.every_n_steps, self.max_overhead, auto=selection.auto),
-            stages=known_stages(self.stages),
-            batch_adapter=self.batch_adapter,
-            utility=tuple(self.utility),
-            local_steps=self.local_steps,
-            tokenizer=self.tokenizer,
-            games=self.games,
-            texts=self.texts,
-            look_seconds=self.look_seconds,
-            cache=self.cache,
-            reveal=self.reveal,
-            memorization=self.memorization,
-        )
+Face = TypeVar("Face", bound=type)
 
 
 @dataclass
@@ -125,6 +41,8 @@ class Loop:
         steps: optimizer steps so far, skipped ones included.
         batches: batches so far.
         watched: names of values that something besides gates stops or chooses by.
+        stage_reached: is called while ``p.grad`` is what an optimizer is about to step with, by a
+            face that knows when that is.
     """
 
     model: nn.Module
@@ -138,6 +56,7 @@ class Loop:
     steps: int = 0
     batches: int = 0
     watched: tuple[str, ...] = ()
+    stage_reached: Callable[[Stage, Optimizer], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -215,14 +134,14 @@ class LoopRun(Run):
         return epoch, (batch + 1) / max(1, length)
 
     @property
-    def watched(self) -> tuple[str, ...]:
-        """Return the names of values that something besides gates stops or chooses by."""
-        return self.loop.watched
-
-    @property
     def epochs(self) -> int | None:
         """Return the number of epochs that the run is to have; None: not known."""
         return self.loop.epochs
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """Return the names of values that something besides gates stops or chooses by."""
+        return self.loop.watched
 
     @property
     def under_ddp(self) -> bool:
@@ -283,3 +202,65 @@ class LoopRun(Run):
 
 def _is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized()
+
+
+def check_whole(model: nn.Module, watcher: str, wrappers: Collection[str] = ()) -> None:
+    """Refuse a model whose gradients no process holds whole, or that is copied at each step.
+
+    Args:
+        model: as the loop trains it.
+        watcher: the class that watches it, for the message.
+        wrappers: names of classes that are about to wrap it.
+
+    Raises:
+        ValueError: says why, and what to do.
+    """
+    names = {*wrappers, *(type(module).__name__ for module in model.modules())}
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    reasons = {
+        "DeepSpeed keeps gradients in buffers of its own and reduces them inside of backward, so "
+        "that no p.grad is what leaves: use DDP": "DeepSpeedEngine" in names,
+        "FSDP and tensor parallelism keep a part of each gradient in every process: use DDP, or "
+        "LeakageMonitor with Lightning's ModelParallelStrategy": (
+            sharded or "FullyShardedDataParallel" in names
+        ),
+        "DataParallel copies the model at each step: start one process a card by torchrun": (
+            "DataParallel" in names
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"{watcher} cannot watch this model. {reason}")
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside what Accelerate prepared.
+
+    Raises:
+        TypeError: no optimizer.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
+    return optimizer
+
+
+@contextmanager
+def before_backward(begins: Callable[[Any], object]) -> Iterator[None]:
+    """Call a function with the losses whose backward is run inside, by torch's own function."""
+    original = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        torch.autograd.backward = original  # a checkpoint's backward calls it again
+        try:
+            begins(tensors)
+            original(tensors, *args, **kwargs)
+        finally:
+            torch.autograd.backward = backward
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original

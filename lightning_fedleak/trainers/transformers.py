@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,19 +12,18 @@ from typing import Any, ClassVar, Literal
 import torch
 import transformers
 from lightning_utilities.core.rank_zero import rank_zero_info
-from safetensors import safe_open
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
-from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.looks import CHOOSE, Threshold, names_there_are
-from lightning_fedleak.private_files import save_private
 from lightning_fedleak.snapshots import Stage
-from lightning_fedleak.trainers.loop import Loop, LoopRun
-from lightning_fedleak.trainers.watch import Watch, unwrapped
+from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, unwrapped
+from lightning_fedleak.trainers.settings import show_settings
+from lightning_fedleak.trainers.state import load_state, save_state
+from lightning_fedleak.trainers.watch import Watch
 
 FILE = "fedleak.safetensors"
 """What a checkpoint holds for a run that goes on from it."""
@@ -34,11 +32,13 @@ _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 """Parts of the names of optimizers that step while backward runs, and keep no gradient."""
 
 
+@show_settings
 class LeakageCallback(TrainerCallback):
     """Attack what a run of transformers' Trainer would share, log it, and gate the run.
 
     It is given the Trainer, whose ``training_step`` it borrows while training goes on, since a
-    callback is shown neither the batch nor the Trainer. What is found goes to ``trainer.log``, and
+    callback is shown neither the batch nor the Trainer; ``train`` it wraps for good, so that the
+    files end where anything raises. What is found goes to ``trainer.log``, and
     to the same files as those of :class:`~lightning_fedleak.LeakageMonitor`. Losses, weights and
     random numbers are bit-identical to the run without it.
 
@@ -95,6 +95,16 @@ class LeakageCallback(TrainerCallback):
         settings = {"utility": ("loss", "eval_loss"), **settings}
         place = folder or str(trainer.args.output_dir)
         self.watch = TransformersWatch(trainer, attacks, gates, None, place, **settings)
+        train = trainer.train
+
+        def train_to_an_end(*arguments: Any, **more: Any) -> Any:
+            try:
+                return train(*arguments, **more)
+            except BaseException as error:  # also of an evaluation, or of another callback
+                self.watch.end(type(error))
+                raise
+
+        trainer.train = train_to_an_end  # type: ignore[method-assign]
 
     @property
     def latest(self) -> dict[str, float]:
@@ -113,34 +123,18 @@ class LeakageCallback(TrainerCallback):
         """Let the attacks read the gradients, after clipping."""
         self.watch.before_step()
 
-    def on_substep_end(self, *_: Any, **__: Any) -> None:
-        """End a batch that only adds to the gradients."""
-        self.watch.batch_ends()
-
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Log a look once its optimizer step is over, and let the gates judge."""
+        """End a batch; after an optimizer step log a look, and let the gates judge."""
         self.watch.batch_ends()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
+    on_substep_end = on_step_end
+
+    def on_log(self, *_: Any, logs: Mapping[str, float] | None = None, **__: Any) -> None:
         """Note the Trainer's own numbers that are logged beside leakage."""
         names = self.watch.settings.utility
         self.watch.utility.update({n: float(v) for n, v in (logs or {}).items() if n in names})
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_evaluate(self, *_: Any, metrics: dict[str, float] | None = None, **__: Any) -> None:
         """Add what a checkpoint may be chosen by to the metrics; unknown is the worst."""
         if metrics is not None and self.watch.engine.fit is not None:
             metrics.update(self.watch.choices(metrics))
@@ -149,20 +143,14 @@ class LeakageCallback(TrainerCallback):
         """Write what a resumed run goes on with beside the checkpoint."""
         self.watch.save_state()
 
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Look at the last weights of the run while they are there: the best may be loaded next."""
+        if self.trainer.control.should_training_stop:
+            self.watch.engine.look_at_end()
+
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """End the run, and put ``training_step`` back."""
         self.watch.end()
-
-
-@dataclass
-class TransformersLoop(Loop):
-    """What a Trainer trains.
-
-    Attributes:
-        stage_reached: is called while ``p.grad`` is what the optimizer is about to step with.
-    """
-
-    stage_reached: Callable[[Stage, Optimizer], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -170,8 +158,6 @@ class TransformersRun(LoopRun):
     """One run of a Trainer."""
 
     watcher: ClassVar[str] = "LeakageCallback"
-
-    loop: TransformersLoop
 
     def watch_release(
         self, stage_reached: Callable[[Stage, Optimizer], None], before_defense: Callable[..., None]
@@ -184,8 +170,8 @@ class TransformersRun(LoopRun):
 class TransformersWatch(Watch):
     """Watch the run of a Trainer, whose callback says when."""
 
+    run: ClassVar[type[LoopRun]] = TransformersRun
     resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
-    loop: TransformersLoop
 
     def __init__(self, trainer: transformers.Trainer, *arguments: Any, **settings: Any) -> None:
         assert trainer.model is not None
@@ -195,16 +181,16 @@ class TransformersWatch(Watch):
         self._ending = False
 
     def _begin(self) -> None:
-        trainer, args = self.trainer, self.trainer.args
+        trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
         self._values, self._ending, steps = {}, False, int(trainer.state.global_step)
         loader = trainer.callback_handler.train_dataloader
         mixed = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
-        self.loop = TransformersLoop(
+        self.loop = Loop(
             trainer.model_wrapped,
             [unwrapped(trainer.optimizer)],
             loader,
-            mixed.get(trainer.accelerator.mixed_precision),
-            getattr(trainer.accelerator, "scaler", None),
+            mixed.get(accelerator.mixed_precision),
+            getattr(accelerator, "scaler", None),
             self.settings.tokenizer or trainer.processing_class,
             int(trainer.state.num_train_epochs),
             steps=steps,
@@ -218,15 +204,11 @@ class TransformersWatch(Watch):
         if steps:
             path = self._checkpoint() / FILE
             if path.exists():
-                self._saved = _load(path)
+                self._saved = load_state(path)
             else:
-                rank_zero_info(
-                    f"LeakageCallback: {path} is not there, so that looks, games and the evidence "
-                    "of gates begin again"
-                )
+                rank_zero_info(f"LeakageCallback: without {path} looks and gates begin again")
         super()._begin()
-        best = self._best_metric()
-        if best is None:
+        if (best := self._best_metric()) is None:
             return
         known = [*self.engine.metric_names(), *([CHOOSE] if self._on_weights else [])]
         if args.greater_is_better is not False or best not in known:
@@ -240,31 +222,22 @@ class TransformersWatch(Watch):
         name = (self.trainer.args.metric_for_best_model or "").removeprefix("eval_")
         return name if name.startswith(("leakage", "monitor/", "gate/")) else None
 
-    def _new_run(self, anatomy: Anatomy) -> TransformersRun:
-        return TransformersRun(anatomy, self.settings.client, self.engine.assume, self.loop)
-
-    def _check(self, run: LoopRun) -> None:
-        trainer, args = self.trainer, self.trainer.args
-        others = [c for c in trainer.callback_handler.callbacks if isinstance(c, LeakageCallback)]
-        reasons = {
-            "DeepSpeed keeps gradients in buffers of its own and reduces them inside of backward, "
-            "so that no p.grad is what leaves: use DDP": trainer.is_deepspeed_enabled,
-            "FSDP gives each process a part of every layer: use DDP, or LeakageMonitor with "
-            "Lightning's ModelParallelStrategy": trainer.is_fsdp_enabled,
-            "DataParallel copies the model at each step: start one process a card by torchrun": (
-                args.n_gpu > 1
-            ),
-            f"optim={args.optim} steps while backward runs and keeps no gradient: use another": (
-                any(name in str(args.optim).lower() for name in _IN_BACKWARD)
-            ),
-            "two LeakageCallbacks would borrow one training_step: give all attacks to one": (
-                len(others) > 1
-            ),
+    def _check(self, *_: str) -> None:
+        trainer, optim = self.trainer, str(self.trainer.args.optim)
+        wrappers = {
+            "DeepSpeedEngine": trainer.is_deepspeed_enabled,
+            "FullyShardedDataParallel": trainer.is_fsdp_enabled,
+            "DataParallel": trainer.args.n_gpu > 1,
         }
-        for reason, applies in reasons.items():
-            if applies:
-                raise ValueError(f"LeakageCallback cannot watch this Trainer. {reason}")
-        super()._check(run)
+        super()._check(*(name for name, wraps in wrappers.items() if wraps))
+        if any(name in optim.lower() for name in _IN_BACKWARD):
+            raise ValueError(
+                f"LeakageCallback finds no gradient with optim={optim}, which steps while backward "
+                "runs: use another"
+            )
+        others = [c for c in trainer.callback_handler.callbacks if isinstance(c, LeakageCallback)]
+        if len(others) > 1:
+            raise ValueError("two LeakageCallbacks borrow one training_step: use one for all")
 
     def _hook_optimizers(self) -> None:
         """Borrow ``training_step`` until the run is over."""
@@ -272,13 +245,9 @@ class TransformersWatch(Watch):
         original, own = trainer.training_step, "training_step" in vars(trainer)
 
         def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            try:
-                self.batch_begins(inputs)
-                with self.watch_backward():
-                    return original(model, inputs, *args, **kwargs)
-            except BaseException as error:
-                self.end(type(error))
-                raise
+            self.batch_begins(inputs)
+            with before_backward(self._backward_begins):
+                return original(model, inputs, *args, **kwargs)
 
         def put_back() -> None:
             if vars(trainer).get("training_step") is training_step:
@@ -295,6 +264,8 @@ class TransformersWatch(Watch):
         """Let the attacks read the gradients, unscaled, unless the step will be skipped."""
         scaler, (optimizer,) = self.loop.scaler, self.loop.optimizers
         self.engine.optimizer_steps(optimizer)
+        if self._look is None:
+            return  # whether the scaler found infinities is known once the device is done
         if scaler is not None and scaler.is_enabled():
             state = scaler._per_optimizer_states[id(optimizer)]
             if state["stage"] is OptState.READY:  # without clipping nobody has unscaled
@@ -307,11 +278,7 @@ class TransformersWatch(Watch):
     def batch_ends(self) -> None:
         """Log a look once its optimizer step is over."""
         self.loop.steps = int(self.trainer.state.global_step)
-        try:
-            self.engine.batch_ends(trained=True)
-        except BaseException as error:
-            self.end(type(error))
-            raise
+        self.engine.batch_ends(trained=True)
         self._flush()
 
     def end(self, error: type[BaseException] | None = None) -> None:
@@ -344,8 +311,8 @@ class TransformersWatch(Watch):
         return self._checkpoint()
 
     def _checkpoint(self) -> Path:
-        folder = Path(str(self.trainer.args.output_dir))
-        return folder / f"checkpoint-{self.trainer.state.global_step}"
+        step = self.trainer.state.global_step
+        return Path(str(self.trainer.args.output_dir)) / f"checkpoint-{step}"
 
     def _stop(self) -> None:
         super()._stop()
@@ -363,51 +330,20 @@ class TransformersWatch(Watch):
         }
 
     def choices(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return what a checkpoint may be chosen by, for the metrics of an evaluation.
-
-        Args:
-            metrics: of the evaluation.
-        """
+        """Return what a checkpoint may be chosen by, for the metrics of an evaluation."""
         chosen: dict[str, float] = {}
         loss, best = metrics.get("eval_loss"), self._best_metric()
         if loss is not None and self._on_weights:
             chosen[CHOOSE] = max(gate.choice(loss) for gate in self._on_weights)
         if best is not None and best != CHOOSE:
-            value = self.latest.get(best, math.nan)
+            weights, step = self.engine.weights, self.engine.run.step
+            old = self.engine.is_looks_dependent(best) and weights and weights.looked_at != step
+            value = math.nan if old else self.latest.get(best, math.nan)
             chosen[best] = self.engine.run.broadcast(math.inf if math.isnan(value) else value)
         return {f"eval_{name}": value for name, value in chosen.items()}
 
     def save_state(self) -> None:
         """Write what a resumed run goes on with into the newest checkpoint."""
         folder = self._checkpoint()
-        if self.engine.fit is None or self.engine.run.rank or not folder.is_dir():
-            return
-        tensors: dict[str, Tensor] = {}
-        text = json.dumps(_packed(self.state_dict(), tensors))
-        save_private(folder / FILE, tensors, {"state": text})
-
-
-def _packed(value: object, tensors: dict[str, Tensor]) -> object:
-    """Return a state in JSON's types, with its tensors put aside."""
-    if isinstance(value, Tensor):
-        tensors[str(len(tensors))] = value.detach().cpu().clone().contiguous()
-        return {"tensor": str(len(tensors) - 1)}
-    if isinstance(value, Mapping):
-        return {"items": [[name, _packed(one, tensors)] for name, one in value.items()]}
-    if isinstance(value, list | tuple):
-        return [_packed(one, tensors) for one in value]
-    return value
-
-
-def _load(path: Path) -> Any:
-    """Return the state that a file holds."""
-    with safe_open(path, "pt") as file:
-
-        def unpacked(value: Any) -> Any:
-            if isinstance(value, dict) and "tensor" in value:
-                return file.get_tensor(value["tensor"])
-            if isinstance(value, dict):
-                return {name: unpacked(one) for name, one in value["items"]}
-            return [unpacked(one) for one in value] if isinstance(value, list) else value
-
-        return unpacked(json.loads(file.metadata()["state"]))
+        if self.engine.fit is not None and self.engine.run.rank == 0 and folder.is_dir():
+            save_state(folder / FILE, self.state_dict())

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.looks import (
     CHOOSE,
@@ -25,6 +21,7 @@ from lightning_fedleak.looks import (
     Controls,
     Destination,
     Engine,
+    Look,
     Processes,
     Threshold,
     names_there_are,
@@ -33,13 +30,14 @@ from lightning_fedleak.looks import (
 )
 from lightning_fedleak.report import write_at_end
 from lightning_fedleak.taps.gradients import before_real_step
-from lightning_fedleak.trainers.loop import Loop, LoopRun, WatchSettings
-from lightning_fedleak.validate import check_names
+from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, check_whole, unwrapped
+from lightning_fedleak.trainers.settings import named_settings, show_settings
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
+@show_settings
 class Watch:
     """Attack what a training loop would share, log how much it gives away, and gate it.
 
@@ -88,11 +86,11 @@ class Watch:
         should_stop: a gate has stopped the loop.
 
     Raises:
-        ValueError: contradictory arguments; when the loop begins also a model, a gate or an
-            attack that does not fit.
-        TypeError: an argument that is not known.
+        ValueError: contradictory arguments; also a model, a gate or an attack that does not fit,
+            when the loop begins.
     """
 
+    run: ClassVar[type[LoopRun]] = LoopRun
     resume: ClassVar[str] = ""
     mend: ClassVar[str] = (
         "train the same model and data in Lightning with a defence: finetuning.CausalLMFineTuning("
@@ -109,8 +107,7 @@ class Watch:
         folder: str | Path = "fedleak_runs/watch",
         **settings: Any,
     ) -> None:
-        check_names(type(self).__name__, settings, [one.name for one in fields(WatchSettings)])
-        self.settings = one = WatchSettings(**settings)
+        self.settings = one = named_settings(type(self).__name__, **settings)
         self.engine = Engine(*one.chosen(attacks))
         self.gates = tuple(gates)
         self.folder = Path(folder)
@@ -121,20 +118,11 @@ class Watch:
                 "Accelerate's fp16 steps by a function of its own, at which Watch cannot look: use "
                 "mixed_precision='bf16', or transformers' Trainer with LeakageCallback"
             )
-        self.loop = Loop(
-            model,
-            [unwrapped(each) for each in listed],
-            loader,
-            one.precision,
-            one.scaler,
-            one.tokenizer,
-            watched=(CHOOSE,) if one.chooses else (),
-        )
+        torchs = [unwrapped(each) for each in listed]
+        self.loop = Loop(model, torchs, loader, one.precision, one.scaler, one.tokenizer)
+        self.loop.watched = (CHOOSE,) if one.chooses else ()
         self._saved: Any = None
-        self._removers: list[Callable[[], None]] = []
-        self._stepped = self._backward = self._open = self._inside = False
-
-    # ---- what was measured ------------------------------------------------------------------
+        self._removers: list[Callable[[], object]] = []
 
     @property
     def latest(self) -> dict[str, float]:
@@ -191,11 +179,9 @@ class Watch:
     def _on_weights(self) -> list[Threshold]:
         return [gate for gate in self.gates if gate.on_weights]
 
-    # ---- a run ------------------------------------------------------------------------------
-
     def __enter__(self) -> Watch:
         """Begin the run: find the model's parts, calibrate the attacks, install the taps."""
-        self.close()
+        self.end(InterruptedError)  # a run that was left without an end
         try:
             self._begin()
         except BaseException:
@@ -205,40 +191,35 @@ class Watch:
 
     def _begin(self) -> None:
         engine, loop, settings = self.engine, self.loop, self.settings
-        anatomy = find_anatomy(_without_ddp(loop.model), **dict(settings.anatomy or {}))
-        self._run = run = self._new_run(anatomy)
-        self._check(run)
+        self._check()
+        model = loop.model
+        model = model.module if isinstance(model, DistributedDataParallel) else model
+        anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
+        self._run = run = self.run(anatomy, settings.client, engine.assume, loop)
         engine.reset()
         engine.check(Processes(run.processes, run.client, None), lambda: anatomy)
         self.should_stop = self._stepped = self._backward = self._open = self._inside = False
+        names = engine.metric_names()
         for gate in self.gates:
-            if gate.metric not in engine.metric_names():
-                raise ValueError(
-                    f"Threshold watches '{gate.metric}', which {run.watcher} does not log."
-                    + names_there_are(gate.metric, engine.metric_names())
-                )
-            gate.watch(engine, self._controls(gate, run))
-        if self._saved is not None:
-            loop.steps, loop.batches = self._saved["steps"], self._saved["batches"]
-            engine.load_state_dict(self._saved["engine"])
-            for gate in self.gates:
-                if gate.name in self._saved["gates"]:
-                    gate.load_state_dict(self._saved["gates"][gate.name])
+            if gate.metric not in names:
+                message = f"Threshold watches '{gate.metric}', which {run.watcher} does not log."
+                raise ValueError(message + names_there_are(gate.metric, names))
+            log, save, words = self._log, partial(self._save, gate), (self.resume, self.mend)
+            gate.watch(engine, Controls(log, save, self._stop, run.processes, (), *words))
+        if (saved := self._saved) is not None:
+            loop.steps, loop.batches = saved["steps"], saved["batches"]
+            engine.load_state_dict(saved["engine"])
+            for gate in (gate for gate in self.gates if gate.name in saved["gates"]):
+                gate.load_state_dict(saved["gates"][gate.name])
         engine.open(run)
         self._hook_optimizers()
         self._loggers = self._log_to(run)
         boards = [one.writer for one in self._loggers if isinstance(one, BoardLogger)]
-        engine.begin(
-            run,
-            Destination(
-                self.folder,
-                self._loggers,
-                boards,
-                self._facts(run)
-                | {f"fedleak/{a.name}": repr(a.config()) for a in engine.selection.attacks},
-                training={"optimizers": optimizers_of(loop.optimizers), **self._facts(run)},
-            ),
-        )
+        facts = self._facts(run)
+        shown = {f"fedleak/{a.name}": repr(a.config()) for a in engine.selection.attacks}
+        training = {"optimizers": optimizers_of(loop.optimizers), **facts}
+        place = Destination(self.folder, self._loggers, boards, facts | shown, training=training)
+        engine.begin(run, place)
         self._first_batch = loop.batches
         engine.training_begins()
 
@@ -247,11 +228,7 @@ class Watch:
         self.end(kind)
 
     def end(self, error: type[BaseException] | None = None) -> None:
-        """End the run.
-
-        Args:
-            error: the class of what ended the loop; None: it is finished.
-        """
+        """End the run; ``error`` is the class of what ended the loop, None where it is finished."""
         if self.engine.fit is None:
             return
         how = "finished" if error is None else error.__name__
@@ -276,33 +253,12 @@ class Watch:
         self._removers.clear()
         self.engine.close()
 
-    def _new_run(self, anatomy: Anatomy) -> LoopRun:
-        return LoopRun(anatomy, self.settings.client, self.engine.assume, self.loop)
-
-    def _check(self, run: LoopRun) -> None:
-        """Refuse what the loop cannot be watched under.
-
-        Raises:
-            ValueError: says why, and what to do.
-        """
-        if any(isinstance(p, DTensor) for p in self.loop.model.parameters()):
-            raise ValueError(
-                f"{run.watcher} reads whole gradients, and FSDP2 keeps a part of each in every "
-                "process: use DDP, or LeakageMonitor with Lightning's ModelParallelStrategy"
-            )
+    def _check(self, *wrappers: str) -> None:
+        """Refuse what the loop cannot be watched under, and two gates of one name."""
+        check_whole(self.loop.model, self.run.watcher, wrappers)
         names = [gate.name for gate in self.gates]
-        if double := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"two gates are named '{double.pop()}': give one of them name=...")
-
-    def _controls(self, gate: Threshold, run: LoopRun) -> Controls:
-        return Controls(
-            self._log,
-            partial(self._save, gate),
-            self._stop,
-            run.processes,
-            resume=self.resume,
-            mend=self.mend,
-        )
+        for name in {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"two gates are named '{name}': give one of them name=...")
 
     def _log(self, values: dict[str, float], step: int) -> None:
         for logger in self._loggers:
@@ -315,17 +271,16 @@ class Watch:
         self.should_stop = True
 
     def _log_to(self, run: LoopRun) -> list[Any]:
-        installed = importlib.util.find_spec("tensorboard") is not None
-        if run.rank or not (self.settings.tensorboard and installed):
+        if run.rank or not self.settings.tensorboard or find_spec("tensorboard") is None:
             return []
-        return [BoardLogger(self.folder / "tensorboard")]
+        board = BoardLogger(self.folder / "tensorboard")
+        self._removers.append(board.writer.close)
+        return [board]
 
     def _facts(self, run: LoopRun) -> dict[str, object]:
         """Return how the model is trained, for the record."""
         strategy = "DistributedDataParallel" if run.under_ddp else "loop"
         return {"strategy": strategy, "precision": run.precision, "processes": run.processes}
-
-    # ---- a step -----------------------------------------------------------------------------
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[Watch]:
@@ -344,12 +299,13 @@ class Watch:
         self.batch_begins(batch)
         self._inside = True
         try:
-            with self.watch_backward():
+            with before_backward(self._backward_begins):
                 yield self
         except BaseException as error:
             self._inside = False
-            if self.engine.fit is not None and self.engine.fit.look is not None:
-                self.engine.fit.look.truth_error = f"{type(error).__name__} ended a batch of it"
+            self.loop.steps += self._stepped
+            if (look := self._look) is not None:
+                look.truth_error = f"{type(error).__name__} ended a batch of it"
             raise
         self.batch_ends()
         self._inside = False
@@ -358,16 +314,14 @@ class Watch:
         """Start a look where one is due."""
         self.engine.batch_begins(batch)
         if self.loop.batches == self._first_batch and not self._run.is_compiled:
-            hooks: list[RemovableHandle] = []
-            check = partial(self._check_autocast, hooks)
-            hooks.append(self._run.anatomy.embedding.register_forward_pre_hook(check))
-            self._removers.append(hooks[0].remove)
+            embedding = self._run.anatomy.embedding
+            self._first_forward = embedding.register_forward_pre_hook(self._check_autocast)
+            self._removers.append(self._first_forward.remove)
         self.loop.batches += 1
         self._stepped = self._backward = False
 
-    def _check_autocast(self, hooks: Sequence[RemovableHandle], *_: object) -> None:
-        for hook in hooks:
-            hook.remove()
+    def _check_autocast(self, *_: object) -> None:
+        self._first_forward.remove()
         self._run.check_autocast()
 
     def batch_ends(self) -> None:
@@ -378,24 +332,10 @@ class Watch:
         self.loop.steps += self._stepped
         self.engine.batch_ends(trained=self._backward or self._stepped)
 
-    @contextmanager
-    def watch_backward(self) -> Iterator[None]:
-        """Note the losses whose backward is run inside, by torch's own function."""
-        original = torch.autograd.backward
-
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            torch.autograd.backward = original  # a checkpoint's backward calls it again
-            try:
-                self._backward_begins(tensors)
-                original(tensors, *args, **kwargs)
-            finally:
-                torch.autograd.backward = backward
-
-        torch.autograd.backward = backward
-        try:
-            yield
-        finally:
-            torch.autograd.backward = original
+    @property
+    def _look(self) -> Look | None:
+        """The look at work; None between looks."""
+        return None if self.engine.fit is None else self.engine.fit.look
 
     def _backward_begins(self, losses: Tensor | Sequence[Tensor]) -> None:
         if self._open and self._gradients_are_gone():
@@ -409,10 +349,13 @@ class Watch:
             self.engine.loss_computed(loss)
 
     def _gradients_are_gone(self) -> bool:
-        """Return whether no gradient is there to be stepped with."""
+        """Return whether no gradient is there to be stepped with.
+
+        Whether they are zeros is read where a look is at work alone: that waits for the device.
+        """
         groups = (group for optimizer in self.loop.optimizers for group in optimizer.param_groups)
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-        return not any(bool(g.any()) for g in sorted(gradients, key=Tensor.numel))
+        return not (gradients if self._look is None else any(bool(g.any()) for g in gradients))
 
     def _skip(self) -> None:
         for optimizer in self.loop.optimizers:
@@ -432,20 +375,3 @@ class Watch:
         for optimizer in self.loop.optimizers:
             steps = partial(self.optimizer_steps, optimizer)
             self._removers.append(before_real_step(optimizer, steps))
-
-
-def unwrapped(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside what Accelerate prepared.
-
-    Raises:
-        TypeError: no optimizer.
-    """
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
-    return optimizer
-
-
-def _without_ddp(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model

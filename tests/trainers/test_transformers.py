@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +21,7 @@ from lightning_fedleak import BagOfWords, FCMembership, FlatChat, LeakageMonitor
 from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.canaries import leave_out
 from lightning_fedleak.looks import Games, Memorization
-from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
+from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchSettings
 from tests.callbacks.runs import Probe
 from tests.helpers.models import tiny_gpt2
 from tests.trainers.test_watch import attacks, lines
@@ -312,14 +315,160 @@ def test_what_cannot_be_watched_is_refused(
     assert "training_step" not in vars(trainer)
 
 
-@pytest.mark.parametrize("shards", ["is_deepspeed_enabled", "is_fsdp_enabled"])
-def test_sharded_gradients_are_refused(tmp_path: Path, shards: str) -> None:
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("is_deepspeed_enabled", "DeepSpeed keeps"),
+        ("is_fsdp_enabled", "FSDP and tensor"),
+        ("n_gpu", "DataParallel copies"),
+    ],
+)
+def test_gradients_in_parts_are_refused(tmp_path: Path, flag: str, words: str) -> None:
     trainer = trainer_of(tmp_path)
     callback = watched(trainer, [BagOfWords()])
     trainer.create_optimizer()
-    setattr(trainer, shards, True)
-    with pytest.raises(ValueError, match="DeepSpeed keeps" if "deep" in shards else "FSDP gives"):
+    if flag == "n_gpu":
+        trainer.args._n_gpu = 2
+    else:
+        setattr(trainer, flag, True)
+    with pytest.raises(ValueError, match=words):
         callback.on_train_begin()
+    assert "training_step" not in vars(trainer)
+
+
+class Raises(TrainerCallback):
+    """Raises at one moment after the first step."""
+
+    def __init__(self, moment: str) -> None:
+        def raises(args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step >= 1:
+                raise KeyboardInterrupt
+
+        setattr(self, moment, raises)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_evaluate", "on_train_end"],
+)
+def test_whatever_raises_the_trainer_is_put_back(tmp_path: Path, moment: str) -> None:
+    trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=2, eval_dataset=rows(4))
+    callback = watched(trainer, [BagOfWords(), FCMembership(1)], games=Games(targets=4))
+    backward = torch.autograd.backward
+    trainer.callback_handler.callbacks.insert(0, Raises(moment))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert "training_step" not in vars(trainer)
+    assert torch.autograd.backward is backward
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in trainer.model.modules())
+    assert callback.watch.engine.fit is None
+    assert lines(tmp_path, "run")[-1]["how"] == "KeyboardInterrupt"
+    trainer.callback_handler.callbacks.pop(0)
+    trainer.train()  # again, from its beginning
+    assert lines(tmp_path, "run")[-1]["how"] == "finished"
+    assert callback.latest["leakage/bag_of_words/f1"] == 1.0
+
+
+def test_a_run_that_the_trainer_begins_again_ends_the_one_before(tmp_path: Path) -> None:
+    class RunsOut(Sequential):
+        """Has memory for two rows a batch, as ``auto_find_batch_size`` is to find out."""
+
+        def compute_loss(self, model: Any, inputs: Any, *more: Any, **settings: Any) -> Any:
+            if len(inputs["input_ids"]) > 3:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return super().compute_loss(model, inputs, *more, **settings)
+
+    trainer = trainer_of(tmp_path, kind=RunsOut, auto_find_batch_size=True)
+    watched(trainer, [BagOfWords()])
+    trainer.train()
+    ends = [line["how"] for line in lines(tmp_path, "run") if "how" in line]
+    assert ends == ["InterruptedError", "finished"]
+    assert "training_step" not in vars(trainer)
+
+
+def test_the_last_group_of_batches_is_short(tmp_path: Path) -> None:
+    probe = Probe()
+    trainer = trainer_of(tmp_path, gradient_accumulation_steps=3, train_dataset=rows(20))
+    watched(trainer, [probe, BagOfWords()])
+    trainer.train()
+    assert [step for step, *_ in probe.seen] == [0, 1]
+    torch.manual_seed(7)
+    model = tiny_gpt2(tied=False, dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
+    groups = torch.stack([row["input_ids"] for row in rows(20)]).split(12)
+    found = [line for line in lines(tmp_path) if line["attack"] == "bag_of_words"]
+    for ids, (_, _, seen), line in zip(groups, probe.seen, found, strict=True):
+        (model(input_ids=ids, labels=ids).loss * 8 / 9).backward()
+        torch.testing.assert_close(seen, model.lm_head.weight.grad, rtol=1e-3, atol=1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert line["n"] == len(ids[:, :-1].unique())  # a text's last token predicts nothing
+        assert line["metrics"]["f1"]["value"] == 1.0
+
+
+def test_nobody_waits_for_the_device_where_no_look_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unscaled: list[int] = []
+    trainer = trainer_of(tmp_path, gradient_accumulation_steps=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)  # type: ignore[attr-defined]
+    trainer.accelerator.scaler = scaler
+    watched(trainer, [BagOfWords()], every_n_steps=3)
+    unscale = scaler.unscale_
+    monkeypatch.setattr(
+        scaler, "unscale_", lambda o: (unscaled.append(trainer.state.global_step), unscale(o))
+    )
+    trainer.train()
+    assert unscaled == [0, 3]  # the Trainer itself does not clip here
+
+
+def test_the_last_look_is_at_the_last_weights(tmp_path: Path) -> None:
+    """Not at the best ones, which the Trainer loads before it says that training ended."""
+    train, _ = leave_out(rows(800), 400, seed=1)
+    looks = {}
+    for best in (False, True):
+        trainer = trainer_of(
+            tmp_path / str(best), kind=Trainer, train_dataset=train, eval_dataset=rows(8),
+            max_steps=12, eval_strategy="steps", eval_steps=4, save_strategy="steps", save_steps=4,
+            load_best_model_at_end=best, metric_for_best_model="loss", greater_is_better=True,
+            accelerator_config={"use_seedable_sampler": False},
+        )  # fmt: skip
+        memorization = Memorization(max_overhead=1.0, looks=(0.5,))
+        watched(trainer, [LossRatio()], memorization=memorization)
+        trainer.train()
+        looks[best] = lines(tmp_path / str(best))[-1]
+    assert looks[True]["step"] == 12
+    assert trainer.state.best_global_step != 12
+    assert looks[True]["metrics"] == looks[False]["metrics"]
+
+
+def test_leakage_of_older_weights_chooses_no_checkpoint(tmp_path: Path) -> None:
+    train, _ = leave_out(rows(800), 400, seed=1)
+    trainer = trainer_of(
+        tmp_path, kind=Trainer, train_dataset=train, eval_dataset=rows(8),
+        eval_strategy="steps", eval_steps=25, save_strategy="steps", save_steps=25,
+        metric_for_best_model="leakage/loss_ratio/auc", greater_is_better=False,
+        accelerator_config={"use_seedable_sampler": False},
+    )  # fmt: skip
+    watched(trainer, [LossRatio()], memorization=Memorization(max_overhead=1.0, looks=(0.5,)))
+    chosen: list[float] = []
+
+    class Notes(TrainerCallback):
+        def on_evaluate(self, *_: Any, metrics: Any = None, **__: Any) -> None:
+            chosen.append(metrics["eval_leakage/loss_ratio/auc"])
+
+    trainer.add_callback(Notes())
+    trainer.train()
+    assert [value < float("inf") for value in chosen] == [False, True, False, True]
+
+
+def test_the_settings_are_shown() -> None:
+    for face in (LeakageCallback, Watch):
+        shown = inspect.signature(face).parameters
+        assert {one.name for one in dataclasses.fields(WatchSettings)} < shown.keys()
+        assert shown["stages"].default == ("shared",)
+        assert "settings" not in shown
+        assert "public_text" in pydoc.render_doc(face).split("Attack what", maxsplit=1)[0]
 
 
 def test_a_leakage_chooses_the_checkpoint_and_unknown_is_worst(tmp_path: Path) -> None:

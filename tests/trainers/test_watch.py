@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat, LeakageMonitor
@@ -378,3 +379,93 @@ def test_steps_that_would_be_missed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"put forward, backward and optimizer.step"), watch:
         step_outside()
     optimizer.step()  # the tap is removed
+
+
+class OneOf(torch.nn.Module):
+    """Holds a model, as a class of another package's name would."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.module = model
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "words"),
+    [
+        ("DeepSpeedEngine", "DeepSpeed keeps"),
+        ("FullyShardedDataParallel", "FSDP and tensor"),
+        ("DataParallel", "DataParallel copies"),
+    ],
+)
+def test_wrappers_of_gradients_in_parts_are_refused(
+    tmp_path: Path, wrapper: str, words: str
+) -> None:
+    model, optimizer = model_and_optimizer()
+    wrapped = type(wrapper, (OneOf,), {})(model)
+    with pytest.raises(ValueError, match=words):
+        Watch(wrapped, optimizer, [BagOfWords()], folder=tmp_path).__enter__()
+    assert "step" not in vars(optimizer)
+
+
+def test_what_fully_shard_makes_is_refused(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        fully_shard(model)
+        with pytest.raises(ValueError, match="FSDP and tensor"):
+            Watch(model, optimizer, [BagOfWords()], folder=tmp_path).__enter__()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_zeros_are_looked_for_at_looks_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = model_and_optimizer()
+    reads: set[int] = set()
+    plain, number = torch.Tensor.any, -1
+    weights = {p.shape for p in model.parameters()}
+
+    def noted(tensor: torch.Tensor, *more: Any, **settings: Any) -> torch.Tensor:
+        if tensor.shape in weights:
+            reads.add(number)
+        return plain(tensor, *more, **settings)
+
+    monkeypatch.setattr(torch.Tensor, "any", noted)
+    with Watch(model, optimizer, [BagOfWords()], folder=tmp_path, every_n_steps=3) as watch:
+        for number, batch in enumerate(batches()):
+            with watch.step(batch):
+                model(**batch).loss.backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=False)
+    assert reads == {0, 1, 6, 7}  # those of steps 0 and 3
+    assert [line["step"] for line in lines(tmp_path)] == [0, 3]
+
+
+def test_a_step_in_a_batch_that_fails_counts(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    with Watch(model, optimizer, [BagOfWords()], folder=tmp_path, every_n_steps=1) as watch:
+        for number, batch in enumerate(batches(5)):
+            try:
+                with watch.step(batch):
+                    model(**batch).loss.backward()
+                    if number != 2:  # adds to the next batch
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    if number == 1:
+                        raise MemoryError
+            except MemoryError:
+                pass
+    assert watch.loop.steps == 4
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]
+    assert [line["unknown"] is None for line in lines(tmp_path)] == [True, False, True, True]
+
+
+def test_the_board_is_closed(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    with Watch(model, optimizer, [BagOfWords()], folder=tmp_path, every_n_steps=1) as watch:
+        (board,) = watch._loggers
+        train(model, optimizer, watch, batches(2))
+    assert board.writer.file_writer is None

@@ -19,6 +19,8 @@ from lightning_fedleak.attacks.membership.base import MembershipGuess as Members
 from lightning_fedleak.attacks.membership.base import PassiveMembership as PassiveMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership as FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership as GradientMembership
+from lightning_fedleak.attacks.membership.insertion import direction_of as direction_of
+from lightning_fedleak.attacks.membership.insertion import upstream_of as upstream_of
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership as SubspaceMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership as TrainedMembership
 from lightning_fedleak.attacks.membership.trained import TrainingSettings as TrainingSettings

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_fedleak.batches import IGNORE_INDEX
-from lightning_fedleak.taps.tokens import Text
+from lightning_fedleak.taps import Text
 
 LEAST_LABELS = 8  # label tokens of a text that is scored; fewer say little. Not tuned
 RUN = 13  # label tokens in a row, as GPT-3's check of contamination has it; fewer: more texts leave

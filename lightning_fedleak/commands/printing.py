@@ -15,7 +15,7 @@ from lightning_fedleak.attacks import ThreatModelError
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.games import GameError
-from lightning_fedleak.taps.gradients import UpdateError
+from lightning_fedleak.taps import UpdateError
 
 USER_ERRORS = (
     *(SourceError, AnatomyError, ThreatModelError),

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.snapshots import NotYet, Stage, UpdateSnapshot
-from lightning_fedleak.taps.gradients import UpdateError as UpdateError  # handed on
+from lightning_fedleak.taps import UpdateError as UpdateError  # handed on
 from lightning_fedleak.validate import check_integer
 
 if TYPE_CHECKING:

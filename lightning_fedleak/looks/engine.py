@@ -31,9 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.looks import choice
 from lightning_fedleak.looks.channels.base import Channel, channels_of
 from lightning_fedleak.looks.facts import defense_facts, facts_of
 from lightning_fedleak.looks.fit import Fit
@@ -50,12 +48,12 @@ from lightning_fedleak.looks.log import (
     releases_by,
 )
 from lightning_fedleak.looks.options import Options, Selection, check_optimizers, check_rounds
-from lightning_fedleak.looks.results import MAX_WAITS, WORST, Results
+from lightning_fedleak.looks.results import MAX_WAITS, WORST, Results, series_of
 from lightning_fedleak.looks.run import CHOOSE, Look, Outcome, Processes, Run, Series, reason
 from lightning_fedleak.looks.tensorboard import add_pages
 from lightning_fedleak.looks.weights import Memory, WeightLooks
 from lightning_fedleak.records import GateDecision
-from lightning_fedleak.snapshots import GradientSnapshot, Stage
+from lightning_fedleak.snapshots import GradientSnapshot
 
 
 class Engine:
@@ -91,7 +89,7 @@ class Engine:
         self.options = options
         self._origin = origin
         self.channels = channels_of(selection.attacks, options)
-        self.series = _series_of(selection.attacks, self.channels, options.stages)
+        self.series = series_of(selection.attacks, self.channels, options.stages)
         adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
         self.assume = adversaries if selection.assume is None else selection.assume
         self.results = Results(self.series)
@@ -344,8 +342,7 @@ class Engine:
             self.results.playing |= self.weights.series
         self.results.untested = lineup.untested
         if self.selection.auto:
-            writes = run.anatomy.kind == "causal" and not self.selection.text_passed
-            choice.show(lineup.rows, lineup.unread, self.assume, writes=writes, watcher=run.watcher)
+            lineup.show(self.assume)
             report.write_not_played(lineup.rows, run.step)
         if first:
             self._show_pages(run, destination)
@@ -684,17 +681,3 @@ class Engine:
         self._calibrations = {
             name: saved for name, saved in state["attacks"].items() if saved["tensors"]
         }
-
-
-def _series_of(
-    attacks: Sequence[Attack], channels: Sequence[Channel], stages: Sequence[Stage]
-) -> dict[Series, Channel]:
-    """Return the channel of each series, in the order of the logs."""
-    owner = {attack.name: channel for channel in channels for attack in channel.attacks}
-    series: dict[Series, Channel] = {}
-    for stage in stages:
-        for attack in attacks:
-            channel = owner[attack.name]
-            if (one := channel.series(attack, stage)) is not None:
-                series[one] = channel
-    return series | {s: channel for channel in channels for s in channel.further_series()}

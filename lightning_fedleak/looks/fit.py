@@ -33,8 +33,14 @@ from lightning_fedleak.looks.run import (
     unknown,
 )
 from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage
-from lightning_fedleak.taps.calls import NOT_TRIED, PackedRows
-from lightning_fedleak.taps.gradients import GradientTap, UpdateError, UpdateTap, loss_terms
+from lightning_fedleak.taps import (
+    NOT_TRIED,
+    GradientTap,
+    PackedRows,
+    UpdateError,
+    UpdateTap,
+    loss_terms,
+)
 
 TURN = 2
 """Steps that the next attack's calibration waits for while others can read nothing yet.
@@ -346,11 +352,7 @@ class Fit:
             if not self.look.learning_rates:
                 # Not when the batch starts: another callback may clear the state then.
                 self._fresh = not any(self._gathered(plan) for plan in self.lineup.exposed)
-            groups = [
-                g
-                for g in optimizer.param_groups
-                if any(id(p) in self._watched for p in g["params"])
-            ]
+            groups = [g for g in optimizer.param_groups if self._watched & {*map(id, g["params"])}]
             self.look.learning_rates.append({float(g["lr"]) for g in groups})
 
     def _owns(self, optimizer: Optimizer) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy, matrix_shape, without_peft
 from lightning_fedleak.attacks import Attack, Capability, MissingText, PublicText, share_samples
+from lightning_fedleak.looks import choice
 from lightning_fedleak.looks.cache import CalibrationCache, hash_of_weights
 from lightning_fedleak.looks.channels.base import (
     HEAD_CAPABILITIES,
@@ -75,6 +76,7 @@ class Lineup:
         self._local_steps = options.local_steps
         self._begins_at = run.optimizer_step
         self._choosing = selection.auto
+        self._writes = run.anatomy.kind == "causal" and not selection.text_passed
         self._most_seconds = options.look_seconds
         self._cache = CalibrationCache() if options.cache else None
         self._refused = dict(refused)
@@ -155,6 +157,10 @@ class Lineup:
             f"no attack on {family} of this monitor reads anything that is shared in this run, and "
             f"{len(self.trained)} trained parameters are"
         )
+
+    def show(self, assumed: Collection[Capability]) -> None:
+        """Log which attacks are played, by an adversary with these capabilities, and why not."""
+        choice.show(self.rows, self.unread, assumed, writes=self._writes, watcher=self._run.watcher)
 
     @property
     def trained(self) -> tuple[str, ...]:

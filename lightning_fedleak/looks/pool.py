@@ -26,7 +26,7 @@ from lightning_fedleak.canaries.repeats import scored_texts
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.looks.options import Memorization
 from lightning_fedleak.model_state import preserve_process
-from lightning_fedleak.taps.tokens import Text, texts_in
+from lightning_fedleak.taps import Text, texts_in
 
 Way = Literal["not yet seen", "left out", "given"]
 """Where the others come from: rows that the first epoch has not come to, rows left out by a draw,

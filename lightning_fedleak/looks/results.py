@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fedleak.attacks import Attack
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.run import (
     PREFIX,
@@ -528,3 +529,17 @@ def _combined(channel: Channel, series: Series, rows: Tensor, local: Result) -> 
         return channel.pooled(series, rows_of_clients)
     except Exception as error:
         return unknown(channel.metrics, reason(error))
+
+
+def series_of(
+    attacks: Sequence[Attack], channels: Sequence[Channel], stages: Sequence[Stage]
+) -> dict[Series, Channel]:
+    """Return the channel of each series, in the order of the logs."""
+    owner = {attack.name: channel for channel in channels for attack in channel.attacks}
+    series: dict[Series, Channel] = {}
+    for stage in stages:
+        for attack in attacks:
+            channel = owner[attack.name]
+            if (one := channel.series(attack, stage)) is not None:
+                series[one] = channel
+    return series | {s: channel for channel in channels for s in channel.further_series()}

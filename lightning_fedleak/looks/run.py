@@ -25,8 +25,7 @@ from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import GradientSnapshot, NotYet, Stage
-from lightning_fedleak.taps.activations import ChangedInPlace
-from lightning_fedleak.taps.gradients import UpdateError, before_real_step
+from lightning_fedleak.taps import ChangedInPlace, UpdateError, before_real_step
 from lightning_fedleak.validate import check_integer, check_number
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

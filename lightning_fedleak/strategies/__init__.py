@@ -2,4 +2,4 @@
 
 from lightning_fedleak.strategies.defended import DefendedStrategy as DefendedStrategy
 from lightning_fedleak.strategies.release import Client as Client
-from lightning_fedleak.taps.gradients import StepError as StepError
+from lightning_fedleak.taps import StepError as StepError

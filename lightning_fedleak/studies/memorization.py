@@ -22,8 +22,8 @@ from lightning_fedleak.attacks.memorization import (
     MinK,
     Windows,
     Zlib,
+    blind_scores,
 )
-from lightning_fedleak.attacks.memorization.blind import blind_scores
 from lightning_fedleak.canaries.repeats import LEAST_LABELS, scored_texts
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import SourceError
@@ -38,7 +38,7 @@ from lightning_fedleak.metrics.released import (
 )
 from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.studies.models import find_model
-from lightning_fedleak.taps.tokens import Text, ask_tokens, compressed_bytes, pool_digest
+from lightning_fedleak.taps import Text, ask_tokens, compressed_bytes, pool_digest
 
 LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
 

@@ -29,7 +29,7 @@ from lightning_fedleak.looks import (
     to_dataframe,
 )
 from lightning_fedleak.report import write_at_end
-from lightning_fedleak.taps.gradients import before_real_step
+from lightning_fedleak.taps import before_real_step
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, check_whole, unwrapped
 from lightning_fedleak.trainers.settings import named_settings, show_settings
 

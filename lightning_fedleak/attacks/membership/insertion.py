@@ -38,7 +38,7 @@ from lightning_fedleak.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model_runs import is_compiled
-from lightning_fedleak.taps.calls import arguments_of
+from lightning_fedleak.taps import arguments_of
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Placement = Literal["sequential", "parallel", "embedding"]

@@ -19,7 +19,7 @@ from lightning_fedleak.looks.run import Series, reason
 from lightning_fedleak.metrics.released import canary_tiers, others_needed
 from lightning_fedleak.records import CANARIES, PoolLine
 from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.taps.tokens import Text, pool_digest
+from lightning_fedleak.taps import Text, pool_digest
 
 _MEND = "Plant more; and a batch must hold a canary's tokens as they were given"
 

@@ -25,8 +25,9 @@ from lightning_fedleak.attacks import (
     MembershipAttack,
     MembershipGuess,
     UnusableObservation,
+    direction_of,
+    upstream_of,
 )
-from lightning_fedleak.attacks.membership.insertion import direction_of, upstream_of
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
 from lightning_fedleak.looks.channels.base import Channel, Plan, check_guess
@@ -62,8 +63,7 @@ from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR, RATES
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.records import MEMBERSHIP
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
-from lightning_fedleak.taps.activations import ActivationTap, join_pieces
-from lightning_fedleak.taps.calls import ModelCalls, with_ids
+from lightning_fedleak.taps import ActivationTap, ModelCalls, join_pieces, with_ids
 
 AUDIT = "audit"
 _ALL_CANARIES = "every canary"

@@ -22,8 +22,8 @@ from lightning_fedleak.attacks.memorization import (
     ExtractionGuess,
     MemorizationAttack,
     MemorizationGuess,
+    blind_scores,
 )
-from lightning_fedleak.attacks.memorization.blind import blind_scores
 from lightning_fedleak.batches import TokenBatch, read_batch
 from lightning_fedleak.looks.channels.account import BOUND, AccountGame
 from lightning_fedleak.looks.channels.base import Channel, Plan
@@ -55,7 +55,7 @@ from lightning_fedleak.metrics.released import (
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.records import MEMORIZATION, PoolLine
 from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.taps.tokens import ask_tokens, compressed_bytes, pool_digest
+from lightning_fedleak.taps import ask_tokens, compressed_bytes, pool_digest
 
 BLIND = "blind/auc"
 """The largest AUC of scores that know nothing of the training; logged as ``leakage/blind/auc``."""

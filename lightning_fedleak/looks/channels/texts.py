@@ -38,7 +38,7 @@ from lightning_fedleak.metrics.texts import (
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.records import TEXTS
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
-from lightning_fedleak.taps.split import Crossed, SplitTap
+from lightning_fedleak.taps import Crossed, SplitTap
 from lightning_fedleak.validate import check_integer
 
 CROSSING = (Stage.LOCAL, Stage.SHARED)

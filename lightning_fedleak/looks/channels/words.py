@@ -31,7 +31,7 @@ from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.model_runs import sees_no_later
 from lightning_fedleak.records import WORDS
 from lightning_fedleak.snapshots import Stage
-from lightning_fedleak.taps.gradients import TiedHeadTap
+from lightning_fedleak.taps import TiedHeadTap
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, Kind
+from lightning_fedleak.anatomy import Anatomy, Kind, matrix_shape
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model_runs import logits_in, undisturbed
 from lightning_fedleak.progress import track
@@ -385,7 +385,11 @@ def _sample(
     generator = torch.Generator().manual_seed(seed)
     config = getattr(anatomy.model, "config", None)
     length = min(length, getattr(config, "max_position_embeddings", None) or length)
-    start = start_token_id if start_token_id is not None else getattr(config, "bos_token_id", None)
+    start = start_token_id
+    if start is None:
+        bos, rows = getattr(config, "bos_token_id", None), matrix_shape(anatomy.embedding)
+        # A small model may have the configured default, which it has no embedding of.
+        start = None if bos is None or (rows and int(bos) >= rows[0]) else bos
     end_token = getattr(config, "eos_token_id", None)
     end_ids = torch.tensor([] if end_token is None else end_token, dtype=torch.int64).reshape(-1)
     if start is None:

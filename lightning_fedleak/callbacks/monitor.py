@@ -372,7 +372,12 @@ class LeakageMonitor(EitherCallback):
         check_number("look_seconds", settings.look_seconds, above=0)
         check_choice("client", settings.client, ("rank", "world"), optional=True)
         selection = selected(
-            attacks, settings.assume, public_text, tokenizer, rounds=local_steps is not None
+            attacks,
+            settings.assume,
+            public_text,
+            tokenizer,
+            games=games,
+            rounds=local_steps is not None,
         )
         utility = settings.utility
         options = Options(

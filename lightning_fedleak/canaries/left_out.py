@@ -85,7 +85,8 @@ class TrainingRows(Dataset[Any]):
     def __init__(self, dataset: Any, record: LeftOutRecord) -> None:
         self.dataset = dataset
         self.record = record
-        self.public_length = record.length - record.count
+        length: int = getattr(dataset, "public_length", record.length)
+        self.public_length = length - record.count
         out = record.out
         self.others: Subset[Any] = Subset(dataset, out)
         absent = set(out)

@@ -230,7 +230,7 @@ def _starts(
             raise ValueError(f"prompts must be rows of at least one token id, below {len(allowed)}")
         return [rows[i % len(rows)] for i in range(count)]
     first = getattr(config, "bos_token_id", None)
-    if first is not None:
+    if first is not None and int(first) < len(allowed):
         return [torch.tensor([int(first)])] * count
     ordinary = allowed.nonzero()[:, 0]
     return [*ordinary[torch.randint(len(ordinary), (count, 1), generator=generator)]]

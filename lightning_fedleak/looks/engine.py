@@ -50,7 +50,7 @@ from lightning_fedleak.looks.log import (
 from lightning_fedleak.looks.options import Options, Selection, check_optimizers, check_rounds
 from lightning_fedleak.looks.results import MAX_WAITS, WORST, Results, series_of
 from lightning_fedleak.looks.run import CHOOSE, Look, Outcome, Processes, Run, Series, reason
-from lightning_fedleak.looks.tensorboard import add_pages
+from lightning_fedleak.looks.tensorboard import Content, add_pages, add_table
 from lightning_fedleak.looks.weights import Memory, WeightLooks
 from lightning_fedleak.records import GateDecision
 from lightning_fedleak.snapshots import GradientSnapshot
@@ -344,8 +344,7 @@ class Engine:
         if self.selection.auto:
             lineup.show(self.assume)
             report.write_not_played(lineup.rows, run.step)
-        if first:
-            self._show_pages(run, destination)
+        self._add_table(destination, self._content(run))
         for listener in self._before_first:
             listener()
         if first:
@@ -384,10 +383,11 @@ class Engine:
     def _split(self, run: Run, folder: Path) -> tuple[list[Channel], dict[Series, Channel]]:
         """Prepare looks at the weights, and return the other channels with their series."""
         played = [channel for channel in self.channels if channel.attacks]
-        at_weights = [channel for channel in played if channel.at_weights]
+        at_weights = [channel for channel in self.channels if channel.at_weights]
         for channel in at_weights:
             channel.keep_in(folder)
-        self.weights = WeightLooks(run, at_weights, self.series) if at_weights else None
+        has_some = any(channel.at_weights for channel in played)
+        self.weights = WeightLooks(run, at_weights, self.series) if has_some else None
         series = {s: c for s, c in self.series.items() if not c.at_weights}
         return [channel for channel in played if not channel.at_weights], series
 
@@ -421,27 +421,25 @@ class Engine:
         self.results.untested = lineup.untested
         self.results.begin()
         self._decisions = self._origin._decisions
-        try:
-            self._show_pages(run, destination)
-        except Exception as error:  # a disk that is full must not end a round
-            self.report.leave_loggers(error)
         if self.weights is not None:
             self.weights.remember(memory)
             self._begin_weights(self.weights)
+        try:
+            self._add_table(destination, content := self._content(run))
+            add_pages(destination.boards, self.options.utility, self._decisions, *content)
+        except Exception as error:  # a disk that is full must not end a round
+            self.report.leave_loggers(error)
 
-    def _show_pages(self, run: Run, destination: Destination) -> None:
-        shown = {s: c for s, c in self.series.items() if s in self.results.playing}
-        families = {channel.family for channel in shown.values()}
-        add_pages(
-            destination.boards,
-            self.options.utility,
-            shown,
-            privacy=privacy_tags(accounting(run.defenses)),
-            decisions=self._decisions,
-            worst=[f"{WORST}/{f}" for f in self.results.families if f in families],
-            settings=destination.settings,
-            further=destination.further,
-        )
+    def _add_table(self, to: Destination, content: Content) -> None:
+        names = [f"utility/{name}" for name in self.options.utility] + [*to.further]
+        add_table(to.boards, names, to.settings, *content)
+
+    def _content(self, run: Run) -> Content:
+        """Return what TensorBoard shows, as far as it is known."""
+        series = {s: c for s, c in self.series.items() if s in self.results.playing}
+        families = {channel.family for channel in series.values()}
+        worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
+        return Content(series, privacy_tags(accounting(run.defenses)), worst)
 
     def training_begins(self) -> None:
         """Remember how many looks came before this run, and where it starts."""
@@ -454,6 +452,9 @@ class Engine:
         self._fit.lineup.begin(run.step)
         if self.weights is not None:
             self._begin_weights(self.weights)
+        if self.report is not None:
+            boards, content = self.report.boards, self._content(run)
+            add_pages(boards, self.options.utility, self._decisions, *content)
 
     def _begin_weights(self, weights: WeightLooks) -> None:
         """Find out whom the attacks on the weights compare, and ask the base model."""

@@ -28,6 +28,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     TextSource,
 )
+from lightning_fedleak.attacks.memorization import Canaries
 from lightning_fedleak.batches import BatchAdapter
 from lightning_fedleak.canaries import CanarySet
 from lightning_fedleak.looks.run import Cadence, EveryNSteps, MaxOverhead
@@ -298,6 +299,7 @@ def selected(
     public_text: TextSource | None = None,
     tokenizer: Any | None = None,
     *,
+    games: Games | None = None,
     rounds: bool = False,
     weights: bool | None = None,
 ) -> Selection:
@@ -308,6 +310,7 @@ def selected(
         assume: capabilities of the adversary.
         public_text: what attacks that choose themselves are calibrated on.
         tokenizer: reads its texts.
+        games: whose canaries, if there are any, the trained weights are asked about.
         rounds: what leaves is a round's update.
         weights: the training data are there, to ask the trained weights about; None: but in rounds.
 
@@ -321,6 +324,9 @@ def selected(
         asked = ASSUMED if asked is None else asked
         at_weights = not rounds if weights is None else weights
         played = tuple(candidates(asked, public_text, tokenizer, rounds=rounds, weights=at_weights))
+        canaries = None if games is None or rounds or not at_weights else games.canaries
+        if canaries is not None and min(map(len, canaries.token_ids)) > 1:
+            played += (Canaries(),)
         check_attacks(played)
         return Selection(played, True, asked, public_text not in (None, "sampled"))
     if isinstance(attacks, str):

@@ -56,12 +56,13 @@ class Pool:
         texts: N texts, each once.
         trains: (N,) bool, rows of the training data.
         seen: (N,) bool, rows that have been trained on so far.
-        length: rows of the training data.
+        length: texts of the training data; of rows that hold several, as many as a row of those
+            asked about holds on average.
         once: an epoch takes each row once.
         aside: (N,) bool, texts that no look and no gate judges by.
         no_game: why no account of examples that are added or removed is compared; None: each text
             was left out by a coin of its own.
-        passed: rows that have been in batches so far, on this process.
+        passed: texts that have been in batches so far, on this process.
         unread: batches that could not be read so far, on this process.
         repeated: texts that were left out because another row repeats a part of them.
         short: texts that were left out because they have fewer than 8 label tokens.
@@ -98,8 +99,9 @@ class Pool:
 
     def remember(self, batch: TokenBatch) -> None:
         """Note which texts are in a batch that is trained on."""
-        self.passed += len(batch.input_ids)
-        for text in texts_in(batch):
+        texts = texts_in(batch)
+        self.passed += len(texts)
+        for text in texts:
             row = self._places.get(self._key(text))
             if row is not None:
                 self.seen[row] = True
@@ -111,7 +113,7 @@ class Pool:
 
         Args:
             epoch: counted from 0.
-            passed: rows that have been in batches so far, on all processes.
+            passed: texts that have been in batches so far, on all processes.
             aside: compare the texts that were put aside, in place of all others.
             everyone: all training rows are members, also those that no batch has held yet.
 
@@ -261,7 +263,7 @@ def collect(
         repeated,
         short,
         len(rest) / unread if unread else 1.0,
-        length,
+        round(length * len(texts) / max(1, len(read_rows))),
         way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
         aside,
         "several texts are packed into a row, and share its coin" if packed else no_game,

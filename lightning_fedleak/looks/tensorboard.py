@@ -6,7 +6,7 @@ import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -53,44 +53,84 @@ class BoardLogger:
             self.writer.add_scalar(name, value, step)
 
 
-def add_pages(
-    boards: Sequence[SummaryWriter],
-    utility: Sequence[str],
-    series: Mapping[Series, Channel],
-    *,
-    privacy: Sequence[str],
-    decisions: Sequence[str],
-    worst: Sequence[str],
-    settings: Mapping[str, object],
-    further: Sequence[str] = (),
-) -> None:
-    """Lays out Custom Scalars, and puts leakage beside the settings in HPARAMS.
+class Content(NamedTuple):
+    """Hold what is shown of a run: the channel of each series, names of epsilons, and of worsts."""
 
-    One line a chart, named in its title, since TensorBoard draws all lines of a run in one colour;
-    rates run from 0 to 1. Rates and gates are charts with a margin, which TensorBoard does not
-    smooth: a gate that fired reads 1. TensorBoard keeps the first table of settings that a run
-    writes, and Lightning writes its own after this: the user's settings are in this one.
+    series: Mapping[Series, Channel]
+    privacy: Sequence[str]
+    worst: Sequence[str]
 
-    Args:
-        boards: TensorBoard's writers.
-        utility: names of the user's metrics.
-        series: the channel of each series, in the order of the logs.
-        privacy: names of what defences account for.
-        decisions: names of what gates log.
-        worst: names of the highest headlines.
-        settings: of the run, by name.
-        further: names of metrics that somebody else logs beside the same settings.
-    """
-    if not boards:
-        return
-    if importlib.util.find_spec("tensorboard") is None:
+
+def _is_there(boards: Sequence[SummaryWriter]) -> bool:
+    """Return whether there is something to write to, and what writes it."""
+    installed = importlib.util.find_spec("tensorboard") is not None
+    if boards and not installed:
         rank_zero_info(
             "lightning-fedleak: 'tensorboard' is not installed, so that its page of charts and its "
             "table of settings are not written; every number is. pip install tensorboard"
         )
+    return bool(boards) and installed
+
+
+def add_table(
+    boards: Sequence[SummaryWriter],
+    names: Sequence[str],
+    settings: Mapping[str, object],
+    series: Mapping[Series, Channel],
+    privacy: Sequence[str],
+    worst: Sequence[str],
+) -> None:
+    """Put leakage beside the settings in HPARAMS.
+
+    TensorBoard keeps the first table of settings that a run writes, and Lightning writes its own
+    after this: the user's settings are in this one.
+
+    Args:
+        boards: TensorBoard's writers.
+        names: of the user's metrics, and of others that somebody logs beside the same settings.
+        settings: of the run, by name.
+        series: the channel of each series, in the order of the logs.
+        privacy: names of what defences account for.
+        worst: names of the highest headlines.
+    """
+    if not _is_there(boards):
+        return
+    from torch.utils.tensorboard.summary import hparams
+
+    headlines = (f"{one.log_name}/{channel.charted(one)[0]}" for one, channel in series.items())
+    metrics = dict.fromkeys([*worst, *headlines, *names, *privacy], 0.0)
+    for board in boards:
+        table = hparams(_flat(settings), metrics)  # type: ignore[no-untyped-call]
+        for part in table:
+            board._get_file_writer().add_summary(part)  # type: ignore[no-untyped-call]
+
+
+def add_pages(
+    boards: Sequence[SummaryWriter],
+    utility: Sequence[str],
+    decisions: Sequence[str],
+    series: Mapping[Series, Channel],
+    privacy: Sequence[str],
+    worst: Sequence[str],
+) -> None:
+    """Lay out Custom Scalars.
+
+    One line a chart, named in its title, since TensorBoard draws all lines of a run in one colour;
+    rates run from 0 to 1. Rates and gates are charts with a margin, which TensorBoard does not
+    smooth: a gate that fired reads 1.
+
+    Args:
+        boards: TensorBoard's writers.
+        utility: names of the user's metrics.
+        decisions: names of what gates log.
+        series: the channel of each series, in the order of the logs.
+        privacy: names of what defences account for.
+        worst: names of the highest headlines.
+    """
+    if not _is_there(boards):
         return
     from tensorboard.plugins.custom_scalar import layout_pb2
-    from torch.utils.tensorboard.summary import custom_scalars, hparams
+    from torch.utils.tensorboard.summary import custom_scalars
 
     def line(tag: str) -> layout_pb2.Chart:
         tags = [f"^{re.escape(tag)}$"]  # read as a regular expression
@@ -105,33 +145,29 @@ def add_pages(
         return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=shown))
 
     def interval(one: Series, metric: str) -> layout_pb2.Chart:
-        title = f"{one.log_name}: {metric.replace('_', ' ').upper()}, 95% interval (0 to 1)"
         tag, limit = f"{one.log_name}/{metric}", series[one].limits.get(metric)
-        limits = [limit] if limit and privacy else []
+        if series[one].ranges.get(metric, (0.0, 1.0))[1] > 1:
+            return line(tag)  # of what has no upper end, none may be logged
+        title = f"{one.log_name}: {metric.replace('_', ' ').upper()}, 95% interval (0 to 1)"
+        limits = [] if limit is None else [limit]
         return rate(title, tag, f"{tag}_low", f"{tag}_high", *limits)
 
-    headlines = {one: channel.headline for one, channel in series.items()}
+    charted = {one: channel.charted(one) for one, channel in series.items()}
     page = [line(f"utility/{name}") for name in utility]
     page += [line(name) for name in privacy]
     page += [rate(name, name, name, name) for name in worst]
-    page += [interval(one, headline) for one, headline in headlines.items()]
+    page += [interval(one, headline) for one, (headline, *_) in charted.items()]
     page += [rate(name, name, name, name) for name in decisions]
     page += [line("monitor/seconds")]
-    more = [interval(one, m) for one, channel in series.items() for m in channel.charts]
+    more = [interval(one, metric) for one, (_, *rest) in charted.items() for metric in rest]
     named = [(_PAGE, page), ("more of each attack", more)]
     layout = layout_pb2.Layout(
         category=[layout_pb2.Category(title=title, chart=charts) for title, charts in named]
     )
     pages = custom_scalars({})  # type: ignore[no-untyped-call]  # its own charts have no frames
     pages.value[0].tensor.string_val[0] = layout.SerializeToString()
-    metrics = [f"{one.log_name}/{headline}" for one, headline in headlines.items()]
-    metrics = [*worst, *metrics, *(f"utility/{name}" for name in utility), *privacy]
     for board in boards:
-        named_by = dict.fromkeys([*metrics, *further], 0.0)
-        table = hparams(_flat(settings), named_by)  # type: ignore[no-untyped-call]
-        writer = board._get_file_writer()  # type: ignore[no-untyped-call]
-        for part in (pages, *table):
-            writer.add_summary(part)
+        board._get_file_writer().add_summary(pages)  # type: ignore[no-untyped-call]
 
 
 def add_frame(boards: Sequence[SummaryWriter], step: int) -> None:

@@ -22,7 +22,7 @@ class WeightLooks:
 
     Args:
         run: the run.
-        channels: those that read weights, and have attacks.
+        channels: those that read weights.
         series: the channel of each series, in the order of the logs.
 
     Attributes:
@@ -89,6 +89,12 @@ class WeightLooks:
             f"not played on the trained weights: {names} ({why})"
             for why in dict.fromkeys(self.refused.values())
             for names in [", ".join(name for name, one in self.refused.items() if one == why)]
+        ]
+        choosing &= self._run.unit == "step"
+        silent += [
+            f"not played on the trained weights: {channel.family} ({channel.absent})"
+            for channel in self._channels
+            if choosing and channel.absent and not channel.listed_attacks
         ]
         asked = [channel.describe() for channel in self._channels if channel.attacks]
         return silent + [f"the trained weights are asked about {words}" for words in asked]

@@ -6,9 +6,12 @@ Every interval in this module treats the *clusters* (steps, clients) as independ
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
+from scipy.optimize import brentq
+from scipy.special import rel_entr, stdtrit
 
 from lightning_fedleak.metrics.rates import Rate, clopper_pearson
 
@@ -108,7 +111,11 @@ def auc(
     resamples: int,
     rng: np.random.Generator,
 ) -> Rate:
-    """Return Mann-Whitney's estimate, with an interval from a bootstrap that draws clusters."""
+    """Return Mann-Whitney's estimate, with an interval from a bootstrap that draws clusters.
+
+    Where each game is its own cluster the interval is no wider than Hoeffding's: a bootstrap says
+    next to nothing where a few games decide, such as the one member that ranks low among all.
+    """
     order = np.argsort(score, kind="stable")
     score, member, code = score[order], member[order], code[order]
     starts = np.flatnonzero(np.r_[True, score[1:] != score[:-1]])
@@ -128,7 +135,26 @@ def auc(
     pairs = min(np.unique(code[member]).size, np.unique(code[~member]).size, clusters // 2)
     best = (alpha / 2) ** (1 / pairs) if pairs else 0.0
     wrong, right = (_decisive_clusters(sign * score, member, code) for sign in (1, -1))
-    return _capped_rate(value, low, high, best, wrong, right)
+    rate = _capped_rate(value, low, high, best, wrong, right)
+    if np.unique(code).size < member.size:
+        return rate
+    n = min(int(member.sum()), int((~member).sum()))
+    low, below = (_least_mean(one, n, alpha / 2) for one in (value, 1 - value))
+    return Rate(value, max(rate.low, low), min(rate.high, 1 - below))
+
+
+def _least_mean(value: float, n: int, alpha: float) -> float:
+    """Return the least mean of a U statistic under which so high a value is not rarer than alpha.
+
+    ``P(U >= u) <= exp(-n kl(u, mean))`` for a kernel within [0, 1] and n disjoint pairs (Hoeffding
+    1963, section 5).
+    """
+
+    def excess(mean: float) -> float:
+        return float(rel_entr(value, mean) + rel_entr(1 - value, 1 - mean)) + math.log(alpha) / n
+
+    least = 1e-9
+    return 0.0 if value <= least or excess(least) <= 0 else float(brentq(excess, least, value))
 
 
 def _influence(member: Bools, starts: Ints, value: float) -> Floats:

@@ -64,7 +64,8 @@ def membership_rates(
     Student's correction for few clusters), and plain Clopper-Pearson where each game is its own
     cluster. The interval of the AUC is ``expit(logit(auc) +- t s)``: s comes from a bootstrap that
     draws clusters, and Student's t has degrees of freedom from the kurtosis of the clusters' shares
-    of the error. 95% intervals covered in 92 to 98% of simulated cases. The interval of a TPR adds
+    of the error. Where each game is its own cluster, no end lies beyond Hoeffding's. 95% intervals
+    covered in 92 to 98% of simulated cases. The interval of a TPR adds
     two errors in squares (Zou & Donner 2008): Clopper-Pearson's of the members, and how far the TPR
     moves over the thresholds that the non-members leave possible (order statistics).
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from scipy.optimize import brentq
-from scipy.special import rel_entr
 from scipy.stats import beta, binom, mannwhitneyu, nhypergeom
 from torch import Tensor
 
@@ -256,10 +254,10 @@ def extraction_values(
         for name, hits in (("extracted", now), ("greedy", guess.greedy))
     }
     others_hits = max(int(hits[others].sum()) for hits in (now, guess.greedy))
-    asked = int(inside.sum()), int(others.sum())
+    sizes = int(inside.sum()), int(others.sum())
     return {
         **flat(excess),
-        "visible": visible_excess(*asked, others_hits, alpha=spent_at(look, alpha)),
+        "visible": visible_excess(*sizes, others_hits, alpha=spent_at(look, alpha)),
         "extracted_others": proportion(int(now[others].sum()), int(others.sum())).value,
         "extracted_base": proportion(int(base[inside].sum()), int(inside.sum())).value,
     }
@@ -405,31 +403,9 @@ def highest_auc(scores: Mapping[str, Tensor], members: Tensor) -> float:
 
 
 def _auc(scores: Tensor, members: Tensor, alpha: float) -> Rate:
-    """Return the AUC with an interval that errs with probability ``alpha``.
-
-    It is the bootstrap's, and no wider than Hoeffding's: a bootstrap says next to nothing where a
-    few texts decide, such as the one member that ranks low in a model that knows all others.
-    """
+    """Return the AUC with an interval that errs with probability ``alpha``."""
     score, member = _pool(scores, members)
-    code = np.arange(len(score))
-    rate = auc(score, member, code, alpha, RESAMPLES, np.random.default_rng(0))
-    pairs = min(int(member.sum()), int((~member).sum()))
-    low, below = (_least_mean(value, pairs, alpha / 2) for value in (rate.value, 1 - rate.value))
-    return Rate(rate.value, max(rate.low, low), min(rate.high, 1 - below))
-
-
-def _least_mean(value: float, n: int, alpha: float) -> float:
-    """Return the least mean of a U statistic under which so high a value is not rarer than alpha.
-
-    ``P(U >= u) <= exp(-n kl(u, mean))`` for a kernel within [0, 1] and n disjoint pairs (Hoeffding
-    1963, section 5).
-    """
-
-    def excess(mean: float) -> float:
-        return float(rel_entr(value, mean) + rel_entr(1 - value, 1 - mean)) + math.log(alpha) / n
-
-    least = 1e-9
-    return 0.0 if value <= least or excess(least) <= 0 else float(brentq(excess, least, value))
+    return auc(score, member, np.arange(len(score)), alpha, RESAMPLES, np.random.default_rng(0))
 
 
 def _difference(first: Rate, second: Rate) -> Rate:

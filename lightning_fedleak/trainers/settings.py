@@ -83,7 +83,8 @@ class WatchSettings(LookSettings):
         check_choice("client", self.client, ("rank", "world"))
         check_choice("precision", self.precision, PRECISIONS, optional=True)
         rounds = self.local_steps is not None
-        selection = selected(attacks, self.assume, self.public_text, self.tokenizer, rounds=rounds)
+        text = self.public_text, self.tokenizer
+        selection = selected(attacks, self.assume, *text, games=self.games, rounds=rounds)
         return selection, Options(
             cadence=cadence_of(self.every_n_steps, self.max_overhead, auto=selection.auto),
             stages=known_stages(self.stages),

@@ -18,6 +18,16 @@ def test_given_text_is_handed_back() -> None:
     assert PublicText.resolve(given, find_anatomy(tiny_gpt2())) is given
 
 
+def test_a_begin_that_the_model_has_no_embedding_of_is_none() -> None:
+    """GPT-2's configured token 50256 in a small model: texts begin with any token."""
+    model = tiny_gpt2()
+    model.config.bos_token_id = 50256
+    texts = PublicText.sampled_from(find_anatomy(model), 20, 4).sentences
+    firsts = {int(text[0]) for text in texts}
+    assert len(firsts) > 1
+    assert max(firsts) < VOCAB
+
+
 def test_sampled_text_follows_from_the_seed_and_leaves_the_model_alone() -> None:
     model = tiny_gpt2()
     model.config.max_position_embeddings = 16

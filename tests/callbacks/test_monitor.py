@@ -469,23 +469,27 @@ def test_values_reach_every_logger_at_the_steps_looked_at(tmp_path):
     assert "leakage/probe/f1" in next((tmp_path / "csv").rglob("metrics.csv")).read_text()
 
 
-def test_layout_names_only_tags_that_are_logged(tmp_path):
+def charts_and_tags(board):
+    """Return the charts of a run's page, the scalars that it has logged, and its events."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
+    events = EventAccumulator(board.log_dir)
+    events.Reload()
+    (event,) = events.Tensors(metadata.CONFIG_SUMMARY_TAG)
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    charts = [chart for category in layout.category for chart in category.chart]
+    return charts, set(events.Tags()["scalars"]), events
+
+
+def test_layout_names_only_tags_that_are_logged(tmp_path):
     board = TensorBoardLogger(tmp_path)
     monitor = LeakageMonitor(Probe(), every_n_steps=1, stages=("local", "shared"))
     gate = RiskGate("leakage/probe/f1", at_most=1.0, action="harden")
     strategy = DefendedStrategy("auto", [GradientNoise(clip=None, sigma=1e-9)])
     fit([monitor, gate], tmp_path, logger=board, strategy=strategy)
 
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(board.log_dir)
-    events.Reload()
-    (event,) = events.Tensors(metadata.CONFIG_SUMMARY_TAG)
-    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    logged = set(events.Tags()["scalars"])
-    charts = [chart for category in layout.category for chart in category.chart]
+    charts, logged, events = charts_and_tags(board)
     lines = [tag for chart in charts for tag in chart.multiline.tag]
     matches = {tag: [name for name in logged if re.search(tag, name)] for tag in lines}
     assert [tag for tag, found in matches.items() if len(found) != 1] == ["^utility/val_loss$"]

@@ -250,6 +250,26 @@ def test_rows_that_are_not_recognised_in_batches_are_unknown() -> None:
         pool.compared(0, pool.passed)
 
 
+def test_rows_that_a_collate_function_merges_are_counted_apart() -> None:
+    """What passes is counted in texts, however many of them a row of the batch holds."""
+
+    def merge(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        places = [torch.arange(len(item["input_ids"])) for item in items]
+        ids = torch.cat([item["input_ids"] for item in items])[None]
+        return {"input_ids": ids, "labels": ids, "position_ids": torch.cat(places)[None]}
+
+    data = rows()
+    pool = collect(DataLoader(data, batch_size=8, shuffle=True, collate_fn=merge), ALL, read)  # type: ignore[arg-type]
+    for start in range(0, 200, 8):
+        pool.remember(read(merge(data[start : start + 8])))
+    assert pool.passed == int(pool.seen.sum()) == 200
+    assert pool.length == 400
+    pairs = [merge(data[n : n + 2]) for n in range(0, 400, 2)] * 2
+    train = leave_out(pairs, 60, seed=0)[0]
+    packed = DataLoader(train, batch_size=1, collate_fn=lambda items: items[0])
+    assert collect(packed, ALL, read).length == 2 * 340
+
+
 def test_what_is_asked_of_rows_with_coins_depends_on_no_coin() -> None:
     """Two worlds in which one coin fell otherwise: the same texts in the same order."""
 

@@ -6,8 +6,10 @@ import math
 
 import numpy as np
 import pytest
+import scipy
 import torch
 
+from lightning_fedleak.metrics.membership import membership_rates
 from lightning_fedleak.metrics.released import (
     membership_values,
     others_needed,
@@ -160,6 +162,23 @@ def test_one_member_that_ranks_low_hides_no_other() -> None:
     apart = 0.995 * np.log(0.995 / means) + 0.005 * np.log(0.005 / (1 - means))
     rarer = np.exp(-200 * apart) < spent_at(5) / 2  # Hoeffding's bound, by its definition
     assert values["auc_low"] == pytest.approx(means[~rarer].min(), abs=1e-4)
+
+
+def test_games_apart_know_the_same_and_games_of_one_step_do_not() -> None:
+    scores = torch.cat([torch.arange(1.0, 101), torch.arange(-100.0, 0)])
+    scores[0] = -200.0  # one member below all others
+    members = torch.arange(200) < 100
+    rate = membership_rates(scores, members)["auc"]
+    assert rate.value == pytest.approx(0.99)
+    assert rate.low > 0.9
+    mean = scipy.optimize.brentq(
+        lambda m: 0.99 * math.log(0.99 / m) + 0.01 * math.log(0.01 / (1 - m)) - math.log(40) / 100,
+        1e-6,
+        0.99,
+    )
+    assert rate.low >= mean - 1e-9
+    steps = torch.arange(200) % 100 // 10
+    assert membership_rates(scores, members, steps)["auc"].low < 0.8
 
 
 @pytest.mark.parametrize("few", [0.005, 0.02, 0.1])

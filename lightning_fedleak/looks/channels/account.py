@@ -47,6 +47,15 @@ class AccountGame:
             except DefenseError as error:
                 self.why_not = str(error)
 
+    def describe(self) -> str:
+        """Return in words what is compared, for the end of the line-up's sentence."""
+        if self.why_not is None:
+            return (
+                f". What the account allows is logged as leakage/{BOUND}auc beside them, and "
+                "'refuted' is 1 where they refute it; 0 confirms nothing"
+            )
+        return f". No line of what the account allows: {self.why_not}" if self.why_not else ""
+
     def limits(self) -> dict[str, float]:
         """Return the largest rates that the releases so far allow any test of one text."""
         assert self._defense is not None

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -165,8 +166,7 @@ class Channel(ABC):
         extras: names of its values that have no interval.
         ranges: smallest, largest and uninformed value by metric; "a_" is of all that begin so.
         limits: log name of what an account allows, by metric.
-        own_threshold: rates of the attacks' own decisions, which may all be *no* though the scores
-            are right without an error.
+        own_threshold: rates of the attacks' own decisions, low even where all scores are right.
         parted: each process holds a part of the result, also where all processes are one client.
         plays_games: its attacks are asked about texts, of the user's own too.
         reads_updates: its attacks can read the weight change of several steps.
@@ -174,8 +174,8 @@ class Channel(ABC):
         sees: what they see because the monitor shows it to them.
         at_weights: its attacks read the trained weights and nothing of a step: it is asked before
             the first step, at shares of an epoch and after its last step, see :meth:`is_due`.
-        looks_dependent: looks are of the same texts, so that no evidence adds up over them; the
-            intervals of all looks hold together instead.
+        looks_dependent: looks are of the same texts, so that the intervals of all hold together.
+        absent: what attacks that choose themselves lack here, where none of them is a candidate.
 
     Raises:
         ValueError: the settings do not fit the family.
@@ -191,7 +191,7 @@ class Channel(ABC):
     width: int
     extras: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[Mapping[str, tuple[float, float, float]]] = {}
-    limits: ClassVar[Mapping[str, str]] = {}
+    limits: Mapping[str, str] = MappingProxyType({})
     own_threshold: ClassVar[tuple[str, ...]] = ()
     parted: ClassVar[bool] = False
     plays_games: ClassVar[bool] = False
@@ -200,6 +200,7 @@ class Channel(ABC):
     sees: ClassVar[frozenset[Capability]] = frozenset()
     at_weights: ClassVar[bool] = False
     looks_dependent: ClassVar[bool] = False
+    absent: ClassVar[str] = ""
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
 
@@ -226,6 +227,10 @@ class Channel(ABC):
     def series(self, attack: Attack, stage: Stage) -> Series | None:
         """Return the series of an attack's results at a stage; None where it has none."""
         return Series.at(stage, attack.name)
+
+    def charted(self, series: Series) -> tuple[str, ...]:
+        """Return the rates of a series that have a chart, the headline first."""
+        return (self.headline, *self.charts)
 
     def further_series(self) -> list[Series]:
         """Return the series besides those of the attacks at the stages."""

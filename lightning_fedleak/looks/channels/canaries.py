@@ -56,15 +56,14 @@ class CanaryChannel(MemorizationChannel):
     leak = CANARIES
     plays_games = True
     metrics = ("auc", "shown", "exposure", "extracted", "greedy")
-    charts = ("exposure", "extracted", "greedy")
     ranges: ClassVar[Any] = {"exposure": (0.0, math.inf, 0.0)}
     extras = (
         *("p_value", "exposure_cap", "exposure_capped", "extracted_others", "extracted_base"),
         *("members", "others", "alpha"),
     )
-    limits: ClassVar[Any] = {}
     width = 3 * len(metrics) + len(extras)
     file = "canaries_base.safetensors"
+    absent = "no texts are planted: with_canaries(...) and games=Games(canaries=train.canaries)"
 
     def __init__(self, attacks: Sequence[Canaries], settings: Options) -> None:
         super().__init__(attacks, settings)
@@ -85,6 +84,10 @@ class CanaryChannel(MemorizationChannel):
     @property
     def _times(self) -> tuple[int, ...]:
         return () if self._canaries is None else self._canaries.record.times
+
+    def charted(self, series: Series) -> tuple[str, ...]:
+        """Return the rates of a tier."""
+        return ("auc", "exposure", "extracted", "greedy")
 
     def _series_of(self, attacks: Sequence[Attack]) -> list[Series]:
         return [

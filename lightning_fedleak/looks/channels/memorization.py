@@ -71,7 +71,6 @@ class MemorizationChannel(Channel):
     reads: ClassVar[Any] = MemorizationAttack
     leak = MEMORIZATION
     metrics: ClassVar[tuple[str, ...]] = ("auc", "shown", "extracted", "greedy")
-    charts: ClassVar[tuple[str, ...]] = ("shown", "extracted")
     ranges: ClassVar[Any] = {
         "auc": (0.0, 1.0, 0.5),
         "shown": (0.0, 1.0, 0.0),
@@ -83,10 +82,6 @@ class MemorizationChannel(Channel):
         *("members", "others", "alpha", "visible", "refuted"),
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
-    limits: ClassVar[Any] = {
-        "auc": f"leakage/{BOUND}auc",
-        "shown": f"leakage/{BOUND}tpr_at_fpr_0.01",
-    }
     width = 3 * len(metrics) + len(extras)
     reads_updates = True
     at_weights = True
@@ -103,11 +98,9 @@ class MemorizationChannel(Channel):
         self._base: TokenSnapshot | None = None
         self._folder = Path()
         self._saved: Mapping[str, Any] = {}
-        self._looks = 0
+        self._looks, self._due = 0, 0
         self._reading_seconds = 0.0
-        self._due = 0
-        self._void = ""
-        self._compared = ""
+        self._void = self._compared = ""
         self._newest: tuple[TokenSnapshot, int, int] | None = None
         self._choices: dict[int, float] = {}
         self._chosen: dict[int, dict[str, _Answer]] = {}
@@ -124,6 +117,11 @@ class MemorizationChannel(Channel):
 
     def _series_of(self, attacks: Sequence[Attack]) -> list[Series]:
         return [Series.at(Stage.RELEASED, attack.name) for attack in attacks]
+
+    def charted(self, series: Series) -> tuple[str, ...]:
+        """Return the rates of membership, or those of extraction."""
+        extracts = {attack.name for attack in self.attacks if isinstance(attack, Extraction)}
+        return ("extracted", "greedy") if series.attack in extracts else ("auc", "shown")
 
     def series_of(self, plan: Plan) -> list[Series]:
         """Return the series of an attack."""
@@ -174,6 +172,8 @@ class MemorizationChannel(Channel):
                 "others: give every process the same data set and a DistributedSampler"
             )
         self._account = AccountGame(run, self._pool.no_game)
+        names = {"auc": f"leakage/{BOUND}auc", "shown": f"leakage/{BOUND}tpr_at_fpr_0.01"}
+        self.limits = names if self._plays else {}
         return ""
 
     def _drawn(self) -> Pool:
@@ -201,13 +201,7 @@ class MemorizationChannel(Channel):
             return ""
         end = f". {NO_CONTROLS}" * (self._pool.way == "not yet seen" and self.run.epochs != 1)
         cost = f"{self._pool.cost}{end}. Reading the data took {self._reading_seconds:.1f} s"
-        why_not = "" if self._account is None else self._account.why_not
-        if why_not is None:
-            return (
-                f"{cost}. What the account allows is logged as leakage/{BOUND}auc beside them, and "
-                "'refuted' is 1 where they refute it; 0 confirms nothing"
-            )
-        return f"{cost}. No line of what the account allows: {why_not}" if why_not else cost
+        return cost if self._account is None else f"{cost}{self._account.describe()}"
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -228,7 +222,7 @@ class MemorizationChannel(Channel):
         return None
 
     def never_judged(self, metric: str) -> str | None:
-        """Return that no update is judged: the model is that of the round's start."""
+        """Return that it is of the model that was sent, and of no client's update."""
         return "it is of the model that was sent, and of no client's update"
 
     def trains_on(self, batch: object) -> None:

@@ -162,6 +162,21 @@ def test_a_gate_stops_where_canaries_are_written_out(tmp_path: Path) -> None:
     assert trainer.current_epoch < 3
 
 
+def test_attacks_that_choose_themselves_ask_about_canaries_that_are_planted(
+    tmp_path: Path, caplog: Any
+) -> None:
+    caplog.set_level("INFO")
+    data = planted()
+    settings = MonitorSettings(memorization=Memorization(max_overhead=1.0), look_seconds=1e-9)
+    games = Games(canaries=data.canaries)
+    watching = LeakageMonitor(games=games, log_dir=tmp_path, settings=settings)
+    fit([watching], data=data, max_epochs=1)
+    assert watching.latest["audit/canary_x8/exposure"] > 0
+    assert "no texts are planted" not in caplog.text
+    fit([LeakageMonitor(log_dir=tmp_path / "none", settings=settings)], max_epochs=1, max_steps=1)
+    assert "games=Games(canaries=train.canaries)" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_and_its_checkpoint_shows_no_coin(tmp_path: Path) -> None:
     data = planted()

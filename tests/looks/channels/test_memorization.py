@@ -94,7 +94,7 @@ def fit(
     trainer = L.Trainer(
         accelerator="cpu",
         callbacks=callbacks,
-        logger=False,
+        logger=settings.pop("logger", False),
         enable_progress_bar=False,
         enable_model_summary=False,
         **settings,

@@ -382,14 +382,13 @@ class Engine:
 
     def _split(self, run: Run, folder: Path) -> tuple[list[Channel], dict[Series, Channel]]:
         """Prepare looks at the weights, and return the other channels with their series."""
-        played = [channel for channel in self.channels if channel.attacks]
         at_weights = [channel for channel in self.channels if channel.at_weights]
         for channel in at_weights:
             channel.keep_in(folder)
-        has_some = any(channel.at_weights for channel in played)
-        self.weights = WeightLooks(run, at_weights, self.series) if has_some else None
+        asks = any(channel.attacks for channel in at_weights)
+        self.weights = WeightLooks(run, at_weights, self.series) if asks else None
         series = {s: c for s, c in self.series.items() if not c.at_weights}
-        return [channel for channel in played if not channel.at_weights], series
+        return [c for c in self.channels if c.attacks and not c.at_weights], series
 
     def join(
         self, run: Run, destination: Destination, memory: Memory = MappingProxyType({})

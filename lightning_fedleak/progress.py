@@ -1,8 +1,9 @@
-"""Progress bars of work that takes seconds, in a terminal or a notebook."""
+"""What a terminal or a notebook shows meanwhile: messages, and bars of work that takes seconds."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -11,6 +12,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 import torch
+from lightning_utilities.core import rank_zero
 from rich.console import Console
 from rich.errors import LiveError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -52,6 +54,17 @@ def bars(show: bool) -> Iterator[None]:
         _display.reset(token)
         if display is progress:
             progress.stop()
+
+
+def show_messages() -> None:
+    """Show on stderr what is logged for information, as Lightning does for its own Trainer.
+
+    Nothing is changed where somebody has set up logging.
+    """
+    log = rank_zero.log
+    if not (log.isEnabledFor(logging.INFO) or logging.getLogger().handlers):
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
 
 
 def measure_seconds(work: Callable[[], object], device: torch.device) -> float:

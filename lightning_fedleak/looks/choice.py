@@ -146,7 +146,7 @@ def reads_of(plan: Plan | None, anatomy: Anatomy) -> tuple[str, ...]:
 def in_short(attack: str, refusal: str) -> str:
     """Why an attack is refused, in one sentence without its name."""
     first, _, _ = refusal.partition(". ")
-    first = re.sub(rf"^(LeakageMonitor: |RoundObserver: )?(attack '\w+' |'{attack}' )?", "", first)
+    first = re.sub(rf"^(\w+: )?(attack '\w+' |'{attack}' )?", "", first)
     return first.removesuffix(".").removesuffix(": remove the attack")
 
 

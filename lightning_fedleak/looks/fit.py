@@ -287,7 +287,7 @@ class Fit:
             self._turn = step + TURN if self._turn is None else self._turn
             if waiting <= set(queue) or step >= self._turn:
                 self._turn = None
-                rank_zero_info(f"LeakageMonitor: '{queue.pop(0)}' is calibrated now")
+                rank_zero_info(f"{self.run.watcher}: '{queue.pop(0)}' is calibrated now")
 
     def _channels_in(self, look: Look) -> list[Channel]:
         """The channels that a look is of."""

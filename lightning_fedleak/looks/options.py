@@ -434,7 +434,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack])
     names = [a.name for a in attacks if split not in a.threat_model.needs]
     if names and not any(group["params"] for o in optimizers for group in o.param_groups):
         raise ValueError(
-            f"LeakageMonitor: '{names[0]}' reads what leaves the client as an optimizer steps, and "
+            f"'{names[0]}' reads what leaves the client as an optimizer steps, and "
             "configure_optimizers returned None. Return the optimizer; where gradients are sent "
             "without one, torch.optim.SGD(self.parameters(), lr=0.0) changes no weight."
         )

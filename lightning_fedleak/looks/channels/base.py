@@ -219,7 +219,7 @@ class Channel(ABC):
         if settings.local_steps is not None and attacks and not self.reads_updates:
             raise ValueError(
                 f"local_steps attacks a weight change, and '{attacks[0].name}' reads what one step "
-                "sends: give it a LeakageMonitor of its own, without local_steps"
+                "sends: give it a monitor of its own, without local_steps"
             )
 
     # ---- names ------------------------------------------------------------------------------
@@ -664,7 +664,7 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
     roles = surfaces.gradients
     if not roles or surfaces.layers:
         raise ValueError(
-            f"attack '{attack.name}' asks for activations or for nothing; LeakageMonitor shows "
+            f"attack '{attack.name}' asks for activations or for nothing; a monitor shows "
             "attacks the gradients of parameters, plays membership games, and shows activations to "
             "an InversionAttack"
         )

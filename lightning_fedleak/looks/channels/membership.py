@@ -206,7 +206,7 @@ class MembershipChannel(Channel):
             )
         if not self.attacks:
             return
-        games = f"LeakageMonitor: '{self.attacks[0].name}' plays membership games, which"
+        games = f"'{self.attacks[0].name}' plays membership games, which"
         if processes.sharded_by is not None:
             raise ValueError(
                 f"{games} need whole layers; {processes.sharded_by} shards them. Use DDP with "

@@ -36,7 +36,7 @@ class PassiveMembershipChannel(MembershipChannel):
         if self._canary_scores is not None:
             raise ValueError(
                 f"score_canaries= scores canaries by layers of a dishonest server, and "
-                f"'{attacks[0].name}' adds none: give it a LeakageMonitor of its own"
+                f"'{attacks[0].name}' adds none: give it a monitor of its own"
             )
 
     def plan(self, attack: Attack) -> Plan:

@@ -164,7 +164,7 @@ class TextsChannel(Channel):
         if self.inverters and settings.local_steps is not None:
             raise ValueError(
                 f"local_steps attacks a weight change, and '{self.inverters[0].name}' reads the "
-                "activations that one step sends: give it a LeakageMonitor of its own, without "
+                "activations that one step sends: give it a monitor of its own, without "
                 "local_steps"
             )
         if self.inverters and settings.stages == (Stage.AGGREGATE,):

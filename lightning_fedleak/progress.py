@@ -1,9 +1,8 @@
-"""What a terminal or a notebook shows meanwhile: messages, and bars of work that takes seconds."""
+"""Progress bars of work that takes seconds, in a terminal or a notebook."""
 
 from __future__ import annotations
 
 import importlib.util
-import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -12,7 +11,6 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 import torch
-from lightning_utilities.core import rank_zero
 from rich.console import Console
 from rich.errors import LiveError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -54,17 +52,6 @@ def bars(show: bool) -> Iterator[None]:
         _display.reset(token)
         if display is progress:
             progress.stop()
-
-
-def show_messages() -> None:
-    """Show on stderr what is logged for information, as Lightning does for its own Trainer.
-
-    Nothing is changed where somebody has set up logging.
-    """
-    log = rank_zero.log
-    if not (log.isEnabledFor(logging.INFO) or logging.getLogger().handlers):
-        log.addHandler(logging.StreamHandler())
-        log.setLevel(logging.INFO)
 
 
 def measure_seconds(work: Callable[[], object], device: torch.device) -> float:

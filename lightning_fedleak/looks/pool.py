@@ -326,6 +326,8 @@ def check_loader(loader: Any) -> None:
     Raises:
         NoOthers: says what the data are.
     """
+    if loader is None:
+        raise NoOthers("no training data are named to read rows of again: pass loader=")
     if not isinstance(loader, DataLoader):
         raise NoOthers(
             f"the training data come from a {type(loader).__name__}, and one torch DataLoader is "

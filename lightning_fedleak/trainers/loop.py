@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from lightning_utilities.core import rank_zero
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.looks import (
-    AUTOCAST,
-    Run,
-)
+from lightning_fedleak.looks import AUTOCAST, Run
 from lightning_fedleak.model_runs import is_compiled
 from lightning_fedleak.snapshots import Stage
 
@@ -85,6 +84,11 @@ class LoopRun(Run):
     def device(self) -> torch.device:
         """Return the device of the model."""
         return self.anatomy.device
+
+    @property
+    def shows_progress(self) -> bool:
+        """Return whether this process shows bars: the first one does."""
+        return self.rank == 0
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -202,6 +206,17 @@ class LoopRun(Run):
 
 def _is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized()
+
+
+def show_messages() -> None:
+    """Show on stderr what is logged for information, as Lightning does for its own Trainer.
+
+    Nothing is changed where somebody has set up logging.
+    """
+    log = rank_zero.log
+    if not (log.isEnabledFor(logging.INFO) or logging.getLogger().handlers):
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
 
 
 def check_whole(model: nn.Module, watcher: str, wrappers: Collection[str] = ()) -> None:

@@ -30,7 +30,14 @@ from lightning_fedleak.looks import (
 )
 from lightning_fedleak.report import write_at_end
 from lightning_fedleak.taps import before_real_step
-from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, check_whole, unwrapped
+from lightning_fedleak.trainers.loop import (
+    Loop,
+    LoopRun,
+    before_backward,
+    check_whole,
+    show_messages,
+    unwrapped,
+)
 from lightning_fedleak.trainers.settings import named_settings, show_settings
 
 if TYPE_CHECKING:
@@ -191,6 +198,7 @@ class Watch:
 
     def _begin(self) -> None:
         engine, loop, settings = self.engine, self.loop, self.settings
+        show_messages()
         self._check()
         model = loop.model
         model = model.module if isinstance(model, DistributedDataParallel) else model

@@ -611,5 +611,7 @@ print(watch.latest["leakage/bag_of_words/f1"], callback.latest["leakage/bag_of_w
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-2:] == ["1.0", "1.0"]
+    assert "Watch: " in done.stderr  # where the report is: nobody has set up logging
+    assert "LeakageCallback: " in done.stderr
     assert (tmp_path / "loop" / "report.html").exists()
     assert json.loads((tmp_path / "trainer" / "report.json").read_text())

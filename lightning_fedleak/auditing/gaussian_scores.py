@@ -29,15 +29,7 @@ from scipy.optimize import brentq
 from scipy.stats import f, nct, shapiro
 from torch import Tensor
 
-from lightning_fedleak.auditing.lower_bounds import (
-    EpsilonBound,
-    Floats,
-    Relation,
-    check_claim,
-    check_levels,
-    columns,
-    halves_the_bound,
-)
+from lightning_fedleak.auditing import lower_bounds
 from lightning_fedleak.defenses.noise import gaussian_epsilon
 
 FEWEST_SCORES = 20  # of either kind; not tuned; with fewer the test of their form has little power
@@ -51,9 +43,9 @@ def audit_gaussian_scores(
     *,
     delta: float,
     confidence: float = 0.95,
-    relation: Relation = "add_remove",
-    accountant: Relation | None = None,
-) -> EpsilonBound:
+    relation: lower_bounds.Relation = "add_remove",
+    accountant: lower_bounds.Relation | None = None,
+) -> lower_bounds.EpsilonBound:
     """Return a lower bound on epsilon from Gaussian scores; the module states the model.
 
     Args:
@@ -69,10 +61,10 @@ def audit_gaussian_scores(
         ValueError: lengths differ, fewer than 20 scores of a kind, scores that are not normal or
             spread differently with and without the canary, delta 0, or no bridge between relations.
     """
-    check_levels(delta, confidence)
-    check_claim("gaussian", delta)
-    halve = halves_the_bound(relation, accountant)
-    score, member = columns(scores, members)
+    lower_bounds.check_levels(delta, confidence)
+    lower_bounds.check_claim("gaussian", delta)
+    halve = lower_bounds.halves_the_bound(relation, accountant)
+    score, member = lower_bounds.columns(scores, members)
     member_scores, other_scores = score[member], score[~member]
     if min(member_scores.size, other_scores.size) < FEWEST_SCORES:
         raise ValueError(
@@ -89,7 +81,7 @@ def audit_gaussian_scores(
     if not np.isnan(score).any():
         _check_form(member_scores, other_scores)
         epsilon = epsilon_of_mu(_least_mu(member_scores, other_scores, 1 - confidence))
-    return EpsilonBound(
+    return lower_bounds.EpsilonBound(
         epsilon=epsilon,
         delta=delta,
         confidence=confidence,
@@ -100,7 +92,9 @@ def audit_gaussian_scores(
     )
 
 
-def _least_mu(member_scores: Floats, other_scores: Floats, error: float) -> float:
+def _least_mu(
+    member_scores: lower_bounds.Floats, other_scores: lower_bounds.Floats, error: float
+) -> float:
     freedom = member_scores.size + other_scores.size - 2
     spread = math.sqrt((_squares(member_scores) + _squares(other_scores)) / freedom)
     width = math.sqrt(1 / member_scores.size + 1 / other_scores.size)
@@ -114,11 +108,11 @@ def _least_mu(member_scores: Floats, other_scores: Floats, error: float) -> floa
     return width * float(brentq(excess, 0.0, statistic, xtol=1e-9))
 
 
-def _squares(values: Floats) -> float:
+def _squares(values: lower_bounds.Floats) -> float:
     return float(np.square(values - values.mean()).sum())
 
 
-def _check_form(member_scores: Floats, other_scores: Floats) -> None:
+def _check_form(member_scores: lower_bounds.Floats, other_scores: lower_bounds.Floats) -> None:
     """Raise an error for scores that are not normal, or whose spread differs with the canary."""
     if np.ptp(member_scores) == 0 or np.ptp(other_scores) == 0:
         raise ValueError(

@@ -33,15 +33,7 @@ import torch
 from scipy.special import bdtr, bdtrc, expit, ndtr, ndtri
 from torch import Tensor
 
-from lightning_fedleak.auditing.lower_bounds import (
-    Claim,
-    EpsilonBound,
-    Relation,
-    check_claim,
-    check_levels,
-    columns,
-    halves_the_bound,
-)
+from lightning_fedleak.auditing import lower_bounds
 from lightning_fedleak.defenses.base import Curve
 from lightning_fedleak.defenses.noise import gaussian_epsilon
 
@@ -53,7 +45,10 @@ BISECTIONS = 36  # of an interval of 0.5: epsilon to 1e-11; more: slower
 FEWEST = 16  # guesses in the smallest choice of the default; not tuned; all can show epsilon 1.6
 LEAST_FAIR = 1e-9  # chance of so uneven coins below which an audit refuses them; not tuned
 
-RELATION_OF_GAME: dict[str, Relation] = {"add_remove": "add_remove", "replace": "replace_one"}
+RELATION_OF_GAME: dict[str, lower_bounds.Relation] = {
+    "add_remove": "add_remove",
+    "replace": "replace_one",
+}
 """The relation of each game of a record: a canary is there or not, or replaces an item."""
 
 
@@ -141,9 +136,9 @@ def one_run_epsilon(
     *,
     delta: float = 0.0,
     confidence: float = 0.95,
-    relation: Relation = "add_remove",
-    accountant: Relation | None = None,
-    claim: Claim = "dp",
+    relation: lower_bounds.Relation = "add_remove",
+    accountant: lower_bounds.Relation | None = None,
+    claim: lower_bounds.Claim = "dp",
 ) -> float:
     """Return a lower bound on epsilon from one run whose number of guesses does not depend on the
     coins.
@@ -165,9 +160,9 @@ def one_run_epsilon(
     Raises:
         ValueError: impossible counts, delta or confidence, or no bridge between the relations.
     """
-    check_levels(delta, confidence)
-    check_claim(claim, delta)
-    halve = halves_the_bound(relation, accountant)
+    lower_bounds.check_levels(delta, confidence)
+    lower_bounds.check_claim(claim, delta)
+    halve = lower_bounds.halves_the_bound(relation, accountant)
     error = 1 - confidence
     counts = canaries, guesses, right
     one_run_p_value(*counts, 0.0)  # refuses impossible counts
@@ -211,11 +206,11 @@ def audit_one_run(
     delta: float = 0.0,
     confidence: float = 0.95,
     guesses: int | Sequence[tuple[int, int]] | None = None,
-    relation: Relation = "add_remove",
-    accountant: Relation | None = None,
-    claim: Claim = "dp",
+    relation: lower_bounds.Relation = "add_remove",
+    accountant: lower_bounds.Relation | None = None,
+    claim: lower_bounds.Claim = "dp",
     seed: int = 0,
-) -> EpsilonBound:
+) -> lower_bounds.EpsilonBound:
     """Return a lower bound on epsilon from the scores of m canaries after a single run.
 
     The canaries with the largest scores are guessed to be in, those with the smallest to be out,
@@ -241,7 +236,7 @@ def audit_one_run(
         ValueError: lengths differ, more guesses than canaries, no guesses, members that fair coins
             would not have given, or as :func:`one_run_epsilon`.
     """
-    check_levels(delta, confidence)
+    lower_bounds.check_levels(delta, confidence)
     counts, m = _count_right(scores, members, guesses, seed), scores.numel()
     bound_of = functools.partial(
         one_run_epsilon,
@@ -252,7 +247,7 @@ def audit_one_run(
         accountant=accountant,
         claim=claim,
     )
-    return EpsilonBound(
+    return lower_bounds.EpsilonBound(
         epsilon=math.nan
         if bool(scores.isnan().any())
         else max(bound_of(n_guesses, right) for n_guesses, right in counts),
@@ -281,7 +276,7 @@ def refutes(scores: Tensor, members: Tensor, curve: Curve, *, confidence: float 
     Raises:
         ValueError: a score that is NaN, or as :func:`audit_one_run`.
     """
-    check_levels(0.0, confidence)
+    lower_bounds.check_levels(0.0, confidence)
     if bool(scores.isnan().any()):
         raise ValueError("a canary has no score (NaN): which are scored must not depend on coins")
     counts = _count_right(scores, members, None, 0)
@@ -301,7 +296,7 @@ def _count_right(
     scores: Tensor, members: Tensor, guesses: int | Sequence[tuple[int, int]] | None, seed: int
 ) -> list[tuple[int, int]]:
     """Return how many guesses each choice makes, and how many of them are right."""
-    score, member = columns(scores, members)
+    score, member = lower_bounds.columns(scores, members)
     m, inside = score.size, int(member.sum())
     if min(bdtr(inside, m, 0.5), bdtr(m - inside, m, 0.5)) < LEAST_FAIR:
         raise ValueError(
@@ -338,10 +333,10 @@ def audit_canaries(
     delta: float = 0.0,
     confidence: float = 0.95,
     guesses: int | Sequence[tuple[int, int]] | None = None,
-    accountant: Relation | None = None,
-    claim: Claim = "dp",
+    accountant: lower_bounds.Relation | None = None,
+    claim: lower_bounds.Claim = "dp",
     seed: int = 0,
-) -> EpsilonBound:
+) -> lower_bounds.EpsilonBound:
     """Return a lower bound on the epsilon of one training run, from its canaries' scores.
 
     ::

@@ -16,21 +16,10 @@ from lightning_fedleak.commands.options import SweepOptions
 from lightning_fedleak.commands.printing import INTERRUPTED, make_folder, print_table
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import CausalLMFineTuning, SourceError
-from lightning_fedleak.studies.sweep import (
-    CellResult,
-    Grid,
-    GridCell,
-    Leakage,
-    Setting,
-    data_of,
-    loss_before,
-    parse_defenses,
-    quiet,
-    run_cell,
-)
+from lightning_fedleak.studies import sweep
 from lightning_fedleak.studies.sweep.plots import plot_pareto
 
-_SHARED = {one.name for one in fields(Setting)}
+_SHARED = {one.name for one in fields(sweep.Setting)}
 
 
 @dataclass(frozen=True)
@@ -53,9 +42,9 @@ class SweepCommand(SweepOptions):
         """
         console = console or Console(highlight=False)
         setting = self._setting()
-        specs = [spec for text in self.defense for spec in parse_defenses(text)]
+        specs = [spec for text in self.defense for spec in sweep.parse_defenses(text)]
         self._check(setting)
-        grid = Grid([GridCell(setting, spec) for spec in specs], self.out)
+        grid = sweep.Grid([sweep.GridCell(setting, spec) for spec in specs], self.out)
         todo = grid.todo()
         console.print(
             f"{len(grid.cells)} cells, {len(grid.cells) - len(todo)} of them done before; results "
@@ -67,36 +56,36 @@ class SweepCommand(SweepOptions):
             before = self._loss_before(setting)
             with console.status("") as status:
 
-                def start(cell: GridCell) -> None:
+                def start(cell: sweep.GridCell) -> None:
                     status.update(f"{todo.index(cell) + 1} of {len(todo)}: {cell.defense}")
 
-                def report(cell: GridCell, result: CellResult) -> None:
+                def report(cell: sweep.GridCell, result: sweep.CellResult) -> None:
                     console.print(_line(cell, result), soft_wrap=True)
 
-                grid.run(run_cell, start, report)
+                grid.run(sweep.run_cell, start, report)
         except KeyboardInterrupt:
             interrupted, before = True, None
             console.print("\nInterrupted. This is what was measured until then.", style="bold")
         return self._finish(console, grid, before, interrupted)
 
-    def _setting(self) -> Setting:
+    def _setting(self) -> sweep.Setting:
         """Return what all cells have in common: the options of the same names."""
         shared = {name: value for name, value in vars(self).items() if name in _SHARED}
-        return Setting(**shared, attacks=tuple(dict.fromkeys(self.attack)))
+        return sweep.Setting(**shared, attacks=tuple(dict.fromkeys(self.attack)))
 
-    def _check(self, setting: Setting) -> None:
+    def _check(self, setting: sweep.Setting) -> None:
         """Raise an error that would make every cell fail before the first of them runs."""
         make_folder(self.out, self.out)
-        with quiet():
+        with sweep.quiet():
             anatomy = find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft))
         blocks = len(anatomy.blocks)
         if setting.layer is not None and setting.layer > blocks:
             raise SourceError(
                 f"--layer {setting.layer}: the model has {blocks} blocks; give 0 to {blocks}"
             )
-        data_of(setting).setup()
+        sweep.data_of(setting).setup()
 
-    def _loss_before(self, setting: Setting) -> float:
+    def _loss_before(self, setting: sweep.Setting) -> float:
         path = self.out / "before.json"
         settings = {
             k: getattr(setting, k) for k in ("model", "text", "batch_size", "length", "seed")
@@ -107,12 +96,14 @@ class SweepCommand(SweepOptions):
             saved = json.loads(path.read_text(encoding="utf-8"))
             if saved["setting"] == settings:
                 return float(saved["val_loss"])
-        loss = loss_before(setting)
+        loss = sweep.loss_before(setting)
         content = json.dumps({"setting": settings, "val_loss": loss}, indent=1)
         path.write_text(content + "\n", encoding="utf-8")
         return loss
 
-    def _finish(self, console: Console, grid: Grid, before: float | None, interrupted: bool) -> int:
+    def _finish(
+        self, console: Console, grid: sweep.Grid, before: float | None, interrupted: bool
+    ) -> int:
         results = grid.results()
         grid.write(self.out / "results.json")
         if results:
@@ -131,7 +122,9 @@ class SweepCommand(SweepOptions):
         return 1 if any(r.error is not None for _, r in results) else 0
 
 
-def defense_table(results: Sequence[tuple[GridCell, CellResult]], before: float | None) -> Table:
+def defense_table(
+    results: Sequence[tuple[sweep.GridCell, sweep.CellResult]], before: float | None
+) -> Table:
     """Return a row for each defence: loss, epsilon, each attack's headline and interval."""
     title = "utility and leakage" + ("" if before is None else f" (loss before: {before:.3f})")
     rows = Table(title=title)
@@ -152,7 +145,7 @@ def defense_table(results: Sequence[tuple[GridCell, CellResult]], before: float 
     return rows
 
 
-def explain_defenses(results: Sequence[tuple[GridCell, CellResult]]) -> str:
+def explain_defenses(results: Sequence[tuple[sweep.GridCell, sweep.CellResult]]) -> str:
     """Return what the table's words mean, and what failed and why."""
     lines = [
         "",
@@ -178,21 +171,21 @@ def explain_defenses(results: Sequence[tuple[GridCell, CellResult]]) -> str:
     return "\n".join(lines)
 
 
-def _line(cell: GridCell, result: CellResult) -> str:
+def _line(cell: sweep.GridCell, result: sweep.CellResult) -> str:
     if result.error is not None:
         return f"{cell.defense}: failed, {result.error}"
     loss = "unknown" if result.val_loss is None else f"{result.val_loss:.3f}"
     return f"{cell.defense}: val loss {loss} in {result.seconds:.0f} s"
 
 
-def _epsilon(result: CellResult) -> str:
+def _epsilon(result: sweep.CellResult) -> str:
     if "epsilon" not in result.privacy:
         return ""
     epsilon = result.privacy["epsilon"]
     return "inf" if epsilon is None else f"{epsilon:.3g}"
 
 
-def _leakage(leakage: Leakage | None) -> str:
+def _leakage(leakage: sweep.Leakage | None) -> str:
     if leakage is None:
         return ""
     if not leakage.exposed:

@@ -29,17 +29,7 @@ from lightning_fedleak.defenses.accounting import (
 )
 from lightning_fedleak.defenses.base import State
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
-from lightning_fedleak.federation.client_settings import (
-    ClientReleaseSettings,
-    ClientSampling,
-    Trusted,
-    check_accountant,
-    check_delta,
-    check_numbers,
-    check_terms,
-    check_trust,
-    expect_per_round,
-)
+from lightning_fedleak.federation import client_settings
 from lightning_fedleak.federation.updates import UpdateError, joint_norm
 from lightning_fedleak.validate import group_old_arguments, old_spelling
 
@@ -63,7 +53,7 @@ class Release:
     zeros: Mapping[Any, str]
 
 
-_old_settings = old_spelling(ClientReleaseSettings, most_notches=int)
+_old_settings = old_spelling(client_settings.ClientReleaseSettings, most_notches=int)
 
 
 class ClientDP(Defense):
@@ -135,31 +125,31 @@ class ClientDP(Defense):
         clients: int,
         target_delta: float,
         per_round: float | None = None,
-        sampling: ClientSampling = "all",
-        trust: Trusted = "central",
+        sampling: client_settings.ClientSampling = "all",
+        trust: client_settings.Trusted = "central",
         target_epsilon: float | None = None,
         rounds: int | None = None,
         accountant: AccountantKind | Literal["filter"] | None = None,
         ledger: str | os.PathLike[str] | None = None,
-        release: ClientReleaseSettings | None = None,
+        release: client_settings.ClientReleaseSettings | None = None,
         **old: Any,
     ) -> None:
         release = group_old_arguments(
             "ClientDP",
             "release",
-            release or ClientReleaseSettings(),
+            release or client_settings.ClientReleaseSettings(),
             _old_settings(**old),
             renamed={"most_notches": "max_hardenings"},
         )
-        check_numbers(clip, noise_multiplier, target_epsilon, rounds)
-        check_delta(target_delta, clients)
+        client_settings.check_numbers(clip, noise_multiplier, target_epsilon, rounds)
+        client_settings.check_delta(target_delta, clients)
         self.clip = float(clip)
         self.clients = clients
-        self.sampling: ClientSampling = sampling
-        self.per_round = expect_per_round(sampling, per_round, self.clients)
-        self.trust: Trusted = trust
+        self.sampling: client_settings.ClientSampling = sampling
+        self.per_round = client_settings.expect_per_round(sampling, per_round, self.clients)
+        self.trust: client_settings.Trusted = trust
         self.dropouts = release.dropouts
-        check_trust(trust, sampling, self.dropouts, self.per_round)
+        client_settings.check_trust(trust, sampling, self.dropouts, self.per_round)
         amplified = trust == "central" and sampling != "all"
         self.replaces = trust != "central" or sampling == "fixed"
         accounted_as: SamplingScheme = (
@@ -167,7 +157,7 @@ class ClientDP(Defense):
         )
         if accountant is None:
             accountant = "rdp" if accounted_as == "without_replacement" else "prv"
-        check_accountant(accountant, target_epsilon)
+        client_settings.check_accountant(accountant, target_epsilon)
         self.rounds = rounds
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -186,7 +176,7 @@ class ClientDP(Defense):
         )
         self.ledger = None if ledger is None else str(ledger)
         if ledger is not None:
-            check_terms(Path(ledger), self._terms())
+            client_settings.check_terms(Path(ledger), self._terms())
             self._budget.open_ledger(ledger)
         self._budget.settle(self._rate, target_delta, lambda: rounds or 0)
         self.guarantee = self._describe_guarantee()

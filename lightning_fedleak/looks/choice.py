@@ -14,16 +14,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 from torch import Tensor
 
+from lightning_fedleak import attacks
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
-from lightning_fedleak.attacks import (
-    DISHONEST_SERVER,
-    Capability,
-    Query,
-    frequent_tokens,
-    gradient_of,
-    gradient_through_blocks,
-    nonzero_starts,
-)
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.looks.channels.base import Plan
 from lightning_fedleak.model_runs import context_length
@@ -85,21 +77,23 @@ def look_seconds(
         return {}
     roles = dict.fromkeys(role for plan in tried for role in plan.roles)
     generator = torch.Generator().manual_seed(0)
-    begins = nonzero_starts(anatomy, generator)
+    begins = attacks.nonzero_starts(anatomy, generator)
     ids = _tokens(anatomy, ROWS, generator)
     if anatomy.kind == "classifier":
-        tensors = gradient_through_blocks(anatomy, ids, list(roles), generator, instead=begins)
+        tensors = attacks.gradient_through_blocks(
+            anatomy, ids, list(roles), generator, instead=begins
+        )
     else:
         labels = ids if anatomy.target_rows is None else ids % anatomy.target_rows
         batch = TokenBatch(ids, labels, torch.ones_like(ids), anatomy.kind)
-        tensors = gradient_of(anatomy, batch, list(roles), instead=begins)
+        tensors = attacks.gradient_of(anatomy, batch, list(roles), instead=begins)
     shown = GradientSnapshot(step, Stage.SHARED, tensors, tied=anatomy.tied)
     if local_steps is not None:
         shown = UpdateSnapshot(
             step, Stage.SHARED, tensors, anatomy.tied, local_steps=local_steps, learning_rate=1e-3
         )
     view = Observation((shown,))
-    asked = Query(_tokens(anatomy, min(texts, 2 * ROWS), generator))
+    asked = attacks.Query(_tokens(anatomy, min(texts, 2 * ROWS), generator))
     found = {}
     for plan in tried:
         if local_steps is not None:
@@ -112,7 +106,7 @@ def look_seconds(
 
 def _tokens(anatomy: Anatomy, rows: int, generator: torch.Generator) -> Tensor:
     length = min(_LENGTH, context_length(anatomy) or _LENGTH)
-    return frequent_tokens(anatomy, rows, length, generator)
+    return attacks.frequent_tokens(anatomy, rows, length, generator)
 
 
 # ---- the table ------------------------------------------------------------------------------
@@ -153,7 +147,7 @@ def in_short(attack: str, refusal: str) -> str:
 def show(
     rows: Sequence[Row],
     unread: Sequence[str],
-    assumed: Collection[Capability],
+    assumed: Collection[attacks.Capability],
     *,
     writes: bool = False,
     watcher: str = "LeakageMonitor",
@@ -175,7 +169,7 @@ def show(
     if unread:
         names = listed([name.removeprefix(start) for name in unread])
         lines += _wrapped("  Shared, tested by no attack: ", names)
-    crafted = "" if frozenset(assumed) >= DISHONEST_SERVER else _CRAFTED
+    crafted = "" if frozenset(assumed) >= attacks.DISHONEST_SERVER else _CRAFTED
     rank_zero_debug("\n".join([*lines, *_wrapped("  ", f"{_ELSEWHERE}{crafted}.")]))
 
 

@@ -10,24 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch.optim import Optimizer
 
+from lightning_fedleak import records
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.choice import reads_of
 from lightning_fedleak.looks.lineup import Lineup
 from lightning_fedleak.looks.run import Run, Series
-from lightning_fedleak.records import (
-    AttackFacts,
-    BeginLine,
-    DefenseFacts,
-    EndedFit,
-    GateFacts,
-    JsonObject,
-    ModelFacts,
-    MonitorFacts,
-    NotPlayed,
-    Releases,
-    ReleasesBefore,
-)
 
 PACKAGES = (
     *("lightning-fedleak", "torch", "lightning", "pytorch-lightning", "transformers", "peft"),
@@ -41,11 +29,11 @@ def facts_of(
     series: Mapping[Series, Channel],
     *,
     fit: str,
-    training: JsonObject,
-    gates: Sequence[JsonObject],
-    monitor: JsonObject,
-    resumed: JsonObject,
-) -> BeginLine:
+    training: records.JsonObject,
+    gates: Sequence[records.JsonObject],
+    monitor: records.JsonObject,
+    resumed: records.JsonObject,
+) -> records.BeginLine:
     """Return everything that a fit knows of itself before its first step.
 
     Args:
@@ -65,7 +53,7 @@ def facts_of(
         if channel.at_weights:  # whom these compare is found out after the line-up
             plans += [channel.plan(attack) for attack in channel.attacks]
     played = {plan.attack.name: plan for plan in plans}
-    return BeginLine(
+    return records.BeginLine(
         run="",
         fit=fit,
         resumed=_ended_fit(resumed) if resumed else None,
@@ -73,7 +61,7 @@ def facts_of(
         machine={"processor": platform.machine(), "device": run.device.type},
         model=_model(run, lineup.trained),
         training=training,
-        monitor=MonitorFacts(
+        monitor=records.MonitorFacts(
             client=run.client,
             clients=run.processes if run.client == "rank" else 1,
             adversary=tuple(sorted(capability.value for capability in run.assumed)),
@@ -83,7 +71,7 @@ def facts_of(
         ),
         families=tuple({leak.name: leak for leak in leaks.values()}.values()),
         attacks=tuple(
-            AttackFacts(
+            records.AttackFacts(
                 name=name,
                 class_name=type(plan.attack).__name__,
                 family=leaks[name].name,
@@ -96,7 +84,7 @@ def facts_of(
             for name, plan in played.items()
         ),
         not_played=tuple(
-            NotPlayed(name=row.attack, family=leaks[row.attack].name, reason=row.why_not)
+            records.NotPlayed(name=row.attack, family=leaks[row.attack].name, reason=row.why_not)
             for row in lineup.rows
             if row.why_not is not None and row.attack not in played
         ),
@@ -106,28 +94,29 @@ def facts_of(
     )
 
 
-def _ended_fit(state: JsonObject) -> EndedFit:
+def _ended_fit(state: records.JsonObject) -> records.EndedFit:
     """Return what a checkpoint says of the fit that wrote it."""
-    return EndedFit(
+    return records.EndedFit(
         run=state["run"],
         privacy=tuple(
-            ReleasesBefore(
-                defense=one["defense"], history=tuple(Releases(*row) for row in one["history"])
+            records.ReleasesBefore(
+                defense=one["defense"],
+                history=tuple(records.Releases(*row) for row in one["history"]),
             )
             for one in state["privacy"]
         ),
     )
 
 
-def _gate(settings: JsonObject) -> GateFacts:
+def _gate(settings: records.JsonObject) -> records.GateFacts:
     """Return what the record says of a gate; other settings of one's own gate are left out."""
-    names = {one.name for one in fields(GateFacts)}
-    return GateFacts(**{name: value for name, value in settings.items() if name in names})
+    names = {one.name for one in fields(records.GateFacts)}
+    return records.GateFacts(**{name: value for name, value in settings.items() if name in names})
 
 
-def defense_facts(defense: Defense) -> DefenseFacts:
+def defense_facts(defense: Defense) -> records.DefenseFacts:
     """Return what the record says of a defence."""
-    return DefenseFacts(
+    return records.DefenseFacts(
         name=defense.name,
         class_name=type(defense).__name__,
         guarantee=defense.guarantee,
@@ -144,13 +133,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _model(run: Run, trained: Sequence[str]) -> ModelFacts:
+def _model(run: Run, trained: Sequence[str]) -> records.ModelFacts:
     anatomy = run.anatomy
     model = anatomy.model
     parameters = dict(anatomy.root.named_parameters())
     configs = (getattr(model, "peft_config", None) or {}).values()
     kinds = (getattr(config, "peft_type", None) or type(config).__name__ for config in configs)
-    return ModelFacts(
+    return records.ModelFacts(
         class_name=type(model).__name__,
         kind=anatomy.kind,
         vocabulary=anatomy.vocab_size,

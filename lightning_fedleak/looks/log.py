@@ -20,31 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_fedleak import records
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
 from lightning_fedleak.extras import install
 from lightning_fedleak.looks.choice import Row
 from lightning_fedleak.looks.run import Look, Outcome, Run, Series
 from lightning_fedleak.looks.tensorboard import Logger, add_frame
-from lightning_fedleak.records import (
-    NOT_PLAYED,
-    BeginLine,
-    DefenseFacts,
-    DefenseLine,
-    EndLine,
-    GateDecision,
-    GateLine,
-    LookLine,
-    MetricValue,
-    PoolLine,
-    Releases,
-    ResultLine,
-    RunLine,
-    Spending,
-    append_line,
-    as_json,
-    read_results,
-)
 from lightning_fedleak.snapshots import Stage
 
 if TYPE_CHECKING:
@@ -111,13 +93,13 @@ class JsonLines:
         self.run = uuid.uuid4().hex[:12]
         self._written = False
 
-    def append(self, line: ResultLine) -> None:
+    def append(self, line: records.ResultLine) -> None:
         """Write one result, or why it is unknown.
 
         Raises:
             OSError: the file cannot be written.
         """
-        append_line(self.path, replace(line, run=self.run))
+        records.append_line(self.path, replace(line, run=self.run))
         self._written = True
 
     def rows(self) -> list[dict[str, object]]:
@@ -133,11 +115,11 @@ class JsonLines:
             return []
         self.path.stat()
         rows = []
-        for line in (one for one in read_results(self.path) if one.run == self.run):
+        for line in (one for one in records.read_results(self.path) if one.run == self.run):
             facts = {column: getattr(line, column) for column in COLUMNS[:6]}
-            metrics: list[tuple[str | None, MetricValue | None]] = [*line.metrics.items()]
+            metrics: list[tuple[str | None, records.MetricValue | None]] = [*line.metrics.items()]
             for name, metric in metrics or [(None, None)]:
-                rate = metric or MetricValue()
+                rate = metric or records.MetricValue()
                 ends = {end: _number(getattr(rate, end)) for end in COLUMNS[7:10]}
                 rows.append({**facts, "metric": name, **ends, "unknown": line.unknown})
         return rows
@@ -194,9 +176,11 @@ class RunRecord:
         self._warn = warn
         self.ended = False
 
-    def begins(self, line: BeginLine) -> None:
+    def begins(self, line: records.BeginLine) -> None:
         """Write that a fit begins, with a hash of its settings without where and when it is."""
-        settings = {name: v for name, v in as_json(line).items() if name not in _OF_THIS_FIT}
+        settings = {
+            name: v for name, v in records.as_json(line).items() if name not in _OF_THIS_FIT
+        }
         text = json.dumps(settings, sort_keys=True)
         self._append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
 
@@ -211,7 +195,7 @@ class RunRecord:
     ) -> None:
         """Write what a look cost and what was spent until then; ``client``: whose round it was."""
         self._append(
-            LookLine(
+            records.LookLine(
                 run=self.run,
                 step=step,
                 client=client,
@@ -222,17 +206,17 @@ class RunRecord:
             )
         )
 
-    def defended(self, defense: DefenseFacts) -> None:
+    def defended(self, defense: records.DefenseFacts) -> None:
         """Write of a defence that the first line does not have, such as a client's own account."""
-        facts = {one.name: getattr(defense, one.name) for one in fields(DefenseFacts)}
-        self._append(DefenseLine(run=self.run, **facts))
+        facts = {one.name: getattr(defense, one.name) for one in fields(records.DefenseFacts)}
+        self._append(records.DefenseLine(run=self.run, **facts))
 
-    def decided(self, decision: GateDecision) -> None:
+    def decided(self, decision: records.GateDecision) -> None:
         """Write what a gate did."""
-        facts = {one.name: getattr(decision, one.name) for one in fields(GateDecision)}
-        self._append(GateLine(run=self.run, **facts))
+        facts = {one.name: getattr(decision, one.name) for one in fields(records.GateDecision)}
+        self._append(records.GateLine(run=self.run, **facts))
 
-    def compares(self, pool: PoolLine) -> None:
+    def compares(self, pool: records.PoolLine) -> None:
         """Write which texts the trained weights are asked about."""
         self._append(pool)
 
@@ -247,22 +231,24 @@ class RunRecord:
         if not self.ended:
             self.ended = True
             self._append(
-                EndLine(run=self.run, step=step, outcome=outcome, privacy=spendings(defenses))
+                records.EndLine(
+                    run=self.run, step=step, outcome=outcome, privacy=spendings(defenses)
+                )
             )
 
-    def _append(self, line: RunLine) -> None:
+    def _append(self, line: records.RunLine) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         try:
-            append_line(self.path, replace(line, run=self.run, time=now))
+            records.append_line(self.path, replace(line, run=self.run, time=now))
         except OSError as error:
             self._warn(f"{self.path} cannot be written: {error.strerror}")
 
 
-def spendings(defenses: Sequence[Defense]) -> tuple[Spending, ...]:
+def spendings(defenses: Sequence[Defense]) -> tuple[records.Spending, ...]:
     """Return what each defence that accounts has spent, and on which releases."""
     costs = [(defense, _cost(defense)) for defense in defenses]
     return tuple(
-        Spending(defense=defense.name, history=_history(defense), **asdict(cost))
+        records.Spending(defense=defense.name, history=_history(defense), **asdict(cost))
         for defense, cost in costs
         if cost is not None
     )
@@ -288,9 +274,9 @@ def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
     ]
 
 
-def _history(defense: Defense) -> tuple[Releases, ...]:
+def _history(defense: Defense) -> tuple[records.Releases, ...]:
     history = getattr(getattr(defense, "accountant", None), "history", ())
-    return tuple(Releases(*row) for row in history)
+    return tuple(records.Releases(*row) for row in history)
 
 
 class RevealFiles:
@@ -441,11 +427,13 @@ class Report:
                 for places, (right, n) in outcome.by_position.items()
             }
             metrics = {
-                name: MetricValue(_finite(rate.value), _finite(rate.low), _finite(rate.high))
+                name: records.MetricValue(
+                    _finite(rate.value), _finite(rate.low), _finite(rate.high)
+                )
                 for name, rate in outcome.rates.items()
             }
             jsonl.append(
-                ResultLine(
+                records.ResultLine(
                     step=look.step,
                     stage=str(series.stage),
                     client=self._client,
@@ -454,7 +442,8 @@ class Report:
                     config=configs[series.attack],
                     n=outcome.n,
                     exposed=outcome.exposed,
-                    metrics=metrics | {k: MetricValue(_finite(v)) for k, v in extra.items()},
+                    metrics=metrics
+                    | {k: records.MetricValue(_finite(v)) for k, v in extra.items()},
                     unknown=outcome.unknown,
                     pool=outcome.pool,
                 )
@@ -468,7 +457,7 @@ class Report:
                 continue
             try:
                 self._jsonl.append(
-                    ResultLine(
+                    records.ResultLine(
                         step=step,
                         stage=str(Stage.SHARED),
                         client=self._client,
@@ -478,7 +467,7 @@ class Report:
                         n=0,
                         exposed=row.exposed,
                         metrics={},
-                        unknown=f"{NOT_PLAYED}{row.why_not}",
+                        unknown=f"{records.NOT_PLAYED}{row.why_not}",
                     )
                 )
             except OSError as error:

@@ -7,18 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_fedleak.records import (
-    STANDARD_FAMILIES,
-    BeginLine,
-    DefenseFacts,
-    GateDecision,
-    GateFacts,
-    JsonObject,
-    ModelFacts,
-    MonitorFacts,
-    NotPlayed,
-    named,
-)
+from lightning_fedleak import records
 from lightning_fedleak.report.attacks import (
     RELEASED,
     SUM,
@@ -53,7 +42,7 @@ class Shared:
         clients: how many there are; None where the run was not recorded.
     """
 
-    description: str = named("what")
+    description: str = records.named("what")
     clients: int | None
     seen_by: str
     trained: Sequence[str] | None
@@ -108,14 +97,14 @@ class FitSummary:
     monitors: int
     unit: Literal["step", "round"]
     recorded: bool
-    start: str = named("began")
-    end: str = named("ended")
+    start: str = records.named("began")
+    end: str = records.named("ended")
     steps: int | None
-    model: ModelFacts | None
-    training: JsonObject | None
+    model: records.ModelFacts | None
+    training: records.JsonObject | None
     versions: Mapping[str, str] | None
-    machine: JsonObject | None
-    monitor: MonitorFacts | None
+    machine: records.JsonObject | None
+    monitor: records.MonitorFacts | None
     settings_hash: str
     shared: Shared
     attacks: Sequence[AttackSummary]
@@ -126,12 +115,12 @@ class FitSummary:
     utility: Mapping[str, Points]
     privacy: Sequence[Account]
     implied: Sequence[Allowance]
-    defenses: Sequence[DefenseFacts] | None
+    defenses: Sequence[records.DefenseFacts] | None
     gates: Sequence[GateRule] | None
-    decisions: Sequence[GateDecision]
+    decisions: Sequence[records.GateDecision]
     not_played: Mapping[str, str]
     not_tested: Sequence[str]
-    named_attacks: Sequence[NamedAttack] = named("edpb_28_2024_par_55")
+    named_attacks: Sequence[NamedAttack] = records.named("edpb_28_2024_par_55")
 
 
 def fit_summaries(
@@ -156,7 +145,7 @@ def fit_summaries(
 
 def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
     """Return what a report says of a fit, and what is wrong with the ledgers that it names."""
-    begin = log.begin or BeginLine(run=log.run)
+    begin = log.begin or records.BeginLine(run=log.run)
     results = FitResults(log)
     attacks = results.attacks()
     spendings, problems = accounts(log)
@@ -229,13 +218,13 @@ def _utility(log: FitLog) -> dict[str, Points]:
 # ---- what left, and who could see it ------------------------------------------------------------
 
 
-def _shared(begin: BeginLine | None, clients: int, spendings: Sequence[Account]) -> Shared:
+def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[Account]) -> Shared:
     """Return what left a client; ``clients`` is how many are in the lines of the fit."""
     if begin is None:
         return Shared(
             description=NOT_RECORDED, clients=None, seen_by=NOT_RECORDED, trained=None, unread=None
         )
-    monitor, model = begin.monitor or MonitorFacts(), begin.model
+    monitor, model = begin.monitor or records.MonitorFacts(), begin.model
     update = "the gradient of every step"
     if monitor.local_steps:
         count = "" if monitor.local_steps == 1 else f"{monitor.local_steps} "
@@ -263,7 +252,7 @@ def _shared(begin: BeginLine | None, clients: int, spendings: Sequence[Account])
     )
 
 
-def _effect(defense: DefenseFacts, account: Account | None) -> str:
+def _effect(defense: records.DefenseFacts, account: Account | None) -> str:
     """Return what a defence did to what left a client, with the settings that matter."""
     settings = defense.settings or {}
     name, kind = defense.name, defense.class_name or NOT_RECORDED
@@ -293,11 +282,11 @@ def _effect(defense: DefenseFacts, account: Account | None) -> str:
     return f"after the defence {name} ({kind})"
 
 
-def _defenses(defenses: Sequence[DefenseFacts]) -> list[DefenseFacts]:
+def _defenses(defenses: Sequence[records.DefenseFacts]) -> list[records.DefenseFacts]:
     """Return each defence once, also where several clients have it."""
-    facts: list[DefenseFacts] = []
+    facts: list[records.DefenseFacts] = []
     for one in defenses:
-        defense = DefenseFacts(
+        defense = records.DefenseFacts(
             name=one.name,
             class_name=one.class_name or NOT_RECORDED,
             guarantee=one.guarantee or NOT_RECORDED,
@@ -311,7 +300,7 @@ def _defenses(defenses: Sequence[DefenseFacts]) -> list[DefenseFacts]:
 # ---- gates, and what nobody tested --------------------------------------------------------------
 
 
-def _rule(gate: GateFacts) -> GateRule:
+def _rule(gate: records.GateFacts) -> GateRule:
     judged = "each measurement by its value"
     if gate.bound not in (None, "value"):
         judged = f"all measurements, {gate.bound} bound, alpha {digits(gate.alpha)}"
@@ -320,7 +309,7 @@ def _rule(gate: GateFacts) -> GateRule:
     return GateRule(gate.name, gate.metric, gate.at_most, gate.action, gate.bound, gate.alpha, rule)
 
 
-def _not_played(log: FitLog) -> Sequence[NotPlayed]:
+def _not_played(log: FitLog) -> Sequence[records.NotPlayed]:
     """Return the attacks that were left out, as recorded and by their own lines.
 
     Those on the trained weights are refused after the record has begun.
@@ -329,7 +318,7 @@ def _not_played(log: FitLog) -> Sequence[NotPlayed]:
     played = {line.attack for line in log.results if line.reason_not_played is None}
     return [
         *(
-            NotPlayed(name=line.attack, reason=line.reason_not_played)
+            records.NotPlayed(name=line.attack, reason=line.reason_not_played)
             for line in log.results
             if line.reason_not_played is not None and line.attack not in played
         ),
@@ -342,7 +331,7 @@ def _not_tested(
 ) -> list[str]:
     """Return what nobody tried, in sentences."""
     tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
-    families = (*STANDARD_FAMILIES, *(log.begin.families if log.begin else ()))
+    families = (*records.STANDARD_FAMILIES, *(log.begin.families if log.begin else ()))
     untested = {one.name: one.tested for one in families if one.name not in tested}
     sentences = [f"{question}: no attack gave a result" for question in untested.values()]
     sentences += [f"{name}: {reason}" for name, reason in not_played.items()]

@@ -11,23 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from lightning_fedleak.records import (
-    RECORD,
-    RESULTS,
-    BeginLine,
-    DefenseLine,
-    EndLine,
-    GateLine,
-    JsonObject,
-    LookLine,
-    MetricValue,
-    MonitorFacts,
-    ResultLine,
-    RunLine,
-    as_json,
-    parse_json,
-    read_lines,
-)
+from lightning_fedleak import records
 from lightning_fedleak.records.fields import is_number
 from lightning_fedleak.records.files import first_of, short
 from lightning_fedleak.report.wording import NOT_RECORDED
@@ -61,11 +45,11 @@ class FitLog:
 
     folder: Path
     run: str
-    begin: BeginLine | None = None
-    looks: Sequence[LookLine] = ()
-    results: Sequence[ResultLine] = ()
-    decisions: Sequence[GateLine] = ()
-    end: EndLine | None = None
+    begin: records.BeginLine | None = None
+    looks: Sequence[records.LookLine] = ()
+    results: Sequence[records.ResultLine] = ()
+    decisions: Sequence[records.GateLine] = ()
+    end: records.EndLine | None = None
     monitors: int = 1
 
     @property
@@ -96,7 +80,7 @@ class Table:
         rows: one for each cell of the command; None is empty.
     """
 
-    settings: JsonObject = field(metadata={"key": "about"})
+    settings: records.JsonObject = field(metadata={"key": "about"})
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
@@ -143,7 +127,7 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     if not fits and not results:
         names = ", ".join(f"'{place}'" for place in places)
         raise NothingToReport(
-            f"no {RESULTS}, and no results of fedleak game, invert or sweep, in {names}. A "
+            f"no {records.RESULTS}, and no results of fedleak game, invert or sweep, in {names}. A "
             "LeakageMonitor writes its file to the logger's folder (lightning_logs/version_0, say)"
         )
     different = {(fit.folder.resolve(), fit.run): fit for fit in fits}
@@ -154,13 +138,15 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
 
 
 def _folders(place: Path) -> list[Path]:
-    return sorted({path.parent for name in (RESULTS, RECORD) for path in place.rglob(name)})
+    return sorted(
+        {path.parent for name in (records.RESULTS, records.RECORD) for path in place.rglob(name)}
+    )
 
 
 def _fits(folder: Path, problems: list[str]) -> list[FitLog]:
-    lines: list[ResultLine | RunLine] = []
-    for name in (RECORD, RESULTS):
-        file = read_lines(folder / name)
+    lines: list[records.ResultLine | records.RunLine] = []
+    for name in (records.RECORD, records.RESULTS):
+        file = records.read_lines(folder / name)
         problems += file.problems
         lines += file.lines
     by_run = grouped(lines, lambda line: line.run)
@@ -175,20 +161,22 @@ def grouped(values: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
     return groups
 
 
-def _fit_log(folder: Path, run: str, lines: Sequence[ResultLine | RunLine]) -> FitLog:
+def _fit_log(
+    folder: Path, run: str, lines: Sequence[records.ResultLine | records.RunLine]
+) -> FitLog:
     """Return the log of one fit; its first line gets the defences that came later."""
-    begin = next((line for line in lines if isinstance(line, BeginLine)), None)
+    begin = next((line for line in lines if isinstance(line, records.BeginLine)), None)
     if begin is not None:
-        later = [line for line in lines if isinstance(line, DefenseLine)]
+        later = [line for line in lines if isinstance(line, records.DefenseLine)]
         begin = replace(begin, defenses=(*begin.defenses, *(line.facts for line in later)))
     return FitLog(
         folder,
         run,
         begin=begin,
-        looks=[line for line in lines if isinstance(line, LookLine)],
-        results=[line for line in lines if isinstance(line, ResultLine)],
-        decisions=[line for line in lines if isinstance(line, GateLine)],
-        end=next((line for line in lines if isinstance(line, EndLine)), None),
+        looks=[line for line in lines if isinstance(line, records.LookLine)],
+        results=[line for line in lines if isinstance(line, records.ResultLine)],
+        decisions=[line for line in lines if isinstance(line, records.GateLine)],
+        end=next((line for line in lines if isinstance(line, records.EndLine)), None),
     )
 
 
@@ -214,7 +202,7 @@ def _without_copies(fits: Sequence[FitLog], problems: list[str]) -> list[FitLog]
 def _texts(fit: FitLog) -> set[str]:
     """Return all lines of a fit as text."""
     lines = (*fit.looks, *fit.results, *fit.decisions, fit.begin, fit.end)
-    return {json.dumps(as_json(line), sort_keys=True) for line in lines if line is not None}
+    return {json.dumps(records.as_json(line), sort_keys=True) for line in lines if line is not None}
 
 
 def _add_result(
@@ -222,7 +210,7 @@ def _add_result(
 ) -> None:
     """Add a command's file of results; other files are a problem where the user named them."""
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = records.parse_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError):
         if is_named:
             problems.append(f"{short(path)} cannot be read as JSON")
@@ -239,13 +227,13 @@ def _add_result(
         problems.append(f"{short(path)} holds no results of fedleak game, invert or sweep")
 
 
-def _table(content: JsonObject) -> tuple[Table, list[int]]:
+def _table(content: records.JsonObject) -> tuple[Table, list[int]]:
     """Return a command's results, one row for each cell, and the numbers of rows that are none."""
     cells = list(content.get("results") or content.get("cells") or ())
     odd = [number for number, row in enumerate(cells, 1) if not isinstance(row, Mapping)]
     rows = [_flatten(row) for row in cells if isinstance(row, Mapping)]
     names = list(dict.fromkeys(name for row in rows for name in row))
-    rates = [n for n in names if any(isinstance(row.get(n), MetricValue) for row in rows)]
+    rates = [n for n in names if any(isinstance(row.get(n), records.MetricValue) for row in rows)]
     columns = list(dict.fromkeys([*names[:2], *rates, *names[2:]]))
     settings = {name: v for name, v in content.items() if _is_plain(v) and v is not None}
     return Table(
@@ -264,14 +252,16 @@ def _is_plain(value: object) -> bool:
     )
 
 
-def _flatten(row: JsonObject, root: str = "") -> dict[str, object]:
+def _flatten(row: records.JsonObject, root: str = "") -> dict[str, object]:
     """Return numbers and words of nested settings and rates, without lists (of games, say)."""
     flat: dict[str, object] = {}
     for name, value in row.items():
         if isinstance(value, Mapping):
             if {"value", "low", "high"} <= value.keys():
                 ends = (value[end] for end in ("value", "low", "high"))
-                flat[root + name] = MetricValue(*(end if is_number(end) else None for end in ends))
+                flat[root + name] = records.MetricValue(
+                    *(end if is_number(end) else None for end in ends)
+                )
             else:
                 flat |= _flatten(value, f"{root}{name}/")
         elif _is_plain(value):
@@ -305,7 +295,7 @@ def merge_monitors(logs: Sequence[FitLog]) -> FitLog:
     )
 
 
-def _merge_begins(begins: Sequence[BeginLine]) -> BeginLine:
+def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
     """Return what all monitors of a fit recorded of it, as one of them would have."""
     first = begins[0]
     attacks = _each_once([begin.attacks for begin in begins])
@@ -325,13 +315,13 @@ def _merge_begins(begins: Sequence[BeginLine]) -> BeginLine:
     )
 
 
-def _unread_by_all(begins: Sequence[BeginLine]) -> tuple[str, ...]:
+def _unread_by_all(begins: Sequence[records.BeginLine]) -> tuple[str, ...]:
     """Return the parameters that no attack of any monitor reads."""
     first, *others = [begin.unread or () for begin in begins]
     return tuple(name for name in first if all(name in unread for unread in others))
 
 
-def _merge_settings(monitors: Sequence[MonitorFacts]) -> MonitorFacts:
+def _merge_settings(monitors: Sequence[records.MonitorFacts]) -> records.MonitorFacts:
     adversary = [capability for one in monitors for capability in one.adversary or ()]
     stages = [stage for one in monitors for stage in one.stages or ()]
     return replace(

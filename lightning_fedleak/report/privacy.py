@@ -10,15 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from lightning_fedleak.records import (
-    DefenseFacts,
-    EndLine,
-    JsonObject,
-    LookLine,
-    Releases,
-    Spending,
-    named,
-)
+from lightning_fedleak import records
 from lightning_fedleak.records.files import first_of
 from lightning_fedleak.report.attacks import Points
 from lightning_fedleak.report.logs import FitLog, grouped
@@ -79,8 +71,8 @@ class Account:
     noise_multiplier: float | None
     sample_rate: float | None
     releases: int | None
-    history: Sequence[Releases]
-    settings: JsonObject
+    history: Sequence[records.Releases]
+    settings: records.JsonObject
     guarantee: str
     accountant: str
     target_epsilon: object
@@ -91,11 +83,11 @@ class Account:
     correlated: str | None
     unit: str
     clients: int
-    class_name: str = named("class")
+    class_name: str = records.named("class")
     holds: bool
     ledger: Mapping[str, str] | None
     ledger_releases: Mapping[str, int]
-    last_step: int = named("until")
+    last_step: int = records.named("until")
     whole: bool
     without_sampling: float | str | None = None
     limit: str | None = None
@@ -151,12 +143,12 @@ class Account:
 def accounts(log: FitLog) -> tuple[list[Account], list[str]]:
     """Return what each defence of a fit has spent, and what is wrong with their ledgers."""
     facts = grouped(log.begin.defenses if log.begin else (), lambda defense: defense.name)
-    lines: list[LookLine | EndLine] = [*log.looks, *([log.end] if log.end else [])]
+    lines: list[records.LookLine | records.EndLine] = [*log.looks, *([log.end] if log.end else [])]
     spent_at = [(line.step, spending) for line in lines for spending in line.privacy or ()]
     spendings = grouped(spent_at, lambda one: one[1].defense)
     problems: list[str] = []
     every = [
-        _account(log, steps, facts.get(name, [DefenseFacts(name=name)]), problems)
+        _account(log, steps, facts.get(name, [records.DefenseFacts(name=name)]), problems)
         for name, steps in spendings.items()
     ]
     return every, problems
@@ -164,8 +156,8 @@ def accounts(log: FitLog) -> tuple[list[Account], list[str]]:
 
 def _account(
     log: FitLog,
-    spendings: Sequence[tuple[int, Spending]],
-    defenses: Sequence[DefenseFacts],
+    spendings: Sequence[tuple[int, records.Spending]],
+    defenses: Sequence[records.DefenseFacts],
     problems: list[str],
 ) -> Account:
     """Return the account of one defence, of which each client may have its own."""
@@ -213,14 +205,14 @@ def _account(
     return replace(account, statement=_statement(account))
 
 
-def without_ledger(settings: JsonObject | None) -> JsonObject:
+def without_ledger(settings: records.JsonObject | None) -> records.JsonObject:
     """Return the settings of a defence without its ledger, which names a place."""
     return {name: value for name, value in (settings or {}).items() if name != "ledger"}
 
 
 def _largest(
-    spendings: Sequence[tuple[int, Spending]],
-) -> tuple[dict[int, float | None], float | None, Spending]:
+    spendings: Sequence[tuple[int, records.Spending]],
+) -> tuple[dict[int, float | None], float | None, records.Spending]:
     """Return the largest epsilon at each step, the largest delta, and the last of the largest.
 
     Delta is None where one of them is unknown.
@@ -237,7 +229,7 @@ def _largest(
     return series, rounded_up(max(deltas)) if len(deltas) == len(spendings) else None, most
 
 
-def _sampling(kind: str, settings: JsonObject) -> tuple[str | None, bool | None]:
+def _sampling(kind: str, settings: records.JsonObject) -> tuple[str | None, bool | None]:
     """Return the mechanism of correlated noise, and whether sampling by chance counts."""
     poisson = settings.get("poisson")
     if kind == CLIENT:
@@ -248,7 +240,7 @@ def _sampling(kind: str, settings: JsonObject) -> tuple[str | None, bool | None]
     return None, poisson
 
 
-def trusted_party(defense: DefenseFacts) -> str:
+def trusted_party(defense: records.DefenseFacts) -> str:
     """Return who must be trusted for a defence's guarantee to hold, as ``TRUST`` names it."""
     default = "local" if defense.class_name == TOKENS else None
     trust = (defense.settings or {}).get("trust", default)
@@ -258,7 +250,7 @@ def trusted_party(defense: DefenseFacts) -> str:
     return parties.get(str(trust), NOT_RECORDED)
 
 
-def _is_whole(account: Account, end: EndLine | None) -> bool:
+def _is_whole(account: Account, end: records.EndLine | None) -> bool:
     """Return whether no release came after the last that was recorded.
 
     A fit that was killed went on after its last look; its ledger knows what it released until then.
@@ -296,7 +288,7 @@ def _without_sampling(account: Account) -> float | str | None:
 
 
 def composed_epsilon(
-    history: Sequence[Releases],
+    history: Sequence[records.Releases],
     delta: float | None,
     accountant: str,
     sampling: Literal["poisson", "without_replacement"] = "poisson",

@@ -17,18 +17,7 @@ from lightning_fedleak.attacks import (
     WordGuess,
     gradient_of,
     nonzero_starts,
-)
-from lightning_fedleak.attacks.row_space import (
-    Atoms,
-    Capacity,
-    KnownInput,
-    LinearMap,
-    NotAdditive,
-    build_dictionary,
-    factor_rows,
-    find_known_inputs,
-    find_linear_maps,
-    measure_capacity,
+    row_space,
 )
 from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.metrics import WordRecovery
@@ -79,13 +68,15 @@ class CapacityStudy:
     seed: int = 0
 
     @cached_property
-    def known_input(self) -> KnownInput:
+    def known_input(self) -> row_space.KnownInput:
         """Return the input of the first block's trained maps.
 
         Raises:
             SourceError: no trained map reads an input that tokens determine.
         """
-        for candidate in find_known_inputs(self.anatomy, find_linear_maps(self.anatomy)):
+        for candidate in row_space.find_known_inputs(
+            self.anatomy, row_space.find_linear_maps(self.anatomy)
+        ):
             if any(m.factor != "B" for m in candidate.trainable_maps(self.anatomy)):
                 return candidate
         raise SourceError(
@@ -95,7 +86,7 @@ class CapacityStudy:
         )
 
     @property
-    def maps(self) -> list[LinearMap]:
+    def maps(self) -> list[row_space.LinearMap]:
         """Return the trained maps whose gradients' rows are sums of the tokens' inputs."""
         return [m for m in self.known_input.trainable_maps(self.anatomy) if m.factor != "B"]
 
@@ -104,7 +95,7 @@ class CapacityStudy:
         """Return how many such rows an update shares."""
         return sum(m.rows for m in self.maps)
 
-    def planted(self, seconds: float) -> Capacity:
+    def planted(self, seconds: float) -> row_space.Capacity:
         """Return how many types, planted at random, these rows reveal.
 
         Args:
@@ -114,13 +105,13 @@ class CapacityStudy:
             SourceError: the first block's input is no sum over token and position.
         """
         try:
-            dictionary = build_dictionary(self.anatomy, self.known_input)
-        except NotAdditive as error:
+            dictionary = row_space.build_dictionary(self.anatomy, self.known_input)
+        except row_space.NotAdditive as error:
             raise SourceError(f"this model cannot be read: {error}") from error
         trained = self.known_input.trainable_maps(self.anatomy)
-        factors = factor_rows(self.anatomy, [m for m in trained if m.regularised])
-        atoms = Atoms(*dictionary.atoms(self.length, tuple(factors.values())))
-        return measure_capacity(atoms, self.rows, seconds=seconds, seed=self.seed)
+        factors = row_space.factor_rows(self.anatomy, [m for m in trained if m.regularised])
+        atoms = row_space.Atoms(*dictionary.atoms(self.length, tuple(factors.values())))
+        return row_space.measure_capacity(atoms, self.rows, seconds=seconds, seed=self.seed)
 
     def trials(self, texts: Sequence[str], tokenizer: Any, size: int) -> list[Trial]:
         """Return trials around the smallest batch that is not read exactly, by their size.

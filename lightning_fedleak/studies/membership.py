@@ -8,15 +8,8 @@ from typing import Literal
 
 import torch
 
+from lightning_fedleak import attacks
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks import (
-    AttentionMembership,
-    GradientMembership,
-    PublicText,
-    SubspaceMembership,
-    TrainedMembership,
-    nonzero_starts,
-)
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
 from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.games.play import Adversary
@@ -24,9 +17,9 @@ from lightning_fedleak.games.play import Adversary
 PLANTED = " ".join(["This is the sentence that is looked for."] * 11)
 """The sentence that the authors' protocol plants: a short one many times, as in their code."""
 
-PASSIVE: dict[str, type[GradientMembership] | type[SubspaceMembership]] = {
-    "gradient": GradientMembership,
-    "subspace": SubspaceMembership,
+PASSIVE: dict[str, type[attacks.GradientMembership] | type[attacks.SubspaceMembership]] = {
+    "gradient": attacks.GradientMembership,
+    "subspace": attacks.SubspaceMembership,
 }
 """Attacks that add no layers."""
 
@@ -46,7 +39,7 @@ class MembershipAdversaries:
 
     tokens: int
     batch: int
-    public: PublicText | None = None
+    public: attacks.PublicText | None = None
     randomised: bool = False
     seed: int = 0
 
@@ -71,10 +64,10 @@ class MembershipAdversaries:
             return FCMembership(layer, granularity, tokens=tokens, name=label)
         public = self._public_text(name)
         if name.startswith("trained"):
-            return TrainedMembership(
+            return attacks.TrainedMembership(
                 layer, public, granularity, tokens=tokens, seed=seed, name=label
             )
-        return AttentionMembership(
+        return attacks.AttentionMembership(
             layer, public, tokens=tokens, batch=self.batch, seed=seed, name=label
         )
 
@@ -82,7 +75,7 @@ class MembershipAdversaries:
         public = self._public_text(name)
         return PASSIVE[name](public, tokens=self.tokens, seed=self.seed, name=name)
 
-    def _public_text(self, name: str) -> PublicText:
+    def _public_text(self, name: str) -> attacks.PublicText:
         if self.public is None:
             raise SourceError(
                 f"--attack {name} calibrates on text that the server owns: give --public"
@@ -94,5 +87,7 @@ def move_from_start(anatomy: Anatomy, seed: int) -> None:
     """Change a LoRA's weights in place: at their start its A has no gradient."""
     parameters = dict(anatomy.model.named_parameters())
     with torch.no_grad():
-        for name, value in nonzero_starts(anatomy, torch.Generator().manual_seed(seed)).items():
+        for name, value in attacks.nonzero_starts(
+            anatomy, torch.Generator().manual_seed(seed)
+        ).items():
             parameters[name].copy_(value)

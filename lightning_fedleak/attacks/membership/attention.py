@@ -18,26 +18,13 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
+from lightning_fedleak.attacks.membership import attention_layers
 from lightning_fedleak.attacks.membership.attention_calibration import (
     WIDE_ENOUGH,
     Calibration,
     PublicStates,
     calibrate,
     fixed_calibration,
-)
-from lightning_fedleak.attacks.membership.attention_layers import (
-    AttentionDesign,
-    AttentionSettings,
-    CraftedAttention,
-    Variant,
-    algorithm_one,
-    bias_gradients,
-    check_positive_or,
-    coordinate_gradients,
-    half_widths,
-    projector_heads,
-    token_rows,
-    tokens_at,
 )
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
@@ -72,7 +59,7 @@ REPLACED_BETA = 0.01
 """The same against a defence that replaces batches, where members then score higher."""
 
 
-_old_settings = old_spelling(AttentionSettings)
+_old_settings = old_spelling(attention_layers.AttentionSettings)
 
 
 class AttentionMembership(MembershipAttack):
@@ -145,7 +132,7 @@ class AttentionMembership(MembershipAttack):
         *,
         tokenizer: Any = None,
         gamma: float | Literal["calibrated", "lemma"] = "calibrated",
-        attention: AttentionSettings | None = None,
+        attention: attention_layers.AttentionSettings | None = None,
         tokens: int = 32,
         batch: int = 40,
         false_positive_rate: float = 0.01,
@@ -157,10 +144,13 @@ class AttentionMembership(MembershipAttack):
     ) -> None:
         super().__init__(layer, "token", tokens, name)
         settings = group_old_arguments(
-            type(self).__name__, "attention", attention or AttentionSettings(), _old_settings(**old)
+            type(self).__name__,
+            "attention",
+            attention or attention_layers.AttentionSettings(),
+            _old_settings(**old),
         )
         score = settings.resolved_score(gamma)
-        check_positive_or("gamma", gamma, ("calibrated", "lemma"))
+        attention_layers.check_positive_or("gamma", gamma, ("calibrated", "lemma"))
         self.refresh_every = check_integer("refresh_every", refresh_every)
         relative = not isinstance(gamma, str) and score != "coordinates"
         self._fixed_gamma = float(gamma) if relative else None
@@ -171,9 +161,9 @@ class AttentionMembership(MembershipAttack):
             "beta": BETA if settings.beta == "auto" else settings.beta,
             "score": score,
             "omit_random": settings.omit_random or settings.variant == "paper",
-            "widths": half_widths(widths, self._fixed_gamma),
+            "widths": attention_layers.half_widths(widths, self._fixed_gamma),
         }
-        self.design = AttentionDesign(
+        self.design = attention_layers.AttentionDesign(
             **vars(settings) | resolved,
             gamma=gamma,
             batch=batch,
@@ -200,14 +190,14 @@ class AttentionMembership(MembershipAttack):
         layer: int,
         public_text: Any = None,
         *,
-        variant: Variant = "paper",
+        variant: attention_layers.Variant = "paper",
         **arguments: Any,
     ) -> AttentionMembership:
         """Return the paper's setting: raw hidden states, all coordinates, the authors' beta.
 
         ``variant="projector"`` makes the same guesses without QR and pseudo-inverse.
         """
-        paper = AttentionSettings(
+        paper = attention_layers.AttentionSettings(
             beta="authors", whiten=False, score="coordinates", variant=variant
         )
         return cls(layer, public_text, attention=paper, **arguments)
@@ -228,7 +218,9 @@ class AttentionMembership(MembershipAttack):
             widths = (DEFENDED_WIDTH,)
         elif replaced and not defended:
             widths = REPLACED_WIDTHS
-        self.design = replace(self.design, widths=half_widths(widths, self._fixed_gamma))
+        self.design = replace(
+            self.design, widths=attention_layers.half_widths(widths, self._fixed_gamma)
+        )
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run A_init: fit whitening and gamma on the hidden states of public text.
@@ -285,12 +277,12 @@ class AttentionMembership(MembershipAttack):
             strongest = self.design.select == "strongest"
             positions = heads.strongest(x, real) if strongest else last_real(real, hidden)
         positions = positions.to(x.device)
-        v = tokens_at(hidden, positions).to(x.dtype)
+        v = attention_layers.tokens_at(hidden, positions).to(x.dtype)
         if not self.design.matched:
             return v
         return torch.cat([v, heads.matched_rows(x, real, positions)], 1)
 
-    def craft(self, target: Tensor) -> CraftedAttention:
+    def craft(self, target: Tensor) -> attention_layers.CraftedAttention:
         """Run A_attack, Algorithm 1, for one target: (d,), or (2 d,) with ``readout="matched"``.
 
         Raises:
@@ -303,15 +295,17 @@ class AttentionMembership(MembershipAttack):
         d = v.shape[1]
         pair, whitening = self.design.heads(d, v), self._require_calibration().whitening
         if self.design.variant == "paper":
-            heads = algorithm_one(v[0], pair.beta, self.design.generator()).fold(whitening)
+            heads = attention_layers.algorithm_one(v[0], pair.beta, self.design.generator()).fold(
+                whitening
+            )
         else:
-            heads = projector_heads(v[0], pair.beta, pair.u, whitening)
+            heads = attention_layers.projector_heads(v[0], pair.beta, pair.u, whitening)
         values = torch.eye(d) if whitening is None else whitening.matrix
         output = heads.both_signs() if rows is None else heads.output(rows)
         gammas = self._thresholds(rows, v).flatten()
         if rows is None:
             gammas = gammas.repeat(len(output))
-        return CraftedAttention(heads, values, output, gammas, pair.causal)
+        return attention_layers.CraftedAttention(heads, values, output, gammas, pair.causal)
 
     @torch.no_grad()
     def gradient(
@@ -331,12 +325,12 @@ class AttentionMembership(MembershipAttack):
         weights, gammas = upstream.to(x), self._thresholds(rows, v)
         parts = self.design.heads(d, x).attentions(x, mask, v)
         if rows is None:
-            return coordinate_gradients(parts, gammas, weights, len(v), d)
+            return attention_layers.coordinate_gradients(parts, gammas, weights, len(v), d)
         gradient = x.new_zeros((len(x), len(v), gammas.shape[-1]))
         for attention in parts:
             thresholds = gammas if gammas.dim() == 1 else gammas[attention.targets]
             weight = weights[attention.sentence, attention.places]
-            gradients = bias_gradients(attention.project(rows), thresholds, weight)
+            gradients = attention_layers.bias_gradients(attention.project(rows), thresholds, weight)
             gradient[attention.sentence, attention.targets] = gradients
         return gradient
 
@@ -472,7 +466,7 @@ class AttentionMembership(MembershipAttack):
         v = self._as_read(targets)
         if self.design.score == "coordinates":
             return v, None
-        return v, token_rows(v) / self._require_calibration().response
+        return v, attention_layers.token_rows(v) / self._require_calibration().response
 
     def _thresholds(self, rows: Tensor | None, reference: Tensor) -> Tensor:
         """Return the gammas of one row of W_O, (K,), or of each target, (G, K)."""

@@ -21,19 +21,8 @@ from torch import Tensor
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, Surfaces, UnusableObservation
 from lightning_fedleak.attacks.local_steps import LocalSteps, check_fresh, decays_apart
+from lightning_fedleak.attacks.membership import token_parts
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
-from lightning_fedleak.attacks.membership.token_parts import (
-    Moments,
-    PartFit,
-    SideWhitening,
-    count_numbers,
-    fit_parts,
-    join_fits,
-    least_coefficient,
-    map_token_parts,
-    noise_level,
-    sum_fits,
-)
 from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.row_space import RIDGE, LinearMap, block_name, find_linear_maps
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
@@ -106,7 +95,7 @@ class GradientMembership(PassiveMembership):
         self.controls = check_integer("controls", controls, at_least=2)
         self._map_cache: tuple[Anatomy, tuple[LinearMap, ...]] | None = None
         self._names: list[str] = []
-        self._whitenings: dict[str, SideWhitening] = {}
+        self._whitenings: dict[str, token_parts.SideWhitening] = {}
         self._common: _CommonPart | None = None
         self._round_weights: dict[str, Tensor] = {}
         self._excluded: frozenset[str] = frozenset()
@@ -148,7 +137,9 @@ class GradientMembership(PassiveMembership):
                 blocks.setdefault(block_name(linear.name), []).append(linear)
         if not blocks:
             return []
-        largest = max(sum(count_numbers(m, anatomy) for m in maps) for maps in blocks.values())
+        largest = max(
+            sum(token_parts.count_numbers(m, anatomy) for m in maps) for maps in blocks.values()
+        )
         n = max(1, min(len(blocks), MOST_NUMBERS // largest))
         places = torch.linspace(0, len(blocks) - 1, n).round().long().tolist()
         block_maps = list(blocks.values())
@@ -184,7 +175,7 @@ class GradientMembership(PassiveMembership):
 
         def run() -> None:
             if maps:
-                map_token_parts(anatomy, maps, few, lambda parts: None)
+                token_parts.map_token_parts(anatomy, maps, few, lambda parts: None)
             else:
                 _text_gradients(anatomy, self._other_parameters(anatomy), few)
 
@@ -196,8 +187,8 @@ class GradientMembership(PassiveMembership):
         self._whitenings, self._common = {}, None
         self._names = [m.name for m in maps] or self._other_parameters(anatomy)
         if maps:
-            moments = Moments()
-            map_token_parts(anatomy, maps, public, moments.add)
+            moments = token_parts.Moments()
+            token_parts.map_token_parts(anatomy, maps, public, moments.add)
             self._whitenings = moments.whitenings(maps)
         elif self._names:
             names = self._names
@@ -321,21 +312,21 @@ class GradientMembership(PassiveMembership):
             raise UnusableObservation("no public text reaches the maps that have a gradient")
         maps = [m for m in maps if m.name in whitened]
 
-        def fits(parts: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, PartFit]:
-            return fit_parts(whitened, self._whitenings, parts)
+        def fits(parts: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, token_parts.PartFit]:
+            return token_parts.fit_parts(whitened, self._whitenings, parts)
 
-        controls = join_fits(map_token_parts(anatomy, maps, public, fits))
-        weights = {name: 1 / noise_level(fit) for name, fit in controls.items()}
-        control_fit = sum_fits(controls, weights)
+        controls = token_parts.join_fits(token_parts.map_token_parts(anatomy, maps, public, fits))
+        weights = {name: 1 / token_parts.noise_level(fit) for name, fit in controls.items()}
+        control_fit = token_parts.sum_fits(controls, weights)
         if not bool(control_fit.sizes.any()):
             raise UnusableObservation("public texts leave nothing in the maps that are read")
-        noise = noise_level(control_fit).sqrt()
+        noise = token_parts.noise_level(control_fit).sqrt()
 
         def score_parts(parts: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
-            return least_coefficient(sum_fits(fits(parts), weights), noise)
+            return token_parts.least_coefficient(token_parts.sum_fits(fits(parts), weights), noise)
 
-        scores = map_token_parts(anatomy, maps, candidates, score_parts)
-        return size, torch.cat(scores), least_coefficient(control_fit, noise)
+        scores = token_parts.map_token_parts(anatomy, maps, candidates, score_parts)
+        return size, torch.cat(scores), token_parts.least_coefficient(control_fit, noise)
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""

@@ -18,22 +18,11 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.local_steps import check_fresh
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.public_text import TextSource
-from lightning_fedleak.attacks.row_space import (
-    NO_GRADIENT_YET,
-    SharedInput,
-    SharedRows,
-    block_name,
-    factor_rows,
-    find_linear_maps,
-    find_shared_inputs,
-    input_states,
-    orthonormal,
-    whitening_matrix,
-)
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.snapshots import (
     NotYet,
@@ -91,7 +80,7 @@ class SubspaceMembership(PassiveMembership):
         super().__init__(public_text, refresh_every=refresh_every, **shared)
         self.blocks = check_integer("blocks", blocks)
         self._words = SubspaceWords(capacity_seconds=0)
-        self._inputs: tuple[Anatomy, tuple[SharedInput, ...]] | None = None
+        self._inputs: tuple[Anatomy, tuple[row_space.SharedInput, ...]] | None = None
         self._whitenings: list[Tensor] = []
         self._public_states: tuple[Tensor, Tensor, list[Tensor]] | None = None
         self._factors: dict[str, Tensor] = {}
@@ -115,11 +104,11 @@ class SubspaceMembership(PassiveMembership):
         word_names = [name for name in words if anatomy.trainable(name)]
         return Surfaces(gradients=tuple(dict.fromkeys([*word_names, *names])))
 
-    def _select_inputs(self, anatomy: Anatomy) -> tuple[SharedInput, ...]:
+    def _select_inputs(self, anatomy: Anatomy) -> tuple[row_space.SharedInput, ...]:
         """Return the inputs that are read: those with trained readers, if there are any."""
         if self._inputs is None or self._inputs[0] is not anatomy:
-            shared_inputs = find_shared_inputs(
-                anatomy, [m for m in find_linear_maps(anatomy) if m.factor != "B"]
+            shared_inputs = row_space.find_shared_inputs(
+                anatomy, [m for m in row_space.find_linear_maps(anatomy) if m.factor != "B"]
             )
             wide = tuple(i for i in shared_inputs if i.width == anatomy.hidden_size)
             if not wide:
@@ -155,7 +144,7 @@ class SubspaceMembership(PassiveMembership):
         """Store a copy of the factors A, with which a term of the loss may share directions."""
         inputs = self._select_inputs(anatomy)
         readers = [m for i in inputs for m in _trained_readers(i, anatomy)]
-        self._factors = factor_rows(anatomy, readers)
+        self._factors = row_space.factor_rows(anatomy, readers)
         self._round_starts(anatomy)
         self._anatomy = anatomy
 
@@ -163,9 +152,9 @@ class SubspaceMembership(PassiveMembership):
         public = self._texts(anatomy, self.public_rows)
         ids, mask = public.input_ids, public.attention_mask
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask > 0
-        states = input_states(anatomy, self._select_inputs(anatomy), ids, real.long())
+        states = row_space.input_states(anatomy, self._select_inputs(anatomy), ids, real.long())
         flat = (x[real.to(x.device)].double() for x in states)
-        self._whitenings = [whitening_matrix(x.T @ x / len(x)) for x in flat]
+        self._whitenings = [row_space.whitening_matrix(x.T @ x / len(x)) for x in flat]
         self._public_states = (ids, real, states)
         self._copy_weights(anatomy)
 
@@ -199,7 +188,7 @@ class SubspaceMembership(PassiveMembership):
         shared = [self._rows(i, anatomy, view, b) for i, b in zip(inputs, bases, strict=True)]
         if all(rows is None for rows in shared):
             if any(m.factor == "A" for i in inputs for m in _trained_readers(i, anatomy)):
-                raise NotYet(NO_GRADIENT_YET)
+                raise NotYet(row_space.NO_GRADIENT_YET)
             raise UnusableObservation("every gradient that is read is zero")
         words: WordGuess | None = None
         with suppress(UnusableObservation):
@@ -209,7 +198,9 @@ class SubspaceMembership(PassiveMembership):
         cut = reach(real, self.tokens)
         ids, real = ids[:, :cut], real[:, :cut]
         with self._at_start():
-            states = input_states(anatomy, inputs, ids, None if mask is None else real.long())
+            states = row_space.input_states(
+                anatomy, inputs, ids, None if mask is None else real.long()
+            )
         causal = anatomy.kind == "causal"
         public_ids, public_real, public_states = self._public_states
         candidates, controls = (
@@ -233,7 +224,7 @@ class SubspaceMembership(PassiveMembership):
         return MembershipGuess(scores=scores.cpu(), members=(scores > control_scores.max()).cpu())
 
     def _loss_term_rows(
-        self, shared_input: SharedInput, anatomy: Anatomy, view: Observation
+        self, shared_input: row_space.SharedInput, anatomy: Anatomy, view: Observation
     ) -> Tensor:
         """Return a basis (k, d) of what terms of the loss add to the gradients of A's.
 
@@ -246,11 +237,15 @@ class SubspaceMembership(PassiveMembership):
                 if linear.name not in self._factors:
                     raise UnusableObservation(explain_weight_term(linear.name))
                 basis.append(self._factors[linear.name])
-        return orthonormal(torch.cat(basis))
+        return row_space.orthonormal(torch.cat(basis))
 
     def _rows(
-        self, shared_input: SharedInput, anatomy: Anatomy, view: Observation, excluded: Tensor
-    ) -> SharedRows | None:
+        self,
+        shared_input: row_space.SharedInput,
+        anatomy: Anatomy,
+        view: Observation,
+        excluded: Tensor,
+    ) -> row_space.SharedRows | None:
         """Return what the trained readers of an input shared; None where that is all zero."""
         gradients = []
         for linear in _trained_readers(shared_input, anatomy):
@@ -264,7 +259,7 @@ class SubspaceMembership(PassiveMembership):
         noise = [view.gradients[-1].noise_std] * len(gradients)
         dtypes = [*(g.dtype for g in gradients), self._facts.autocast or torch.float32]
         rounding = max(torch.finfo(d).eps for d in dtypes)
-        rows = SharedRows.stack(gradients, excluded, rounding=rounding, noise=noise)
+        rows = row_space.SharedRows.stack(gradients, excluded, rounding=rounding, noise=noise)
         return None if len(excluded) and rows.silent else rows
 
     def config(self) -> dict[str, object]:
@@ -272,7 +267,7 @@ class SubspaceMembership(PassiveMembership):
         return super().config() | {"blocks": self.blocks}
 
 
-def _trained_readers(shared_input: SharedInput, anatomy: Anatomy) -> list[Any]:
+def _trained_readers(shared_input: row_space.SharedInput, anatomy: Anatomy) -> list[Any]:
     return [m for m in shared_input.maps if m.factor != "B" and anatomy.trainable(m.name)]
 
 
@@ -282,10 +277,10 @@ def _remove_span(states: Tensor, basis: Tensor) -> Tensor:
     return states - (states @ basis.T) @ basis
 
 
-def _first_input_per_block(inputs: Sequence[SharedInput]) -> list[SharedInput]:
-    blocks: dict[str, SharedInput] = {}
+def _first_input_per_block(inputs: Sequence[row_space.SharedInput]) -> list[row_space.SharedInput]:
+    blocks: dict[str, row_space.SharedInput] = {}
     for shared_input in inputs:
-        blocks.setdefault(block_name(shared_input.maps[0].name), shared_input)
+        blocks.setdefault(row_space.block_name(shared_input.maps[0].name), shared_input)
     return list(blocks.values())
 
 
@@ -303,7 +298,7 @@ def _positions_with_gradient(real: Tensor, *, causal: bool) -> Tensor:
 
 
 def _evidence(
-    shared: Sequence[SharedRows | None],
+    shared: Sequence[row_space.SharedRows | None],
     whitenings: Sequence[Tensor],
     states: Sequence[Tensor],
     counted: Tensor,
@@ -345,7 +340,7 @@ def _scores(candidates: Tensor, public: Tensor) -> Tensor:
     return deep - FIRST_BLOCK_WEIGHT * first + candidates[:, 2] - candidates[:, 3]
 
 
-def _mean_log_gain(rows: SharedRows, white: Tensor, x: Tensor, counted: Tensor) -> Tensor:
+def _mean_log_gain(rows: row_space.SharedRows, white: Tensor, x: Tensor, counted: Tensor) -> Tensor:
     """Return (G,) the mean logarithm of what a token's state explains beyond those before it."""
     g = rows.whole.float() @ white
     g = g / g.norm()
@@ -362,9 +357,9 @@ def _mean_log_gain(rows: SharedRows, white: Tensor, x: Tensor, counted: Tensor) 
     return mean
 
 
-def _nearness(rows: SharedRows, x: Tensor, counted: Tensor) -> Tensor:
+def _nearness(rows: row_space.SharedRows, x: Tensor, counted: Tensor) -> Tensor:
     """Return (G,) the mean of minus the logarithm of a state's distance from the rows' span."""
-    basis = orthonormal(rows.principal).to(x.device)
+    basis = row_space.orthonormal(rows.principal).to(x.device)
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
     distance = (1 - (unit @ basis.T).square().sum(-1)).clamp(SMALLEST_DISTANCE, 1.0)
     return (-distance.log10() * counted).sum(-1).float() / counted.sum(-1).clamp_min(1)

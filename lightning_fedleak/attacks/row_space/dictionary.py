@@ -15,14 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy, Place, walk
-from lightning_fedleak.attacks.row_space.linear_maps import (
-    KnownInput,
-    LinearMap,
-    input_rows,
-    text_for,
-    to_last_block,
-    vocabulary_size,
-)
+from lightning_fedleak.attacks.row_space import linear_maps
 from lightning_fedleak.model_runs import context_length, only_needed_hooks, stop_at, undisturbed
 from lightning_fedleak.snapshots import whole_tensor
 
@@ -94,7 +87,7 @@ def orthonormal(rows: Tensor, tolerance: float = 1e-9) -> Tensor:
 
 
 def build_dictionary(
-    anatomy: Anatomy, known_input: KnownInput, *, autocast: torch.dtype | None = None
+    anatomy: Anatomy, known_input: linear_maps.KnownInput, *, autocast: torch.dtype | None = None
 ) -> Dictionary:
     """Return the atoms of an input, from a run of the model on every token.
 
@@ -106,15 +99,15 @@ def build_dictionary(
     Raises:
         NotAdditive: positions are no summand, or more than one norm follows the sum.
     """
-    every = torch.arange(vocabulary_size(anatomy), device=anatomy.device)[:, None]
-    rows = input_rows(anatomy, known_input, every, autocast=autocast)[:, 0]
+    every = torch.arange(linear_maps.vocabulary_size(anatomy), device=anatomy.device)[:, None]
+    rows = linear_maps.input_rows(anatomy, known_input, every, autocast=autocast)[:, 0]
     if not known_input.positional:
         return Dictionary(rows, rows.new_zeros(0, known_input.width, dtype=torch.float64), None)
     positions, constants = _positions(anatomy, known_input)
     return Dictionary(rows, constants, positions)
 
 
-def factor_rows(anatomy: Anatomy, maps: Sequence[LinearMap]) -> dict[str, Tensor]:
+def factor_rows(anatomy: Anatomy, maps: Sequence[linear_maps.LinearMap]) -> dict[str, Tensor]:
     """Return the rows of the low-rank factors A among maps, by name, each (r, d) float64.
 
     A loss term of A alone (AdaLoRA's orthogonality, an L2 penalty) adds combinations of these rows
@@ -124,9 +117,9 @@ def factor_rows(anatomy: Anatomy, maps: Sequence[LinearMap]) -> dict[str, Tensor
     return {n: whole_tensor(w).double().clone() for n, w in weights.items() if w is not None}
 
 
-def _positions(anatomy: Anatomy, known_input: KnownInput) -> tuple[Tensor, Tensor]:
+def _positions(anatomy: Anatomy, known_input: linear_maps.KnownInput) -> tuple[Tensor, Tensor]:
     """Return directions (P, d) of positions, each with the mean word, and constants (k, d)."""
-    rows = vocabulary_size(anatomy)
+    rows = linear_maps.vocabulary_size(anatomy)
     length = context_length(anatomy) or 512
     device = anatomy.device
     words = torch.arange(4, device=device) * max(1, rows // 7) + min(5, rows - 1)
@@ -134,14 +127,14 @@ def _positions(anatomy: Anatomy, known_input: KnownInput) -> tuple[Tensor, Tenso
     norm = _norm_before(anatomy, known_input, probe)
     every = torch.arange(rows, device=device)[:, None]
     sums, first, position_inputs = (
-        input_rows(anatomy, known_input, ids).double()
+        linear_maps.input_rows(anatomy, known_input, ids).double()
         if norm is None
         else _states(anatomy, Place("", norm, "input"), ids)
         for ids in (probe, every, words[:1].expand(1, length))
     )
     linear, bias, tolerance = _Linear(), None, _ADDITIVE
     if norm is not None:
-        outputs = input_rows(anatomy, known_input, probe)
+        outputs = linear_maps.input_rows(anatomy, known_input, probe)
         tolerance = max(_ADDITIVE, 4 * torch.finfo(outputs.dtype).eps)
         linear = _Linear.fit(norm, sums, outputs.double(), tolerance)
         bias = norm._parameters.get("bias")
@@ -197,13 +190,15 @@ def _states(anatomy: Anatomy, place: Place, ids: Tensor) -> Tensor:
     """Return the states at a place for short texts, (B, L, d) float64."""
     run = stop_at(anatomy.model, place)
     with undisturbed(anatomy), torch.no_grad(), only_needed_hooks(anatomy.root):
-        x: Tensor = run(**text_for(anatomy, ids))
+        x: Tensor = run(**linear_maps.text_for(anatomy, ids))
     return x.reshape(*ids.shape, -1).double()
 
 
-def _norm_before(anatomy: Anatomy, known_input: KnownInput, ids: Tensor) -> nn.Module | None:
+def _norm_before(
+    anatomy: Anatomy, known_input: linear_maps.KnownInput, ids: Tensor
+) -> nn.Module | None:
     """Return the norm whose output the input is; None if it is read without one."""
-    x = input_rows(anatomy, known_input, ids)
+    x = linear_maps.input_rows(anatomy, known_input, ids)
     outputs: dict[nn.Module, list[Tensor]] = {}
     handles = [
         m.register_forward_hook(lambda m, _, output: outputs.setdefault(m, []).append(output))
@@ -212,7 +207,7 @@ def _norm_before(anatomy: Anatomy, known_input: KnownInput, ids: Tensor) -> nn.M
     ]
     try:
         with undisturbed(anatomy) as model, torch.no_grad():
-            to_last_block(anatomy, model)(**text_for(anatomy, ids))
+            linear_maps.to_last_block(anatomy, model)(**linear_maps.text_for(anatomy, ids))
     finally:
         for handle in handles:
             handle.remove()

@@ -21,15 +21,8 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.local_steps import WHY_CUT
+from lightning_fedleak.attacks.row_space import linear_maps
 from lightning_fedleak.attacks.row_space.dictionary import Dictionary, factor_rows
-from lightning_fedleak.attacks.row_space.linear_maps import (
-    NO_GRADIENT_YET,
-    KnownInput,
-    LinearMap,
-    dropout_variance,
-    in_decoder,
-    input_rows,
-)
 from lightning_fedleak.attacks.row_space.pursuit import Atoms, PursuitResult, SharedRows, explain
 from lightning_fedleak.snapshots import (
     Inapplicable,
@@ -166,8 +159,8 @@ class ReadableInput:
         log_odds: (V,) prior of each token being in the batch.
     """
 
-    known_input: KnownInput
-    maps: tuple[LinearMap, ...]
+    known_input: linear_maps.KnownInput
+    maps: tuple[linear_maps.LinearMap, ...]
     dictionary: Dictionary
     log_odds: Tensor
     _factors: dict[str, Tensor] = field(default_factory=dict, init=False)
@@ -176,7 +169,7 @@ class ReadableInput:
     @property
     def decoder(self) -> bool:
         """Return whether the input is of an encoder-decoder's decoder."""
-        return in_decoder(self.maps[0].name)
+        return linear_maps.in_decoder(self.maps[0].name)
 
     @property
     def is_factor_b(self) -> bool:
@@ -193,7 +186,9 @@ class ReadableInput:
         """Return whether the inputs of some tokens are unchanged."""
         step = max(1, len(self.dictionary.rows) // _PROBED)
         ids = torch.arange(0, len(self.dictionary.rows), step, device=anatomy.device)
-        rows = input_rows(anatomy, self.known_input, ids[:, None], autocast=autocast)[:, 0]
+        rows = linear_maps.input_rows(anatomy, self.known_input, ids[:, None], autocast=autocast)[
+            :, 0
+        ]
         change = (rows - self.dictionary.rows[ids]).abs().max()
         return float(change) <= _UNCHANGED * float(rows.abs().max())
 
@@ -275,7 +270,7 @@ class ReadableInput:
             raise UnusableObservation(f"no token stands out of {cause}")
         return result
 
-    def _gradients(self, view: Observation) -> dict[LinearMap, Tensor]:
+    def _gradients(self, view: Observation) -> dict[linear_maps.LinearMap, Tensor]:
         """Return (n, d) gradients of the maps, without those that are all zero.
 
         Raises:
@@ -291,11 +286,11 @@ class ReadableInput:
         if gradients:
             return gradients
         if any(m.factor == "A" for m in self.maps):
-            raise NotYet(NO_GRADIENT_YET)
+            raise NotYet(linear_maps.NO_GRADIENT_YET)
         raise UnusableObservation("the gradients of the first projections are all zero")
 
     def _rows_of_loss_terms(
-        self, maps: Iterable[LinearMap], terms: Collection[str]
+        self, maps: Iterable[linear_maps.LinearMap], terms: Collection[str]
     ) -> dict[str, Tensor]:
         """Return the rows that loss terms of parameters alone add to gradients, by parameter.
 
@@ -308,9 +303,9 @@ class ReadableInput:
                 raise UnusableObservation(explain_weight_term(name))
         return {name: self._factors[name] for name in names}
 
-    def _dropout_noise(self, linear: LinearMap, gradient: Tensor) -> float:
+    def _dropout_noise(self, linear: linear_maps.LinearMap, gradient: Tensor) -> float:
         """Return the standard deviation that dropout adds to an entry of a map's gradient."""
-        variance = dropout_variance((*self.known_input.dropouts, *linear.dropouts))
+        variance = linear_maps.dropout_variance((*self.known_input.dropouts, *linear.dropouts))
         return math.sqrt(variance * float(gradient.double().square().mean()))
 
     def _words(self, result: PursuitResult) -> PursuitResult:
@@ -342,7 +337,7 @@ class ReadableInput:
         atoms = self._atoms_beside(positions, beside)
         shared = SharedRows.stack(gradients, atoms.beside, rounding=rounding, noise=noise)
         if beside and not any(noise) and shared.silent:
-            raise NotYet(NO_GRADIENT_YET)
+            raise NotYet(linear_maps.NO_GRADIENT_YET)
         room = atoms.width - len(atoms.beside)
         if len(shared.principal) >= room - 1:
             raise Inapplicable(

@@ -16,16 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak import model_runs
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, Place, states_in, unwrap, walk
-from lightning_fedleak.model_runs import (
-    TOKENS_AT_ONCE,
-    logits_in,
-    only_needed_hooks,
-    stop_at,
-    takes,
-    undisturbed,
-    virtual_tokens,
-)
 from lightning_fedleak.snapshots import whole_tensor
 
 _TOLERANCE = 1e-5  # relative difference up to which two float32 inputs are equal; not tuned
@@ -266,8 +258,8 @@ def to_last_block(anatomy: Anatomy, model: nn.Module) -> Callable[..., Tensor]:
     A classifier's head needs texts with an end or padding token, which the texts here lack.
     """
     if anatomy.kind == "classifier" and anatomy.blocks:
-        return stop_at(model, Place("", unwrap(anatomy.blocks[-1]), "output"))
-    return lambda **text: logits_in(model(**text))
+        return model_runs.stop_at(model, Place("", unwrap(anatomy.blocks[-1]), "output"))
+    return lambda **text: model_runs.logits_in(model(**text))
 
 
 def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[nn.Module, ...]:
@@ -279,7 +271,7 @@ def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[
         if isinstance(m, nn.Dropout) and ".lora_dropout." not in f".{n}."
     ]
     with _untraced(anatomy, dropouts, lambda m, *_: calls.append(m)):
-        stop_at(anatomy.model, Place("", reader, "input"))(**text_for(anatomy, ids))
+        model_runs.stop_at(anatomy.model, Place("", reader, "input"))(**text_for(anatomy, ids))
     return tuple(dict.fromkeys(calls))
 
 
@@ -291,9 +283,9 @@ def _untraced(
 ) -> Iterator[nn.Module]:
     """Yield the model for runs without a trace; a hook is called before each of some modules."""
     with (
-        undisturbed(anatomy) as model,
+        model_runs.undisturbed(anatomy) as model,
         torch.no_grad(),
-        only_needed_hooks(anatomy.root),
+        model_runs.only_needed_hooks(anatomy.root),
         ExitStack() as stack,
     ):
         for module in modules:
@@ -341,10 +333,10 @@ def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, object]:
     """Return a forward's arguments: the text, for both sides of an encoder-decoder."""
     ids = ids.to(anatomy.device)
     text: dict[str, object] = {"input_ids": ids}
-    if anatomy.kind == "seq2seq" and takes(anatomy.model, "decoder_input_ids"):
+    if anatomy.kind == "seq2seq" and model_runs.takes(anatomy.model, "decoder_input_ids"):
         rows = anatomy.target_rows
         text["decoder_input_ids"] = ids if rows is None else ids % rows
-    if takes(anatomy.model, "use_cache"):
+    if model_runs.takes(anatomy.model, "use_cache"):
         text["use_cache"] = False
     return text
 
@@ -361,7 +353,7 @@ def _inputs(anatomy: Anatomy, readers: Sequence[nn.Module], ids: Tensor) -> dict
     with _untraced(anatomy, readers, keep) as model:
         to_last_block(anatomy, model)(**text_for(anatomy, ids))
     inputs = {}
-    length = ids.shape[1] + virtual_tokens(anatomy)
+    length = ids.shape[1] + model_runs.virtual_tokens(anatomy)
     for key, tensors in calls.items():
         # DoRA also multiplies a unit matrix, for a norm through which no gradient goes.
         x, *more = [c for c in tensors if not _is_unit(c)] or [ids]
@@ -391,8 +383,8 @@ def input_rows(
     Returns:
         (B, L, d) in the dtype that the client multiplies.
     """
-    run = stop_at(anatomy.model, Place("", known_input.reader, "input"))
-    step = max(1, TOKENS_AT_ONCE // ids.shape[1])
+    run = model_runs.stop_at(anatomy.model, Place("", known_input.reader, "input"))
+    step = max(1, model_runs.TOKENS_AT_ONCE // ids.shape[1])
     parts = []
     with _untraced(anatomy):
         for start in range(0, len(ids), step):
@@ -428,7 +420,7 @@ def input_states(
     text = text_for(anatomy, ids)
     if mask is not None:
         text["attention_mask"] = mask.to(anatomy.device)
-    run = stop_at(anatomy.model, Place("", last.reader, "input"))
+    run = model_runs.stop_at(anatomy.model, Place("", last.reader, "input"))
     with _untraced(anatomy, [known_input.reader for known_input in earlier], keep):
         states[id(last.reader)] = run(**text)
     length = ids.shape[1]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak import model_runs
 from lightning_fedleak.anatomy import (
     Anatomy,
     Place,
@@ -29,17 +30,6 @@ from lightning_fedleak.anatomy import (
 )
 from lightning_fedleak.attacks.logit_map import LogitMap
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.model_runs import (
-    check_text,
-    context_length,
-    inputs_of,
-    only_needed_hooks,
-    run_logits,
-    states_of_text,
-    stop_at,
-    takes,
-    undisturbed,
-)
 
 # Relative errors up to which hidden states count as equal; more hide wrong tokens. Not tuned.
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -85,8 +75,8 @@ class CopiedModel:
             yield
             return
         with ExitStack() as stack:
-            stack.enter_context(undisturbed(self.anatomy))
-            stack.enter_context(only_needed_hooks(self.anatomy.root))
+            stack.enter_context(model_runs.undisturbed(self.anatomy))
+            stack.enter_context(model_runs.only_needed_hooks(self.anatomy.root))
             stack.enter_context(self._copied_weights())
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(self.device.type, self.autocast))
@@ -170,16 +160,18 @@ class BottomModel(CopiedModel):
         self.cache_agrees: bool | None = None
         self._bind(anatomy, step)
         self.vocab_size, self.embedding_width = vocabulary_shape(anatomy)
-        self.context = context_length(anatomy)
+        self.context = model_runs.context_length(anatomy)
         self._try()
 
     def _bind(self, anatomy: Anatomy, step: int) -> None:
         place = place_of(anatomy, self.layer)
         self.anatomy = anatomy
         self.step = step
-        self._run = stop_at(anatomy.model, place)
+        self._run = model_runs.stop_at(anatomy.model, place)
         self._embedding = unwrap(anatomy.embedding)
-        self._no_cache = {"use_cache": False} if takes(anatomy.model, "use_cache") else {}
+        self._no_cache = (
+            {"use_cache": False} if model_runs.takes(anatomy.model, "use_cache") else {}
+        )
         self._take_weights()
 
     @torch.no_grad()
@@ -230,7 +222,7 @@ class BottomModel(CopiedModel):
         other = shallow_copy(self)
         other._inside = False
         other.layer = layer
-        other._run = stop_at(self.anatomy.model, place_of(self.anatomy, layer))
+        other._run = model_runs.stop_at(self.anatomy.model, place_of(self.anatomy, layer))
         other._try()
         return other
 
@@ -309,7 +301,7 @@ class BottomModel(CopiedModel):
                 past_key_values=cache,
                 use_cache=True,
             )
-            return states_of_text(states, ids.shape[1], self.anatomy, self.layer)
+            return model_runs.states_of_text(states, ids.shape[1], self.anatomy, self.layer)
 
     @contextmanager
     def _embeddings_replaced(self, embeddings: Tensor) -> Iterator[None]:
@@ -352,14 +344,14 @@ class BottomModel(CopiedModel):
                 module._parameters[name] = parameter
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        check_text(self.anatomy, ids, mask, positions)
+        model_runs.check_text(self.anatomy, ids, mask, positions)
         padding = getattr(self._embedding, "padding_idx", None)
         if padding is not None and mask is not None:
             # RoBERTa counts its positions from the padding's id, whatever the mask says.
             ids = ids.masked_fill(mask.to(ids.device) == 0, padding)
         inputs = self._inputs(ids, mask, positions)
         states = copy_context().run(self._run, **inputs, **self._no_cache)
-        return states_of_text(states, ids.shape[1], self.anatomy, self.layer)
+        return model_runs.states_of_text(states, ids.shape[1], self.anatomy, self.layer)
 
     def _inputs(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor | None
@@ -428,7 +420,7 @@ class NextTokens:
         assert anatomy.head is not None
         self._head = unwrap(anatomy.head)
         place = place_of(anatomy, bottom.layer)
-        run = stop_at(anatomy.model, Place("head", self._head, "input"))
+        run = model_runs.stop_at(anatomy.model, Place("head", self._head, "input"))
         with torch.no_grad(), bottom.session():
             # Virtual tokens come first and keep their states.
             handle = place.change_states(
@@ -461,9 +453,9 @@ class NextTokens:
         length = min(_TRIAL_PREFIX, self._bottom.context or _TRIAL_PREFIX)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self._bottom.vocab_size, (2, length), generator=generator)
-        with inputs_of(self._head) as head_inputs:
+        with model_runs.inputs_of(self._head) as head_inputs:
             batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
-            logits = run_logits(anatomy.model, batch)[:, -length:]
+            logits = model_runs.run_logits(anatomy.model, batch)[:, -length:]
         states = head_inputs[-1][:, -length:]
         return LogitMap.fit(anatomy.model, states.flatten(0, 1), logits.flatten(0, 1), self._head)
 

@@ -24,17 +24,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_fedleak.anatomy import Anatomy, text_blocks
+from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import Query, RunFacts, Surfaces, UnusableObservation
-from lightning_fedleak.attacks.row_space import (
-    KnownInput,
-    SharedInput,
-    block_name,
-    find_linear_maps,
-    find_shared_inputs,
-    input_states,
-    lone_token_maps,
-    vocabulary_size,
-)
 from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextGuess
 from lightning_fedleak.attacks.texts.model_copy import GradientTextAttack
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
@@ -154,11 +145,11 @@ class SubspaceTexts(GradientTextAttack):
         return self._readable[1]
 
     def _find_blocks(self, anatomy: Anatomy) -> _Blocks:
-        maps = [m for m in find_linear_maps(anatomy) if m.factor != "B"]
-        blocks: dict[str, SharedInput] = {}
-        for shared_input in find_shared_inputs(anatomy, maps):
+        maps = [m for m in row_space.find_linear_maps(anatomy) if m.factor != "B"]
+        blocks: dict[str, row_space.SharedInput] = {}
+        for shared_input in row_space.find_shared_inputs(anatomy, maps):
             if shared_input.width == anatomy.hidden_size:
-                blocks.setdefault(block_name(shared_input.maps[0].name), shared_input)
+                blocks.setdefault(row_space.block_name(shared_input.maps[0].name), shared_input)
         names = {name for name, _ in text_blocks(anatomy)}
         inputs = [shared_input for block, shared_input in blocks.items() if block in names]
         if len(inputs) < 2:
@@ -177,7 +168,7 @@ class SubspaceTexts(GradientTextAttack):
             )
         return _Blocks(first, tuple(inputs))
 
-    def _trained(self, anatomy: Anatomy) -> list[SharedInput]:
+    def _trained(self, anatomy: Anatomy) -> list[row_space.SharedInput]:
         """Return the inputs of the blocks that are trained and read; none where too few are."""
         first, inputs = self._blocks(anatomy)
         trained = [block for block in inputs if readers(block, anatomy)]
@@ -199,7 +190,7 @@ class SubspaceTexts(GradientTextAttack):
         if not inputs:
             return
         self._copy = BlockInputs(anatomy, inputs, self._facts)
-        self._complete_maps = lone_token_maps(anatomy, inputs[0].maps)
+        self._complete_maps = row_space.lone_token_maps(anatomy, inputs[0].maps)
         self._whitenings = self._copy.whitenings(self.seed)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
@@ -288,15 +279,15 @@ class _Blocks(NamedTuple):
             from the second on for a causal model.
     """
 
-    first: KnownInput | None
-    inputs: tuple[SharedInput, ...]
+    first: row_space.KnownInput | None
+    inputs: tuple[row_space.SharedInput, ...]
 
 
-def _causal(anatomy: Anatomy, inputs: Sequence[SharedInput]) -> bool:
+def _causal(anatomy: Anatomy, inputs: Sequence[row_space.SharedInput]) -> bool:
     """Return whether what the second block reads at a place depends on no later one."""
-    ids = torch.arange(4, device=anatomy.device)[None] % vocabulary_size(anatomy)
-    states = input_states(anatomy, inputs, ids)[-1]
-    changed = input_states(anatomy, inputs, torch.cat([ids[:, :-1], ids[:, :1]], 1))[-1]
+    ids = torch.arange(4, device=anatomy.device)[None] % row_space.vocabulary_size(anatomy)
+    states = row_space.input_states(anatomy, inputs, ids)[-1]
+    changed = row_space.input_states(anatomy, inputs, torch.cat([ids[:, :-1], ids[:, :1]], 1))[-1]
     return bool(torch.equal(states[:, 0], changed[:, 0]))
 
 

@@ -22,21 +22,13 @@ from lightning_fedleak.attacks.base import (
 )
 from lightning_fedleak.attacks.local_steps import ROUNDED, LocalSteps, cut_size, rounding_error
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
+from lightning_fedleak.attacks.words import aligned_rows
 from lightning_fedleak.attacks.words.aligned_readout import (
     HeadCalibration,
     best_count,
     rehearse,
     turn,
     turn_on_long_rows,
-)
-from lightning_fedleak.attacks.words.aligned_rows import (
-    ExpectedRows,
-    RowSummary,
-    Units,
-    plausible,
-    row_features,
-    separating_direction,
-    significant,
 )
 from lightning_fedleak.attacks.words.aligned_updates import (
     normalize_update,
@@ -306,7 +298,7 @@ class AlignedFlatChat(Attack):
         before = calibration.expected
         parts = self._parts(anatomy, inputs=False)
         directions = calibration.directions.follow(parts.states)
-        expected = ExpectedRows.compute(
+        expected = aligned_rows.ExpectedRows.compute(
             parts, *head_parameters(anatomy), directions, calibration.clusters, before.reference
         )
         expected = replace(expected, opening=before.opening)
@@ -392,7 +384,7 @@ class AlignedFlatChat(Attack):
         self._u = self._u.to(gradient.device)
         summary, u = turn_on_long_rows(gradient, self._u)
         self._check_clip(gradient, summary.norms)
-        types = significant(summary.projection, summary.doubt(u, rounding))
+        types = aligned_rows.significant(summary.projection, summary.doubt(u, rounding))
         return WordGuess(types=types, scores=-summary.projection, n_types=float(len(types)))
 
     def _read_gradient(self, gradient: Tensor) -> WordGuess:
@@ -402,15 +394,15 @@ class AlignedFlatChat(Attack):
             raise RuntimeError(self._not_prepared())
         calibration = self._calibration = self._calibration.on_device(gradient.device)
         directions, expected = calibration.directions, calibration.expected
-        summary = RowSummary.read(gradient, directions.u)
+        summary = aligned_rows.RowSummary.read(gradient, directions.u)
         self._check_clip(gradient, summary.norms)
         summary, _ = turn(gradient, summary, directions.u, expected.reference)
-        units = Units.estimate(summary, expected, expected.reference)
+        units = aligned_rows.Units.estimate(summary, expected, expected.reference)
         scores = torch.full_like(summary.projection, _RULED_OUT)
         if units is None:
             return WordGuess(types=scores.argsort()[:0], scores=scores, n_types=0.0)
-        rows = plausible(summary, units).nonzero()[:, 0]
-        features = row_features(
+        rows = aligned_rows.plausible(summary, units).nonzero()[:, 0]
+        features = aligned_rows.row_features(
             gradient[rows], summary.select(rows), units, directions, expected.rows(rows)
         )
         odds = calibration.readout.logits(features)
@@ -509,7 +501,7 @@ class AlignedFlatChat(Attack):
         surface = head_surface(anatomy)
         if surface.projection is not None:
             states = states @ surface.projection.T
-        self._u = separating_direction(states)
+        self._u = aligned_rows.separating_direction(states)
         weight = anatomy.parameter(surface.role)
         if weight is not None:
             self._rounding = rounding_error(weight.detach())

@@ -21,22 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_fedleak import model_runs
 from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy, Place, unwrap
 from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.model_runs import (
-    LOGITS_AT_ONCE,
-    call_with,
-    inputs_of,
-    labels_of,
-    micro_batches,
-    only_needed_hooks,
-    predicting,
-    run_logits,
-    stop_at,
-    token_logits,
-    undisturbed,
-)
 from lightning_fedleak.progress import track
 
 _SMALL = 0.01  # standard deviation of the values in place of zeros; not tuned
@@ -71,9 +59,9 @@ def gradient_of(
     distinct = {id(leaf): leaf for leaf in leaf_of.values()}
     total = {key: torch.zeros_like(leaf, dtype=torch.float32) for key, leaf in distinct.items()}
     n_tokens = 0
-    with undisturbed(anatomy) as model, torch.enable_grad():
-        for part in micro_batches(anatomy, batch):
-            logits, labels = token_logits(model, part, views)
+    with model_runs.undisturbed(anatomy) as model, torch.enable_grad():
+        for part in model_runs.micro_batches(anatomy, batch):
+            logits, labels = model_runs.token_logits(model, part, views)
             loss = F.cross_entropy(logits.float(), labels, reduction="sum")
             grads = torch.autograd.grad(loss, list(distinct.values()), allow_unused=True)
             for key, grad in zip(distinct, grads, strict=True):
@@ -113,12 +101,16 @@ def gradient_through_blocks(
     """
     views, leaf_of = _leaves(anatomy, roles, instead)
     place = Place("", unwrap(anatomy.blocks[-1]), "output")
-    with undisturbed(anatomy) as model, torch.enable_grad(), only_needed_hooks(anatomy.root):
+    with (
+        model_runs.undisturbed(anatomy) as model,
+        torch.enable_grad(),
+        model_runs.only_needed_hooks(anatomy.root),
+    ):
 
         def run(**text: Any) -> Any:
-            return call_with(model, views, **text)
+            return model_runs.call_with(model, views, **text)
 
-        states: Tensor = stop_at(run, place)(input_ids=ids.to(anatomy.device))
+        states: Tensor = model_runs.stop_at(run, place)(input_ids=ids.to(anatomy.device))
         weights = torch.randn(states.shape, generator=generator).to(states)
         leaves = list(leaf_of.values())
         grads = torch.autograd.grad((states * weights).sum(), leaves, allow_unused=True)
@@ -184,11 +176,11 @@ def head_inputs(anatomy: Anatomy, batch: TokenBatch) -> Tensor:
     """
     head = _head(anatomy)
     states: list[Tensor] = []
-    with undisturbed(anatomy) as model, torch.no_grad():
-        for part in micro_batches(anatomy, batch):
-            with inputs_of(head) as inputs:
-                run_logits(model, part)
-            hidden, _ = predicting(inputs[-1], part)
+    with model_runs.undisturbed(anatomy) as model, torch.no_grad():
+        for part in model_runs.micro_batches(anatomy, batch):
+            with model_runs.inputs_of(head) as inputs:
+                model_runs.run_logits(model, part)
+            hidden, _ = model_runs.predicting(inputs[-1], part)
             states.append(hidden)
     return torch.cat(states)
 
@@ -226,7 +218,7 @@ def head_gradient(
     row_weight = weight if rows is None else weight[rows]
     row_bias = bias if bias is None or rows is None else bias[rows]
     gradient = torch.zeros_like(row_weight)
-    step = max(1, LOGITS_AT_ONCE // max(1, len(row_weight)))
+    step = max(1, model_runs.LOGITS_AT_ONCE // max(1, len(row_weight)))
     for a in range(0, len(hidden), step):
         h = hidden[a : a + step]
         logits = logit_map(F.linear(h, row_weight, row_bias), rows)
@@ -258,7 +250,7 @@ def log_partitions(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, logit_map: LogitMap = PLAIN
 ) -> Tensor:
     """Return (N,) logarithms of the softmax's denominator for (N, d) hidden states."""
-    step = max(1, LOGITS_AT_ONCE // max(1, len(weight)))
+    step = max(1, model_runs.LOGITS_AT_ONCE // max(1, len(weight)))
     parts = [logit_map(F.linear(h, weight, bias)).logsumexp(1) for h in torch.split(hidden, step)]
     return torch.cat(parts) if parts else hidden.new_zeros(0)
 
@@ -412,12 +404,12 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
     frozen = {name: p.detach() for name, p in anatomy.model.named_parameters()}
     parts, first = [], 0
     tied = inputs and anatomy.tied and projection is None
-    with undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
-        for part in micro_batches(anatomy, batch):
-            with inputs_of(head) as head_calls, _lookups(anatomy, tied) as lookups:
-                all_logits = run_logits(model, part, frozen)
-            logits, labels = predicting(all_logits, part)
-            states, _ = predicting(head_calls[-1].detach(), part)
+    with model_runs.undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
+        for part in model_runs.micro_batches(anatomy, batch):
+            with model_runs.inputs_of(head) as head_calls, _lookups(anatomy, tied) as lookups:
+                all_logits = model_runs.run_logits(model, part, frozen)
+            logits, labels = model_runs.predicting(all_logits, part)
+            states, _ = model_runs.predicting(head_calls[-1].detach(), part)
             hidden = states.float()
             logit_map = LogitMap.fit(
                 model, states, logits, lambda h: F.linear(h.float(), weight, bias)
@@ -509,7 +501,9 @@ def _head_adapter(anatomy: Anatomy) -> _HeadAdapter | None:
 def _label_rows(batch: TokenBatch) -> Tensor:
     """Return (N,) the row of the batch that each predicted label stands in."""
     rows = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
-    return predicting(rows[:, None, None].expand(-1, labels_of(batch).shape[1], 1), batch)[0][:, 0]
+    return model_runs.predicting(
+        rows[:, None, None].expand(-1, model_runs.labels_of(batch).shape[1], 1), batch
+    )[0][:, 0]
 
 
 @contextmanager

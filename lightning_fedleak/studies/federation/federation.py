@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Dirichlet
 
+from lightning_fedleak import finetuning
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.federation import (
@@ -27,16 +28,6 @@ from lightning_fedleak.federation import (
     Trusted,
     trained_on,
     trained_state,
-)
-from lightning_fedleak.finetuning import (
-    EMBEDDED_MESSAGES,
-    PadRight,
-    SourceError,
-    TokenRows,
-    load_model,
-    load_tokenizer,
-    read_labelled,
-    read_texts,
 )
 from lightning_fedleak.looks import Games
 from lightning_fedleak.studies.models import with_lora
@@ -132,7 +123,7 @@ class Federation:
 
     def make_model(self) -> nn.Module:
         """Return the model with its trained part, in train mode; the same at every call."""
-        model: nn.Module = load_model(self.model)
+        model: nn.Module = finetuning.load_model(self.model)
         if self.peft == "lora":
             rank = 8 if self.lora_r is None else self.lora_r
             model = with_lora(find_anatomy(model), rank, self.targets, self.seed).model
@@ -149,17 +140,17 @@ class Federation:
     @cached_property
     def tokenizer(self) -> Any:
         """Return the tokenizer of the model."""
-        return load_tokenizer(self.model)
+        return finetuning.load_tokenizer(self.model)
 
     @cached_property
     def _texts(self) -> tuple[list[list[int]], list[str], list[str], list[str]]:
         """Return the numbers of each client's texts, and texts: clients', public, in no batch."""
-        source = self.text or EMBEDDED_MESSAGES
+        source = self.text or finetuning.EMBEDDED_MESSAGES
         if self.partition_by is None:
-            texts = read_texts(source, self.column, option="--column")
+            texts = finetuning.read_texts(source, self.column, option="--column")
             labels = [""] * len(texts)
         else:
-            pairs = read_labelled(
+            pairs = finetuning.read_labelled(
                 source,
                 self.partition_by,
                 self.column,
@@ -168,7 +159,7 @@ class Federation:
             )
             texts, labels = [text for text, _ in pairs], [label for _, label in pairs]
         if len(texts) < _LEAST_TEXTS:
-            raise SourceError(
+            raise finetuning.SourceError(
                 f"'{source}' holds {len(texts)} texts; at least {_LEAST_TEXTS} are needed, of "
                 "which a fifth calibrates the attacks and a fifth is in no client's batch."
             )
@@ -190,7 +181,7 @@ class Federation:
         )
 
     def _rows(self, texts: Sequence[str]) -> list[Tensor]:
-        return list(TokenRows.tokenize(texts, self.tokenizer, self.length).rows)
+        return list(finetuning.TokenRows.tokenize(texts, self.tokenizer, self.length).rows)
 
     @cached_property
     def rows(self) -> list[list[Tensor]]:
@@ -201,14 +192,14 @@ class Federation:
         """
         limit = self.tokenizer.model_max_length
         if self.length > limit:
-            raise SourceError(
+            raise finetuning.SourceError(
                 f"--length {self.length} is more than the {limit} tokens that this model can read."
             )
         shares, texts, _, _ = self._texts
         rows = [self._rows([texts[i] for i in numbers]) for numbers in shares]
         empty = [client for client, client_rows in enumerate(rows) if not client_rows]
         if empty:
-            raise SourceError(
+            raise finetuning.SourceError(
                 f"client {empty[0]} has no text of at least 2 tokens: give more text, or fewer "
                 "--clients."
             )
@@ -221,7 +212,7 @@ class Federation:
 
     def _padded(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
         pad = self.tokenizer.pad_token_id
-        return PadRight(0 if pad is None else int(pad))(rows)
+        return finetuning.PadRight(0 if pad is None else int(pad))(rows)
 
     def batches(self, client: int, round_: int) -> list[dict[str, Tensor]]:
         """Return a client's batches of a round: its rows in an order drawn for each round."""
@@ -331,7 +322,7 @@ class Federation:
                 gates.append(RoundGate(name, at_most=self.gate, action=self.action))
             except ValueError as error:
                 hint = f" (--watch {WORDS} watches words alone)" * (self.watch is None)
-                raise SourceError(f"--watch {name}: {error}{hint}") from error
+                raise finetuning.SourceError(f"--watch {name}: {error}{hint}") from error
         return gates
 
     def account(self, ledger: Path | None) -> ClientDP | None:
@@ -393,7 +384,7 @@ def alike(n: int, clients: int, seed: int) -> list[list[int]]:
         SourceError: fewer texts than clients.
     """
     if n < clients:
-        raise SourceError(
+        raise finetuning.SourceError(
             f"{n} texts are too few for --clients {clients}: give more text, or fewer clients."
         )
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -415,7 +406,7 @@ def by_speaker(speakers: Sequence[str], clients: int, seed: int) -> list[list[in
     for index, speaker in enumerate(speakers):
         texts.setdefault(speaker, []).append(index)
     if len(texts) < clients:
-        raise SourceError(
+        raise finetuning.SourceError(
             f"--clients {clients} are more than the {len(texts)} speakers of these texts, and a "
             f"speaker's texts stay together: give at most {len(texts)}, or deal texts alike with "
             "--partition iid."
@@ -457,7 +448,7 @@ def by_dirichlet(kinds: Sequence[str], clients: int, alpha: float, seed: int) ->
             dealt[client] += [of_kind[i] for i in order[ends[client] : ends[client + 1]]]
     empty = [client for client, texts in enumerate(dealt) if not texts]
     if empty:
-        raise SourceError(
+        raise finetuning.SourceError(
             f"--partition dirichlet leaves {len(empty)} of {clients} clients without a text: give "
             f"more text, fewer clients, another --seed, or a larger --alpha than {alpha:g}."
         )

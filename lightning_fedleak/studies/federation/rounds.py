@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lightning_fedleak import records
 from lightning_fedleak.federation import (
     SUM,
     ClientDP,
@@ -25,16 +26,6 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.looks import LeakageLimitExceeded
-from lightning_fedleak.records import (
-    RECORD,
-    RESULTS,
-    STANDARD_FAMILIES,
-    BeginLine,
-    Family,
-    GateLine,
-    read_lines,
-    read_results,
-)
 from lightning_fedleak.studies.federation.federation import Federation
 
 
@@ -232,7 +223,7 @@ class FamilyLeakage:
             where all are unknown.
     """
 
-    family: Family
+    family: records.Family
     values: Mapping[str | int, float]
 
     @property
@@ -302,15 +293,17 @@ def read_round(folder: Path, number: int, server: Server, absent: Mapping[int, s
 
 def read_leakage(folder: Path, number: int) -> list[FamilyLeakage]:
     """Return what was read in a round, by the families that the files below ``folder`` record."""
-    families = {family.name: family for family in STANDARD_FAMILIES}  # whose order is a table's
+    families = {
+        family.name: family for family in records.STANDARD_FAMILIES
+    }  # whose order is a table's
     values: dict[str, dict[str | int, float]] = {}
-    for path in sorted(folder.rglob(RESULTS)):
-        lines = read_lines(path.with_name(RECORD)).lines
-        begin = next((line for line in lines if isinstance(line, BeginLine)), None)
+    for path in sorted(folder.rglob(records.RESULTS)):
+        lines = records.read_lines(path.with_name(records.RECORD)).lines
+        begin = next((line for line in lines if isinstance(line, records.BeginLine)), None)
         if begin is None:  # the disk is full, say
             continue
         families |= {family.name: family for family in begin.families}
-        for line in read_results(path):
+        for line in records.read_results(path):
             if line.round != number or line.client is None or line.client == "all":
                 continue
             if (family := begin.family_of(line.attack)) is None:
@@ -326,9 +319,9 @@ def read_withheld(folder: Path, number: int) -> frozenset[str | int]:
     """Return the clients whose update was held back in a round."""
     return frozenset(
         decision.client
-        for path in folder.rglob(RECORD)
-        for decision in read_lines(path).lines
-        if isinstance(decision, GateLine)
+        for path in folder.rglob(records.RECORD)
+        for decision in records.read_lines(path).lines
+        if isinstance(decision, records.GateLine)
         and decision.step == number
         and decision.did in ("withheld", "raise")
         and decision.client is not None

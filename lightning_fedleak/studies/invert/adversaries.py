@@ -8,19 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_fedleak.attacks import (
-    BeamFromWords,
-    DescentSettings,
-    EmbeddingDescent,
-    GradientMatching,
-    InversionAttack,
-    PrefixInversion,
-    PrefixSettings,
-    PublicText,
-    SubspaceTexts,
-    TextAttack,
-    TokenRelaxation,
-)
+from lightning_fedleak import attacks
 from lightning_fedleak.studies.names import INVERT_ATTACKS
 
 ADVERSARIES = INVERT_ATTACKS
@@ -29,13 +17,13 @@ ADVERSARIES = INVERT_ATTACKS
 choices (Eq. 3 and 4 from 'hello') but for its stop at a cosine of .98: it goes on until settled;
 ``relaxation`` :class:`TokenRelaxation`."""
 
-READERS: Mapping[str, Callable[..., TextAttack]] = MappingProxyType(
+READERS: Mapping[str, Callable[..., attacks.TextAttack]] = MappingProxyType(
     {
-        "subspace": lambda texts, length, **settings: SubspaceTexts(**settings),
-        "dlg": GradientMatching.dlg,
-        "tag": GradientMatching.tag,
-        "lamp": GradientMatching.lamp,
-        "film": lambda texts, length, **settings: BeamFromWords(length, texts, **settings),
+        "subspace": lambda texts, length, **settings: attacks.SubspaceTexts(**settings),
+        "dlg": attacks.GradientMatching.dlg,
+        "tag": attacks.GradientMatching.tag,
+        "lamp": attacks.GradientMatching.lamp,
+        "film": lambda texts, length, **settings: attacks.BeamFromWords(length, texts, **settings),
     }
 )
 """Attacks on gradients: what makes each for batches of so many texts of so many tokens. ``dlg``,
@@ -55,9 +43,9 @@ def make_adversary(
     budget_seconds: float | None = None,
     hello: int | None = None,
     special_ids: Sequence[int] = (),
-    public_text: PublicText | Literal["sampled"] | None = "sampled",
+    public_text: attacks.PublicText | Literal["sampled"] | None = "sampled",
     autocast: torch.dtype | None = None,
-) -> InversionAttack:
+) -> attacks.InversionAttack:
     """Return an attack on activations by its name; it is called ``name@layer``.
 
     Args:
@@ -76,30 +64,32 @@ def make_adversary(
     label = f"{name}@{layer}"
     common: dict[str, Any] = {"budget_seconds": budget_seconds, "name": label}
     if name == "prefix":
-        settings = PrefixSettings(autocast=autocast)
-        return PrefixInversion(layer, public_text, settings=settings, **common)
-    common |= {"steps": steps, "descent": DescentSettings(autocast=autocast)}
+        settings = attacks.PrefixSettings(autocast=autocast)
+        return attacks.PrefixInversion(layer, public_text, settings=settings, **common)
+    common |= {"steps": steps, "descent": attacks.DescentSettings(autocast=autocast)}
     if name == "relaxation":
-        return TokenRelaxation(layer, lr=RELAXATION_LR, **common)
+        return attacks.TokenRelaxation(layer, lr=RELAXATION_LR, **common)
     if name == "paper":
-        common["descent"] = DescentSettings(weighting="paper", autocast=autocast)
+        common["descent"] = attacks.DescentSettings(weighting="paper", autocast=autocast)
         start: Literal["mean"] | int = "mean" if hello is None else hello
-        return EmbeddingDescent(layer, lr=PAPER_LR, likeness="cosine", initial=start, **common)
+        return attacks.EmbeddingDescent(
+            layer, lr=PAPER_LR, likeness="cosine", initial=start, **common
+        )
     if name == "sweeps":
-        return EmbeddingDescent(
+        return attacks.EmbeddingDescent(
             layer,
             sweeps=max(1, steps // STEPS_A_SWEEP),
             always_try=tuple(special_ids),
             **common,
         )
     if name == "descent":
-        return EmbeddingDescent(layer, **common)
+        return attacks.EmbeddingDescent(layer, **common)
     raise ValueError(f"there is no attack {name!r}; choose from {', '.join(ADVERSARIES)}")
 
 
 def make_reader(
     name: str, texts: int, length: int, *, budget_seconds: float | None = None
-) -> TextAttack:
+) -> attacks.TextAttack:
     """Return an attack on gradients by its name.
 
     Args:

@@ -8,6 +8,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 LOWEST := .venv-lowest
 IN_PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 FLOWER := .venv-flower
+TRL := .venv-trl
 QUANTIZED := .venv-quantized
 # Those of tests/ that hold slow tests: the others need not be collected to run these.
 SLOW = $(sort $(shell grep -rl --include='test_*.py' 'mark\.slow' tests))
@@ -26,7 +27,7 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-slow test-lowest test-flower test-quantized coverage docs notebooks smoke papers gpu lint house clean install install-all
+.PHONY: help demo test test-slow test-lowest test-flower test-trl test-quantized coverage docs notebooks smoke papers gpu lint house clean install install-all
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +37,7 @@ help:
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make test-flower  run the tests of federations on Flower, in .venv-flower"
 	@echo "make test-quantized  run the tests of LoRA on bases in 4 and 8 bits, with bitsandbytes and torchao in .venv-quantized"
+	@echo "make test-trl  run the tests of TRL's trainers, and their example, in .venv-trl"
 	@echo "make coverage  run the tests, but for the slow ones, and print which share of the package's lines they run (takes two thirds longer)"
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
 	@echo "make docs    build the site of docs/ in site/, strictly; open site/index.html"
@@ -67,6 +69,10 @@ test-flower: $(FLOWER)/.ready
 test-quantized: $(READY) $(QUANTIZED)/.ready
 	@PYTHONPATH=$(QUANTIZED):. $(BIN)/python -m pytest --numprocesses 0 tests/looks/test_quantized_bases.py \
 		tests/looks/channels/test_memorization.py::test_lora_on_a_base_of_four_bits $(ARGS)
+
+# In an environment of its own: others are tested without its datasets and pyarrow.
+test-trl: $(TRL)/.ready
+	@PYTHONPATH=. $(TRL)/bin/python -m pytest --numprocesses 0 tests/trl $(ARGS)
 
 test-lowest: $(LOWEST)/.ready  # without real models: newer versions saved their tokenizers
 	@FEDLEAK_ASSETS=none $(LOWEST)/bin/python -m pytest $(IN_PARALLEL) $(ARGS)
@@ -137,6 +143,12 @@ $(FLOWER)/.ready: pyproject.toml constraints-flower.txt
 
 $(QUANTIZED)/.ready: $(READY)
 	@$(BIN)/python $(INSTALL) --no-deps --target $(QUANTIZED) --upgrade -c constraints.txt bitsandbytes torchao
+	@touch $@
+
+$(TRL)/.ready: pyproject.toml constraints.txt constraints-trl.txt
+	@$(PYTHON) -m venv $(TRL)
+	@echo "Installing TRL into $(TRL) (once; some minutes) ..."
+	@$(TRL)/bin/python $(INSTALL) -c constraints.txt -c constraints-trl.txt -e ".[test]" trl
 	@touch $@
 
 clean:

@@ -57,6 +57,8 @@ class TokenBatch:
             None means one document in a row.
         crossing: whether documents attend to the others of their row. None: it is not known yet, so
             that a monitor tries it on the model (:func:`~lightning_fedleak.taps.calls.crosses`).
+        preferences: whether the loss prefers some texts to others, as that of DPO does, so that the
+            rejected ones are in the gradient with the other sign.
 
     Raises:
         BatchError: the tensors do not have these shapes and dtypes.
@@ -69,6 +71,7 @@ class TokenBatch:
     position_ids: Tensor | None = None
     documents: Tensor | None = None
     crossing: bool | None = None
+    preferences: bool = False
 
     def __post_init__(self) -> None:
         ids, labels, mask = self.input_ids, self.labels, self.attention_mask
@@ -253,6 +256,7 @@ class TokenBatch:
             self.per_document(torch.ones_like(ids)),
             self.kind,
             positions,
+            preferences=self.preferences,
         )
 
     def per_document(self, values: Tensor, fill: int = 0) -> Tensor:
@@ -342,7 +346,8 @@ def read_batch(batch: Any, kind: Kind) -> TokenBatch:
       ``input_ids`` and, if they have them, ``labels`` and ``attention_mask``. Labels under another
       usual name (``targets``, ``y``) raise an error. Documents that are packed into a row are told
       apart by ``position_ids`` that begin again, ``seq_idx``, ``cu_seq_lens`` (also
-      ``cu_seq_lens_q``; of a single row) and masks (B, H, L, L) or (B, L, L) of attention;
+      ``cu_seq_lens_q``; of a single row) and masks (B, H, L, L) or (B, L, L) of attention.
+      ``completion_mask`` without ``labels`` is that of TRL's chosen and rejected answers;
     - ``(input_ids,)``, ``(input_ids, labels)``, ``(input_ids, attention_mask, labels)`` as tuple or
       list; of two, a second of dtype bool is the mask;
     - one integer tensor (B, L).
@@ -530,17 +535,14 @@ def _check_copy(batch: Any, new_batch: Any, unchanged: bool) -> Any:
 
 
 def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBatch:
-    labels = get("labels")
-    if labels is None:
-        dims = (1, 2) if kind == "classifier" else (2,)
-        other = [
-            name
-            for name in _OTHER_LABELS
-            if isinstance(value := get(name), Tensor) and value.dim() in dims
-        ]
-        if other:
-            raise _error(f"the batch has no 'labels', but '{other[0]}', which may be", batch)
     ids, mask, positions = get("input_ids"), get("attention_mask"), get("position_ids")
+    labels, preferences = _labels(batch, get, kind)
+    if isinstance(positions, Tensor) and positions.dim() != 2:
+        raise _error(
+            "position_ids of M-RoPE and others that are not (B, L) do not say where documents "
+            "begin: with one text in a row, a batch_adapter= leaves them out",
+            positions,
+        )
     documents: Tensor | None = None
     if isinstance(ids, Tensor) and ids.dim() == 2:
         documents = _marked_documents(ids, get)
@@ -555,9 +557,21 @@ def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBa
             numbers = functional.pad(apart, (1, 0)).cumsum(1) if ids.shape[1] else ids
             documents = numbers if documents is None else documents + numbers
             mask = sees.diagonal(0, 1, 2)
-        if not isinstance(positions, Tensor) or positions.dim() != 2:  # those of images have more
-            positions = None
-    return TokenBatch(ids, labels, mask, kind, positions, documents)
+    return TokenBatch(ids, labels, mask, kind, positions, documents, preferences=preferences)
+
+
+def _labels(batch: object, get: Callable[[str], Any], kind: Kind) -> tuple[Any, bool]:
+    """Return the labels, and whether they are of answers that the loss compares."""
+    labels, ids, answers = get("labels"), get("input_ids"), get("completion_mask")
+    if labels is not None:
+        return labels, False
+    dims = (1, 2) if kind == "classifier" else (2,)
+    for name in _OTHER_LABELS:
+        if isinstance(value := get(name), Tensor) and value.dim() in dims:
+            raise _error(f"the batch has no 'labels', but '{name}', which may be", batch)
+    if kind != "causal" or not isinstance(answers, Tensor) or not isinstance(ids, Tensor):
+        return None, False
+    return ids.masked_fill(answers == 0, IGNORE_INDEX), True
 
 
 def _marked_documents(ids: Tensor, get: Callable[[str], Any]) -> Tensor | None:

@@ -45,6 +45,7 @@ class GradientSnapshot:
         noise_std: standard deviation of the noise that a defence declares on each number, or 0.
         loss_terms: roles of the parameters that have a term of their own in the loss (an L2 penalty
             in ``training_step``), whose gradient is included.
+        preferences: whether the loss pushes some texts away, as that of DPO does.
     """
 
     step: int
@@ -54,6 +55,7 @@ class GradientSnapshot:
     client: int = 0
     noise_std: float = 0.0
     loss_terms: frozenset[str] = frozenset()
+    preferences: bool = False
 
 
 @dataclass(frozen=True)

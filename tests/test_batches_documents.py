@@ -130,10 +130,12 @@ def test_marks_of_another_form_are_refused(batch: dict[str, Tensor], message: st
         read_batch(batch, "causal")
 
 
-def test_positions_of_images_mark_nothing() -> None:
+def test_positions_of_images_are_refused() -> None:
+    """Where they begin again a document may begin, or an image."""
     ids = torch.ones(2, 4).long()
-    read = read_batch({"input_ids": ids, "position_ids": torch.zeros(3, 2, 4).long()}, "causal")
-    assert read.documents is None
+    for positions in (torch.zeros(3, 2, 4), torch.arange(4)):
+        with pytest.raises(BatchError, match="M-RoPE"):
+            read_batch({"input_ids": ids, "position_ids": positions.long()}, "causal")
 
 
 # ---- the boundary logic, by brute force ---------------------------------------------------------

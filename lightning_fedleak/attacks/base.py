@@ -127,6 +127,9 @@ class Attack(ABC):
     reads_clipped: ClassVar[bool] = False
     """Whether :meth:`run` reads gradients whose entries clipping by value has cut to one size, or
     raises an error. If False, there is no result for them."""
+    reads_preferences: ClassVar[bool] = False
+    """Whether :meth:`run` reads gradients of a loss that pushes some texts away, as that of DPO
+    does (``snapshot.preferences``), or raises an error. If False, there is no result for them."""
     restores_fully: ClassVar[bool] = True
     """Whether :meth:`state_dict` holds all that :meth:`prepare` computes, so that it need not run
     after :meth:`load_state_dict`."""

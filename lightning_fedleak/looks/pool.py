@@ -396,9 +396,16 @@ def _read_row(
 ) -> list[Text]:
     item = _copied(dataset[row])  # collate functions may change what they get
     try:
-        return texts_in(read(loader.collate_fn([item])))
+        tokens = read(loader.collate_fn([item]))
+        texts = texts_in(tokens)
     except (BatchError, ValueError) as error:
         raise NoOthers(f"a row of the training data cannot be read alone: {error}") from error
+    if tokens.preferences:
+        raise NoOthers(
+            "the loss prefers chosen texts to rejected ones, which the weights learn to find "
+            "unlikely, so that likelihoods do not show what was trained on"
+        )
+    return texts
 
 
 def _copied(item: Any) -> Any:

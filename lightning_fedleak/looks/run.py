@@ -9,7 +9,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
@@ -536,6 +536,12 @@ class Look:
     notes: dict[object, Any] = field(default_factory=dict)
     scope: frozenset[Series] | None = None
 
+    @property
+    def preferences(self) -> bool:
+        """Return whether the loss of a batch so far prefers some texts to others."""
+        batches = [*self.batches, *([] if self.batch is None else [self.batch])]
+        return any(batch.preferences for batch in batches)
+
     def elapsed(self) -> float:
         """Return the seconds since the look began that were not its own."""
         return time.perf_counter() - self.started - self.seconds
@@ -579,6 +585,8 @@ class Moment:
         """Return the gradients from :attr:`take`, called once, or why there are none."""
         if self._view is None:
             self._view = take_view(self.take)
+            if isinstance(self._view, GradientSnapshot) and self.look.preferences:
+                self._view = replace(self._view, preferences=True)
         return self._view
 
 
@@ -593,6 +601,13 @@ def take_view(take: Callable[[], GradientSnapshot]) -> GradientSnapshot | Unknow
 
 
 # ---- why there is no result ------------------------------------------------------------------
+
+
+PREFERENCES = (
+    "the loss prefers chosen texts to rejected ones, which enter its gradient with the other sign, "
+    "and this attack reads the gradient of a likelihood; BagOfWords, SubspaceWords and "
+    "SubspaceMembership read such steps"
+)
 
 
 class NoTargets(ValueError):

@@ -68,6 +68,7 @@ class SubspaceMembership(PassiveMembership):
     default_name = "subspace_membership"
     needs_float64 = True
     removes_loss_terms = True
+    reads_preferences = True
 
     def __init__(
         self,

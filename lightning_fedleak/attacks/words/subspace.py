@@ -115,6 +115,7 @@ class SubspaceWords(Attack):
     reads_adaptive_updates = True
     removes_loss_terms = True
     reads_clipped = True
+    reads_preferences = True
     restores_fully = False
 
     def __init__(

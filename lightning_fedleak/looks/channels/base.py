@@ -46,6 +46,7 @@ from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.run import (
     AUTOCAST,
+    PREFERENCES,
     Found,
     Look,
     Moment,
@@ -572,6 +573,8 @@ def _find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
     regularised = [role for role in plan.roles if role in view.loss_terms]
     if regularised and not plan.attack.removes_loss_terms:
         return Unknown(explain_weight_term(regularised[0]))
+    if view.preferences and not plan.attack.reads_preferences:
+        return Unknown(PREFERENCES, applies=False)
     absent = [role for role in plan.roles if role not in view.tensors]
     return Unknown(f"no gradient of {', '.join(absent)} in this step") if absent else None
 

@@ -48,6 +48,7 @@ from lightning_fedleak.looks.channels.targets import (
 )
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.run import (
+    PREFERENCES,
     Look,
     Moment,
     Outcome,
@@ -371,6 +372,8 @@ class MembershipChannel(Channel):
         """Return the client's hidden states and the gradient of its loss in them."""
         assert self._tap is not None
         try:
+            if any(batch.preferences for batch in batches):
+                raise UnusableObservation(PREFERENCES)
             for rewritten, name in self._rewritten.items():
                 if rewritten <= layer:
                     raise UnusableObservation(

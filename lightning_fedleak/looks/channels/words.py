@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -24,7 +25,6 @@ from lightning_fedleak.looks.run import (
     Run,
     Series,
     reason,
-    take_view,
 )
 from lightning_fedleak.looks.tensorboard import add_score_histograms
 from lightning_fedleak.metrics import WordRecovery
@@ -169,7 +169,8 @@ class WordsChannel(Channel):
         if own_part is None or Stage.AGGREGATE not in moment.stages:
             return
         scale, look = moment.scale, moment.look
-        view = take_view(lambda: own_part.view(look.step, client=self.run.number, scale=scale))
+        take = partial(own_part.view, look.step, client=self.run.number, scale=scale)
+        view = replace(moment, take=take, _view=None).gradients()
         for plan in self.plans:
             stepped = plan.optimizer in (None, moment.optimizer)
             if plan.roles == (HEAD_WEIGHT,) and plan.exposed and stepped:

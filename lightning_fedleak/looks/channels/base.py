@@ -495,13 +495,9 @@ class Channel(ABC):
 
     def read_gradients(self, moment: Moment, plans: Sequence[Plan]) -> None:
         """Let each attack guess once from the gradients at the wanted stages."""
-        readable = [
-            p
-            for p in plans
-            if p.exposed
-            and p.roles
-            and (moment.optimizer is None or p.optimizer in (None, moment.optimizer))
-        ]
+        own = (None, moment.optimizer)
+        stepped = [p for p in plans if moment.optimizer is None or p.optimizer in own]
+        readable = [p for p in stepped if p.exposed and p.roles]
         if not moment.wanted or not readable:
             return
         view = moment.gradients()

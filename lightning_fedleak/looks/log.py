@@ -438,7 +438,7 @@ class Report:
                     stage=str(series.stage),
                     client=self._client,
                     round=self._steps_in_round and look.step // self._steps_in_round,
-                    attack=series.name,
+                    attack=series.record_name,
                     config=configs[series.attack],
                     n=outcome.n,
                     exposed=outcome.exposed,

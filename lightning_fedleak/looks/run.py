@@ -352,6 +352,12 @@ class Series:
         """Return what the names of its values begin with: ``leakage/flatchat``."""
         return f"{self.prefix}/{self.name}"
 
+    @property
+    def record_name(self) -> str:
+        """Return what lines of results call it: the attack's name, where that is its alone."""
+        apart = self.prefix not in PREFIX.values() and self.name == self.attack
+        return self.log_name if apart else self.name
+
 
 # ---- of one client --------------------------------------------------------------------------
 

@@ -23,8 +23,9 @@ from lightning_fedleak.report.wording import NOT_RECORDED
 SUM = "sum"
 """The client whose update is that of all together."""
 RELEASED = "released"
-BOUND = "bound/"  # begins the names of what an account of DP allows
 """The stage of the trained model."""
+BOUND = "bound/"  # begins the names of what an account of DP allows
+AUDIT = "audit/"  # begins the names of games that are played with canaries of one's own
 CHOOSES = "chooses"
 """Begins the abilities that a server has only if it is dishonest."""
 WITHHOLDING = ("withheld", "raise")
@@ -84,6 +85,7 @@ class AttackSummary:
         refuted: whether any look refuted that account; None where none was compared.
         certified: share of the looks at which the attack's own check held; None without a check.
         above_chance: how far above guessing it read, up to 1; -1 where that is unknown.
+        stale: why the weights that training ended with are unknown, where earlier ones were read.
         conclusive: whether the last interval leaves guessing out; None where that does not apply.
     """
 
@@ -116,6 +118,7 @@ class AttackSummary:
     allowed: Mapping[str, float]
     refuted: bool | None
     certified: float | None
+    stale: str | None = None
     above_chance: float = -1.0
     conclusive: bool | None = None
 
@@ -177,10 +180,15 @@ class FitResults:
             if line.stage == "aggregate" or (str(line.client), line.step) not in self.withheld
         ]
 
+    @staticmethod
+    def _played(name: str) -> str:
+        """Return the attack of a series: on canaries of one's own, or of a checkpoint's choice."""
+        return name.removeprefix(AUDIT).removesuffix("_chosen")
+
     def family(self, attack: str, lines: Sequence[ResultLine]) -> Family:
         """Return an attack's family; where it was not recorded, by the metrics of its lines."""
         begin = self._log.begin
-        family = None if begin is None else begin.family_of(attack)
+        family = None if begin is None else begin.family_of(self._played(attack))
         if family is not None:
             return family
         metrics = {name for line in lines for name in line.metrics}
@@ -198,7 +206,7 @@ class FitResults:
         return sorted(summaries, key=lambda one: (one.looks > 0, -one.above_chance))
 
     def _attack(self, name: str, stage: str, lines: Sequence[ResultLine]) -> AttackSummary:
-        played = name.removesuffix("_chosen")  # the checkpoint that is chosen, on texts of its own
+        played = self._played(name)
         facts = self._facts.get(played, AttackFacts(name=name, family=""))
         family = self.family(name, lines)
         measured = {metric for line in lines for metric in line.metrics}
@@ -248,6 +256,9 @@ class FitResults:
             if (refuted := _numbers(x.value("refuted") for x in sent))
             else None,
             certified=mean(_numbers(line.value("certified") for line in sent)),
+            stale=_reason(sent[-1], headline)
+            if stage == RELEASED and last is not None and not self.several
+            else None,
         )
         return replace(
             summary, above_chance=_above_chance(summary), conclusive=_is_conclusive(summary)

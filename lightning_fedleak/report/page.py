@@ -9,7 +9,8 @@ from importlib.resources import files
 
 import jinja2
 
-from lightning_fedleak.records import MetricValue
+from lightning_fedleak.records import CANARIES, MetricValue
+from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.charts import pictures
 from lightning_fedleak.report.edpb import on_model, release_context
 from lightning_fedleak.report.findings import Findings
@@ -39,7 +40,7 @@ def _template() -> jinja2.Template:
     environment.filters |= {"in_words": in_words, "share": share, "interval": interval}
     environment.filters |= {"rates": _shown_rates, "most": _most}
     environment.globals |= {"account": account_facts, "pictures": pictures}
-    environment.globals |= {"terms": glossary, "questions": questions}
+    environment.globals |= {"terms": glossary, "questions": questions, "tiers": tiers}
     source = files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8")
     return environment.from_string(source)
 
@@ -52,6 +53,12 @@ def _shown_rates(rates: Mapping[str, MetricValue | None]) -> dict[str, object]:
 def _most(rate: float | None) -> str:
     """Return an upper bound of a rate with three digits."""
     return share(rate and math.ceil(1e3 * rate - 1e-9) / 1e3)
+
+
+def tiers(fit: FitSummary) -> list[AttackSummary]:
+    """Return the attacks on canaries, those that stand in the data least often first."""
+    attacks = [attack for attack in fit.attacks if attack.family.name == CANARIES.name]
+    return sorted(attacks, key=lambda one: (len(one.name), one.name))  # as x4 before x16
 
 
 # ---- what is shown of a fit -------------------------------------------------------------------

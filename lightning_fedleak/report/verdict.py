@@ -209,8 +209,9 @@ def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Report
     best = _best(shared)
     excess = _excess(best, shared)
     results = {name: _result(one, shared, fits) for name, one in best.items()}
-    alarming = [text for name, text in results.items() if excess[name] > NEXT_TO_NONE]
-    reassuring = [text for name, text in results.items() if excess[name] <= NEXT_TO_NONE]
+    calm = {n for n, one in best.items() if excess[n] <= NEXT_TO_NONE and not one.attack.stale}
+    alarming = [text for name, text in results.items() if name not in calm]
+    reassuring = [text for name, text in results.items() if name in calm]
     checks, withheld = _certificates(measured), _withheld(fits)
     sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
     if best or withheld or checks:
@@ -388,6 +389,8 @@ def _result(best: _Measured, shared: Sequence[_Measured], fits: Sequence[FitSumm
         sure += f" at {len(attack.clients)} clients"
     if attack.unknown:
         sure += f", unknown at {attack.unknown} more"
+    if attack.stale:
+        sure += ". The weights that training ended with are unknown, and may give away more"
     rivals = [one.attack for one in shared if one.family == best.family]
     sure += _much_higher(best, "at the worst one", [(a.highest, a) for a in rivals])
     sure += _much_higher(best, "of the worst client", [(a.worst_client, a) for a in rivals])

@@ -77,9 +77,11 @@ def share(value: float | None) -> str:
 
 
 def interval(rate: MetricValue | None) -> str:
-    """Return a rate and its 95% interval."""
+    """Return a rate and its 95% interval; one that has no upper end is at least so much."""
     if rate is None or rate.value is None:
         return "unknown"
+    if rate.low is not None and rate.high is None:  # capped by the number of others
+        return f"at least {share(rate.value)} ({share(rate.low)} or more)"
     if rate.low is None or rate.high is None:
         return share(rate.value)
     return f"{share(rate.value)} ({share(rate.low)} to {share(rate.high)})"

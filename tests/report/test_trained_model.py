@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.records import as_json
+from lightning_fedleak.records import MetricValue, as_json
 from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.report.page import questions
+from lightning_fedleak.report.wording import interval
 from tests.report.lines import about, begin, result, written
 
 RUN = json.loads(Path(__file__).with_name("memorization_run.json").read_text())
@@ -131,3 +132,37 @@ def test_no_value_crashes_the_report_and_nothing_unknown_is_a_number(
         assert "could have it write" not in html
     if auc is None:
         assert "AUC of" not in found.verdict.sentence
+
+
+def test_weights_that_nobody_read_are_not_taken_for_the_earlier_ones(tmp_path):
+    """A low rate at half an epoch says nothing of the weights that training ended with."""
+    early = result(5, "combined", "released", auc=(0.5, 0.4, 0.6))
+    late = result(9, "combined", "released") | {"unknown": "there are no controls after epoch 1"}
+    record = [begin(attacks=[about("combined", "memorization")])]
+    found = found_in(tmp_path / "late", [early, late], record)
+    [attack] = found.runs[0].attacks
+    assert attack.stale == "there are no controls after epoch 1"
+    sentence = next(one for one in found.verdict.sentences if "combined" in one)
+    assert "The weights that training ended with are unknown" in sentence
+    measured = answers(found)["Membership by the trained model's answers"]
+    assert measured == [
+        "combined (released): auc 0.500 (0.400 to 0.600), n 10; of earlier weights, later ones "
+        "are unknown: there are no controls after epoch 1"
+    ]
+    whole = found_in(tmp_path / "whole", [early], record)
+    assert whole.runs[0].attacks[0].stale is None
+
+
+def test_a_value_without_an_upper_end_is_at_least_so_much():
+    assert interval(MetricValue(5.4, 3.9, None)) == "at least 5.400 (3.900 or more)"
+    assert interval(MetricValue(5.4, None, None)) == "5.400"
+
+
+def test_games_with_canaries_are_apart_from_the_attacks_own(tmp_path):
+    both = [result(0, name, auc=value) for name, value in (("fc", 0.5), ("audit/fc", 0.9))]
+    record = [begin(attacks=[about("fc", "membership")])]
+    [fit] = found_in(tmp_path, both, record).runs
+    assert {a.name: (a.family.name, a.mean) for a in fit.attacks} == {
+        "fc": ("membership", 0.5),
+        "audit/fc": ("membership", 0.9),
+    }

@@ -17,7 +17,7 @@ from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.canaries import InclusionMismatch
 from lightning_fedleak.looks import Memorization
 from lightning_fedleak.metrics.released import spent_at
-from lightning_fedleak.report import findings, read
+from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.report.edpb import on_model
 from tests.looks.channels.test_memorization import fit, rows, tiny
 
@@ -82,6 +82,10 @@ def test_the_report_has_a_row_for_each_tier_apart_from_the_datas_own_texts(tmp_p
     assert tiers.keys() == {"canary_x1", "canary_x8"}
     assert {attack.family.name for attack in tiers.values()} == {"canary"}
     assert tiers["canary_x8"].rates["exposure"].value > 0
+    html = page(findings(read([tmp_path])))
+    table = html.partition("Canaries, by how often each stands in the data")[2]
+    table = table.partition("</table>")[0]
+    assert table.index("canary_x1<") < table.index("canary_x8<")
     assert on_model(summary.attacks, "auc") == ["not tested here"]
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 
+import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +18,14 @@ from lightning_fedleak.commands.options import MemorizationOptions
 from lightning_fedleak.commands.printing import print_table, three_digits
 from lightning_fedleak.finetuning import SourceError, load_tokenizer, read_texts
 from lightning_fedleak.metrics.released import other_law
-from lightning_fedleak.studies.memorization import Comparison, ReleasedPool, ask_both, tokenize
+from lightning_fedleak.studies.memorization import (
+    Comparison,
+    PlantedCanaries,
+    ReleasedPool,
+    Tiers,
+    ask_both,
+    tokenize,
+)
 
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
 
@@ -49,8 +58,15 @@ class MemorizationCommand(MemorizationOptions):
             pool = ReleasedPool(members, others, lambda ids: str(tokenizer.decode(ids)))
         except ValueError as error:
             raise SourceError(f"--members and --others: {error}") from error
+        canaries = self._canaries()
+        texts = [*pool.texts, *(canaries.texts if canaries else ())]
+        base, now = ask_both(texts, self.model, self.base)
+        inside = torch.arange(len(texts)) < len(pool.texts)
         try:
-            result = pool.compare(*ask_both(pool, self.model, self.base))
+            result = pool.compare(base.rows(inside), now.rows(inside))
+            tiers: Tiers = {}
+            if canaries is not None:
+                tiers = canaries.compare(base.rows(~inside), now.rows(~inside), self.suffix)
         except UnusableObservation as error:
             raise SourceError(f"--model '{self.model}' cannot be read: {error}") from error
         known = self.drawn or result.one_law
@@ -64,11 +80,25 @@ class MemorizationCommand(MemorizationOptions):
         )
         for sentence in self._warnings(result):
             console.print(sentence, highlight=False)
+        if tiers:
+            print_table(console, _tiers_table(tiers))
         if self.out is not None:
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.out.write_text(json.dumps(self._content(result, pool, known), indent=1) + "\n")
+            self.out.write_text(
+                json.dumps(self._content(result, pool, known, tiers), indent=1) + "\n"
+            )
             console.print(str(self.out), highlight=False)
-        return self._judge(result, known, console)
+        combined = result.values["combined"] if known else "others may follow another law"
+        named = {f"canaries x{times}": one for times, one in tiers.items()}
+        return self._judge({"combined": combined, **named}, console)
+
+    def _canaries(self) -> PlantedCanaries | None:
+        """Return the canaries that are asked about besides."""
+        if self.canaries is None or self.record is None:
+            if self.canaries is not self.record:
+                raise SourceError("--canaries and --record go together: which texts, and the coins")
+            return None
+        return PlantedCanaries(self.canaries, self.record)
 
     def _warnings(self, result: Comparison) -> list[str]:
         """Return what makes numbers unknown, and what to do."""
@@ -88,29 +118,32 @@ class MemorizationCommand(MemorizationOptions):
             )
         return sentences
 
-    def _judge(self, result: Comparison, known: bool, console: Console) -> int:
+    def _judge(self, results: Mapping[str, Mapping[str, float] | str], console: Console) -> int:
         """Return the exit status, and say why it is a breach."""
         if self.at_most is None:
             return 0
-        value = result.values["combined"][self.metric]
-        low = result.values["combined"]["auc_low"] if self.metric == "auc" else value
-        if not known or math.isnan(value):
-            console.print(f"BREACH: combined/{self.metric} is unknown.", highlight=False)
-            return BREACH
-        if low > self.at_most:
-            console.print(
-                f"BREACH: combined/{self.metric} is shown to be at least {low:.3f}, above "
-                f"--at-most {self.at_most:g}.",
-                highlight=False,
-            )
-            return BREACH
-        return 0
+        breaches = []
+        for name, values in results.items():
+            end = "auc_low" if self.metric == "auc" else self.metric
+            low = math.nan if isinstance(values, str) else values[end]
+            if math.isnan(low):
+                breaches.append(f"BREACH: {name}/{self.metric} is unknown.")
+            elif low > self.at_most:
+                breaches.append(
+                    f"BREACH: {name}/{self.metric} is shown to be at least {low:.3f}, above "
+                    f"--at-most {self.at_most:g}."
+                )
+        for sentence in breaches:
+            console.print(sentence, highlight=False)
+        return BREACH if breaches else 0
 
-    def _content(self, result: Comparison, pool: ReleasedPool, known: bool) -> dict[str, object]:
-        """Return the result as plain values; NaN is null."""
+    def _content(
+        self, result: Comparison, pool: ReleasedPool, known: bool, tiers: Tiers
+    ) -> dict[str, object]:
+        """Return the result as plain values; what is no finite number is null."""
 
-        def plain(values: dict[str, float]) -> dict[str, float | None]:
-            return {name: None if math.isnan(x) else x for name, x in values.items()}
+        def plain(values: Mapping[str, float]) -> dict[str, float | None]:
+            return {name: x if math.isfinite(x) else None for name, x in values.items()}
 
         return {
             "kind": "memorization",
@@ -127,7 +160,11 @@ class MemorizationCommand(MemorizationOptions):
                 name: plain({"auc": rate.value, "auc_low": rate.low, "auc_high": rate.high})
                 for name, rate in result.blind.items()
             },
-            "attacks": {name: plain(dict(values)) for name, values in result.values.items()},
+            "attacks": {name: plain(values) for name, values in result.values.items()},
+            "canaries": {
+                str(times): one if isinstance(one, str) else plain(one)
+                for times, one in tiers.items()
+            },
         }
 
 
@@ -151,4 +188,23 @@ def _table(result: Comparison) -> Table:
                 f"greedy {three_digits(values['greedy'])}",
                 "",
             )
+    return rows
+
+
+def _tiers_table(tiers: Tiers) -> Table:
+    """Return a table with a row for each tier of canaries."""
+    rows = Table("canaries", "exposure, bits", "AUC", "95%", "extracted", "greedy")
+    for times, values in tiers.items():
+        if isinstance(values, str):
+            rows.add_row(f"x{times}", f"unknown: {values}", *[""] * 4)
+            continue
+        least = "" if math.isfinite(values["exposure_high"]) else "at least "
+        rows.add_row(
+            f"x{times}",
+            f"{least}{values['exposure']:.2f}",
+            three_digits(values["auc"]),
+            f"{values['auc_low']:.3f} to {values['auc_high']:.3f}",
+            three_digits(values["extracted"]),
+            three_digits(values["greedy"]),
+        )
     return rows

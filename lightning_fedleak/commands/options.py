@@ -352,19 +352,23 @@ class MemorizationOptions:
 
     Asks the trained model and its base about texts that were trained on and texts that were not,
     and shows how far they can be told apart and which of them the model would write. Each text
-    costs two forwards; nothing is generated.
+    costs two forwards; nothing is generated. Canaries that were planted are asked about by how
+    often they were repeated.
 
     Attributes:
         model: the trained model: a folder, or one with adapters of PEFT.
         base: the model that the training began from: a folder or a name on the hub.
         members: texts that were trained on: {sources}.
         others: texts like them that were not trained on, in one of the same forms.
+        canaries: the canaries of with_canaries in their order, as JSON lines with input_ids.
+        record: the record of which of them were planted.
+        suffix: tokens at the end of a canary that count; by default all but the first.
         column: the column of --members and --others that holds the text.
         length: tokens of a text, at most.
         drawn: a coin chose the others among the same rows (leave_out), so that they follow one
             law.
-        metric: what --at-most limits: the lower bound of the AUC, or the TPR at 1% FPR that is
-            shown.
+        metric: what --at-most limits, of canaries too: the lower bound of the AUC, or the TPR at 1%
+            FPR that is shown.
         at_most: exit with status 3 where more is shown, or it is unknown.
         out: file of the result as JSON.
     """
@@ -373,6 +377,9 @@ class MemorizationOptions:
     base: str = _option("", "NAME", required=True)
     members: str = _option("", "SOURCE", required=True)
     others: str = _option("", "SOURCE", required=True)
+    canaries: Path | None = _option(None, "FILE")
+    record: Path | None = _option(None, "FILE")
+    suffix: int | None = _option(None, "N", type=_at_least(1))
     column: str | None = _option(None, "NAME")
     length: int = _count(256, 9)
     drawn: bool = False

@@ -91,6 +91,12 @@ def _measured(attacks: Sequence[AttackSummary], metric: str) -> list[AttackSumma
     return [a for a in attacks if _is_on_texts(a) and a.rates.get(metric) is not None]
 
 
+def tiers(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
+    """Return the attacks on canaries, those that stand in the data least often first."""
+    canaries = [attack for attack in attacks if attack.family.name == CANARIES.name]
+    return sorted(canaries, key=lambda one: (len(one.name), one.name))  # as x4 before x16
+
+
 def _is_on_texts(attack: AttackSummary) -> bool:
     """Return whether an attack asks the trained model about the data's own texts."""
     return attack.stage == RELEASED and attack.family.name != CANARIES.name

@@ -9,10 +9,9 @@ from importlib.resources import files
 
 import jinja2
 
-from lightning_fedleak.records import CANARIES, MetricValue
-from lightning_fedleak.report.attacks import AttackSummary
+from lightning_fedleak.records import MetricValue
 from lightning_fedleak.report.charts import pictures
-from lightning_fedleak.report.edpb import on_model, release_context
+from lightning_fedleak.report.edpb import on_model, release_context, tiers
 from lightning_fedleak.report.findings import Findings
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.privacy import Account
@@ -53,12 +52,6 @@ def _shown_rates(rates: Mapping[str, MetricValue | None]) -> dict[str, object]:
 def _most(rate: float | None) -> str:
     """Return an upper bound of a rate with three digits."""
     return share(rate and math.ceil(1e3 * rate - 1e-9) / 1e3)
-
-
-def tiers(fit: FitSummary) -> list[AttackSummary]:
-    """Return the attacks on canaries, those that stand in the data least often first."""
-    attacks = [attack for attack in fit.attacks if attack.family.name == CANARIES.name]
-    return sorted(attacks, key=lambda one: (len(one.name), one.name))  # as x4 before x16
 
 
 # ---- what is shown of a fit -------------------------------------------------------------------

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks.memorization import (
+    Canaries,
     Combined,
     ErrorZone,
     Extraction,
@@ -24,12 +27,15 @@ from lightning_fedleak.attacks.memorization import (
     Zlib,
     blind_scores,
 )
+from lightning_fedleak.canaries import InclusionRecord
+from lightning_fedleak.canaries.items import digest_of
 from lightning_fedleak.canaries.repeats import LEAST_LABELS, scored_texts
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.metrics.released import (
     blind_aucs,
+    canary_tiers,
     extraction_values,
     follow_one_law,
     membership_values,
@@ -176,13 +182,93 @@ def tokenize(words: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: i
     return [Text(row, row) for row in ids if len(row)]
 
 
-def ask_both(
-    pool: ReleasedPool, model: str | Path, base: str | Path, dtype: torch.dtype = torch.float32
-) -> tuple[TokenSnapshot, TokenSnapshot]:
-    """Return what the base and the trained model say of a pool; one model is in memory at a time.
+Tiers = Mapping[int, dict[str, float] | str]
+"""By how often canaries were repeated: their values, or why they are unknown."""
+
+
+class PlantedCanaries:
+    """Canaries that were planted or left out, which a model and its base are asked about.
 
     Args:
-        pool: the texts.
+        file: the canaries as JSON lines, in their order: ``input_ids``, and what else they hold.
+        record: that :func:`~lightning_fedleak.canaries.with_canaries` wrote.
+
+    Attributes:
+        texts: of the canaries.
+        record: which of them were planted, and how often.
+
+    Raises:
+        SourceError: a file cannot be read, or the canaries are not those of the record.
+    """
+
+    def __init__(self, file: Path, record: Path) -> None:
+        try:
+            self.record = InclusionRecord.load(record)
+            rows = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line]
+            ids = [torch.tensor(row["input_ids"]) for row in rows]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SourceError(f"--canaries '{file}' and --record '{record}': {error}") from error
+        digests = {digest: n for n, digest in enumerate(self.record.digests)}
+        found = [{digests.get(digest_of(form, "a canary")) for form in _forms(row)} for row in rows]
+        if len(rows) != len(digests) or any(n not in places for n, places in enumerate(found)):
+            raise SourceError(
+                f"--canaries '{file}' does not hold the canaries of --record '{record}' in their "
+                "order: give each line the fields that the planted examples have"
+            )
+        self.texts = [Text(row, row) for row in ids]
+
+    def compare(
+        self, base: TokenSnapshot, now: TokenSnapshot, suffix: int | None, alpha: float = 0.05
+    ) -> Tiers:
+        """Return what each tier shows, or why it is unknown, as the monitor does at one look.
+
+        Args:
+            base: what the base said of the texts.
+            now: what the trained model says of them.
+            suffix: tokens at the end that count; None: all that are predicted.
+            alpha: probability of error of all tiers together.
+
+        Raises:
+            SourceError: a canary has no token before those that count.
+        """
+        shortest = min(len(text.ids) for text in self.texts)
+        if shortest <= (suffix or 1):
+            raise SourceError(
+                f"a canary has {shortest} tokens: --suffix counts {shortest - 1} at most"
+            )
+        attack = Canaries(suffix)
+        released = ReleasedModel(now, base, torch.ones(len(self.texts)))
+        guess = attack.run(Observation(released=released))
+        assert isinstance(guess, ExtractionGuess)
+        members = torch.tensor(self.record.included)
+        repeats = torch.tensor(self.record.repeats)
+        return canary_tiers(
+            guess, attack, self.record.times, repeats, members, ~members, alpha=alpha
+        )
+
+
+def _forms(row: Mapping[str, Any]) -> list[Any]:
+    """Return the examples that a line of JSON may stand for."""
+    lists = [row, {**row, "labels": row["input_ids"]}, row["input_ids"]]
+    tensors = [
+        {name: torch.tensor(value) for name, value in one.items()}
+        if isinstance(one, dict)
+        else torch.tensor(one)
+        for one in lists
+    ]
+    return [*lists, *tensors]
+
+
+def ask_both(
+    texts: Sequence[Text],
+    model: str | Path,
+    base: str | Path,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[TokenSnapshot, TokenSnapshot]:
+    """Return what the base and the trained model say of texts; one model is in memory at a time.
+
+    Args:
+        texts: the texts.
         model: folder of the trained model, or of PEFT adapters on ``base``.
         base: folder of the model that the training began from, or its name on the hub.
         dtype: of the weights.
@@ -191,12 +277,12 @@ def ask_both(
         SourceError: a model cannot be loaded, or is not causal.
     """
     anatomy = _causal(find_model(str(base), dtype), "--base")
-    before = ask_tokens(anatomy, pool.texts)
+    before = ask_tokens(anatomy, texts)
     if (Path(model) / "adapter_config.json").is_file():
-        after = ask_tokens(_with_adapters(anatomy, model), pool.texts)
+        after = ask_tokens(_with_adapters(anatomy, model), texts)
     else:
         del anatomy
-        after = ask_tokens(_causal(find_model(str(model), dtype), "--model"), pool.texts)
+        after = ask_tokens(_causal(find_model(str(model), dtype), "--model"), texts)
     return before, after
 
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -247,7 +246,7 @@ class PlantedCanaries:
         )
 
 
-def _forms(row: Mapping[str, Any]) -> list[Any]:
+def _forms(row: Mapping[str, object]) -> list[object]:
     """Return the examples that a line of JSON may stand for."""
     lists = [row, {**row, "labels": row["input_ids"]}, row["input_ids"]]
     tensors = [

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from lightning_fedleak import model_state
 from lightning_fedleak.anatomy import (
     Anatomy,
     Place,
@@ -30,13 +31,6 @@ from lightning_fedleak.anatomy import (
     without_peft,
 )
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model_state import (
-    HOOKS,
-    hook_home,
-    modules_of,
-    preserve_model,
-    preserve_process,
-)
 from lightning_fedleak.validate import check_integer
 
 LOGITS_AT_ONCE = 1 << 26  # logits of one run: 256 MiB in float32
@@ -78,15 +72,15 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
         ModelWritten: a parameter was written to and could not be restored.
     """
     root, before = anatomy.root, _open.get()
-    modules = modules_of(root)
+    modules = model_state.modules_of(root)
     flags = [m.training for m in modules]
     # Linear4bit of bitsandbytes packs its weights for some CPUs in eval mode, for good, and has no
     # backward any more.
     packing = [m for m in modules if getattr(m, "support_avx512bf16_for_cpu", False)]
     with ExitStack() as stack:
-        stack.enter_context(preserve_process())
+        stack.enter_context(model_state.preserve_process())
         if not any(root is other for other in before):
-            stack.enter_context(preserve_model(root, anatomy.model))
+            stack.enter_context(model_state.preserve_model(root, anatomy.model))
         stack.enter_context(_reshard(root))
         if is_compiled(root):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -155,7 +149,7 @@ def hidden_states(
     place = place_of(anatomy, layer)
     check_text(anatomy, input_ids, attention_mask, position_ids)
     check_integer("at_once", at_once, hint="tokens of one run")
-    if any("_fsdp_wrapped_module" in m._modules for m in modules_of(anatomy.root)):
+    if any("_fsdp_wrapped_module" in m._modules for m in model_state.modules_of(anatomy.root)):
         raise TypeError(
             "the model is wrapped by FullyShardedDataParallel (FSDP1), whose forward cannot be "
             "cut off behind a layer; use FSDP2 (ModelParallelStrategy)"
@@ -244,9 +238,9 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
         root: module whose hooks, and whose submodules' hooks, are meant.
         packages: packages whose hooks run.
     """
-    holders: list[dict[str, Any]] = [m.__dict__ for m in modules_of(root)]
+    holders: list[dict[str, Any]] = [m.__dict__ for m in model_state.modules_of(root)]
     holders.append({n.removeprefix("_global"): v for n, v in vars(torch_module).items()})
-    stores = [holder[name] for holder in holders for name in HOOKS if holder[name]]
+    stores = [holder[name] for holder in holders for name in model_state.HOOKS if holder[name]]
     old_stores = [(store, OrderedDict(store)) for store in stores]
     try:
         for store in stores:
@@ -279,7 +273,7 @@ def _always_called(holders: Sequence[Mapping[str, Any]]) -> Iterator[None]:
 
 
 def _comes_from(hook: Callable[..., Any], packages: Sequence[str]) -> bool:
-    home = hook_home(hook)
+    home = model_state.hook_home(hook)
     return any(home == name or home.startswith(f"{name}.") for name in packages)
 
 
@@ -437,7 +431,7 @@ def is_compiled(root: nn.Module) -> bool:
         "_orig_mod" in module._modules
         or module._compiled_call_impl is not None
         or _is_compiled_function(module.forward)
-        for module in modules_of(root)
+        for module in model_state.modules_of(root)
     )
 
 
@@ -459,7 +453,9 @@ def _reshard(root: nn.Module) -> Iterator[None]:
 
     A ``zero_grad`` or an optimizer would then change the whole parameters in place of the shards.
     """
-    groups = [m for m in modules_of(root) if hasattr(m, "unshard") and hasattr(m, "reshard")]
+    groups = [
+        m for m in model_state.modules_of(root) if hasattr(m, "unshard") and hasattr(m, "reshard")
+    ]
     sharded = [
         m for m in groups if all(hasattr(p, "full_tensor") for p in _group_parameters(m, groups))
     ]

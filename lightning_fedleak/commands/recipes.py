@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from lightning_fedleak.finetuning import SourceError
+from lightning_fedleak.studies.names import did_you_mean
 
 _WIDTH = 79  # characters of a line
 _USAGE = (
@@ -68,9 +68,8 @@ def list_or_copy(names: Sequence[str], to: Path) -> int:
     chosen = list(dict.fromkeys(name.removesuffix(".yaml") for name in names))
     wrong = [name for name in chosen if name not in sentences]
     if wrong:
-        raise SourceError(
-            f"no such recipe: {', '.join(_question(name, sentences) for name in wrong)}."
-        )
+        questions = [f"'{name}'{did_you_mean(name, [*sentences])}" for name in wrong]
+        raise SourceError(f"no such recipe: {', '.join(questions)}.")
     content = {f"{name}.yaml": recipe_files()[name].read_bytes() for name in chosen}
     try:
         to.mkdir(parents=True, exist_ok=True)
@@ -86,8 +85,3 @@ def list_or_copy(names: Sequence[str], to: Path) -> int:
     except OSError as error:
         raise SourceError(f"'{to}' cannot be written to ({error.strerror}).") from error
     return 0
-
-
-def _question(name: str, recipes: Mapping[str, str]) -> str:
-    close = difflib.get_close_matches(name, recipes, n=1)
-    return f"'{name}'" + (f" (did you mean '{close[0]}'?)" if close else "")

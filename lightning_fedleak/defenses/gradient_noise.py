@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak.defenses import processes
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
     DefenseContext,
@@ -23,13 +24,6 @@ from lightning_fedleak.defenses.noise import (
     gaussian_epsilon,
     noise_key,
     standard_normal,
-)
-from lightning_fedleak.defenses.processes import (
-    SHARD_BITS,
-    global_norm,
-    local_part,
-    reduce_partial,
-    shard_number,
 )
 from lightning_fedleak.validate import check_integer, check_names, check_number
 
@@ -187,12 +181,12 @@ class GradientNoise(HardenedNoise):
                 if not self.sigma:
                     continue
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = local_part(parameter.grad)
+            gradient = processes.local_part(parameter.grad)
             values = gradient if gradient.dtype == torch.float64 else gradient.float()
             if scale != 1.0:
                 values.mul_(scale)
             if self.sigma:
-                part = index + (shard_number(parameter.grad) << SHARD_BITS)
+                part = index + (processes.shard_number(parameter.grad) << processes.SHARD_BITS)
                 key = self._key(context, release, part)
                 noise = standard_normal(key, gradient.shape, gradient.device, values.dtype)
                 values.add_(noise, alpha=self.standard_deviation)
@@ -277,14 +271,14 @@ def _finite_norm(parameters: Sequence[nn.Parameter], root: nn.Module) -> float:
                 f"GradientNoise: the gradient of '{name}' is sparse; which rows it holds would "
                 "leave the client. Build the embedding with sparse=False."
             )
-        reduce_partial(parameter)
+        processes.reduce_partial(parameter)
         gradients.append(parameter.grad)
-    total = global_norm(gradients)
+    total = processes.global_norm(gradients)
     if not math.isfinite(total):
         broken = [
             parameter_name(p, root)
             for p in parameters
-            if p.grad is not None and not bool(torch.isfinite(local_part(p.grad)).all())
+            if p.grad is not None and not bool(torch.isfinite(processes.local_part(p.grad)).all())
         ]
         place = (
             f"in {', '.join(broken[:5])}"

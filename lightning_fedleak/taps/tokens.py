@@ -10,15 +10,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak import model_runs
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model_runs import (
-    LOGITS_AT_ONCE,
-    labels_of,
-    micro_batches,
-    run_logits,
-    undisturbed,
-)
 from lightning_fedleak.snapshots import TokenSnapshot
 
 TOKENS_AT_ONCE = 1 << 10  # tokens of one forward: as fast as larger ones on two CPU cores
@@ -74,7 +68,7 @@ def texts_in(batch: TokenBatch) -> list[Text]:
             f"the batch is of a {batch.kind} model: what a model has memorized is read from a "
             "causal language model, which predicts every next token"
         )
-    ids, labels = batch.input_ids.cpu().flatten(), labels_of(batch).cpu().flatten()
+    ids, labels = batch.input_ids.cpu().flatten(), model_runs.labels_of(batch).cpu().flatten()
     documents = (places[places >= 0] for places in batch.document_places().cpu())
     return [Text(ids[places].long(), labels[places].long()) for places in documents]
 
@@ -129,7 +123,7 @@ def ask_tokens(anatomy: Anatomy, texts: Sequence[Text]) -> TokenSnapshot:
         *(torch.zeros(shape, dtype=torch.bool) for _ in range(2)),
     )
     order = sorted(range(len(texts)), key=lambda row: len(texts[row].ids), reverse=True)
-    with undisturbed(anatomy) as model, torch.no_grad():
+    with model_runs.undisturbed(anatomy) as model, torch.no_grad():
         while order:
             rows = max(1, TOKENS_AT_ONCE // len(texts[order[0]].ids))
             part, order = order[:rows], order[rows:]
@@ -152,9 +146,9 @@ def _ask(anatomy: Anatomy, model: nn.Module, texts: Sequence[Text]) -> TokenSnap
     )
     counted = labels[:, 1:] != IGNORE_INDEX
     answers = []
-    for part in micro_batches(anatomy, batch):
-        targets = labels_of(part)[:, 1:]
-        logits = run_logits(model, part)[:, -labels.shape[1] : -1]
+    for part in model_runs.micro_batches(anatomy, batch):
+        targets = model_runs.labels_of(part)[:, 1:]
+        logits = model_runs.run_logits(model, part)[:, -labels.shape[1] : -1]
         for row, target in zip(logits, targets, strict=True):  # a copy of all would double memory
             scored = target != IGNORE_INDEX
             answers.append(describe_tokens(row[scored], target[scored]).cpu())
@@ -173,7 +167,7 @@ def describe_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     numbers = torch.empty(4, len(targets), device=logits.device)
     vocabulary = logits.shape[-1]
     on_cpu = logits.device.type == "cpu"
-    step = POSITIONS_AT_ONCE if on_cpu else max(1, LOGITS_AT_ONCE // vocabulary)
+    step = POSITIONS_AT_ONCE if on_cpu else max(1, model_runs.LOGITS_AT_ONCE // vocabulary)
     for start in range(0, len(targets), step):
         part = slice(start, start + step)
         scores = logits[part].float()

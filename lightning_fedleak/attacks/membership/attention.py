@@ -18,14 +18,7 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
-from lightning_fedleak.attacks.membership import attention_layers
-from lightning_fedleak.attacks.membership.attention_calibration import (
-    WIDE_ENOUGH,
-    Calibration,
-    PublicStates,
-    calibrate,
-    fixed_calibration,
-)
+from lightning_fedleak.attacks.membership import attention_calibration, attention_layers
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
@@ -46,7 +39,7 @@ from lightning_fedleak.validate import (
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Half-widths of the bands around a member's response, in units of it; not tuned."""
 
-DEFENDED_WIDTH = WIDE_ENOUGH
+DEFENDED_WIDTH = attention_calibration.WIDE_ENOUGH
 """The one half-width against defended gradients: it holds members in any precision."""
 
 REPLACED_WIDTHS = (*WIDTHS, 0.6, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
@@ -175,14 +168,14 @@ class AttentionMembership(MembershipAttack):
         self._digest = PublicText.label(self.public_text)
         self._prepared_at = 0
         self._d: int | None = None
-        self._calibration: Calibration | None = None
+        self._calibration: attention_calibration.Calibration | None = None
         if self.public_text is None:
             if self.design.whiten or isinstance(gamma, str):
                 raise ValueError(
                     "public_text is needed to whiten and to calibrate gamma: pass some text like "
                     "the clients', or set whiten=False and gamma to a number"
                 )
-            self._calibration = fixed_calibration(None, self.design)
+            self._calibration = attention_calibration.fixed_calibration(None, self.design)
 
     @classmethod
     def as_published(
@@ -234,11 +227,11 @@ class AttentionMembership(MembershipAttack):
             return
         text = PublicText.resolve(self.public_text, anatomy, self.design.seed)
         tokens = self.design.calibration_tokens or max(8192, 4 * anatomy.hidden_size)
-        states = PublicStates.sample(
+        states = attention_calibration.PublicStates.sample(
             anatomy, self.layer, text, self.tokens, tokens, self.design.seed
         )
         self._d = states.hidden.shape[-1]
-        self._calibration = calibrate(states, self.design)
+        self._calibration = attention_calibration.calibrate(states, self.design)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Calibrate again after ``refresh_every`` steps, and at the start of a fit."""
@@ -417,7 +410,7 @@ class AttentionMembership(MembershipAttack):
                 "this state is not of an AttentionMembership with these settings and this public "
                 "text: load it into one with the settings that were saved, or call prepare again"
             )
-        self._calibration = Calibration.from_tensors(state)
+        self._calibration = attention_calibration.Calibration.from_tensors(state)
         self._prepared_at, self._d = int(state["prepared_at"]), int(state["d"])
 
     def calibration_inputs(self) -> dict[str, object] | None:
@@ -442,7 +435,7 @@ class AttentionMembership(MembershipAttack):
         digest = hashlib.sha256(self.fingerprint().encode()).digest()
         return torch.tensor(list(digest), dtype=torch.uint8)
 
-    def _require_calibration(self) -> Calibration:
+    def _require_calibration(self) -> attention_calibration.Calibration:
         if self._calibration is None:
             raise RuntimeError(self._unprepared())
         return self._calibration

@@ -31,18 +31,8 @@ from lightning_fedleak.defenses.base import (
     DefenseError,
     parameter_name,
 )
+from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.logical import Piece
-from lightning_fedleak.defenses.dpsgd.per_sample import (
-    Clipping,
-    in_form,
-    probe,
-    random_direction,
-    rounds_products,
-    select_samples,
-    squared_norms,
-    squared_norms_of_users,
-    weighted_sum,
-)
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
 from lightning_fedleak.defenses.noise import NoiseGauge
 from lightning_fedleak.defenses.processes import (
@@ -82,7 +72,7 @@ class Clip:
     noise: tuple[float, ...]
     gamma: float | None = None
     groups: Mapping[Tensor, int] | None = field(default=None, repr=False)
-    form: Clipping = "auto"
+    form: per_sample.Clipping = "auto"
 
     @property
     def sensitivity(self) -> float:
@@ -135,7 +125,7 @@ def clip_of(
     gamma: float,
     per_layer: bool,
     layer_noise: LayerNoise,
-    form: Clipping = "auto",
+    form: per_sample.Clipping = "auto",
 ) -> Clip:
     """Return the clip norms of a model's layers.
 
@@ -261,8 +251,8 @@ class EarlierPieces:
         if self.probed:
             for index, parameter in enumerate(parameters):
                 if parameter in clipped.parts:
-                    left, right = random_direction(index, parameter)
-                    value, squares = probe(clipped.parts[parameter], left, right)
+                    left, right = per_sample.random_direction(index, parameter)
+                    value, squares = per_sample.probe(clipped.parts[parameter], left, right)
                     earlier = self.probes.get(parameter, (0.0, 0.0))
                     self.probes[parameter] = earlier[0] + float(value), earlier[1] + float(squares)
         user_gradient = self._add_to_user(clipped, piece) if piece.user_rows else None
@@ -292,7 +282,7 @@ class EarlierPieces:
         """
         weights, clip = clipped.weights / piece.user_rows, clipped.clip
         for parameter, parts in clipped.parts.items():
-            self._user_gradient[parameter] = weighted_sum(
+            self._user_gradient[parameter] = per_sample.weighted_sum(
                 parts,
                 weights.to(where_whole(parameter)),
                 parameter.shape,
@@ -353,7 +343,9 @@ class ClippedSum:
         self._earlier = earlier or EarlierPieces(samples, device, probed=True)
         weights = torch.ones(samples, dtype=torch.float64) if weights is None else weights.double()
         self.weights = self._earlier.samples * weights.to(device)
-        self.parts = {p: in_form(parts[p], p.shape, clip.form) for p in parameters if p in parts}
+        self.parts = {
+            p: per_sample.in_form(parts[p], p.shape, clip.form) for p in parameters if p in parts
+        }
         self._users, row_weights, groups = users, self.weights, len(clip.norms)
         owners: Tensor | None = None
         if users is not None:
@@ -364,9 +356,9 @@ class ClippedSum:
         squares = torch.zeros(groups, self.samples, dtype=torch.float64, device=device)
         for parameter, layer in self.parts.items():
             if users is None:
-                layer_squares = squared_norms(layer)
+                layer_squares = per_sample.squared_norms(layer)
             else:
-                layer_squares = squared_norms_of_users(
+                layer_squares = per_sample.squared_norms_of_users(
                     layer, row_weights, users, parameter.shape, clip.form
                 )
             squares[clip.group_of(parameter)] += layer_squares.to(device)
@@ -394,8 +386,10 @@ class ClippedSum:
         if factors.dim() == 2:
             factors = factors[self.clip.group_of(parameter)]
         if not self._all_finite:  # zero times NaN is NaN
-            parts, factors = select_samples(parts, self._finite), factors[self._finite]
-        return weighted_sum(parts, factors.to(where_whole(parameter)), parameter.shape, target)
+            parts, factors = per_sample.select_samples(parts, self._finite), factors[self._finite]
+        return per_sample.weighted_sum(
+            parts, factors.to(where_whole(parameter)), parameter.shape, target
+        )
 
     def with_canary(self, samples: Tensor, divisor: float) -> CanaryGradient:
         """Return what is released of crafted layers, clipped together with the real ones.
@@ -544,7 +538,9 @@ class ClippedSum:
         numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).to(context.device)
         sums = team.summed(numbers).tolist()
         coarse = self.half or self._earlier.half
-        coarse = coarse or context.precision.startswith("bf16") or rounds_products(context)
+        coarse = (
+            coarse or context.precision.startswith("bf16") or per_sample.rounds_products(context)
+        )
         tolerance = COARSE if team.largest([coarse])[0] else FINE
         pairs = zip(parameters, sums, strict=True)
         finite = [(p, row) for p, row in pairs if all(map(math.isfinite, row))]
@@ -574,14 +570,14 @@ class ClippedSum:
         if gradient is None or (team.size == 1 and not parts and parameter not in probes):
             return 0.0, 0.0, 0.0
         shard = local_part(gradient).to(where_whole(gradient))
-        left, right = random_direction(index, parameter)
+        left, right = per_sample.random_direction(index, parameter)
         shape, wide = (len(left), len(right)), left.dtype
         if shard.shape == gradient.shape:
             expected = left @ (shard.reshape(shape).to(wide) @ right)
         else:
             direction = own_part(torch.outer(left, right).view(gradient.shape), gradient)
             expected = (shard.to(wide) * direction).sum()
-        value, squares = map(float, probe(parts, left, right))
+        value, squares = map(float, per_sample.probe(parts, left, right))
         earlier = probes.get(parameter, (0.0, 0.0))
         share = copies(gradient) if team.size > 1 else 1.0
         norm = float(torch.linalg.vector_norm(shard, dtype=torch.float64))

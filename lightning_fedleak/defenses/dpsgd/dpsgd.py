@@ -27,6 +27,7 @@ from lightning_fedleak.defenses.base import (
     Privacy,
     State,
 )
+from lightning_fedleak.defenses.dpsgd import setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, clip_of
 from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoise
@@ -43,13 +44,6 @@ from lightning_fedleak.defenses.dpsgd.settings import (
     check_continued,
     check_sampling,
     guarantee_of,
-)
-from lightning_fedleak.defenses.dpsgd.setup_checks import (
-    check_model,
-    check_no_other_noise,
-    check_shards,
-    check_trainer,
-    planned_steps,
 )
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep, check_same_clip
 from lightning_fedleak.defenses.noise import NoiseGauge, base_of, noise_key, standard_normal
@@ -239,9 +233,9 @@ class DPSGD(BudgetedDefense):
         self._noise.begin_fit()
         self._team = team = Team(context)
         with team.together():
-            check_trainer(context, poisson=self.poisson_sampling)
-            check_model(context.root, self.clipping)
-            check_shards(context.root, context.processes)
+            setup_checks.check_trainer(context, poisson=self.poisson_sampling)
+            setup_checks.check_model(context.root, self.clipping)
+            setup_checks.check_shards(context.root, context.processes)
             if self._ledger is not None and team.process == 0:
                 self._budget.open_ledger(self._ledger, context.client, context.clients, self.unit)
         self._ledger = None
@@ -306,7 +300,7 @@ class DPSGD(BudgetedDefense):
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
             DefenseError: another defence would add noise that :class:`~.DPAdamBC` does not know.
         """
-        check_no_other_noise(trainer_of(context), self)
+        setup_checks.check_no_other_noise(trainer_of(context), self)
         self._forget_if_moved()
         if self.releases and self._noise.is_lost:
             warnings.warn(
@@ -536,7 +530,7 @@ class DPSGD(BudgetedDefense):
     def _planned(self, sampling: Sampling, context: DefenseContext) -> Callable[[], int]:
         """Return a function that counts the mechanisms to compose; plan correlated noise."""
         steps = functools.partial(
-            planned_steps, context, len(sampling.loader), mechanism=self.mechanism
+            setup_checks.planned_steps, context, len(sampling.loader), mechanism=self.mechanism
         )
         if self.mechanism == "independent":
             return steps

@@ -30,14 +30,8 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
+from lightning_fedleak.looks.channels import played
 from lightning_fedleak.looks.channels.base import Channel, Plan, check_guess
-from lightning_fedleak.looks.channels.played import (
-    CanaryScores,
-    Played,
-    Window,
-    played_games,
-    too_few,
-)
 from lightning_fedleak.looks.channels.targets import (
     Rows,
     Sources,
@@ -143,7 +137,7 @@ class MembershipChannel(Channel):
         for attack in attacks:
             check_held_out(attack, games.held_out)
         self._audits: dict[str, Series] = {}
-        self._canary_scores: CanaryScores | None = None
+        self._canary_scores: played.CanaryScores | None = None
         if games.canaries is not None and attacks:
             if Stage.SHARED not in settings.stages:
                 raise ValueError(
@@ -151,8 +145,10 @@ class MembershipChannel(Channel):
                 )
             self._audits = {a.name: Series(AUDIT, a.name, a.name, Stage.SHARED) for a in attacks}
             if games.score_canaries is not None:
-                self._canary_scores = CanaryScores(games.score_canaries, [a.name for a in attacks])
-        self._windows: dict[Series, Window] = {}
+                self._canary_scores = played.CanaryScores(
+                    games.score_canaries, [a.name for a in attacks]
+                )
+        self._windows: dict[Series, played.Window] = {}
         self._tap: ActivationTap | None = None
         self._calls: ModelCalls | None = None
         self._layers: set[int] = set()
@@ -189,7 +185,7 @@ class MembershipChannel(Channel):
             return "intervals are of the games of all rounds, and a gate judges one round"
         requirement = self.looks_until_known(metric.removesuffix("_worst_client"), 1)
         if requirement is None or requirement[0] <= 1:
-            return too_few(self.games.targets)
+            return played.too_few(self.games.targets)
         return requirement[1]
 
     # ---- a fit ------------------------------------------------------------------------------
@@ -493,7 +489,7 @@ class MembershipChannel(Channel):
                 look.answers.setdefault(self._audits[attack.name], answer)
             if shared and self._canary_scores is not None:
                 answer = self._guess(attack, _ALL_CANARIES, look.step, Stage.SHARED)
-                if isinstance(answer, Played):
+                if isinstance(answer, played.Played):
                     look.notes.setdefault((self.family, attack.name), answer.scores)
         if Stage.SHARED in moment.stages:
             self._leaving = False
@@ -501,7 +497,7 @@ class MembershipChannel(Channel):
     @torch.no_grad()
     def _guess(
         self, attack: MembershipAttack, table_name: str, step: int, stage: Stage
-    ) -> Played | Unknown | Waiting:
+    ) -> played.Played | Unknown | Waiting:
         table = self._tables.get(table_name)
         if table is None:
             return Unknown("the games were not begun")
@@ -522,7 +518,7 @@ class MembershipChannel(Channel):
             check_guess(attack, answer, self.guesses)
         except Exception as error:
             return Unknown(reason(error))
-        return played_games(answer, games.targets.members)
+        return played.played_games(answer, games.targets.members)
 
     def series_of(self, plan: Plan) -> list[Series]:
         """Return the series at the stages, and that of the user's canaries."""
@@ -531,7 +527,7 @@ class MembershipChannel(Channel):
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Return the packed games of one look."""
-        if not isinstance(answer, Played):
+        if not isinstance(answer, played.Played):
             raise UnusableObservation("the attack guessed something else")
         return answer.pack(self.width)
 
@@ -549,8 +545,8 @@ class MembershipChannel(Channel):
         """Return the outcome of the last looks' games, over all clients."""
         return self._window(series).add(rows)
 
-    def _window(self, series: Series) -> Window:
-        return self._windows.setdefault(series, Window(self.games.window))
+    def _window(self, series: Series) -> played.Window:
+        return self._windows.setdefault(series, played.Window(self.games.window))
 
     def clear(self) -> None:
         """Forget earlier games, and the scores of canaries."""

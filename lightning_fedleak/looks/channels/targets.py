@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_fedleak.attacks import (
-    Attack,
-    MembershipAttack,
-    PublicText,
-    Query,
-    UnusableObservation,
-)
+from lightning_fedleak import attacks
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch, before_last
 from lightning_fedleak.looks.options import Games
 from lightning_fedleak.looks.run import NoTargets, Waiting
@@ -125,11 +119,11 @@ class Rows:
         free = self.real & ~torch.isin(self.ids, marked)
         return free & (before_last(self.real & self.labels) if causal else self.labels)
 
-    def query(self, positions: Tensor) -> Query:
+    def query(self, positions: Tensor) -> attacks.Query:
         """Return the query that an attack gets: the id of padding is 0, whoever padded."""
         ids = self.ids.masked_fill(~self.real, 0)
         labels = ids.masked_fill(~(self.real & self.labels), IGNORE_INDEX)
-        return Query(ids, self.real.long(), positions, labels)
+        return attacks.Query(ids, self.real.long(), positions, labels)
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,7 +142,7 @@ class Targets:
     members: Tensor
     places: Tensor
 
-    def query(self) -> Query:
+    def query(self) -> attacks.Query:
         """Return the query that the attack gets."""
         return self.rows.query(self.positions)
 
@@ -395,10 +389,10 @@ class Sources:
         return torch.Generator().manual_seed(1_000_003 * step + self._client)
 
 
-def check_held_out(attack: Attack, held_out: PublicText | None) -> None:
+def check_held_out(attack: attacks.Attack, held_out: attacks.PublicText | None) -> None:
     """Refuse non-members that a membership attack was calibrated on."""
     public = getattr(attack, "public_text", None)
-    if held_out is None or not isinstance(public, PublicText):
+    if held_out is None or not isinstance(public, attacks.PublicText):
         return
     both = zip(public.sentences, held_out.sentences, strict=False)
     if len(public) == len(held_out) and all(torch.equal(a, b) for a, b in both):
@@ -410,7 +404,7 @@ def check_held_out(attack: Attack, held_out: PublicText | None) -> None:
 
 
 def with_gradient(
-    attack: MembershipAttack, targets: Targets, upstream: Sequence[Tensor]
+    attack: attacks.MembershipAttack, targets: Targets, upstream: Sequence[Tensor]
 ) -> Targets:
     """Return the targets without the tokens of the batch that the loss ignores.
 
@@ -424,7 +418,7 @@ def with_gradient(
         [rows[row][column if token else 0] for row, column in targeted if row >= 0]
     )
     if not bool((gradients != 0).any()):
-        raise UnusableObservation(
+        raise attacks.UnusableObservation(
             f"the loss does not depend on the hidden states at layer {attack.layer} of any of the "
             f"{len(gradients)} tokens asked for; a lower layer would be reached"
         )

@@ -5,7 +5,6 @@ Each result is kept, so that a run continues later.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -16,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,6 @@ from lightning_fedleak.looks import family_of
 from lightning_fedleak.records import ResultLine, read_results
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.studies.defense_specs import DefenseSpec
-from lightning_fedleak.studies.names import SWEEP_ATTACKS
 
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
 
@@ -235,32 +234,23 @@ def make_attacks(setting: Setting, anatomy: Anatomy) -> list[Attack]:
     layer = max(1, len(anatomy.blocks) // 2) if setting.layer is None else setting.layer
     public = _public_text(setting.model, setting.length, setting.seed)
     tokens, seed, budget = setting.length, setting.seed, setting.budget_seconds
-    attacks: list[Attack] = []
+    makers: Mapping[str, Callable[..., Attack]] = {
+        "flatchat": partial(FlatChat, public, seed=seed),
+        "aligned_flatchat": partial(AlignedFlatChat, public, seed=seed),
+        "fc": partial(FCMembership, layer, tokens=tokens),
+        "attention": partial(
+            AttentionMembership, layer, public, tokens=tokens, batch=setting.batch_size, seed=seed
+        ),
+        "prefix": partial(PrefixInversion, layer, public, budget, seed=seed),
+        "descent": partial(EmbeddingDescent, layer, budget_seconds=budget),
+    }
     for name in setting.attacks:
-        if name == "flatchat":
-            attacks.append(FlatChat(public, seed=seed, name=name))
-        elif name == "aligned_flatchat":
-            attacks.append(AlignedFlatChat(public, seed=seed, name=name))
-        elif name == "fc":
-            attacks.append(FCMembership(layer, tokens=tokens, name=name))
-        elif name == "attention":
-            batch = setting.batch_size
-            attention = AttentionMembership(
-                layer, public, tokens=tokens, batch=batch, seed=seed, name=name
-            )
-            attacks.append(attention)
-        elif name == "prefix":
-            attacks.append(PrefixInversion(layer, public, budget, seed=seed, name=name))
-        elif name == "descent":
-            attacks.append(EmbeddingDescent(layer, budget_seconds=budget, name=name))
-        else:
-            raise ValueError(
-                f"there is no attack '{name}'; these exist: {', '.join(SWEEP_ATTACKS)}"
-            )
-    return attacks
+        if name not in makers:
+            raise ValueError(f"there is no attack '{name}'; these exist: {', '.join(makers)}")
+    return [makers[name](name=name) for name in setting.attacks]
 
 
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def _public_text(model: str | None, length: int, seed: int) -> PublicText:
     """Return text by the model as it was before training, sampled once for all cells."""
     anatomy = find_anatomy(CausalLMFineTuning(model))

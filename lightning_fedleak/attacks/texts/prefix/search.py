@@ -20,19 +20,10 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.bottom_model import NextTokens
+from lightning_fedleak.attacks.texts.prefix import verification
 from lightning_fedleak.attacks.texts.prefix.beam import BeamSearch
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
-from lightning_fedleak.attacks.texts.prefix.verification import (
-    AsSent,
-    Effort,
-    OpenPlace,
-    Prior,
-    Settling,
-    Task,
-    next_round,
-    ranked_first,
-)
 
 # None of the values was tuned.
 AHEAD = 4, 48  # tokens guessed ahead, at least and at most; more waste work after a mistake
@@ -122,19 +113,22 @@ class PrefixSearch:
         noised: bool | None,
         deadline: Deadline,
     ) -> None:
-        prior, noise = Prior(top, prefixes.layout.columns), precision * observed.norm(dim=2)
-        self.task = task = Task(prefixes, table, observed, prior, noise, deadline)
+        prior, noise = (
+            verification.Prior(top, prefixes.layout.columns),
+            precision * observed.norm(dim=2),
+        )
+        self.task = task = verification.Task(prefixes, table, observed, prior, noise, deadline)
         self.prefixes, self.counts, self.deadline = prefixes, task.counts, deadline
-        self.as_sent = AsSent(task, precision > LOW_PRECISION)
-        self.settling = Settling(task, self.as_sent, noised)
+        self.as_sent = verification.AsSent(task, precision > LOW_PRECISION)
+        self.settling = verification.Settling(task, self.as_sent, noised)
         b, n = task.observed.shape[:2]
         self.rows = torch.arange(b, device=task.observed.device)
         self.opened_again: list[set[int]] = [set() for _ in range(b)]
-        self.places = [OpenPlace() for _ in range(b)]
+        self.places = [verification.OpenPlace() for _ in range(b)]
         self.confidence = task.observed.new_zeros(b, n)
         self.residuals = task.observed.new_full((b, n), float("nan"))
         self.run_length = float(AHEAD[1])
-        self.first = ranked_first(task)
+        self.first = verification.ranked_first(task)
         self.guess = self.first[:, :, 0].clone()
 
     def run(self, beam: int, spread: Tensor) -> Recovered:
@@ -185,7 +179,7 @@ class PrefixSearch:
             self.opened_again[i].add(column)
             self.guess[i, column:] = self.prefixes.tokens[i, column:]
             self.prefixes.lengths[i] = column
-            self.places[i] = OpenPlace(certain=True)
+            self.places[i] = verification.OpenPlace(certain=True)
         return bool((self.prefixes.lengths < self.counts).any())
 
     def _beams(self, tokens: Tensor, lengths: Tensor, width: int, spread: Tensor) -> bool:
@@ -204,7 +198,7 @@ class PrefixSearch:
                 spread,
             )
             rest = search.run(self.deadline.share(texts))
-            self.task.beside.add(Effort(rest.computed, rest.runs))
+            self.task.beside.add(verification.Effort(rest.computed, rest.runs))
             end = lengths[i] = rest.verified
             tokens[i, start:end] = rest.tokens[start:end]
             self.confidence[i, start:end] = rest.confidence[start:end]
@@ -278,7 +272,9 @@ class PrefixSearch:
                 self.guess[i, column] = place.settled
             elif place.tokens:
                 first = self.first[i, column]
-                self.guess[i, column], *candidates[i] = next_round(self.task, place, i, first)
+                self.guess[i, column], *candidates[i] = verification.next_round(
+                    self.task, place, i, first
+                )
         k = max(len(w) for w in candidates)
         for i, column in enumerate(heads):
             candidates[i] += self.first[i, column, : k - len(candidates[i])].tolist()
@@ -340,7 +336,7 @@ class PrefixSearch:
     def _move_on(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
         """Open the next place of each text, and replace guesses that the chain has shown wrong."""
         for i in (correct + (other >= 0).long()).nonzero().squeeze(1).tolist():
-            self.places[i] = place = OpenPlace()
+            self.places[i] = place = verification.OpenPlace()
             m = int(correct[i])
             if m:
                 self.run_length += 0.2 * (m - self.run_length)

@@ -1,12 +1,15 @@
 """Accounting of DP-SGD: against Google's dp-accounting, its price, and the proof that it holds.
 
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --grid
+    OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --fixed
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --price
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --proof
 
 ``--grid`` compares epsilon with dp-accounting (extra ``test``) for the same events, alternating:
 RDP at the same orders, PRV with Google's PLD; left out is what Google puts above 200, where
-epsilon is reported as infinite here. Times are of the processor. ``--price`` times what happens in
+epsilon is reported as infinite here. Times are of the processor. ``--fixed`` prints epsilon of
+batches of a fixed number, drawn without replacement, beside dp-accounting's and a floor, and the
+noise that an epsilon needs. ``--price`` times what happens in
 a step. ``--proof`` inserts a crafted neuron into a small GPT-2, plays games of one release each
 under ``DPSGD``, and holds the releases against what they must be: the AUC of the target's
 membership against ``Phi(1 / (sigma sqrt 2))``, the noise's standard deviation against sigma, and
@@ -34,17 +37,24 @@ from benchmarks.defenses.dp_sgd_games import play_add_remove, refutations, sampl
 from benchmarks.defenses.planted import PlantedNeuron
 from lightning_fedleak.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.defenses import DPSGD, ClipSettings
-from lightning_fedleak.defenses.accounting.accounting import LARGEST_EPSILON, Accountant, epsilon_of
-from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
+from lightning_fedleak.defenses.accounting.accounting import (
+    LARGEST_EPSILON,
+    Accountant,
+    epsilon_of,
+    noise_multiplier_for,
+)
+from lightning_fedleak.defenses.accounting.renyi import ORDERS, _rdp_of_poisson
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, PoissonBatchSampler
 from lightning_fedleak.metrics.clustered import auc
 
 SMOKE = (
+    "--fixed",
     "--price --steps 3",
     "--proof --sigmas 1.0 --games 40 --audits 2",
 )
 
 SIGMAS = (0.5, 1.0, 2.0, 4.0)
+FIXED = ((3.0, 0.01, 25), (2.0, 0.05, 100), (1.0, 0.1, 100), (0.6, 0.02, 200))
 GRID = [
     (sigma, rate, steps, delta)
     for sigma in (0.7, 1.0, 2.0, 5.0)
@@ -81,7 +91,7 @@ def grid() -> None:
         rows = []
         for sigma, rate, steps, delta in GRID:
             cell = sigma, rate, steps
-            rdp_of.cache_clear()
+            _rdp_of_poisson.cache_clear()
             ours, t_ours = timed(lambda c=cell, d=delta, k=kind: epsilon_of([c], d, k))
             theirs, t_theirs = timed(lambda c=cell, d=delta, k=kind: google(k, *c, d))
             rows.append((theirs, ours / theirs if theirs else math.nan, t_ours / t_theirs))
@@ -95,6 +105,34 @@ def grid() -> None:
                 f"{close:4}/{len(ratios):<4} {statistics.median(times):7.2f}",
                 flush=True,
             )
+
+
+def fixed() -> None:
+    print(
+        "| noise / sensitivity | share drawn | rounds | epsilon | floor | `rdp` | before | noise |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for sigma, rate, count in FIXED:
+        cell = [(sigma, rate, count)]
+        found, renyi = (epsilon_of(cell, 1e-5, k, "without_replacement") for k in ("prv", "rdp"))
+        floor, theirs = epsilon_of(cell, 1e-5, "prv"), google_fixed(sigma, rate, count)
+        enough = noise_multiplier_for(theirs, 1e-5, rate, count, "prv", "without_replacement")
+        print(
+            f"| {sigma:g} | {rate:g} | {count} | {found:.3g} | {floor:.3g} | {renyi:.3g} | "
+            f"{theirs:.3g} | {enough / sigma - 1:.0%} |",
+            flush=True,
+        )
+
+
+def google_fixed(sigma: float, rate: float, steps: int) -> float:
+    import dp_accounting as dp
+    from dp_accounting.rdp import RdpAccountant
+
+    replaced = dp.NeighboringRelation.REPLACE_ONE
+    accountant = RdpAccountant([o for o in ORDERS if o <= 128], neighboring_relation=replaced)
+    event = dp.SampledWithoutReplacementDpEvent(1000, int(1000 * rate), dp.GaussianDpEvent(sigma))
+    accountant.compose(dp.SelfComposedDpEvent(event, steps))
+    return float(accountant.get_epsilon(1e-5))
 
 
 def price(steps: int) -> None:
@@ -197,6 +235,7 @@ def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--grid", action="store_true")
+    parser.add_argument("--fixed", action="store_true")
     parser.add_argument("--price", action="store_true")
     parser.add_argument("--proof", action="store_true")
     parser.add_argument("--steps", type=int, default=2000, help="of --price")
@@ -210,6 +249,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     if args.grid:
         grid()
+    if args.fixed:
+        fixed()
     if args.price:
         price(args.steps)
     if args.proof:

@@ -101,8 +101,7 @@ class ClientDP(Defense):
         target_epsilon: what all rounds together may cost; a round beyond is refused.
         rounds: that are planned; needed where the noise is to be found.
         accountant: ``"prv"`` (tight, as PLD), ``"rdp"``, or ``"filter"``: noise may be turned up
-            (:meth:`harden`) within (``target_epsilon``, ``target_delta``). Default: the tightest
-            that covers the sampling.
+            (:meth:`harden`) within (``target_epsilon``, ``target_delta``).
         ledger: file that remembers every release through a crash; beside it ``<ledger>.terms``
             says what the releases are accounted by. With ``trust="central"`` the server keeps it,
             otherwise each client its own.
@@ -129,7 +128,7 @@ class ClientDP(Defense):
         trust: client_settings.Trusted = "central",
         target_epsilon: float | None = None,
         rounds: int | None = None,
-        accountant: AccountantKind | Literal["filter"] | None = None,
+        accountant: AccountantKind | Literal["filter"] = "prv",
         ledger: str | os.PathLike[str] | None = None,
         release: client_settings.ClientReleaseSettings | None = None,
         **old: Any,
@@ -155,8 +154,6 @@ class ClientDP(Defense):
         accounted_as: SamplingScheme = (
             "without_replacement" if amplified and sampling == "fixed" else "poisson"
         )
-        if accountant is None:
-            accountant = "rdp" if accounted_as == "without_replacement" else "prv"
         client_settings.check_accountant(accountant, target_epsilon)
         self.rounds = rounds
         self.target_epsilon = target_epsilon

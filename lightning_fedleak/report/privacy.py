@@ -371,7 +371,9 @@ def _statement(account: Account) -> str:
         )
     if account.noise_multiplier is not None and account.poisson is not None:
         rate = f"Poisson samples at rate {digits(account.sample_rate)}"
-        sampled = rate if account.poisson else "not sampled by chance"
+        if account.sampling == "without_replacement":
+            rate = f"a fixed share of {digits(account.sample_rate)}, drawn anew each time"
+        sampled = rate if account.poisson or account.sampling != "poisson" else "not sampled by chance"
         batches = "rounds" if account.is_of_clients else "batches"
         scale = " over the sensitivity" if account.is_of_clients else ""
         text += f"Noise multiplier{scale} {account.noise}; {batches} are {sampled}. "

@@ -281,7 +281,7 @@ def test_poisson_rounds_cost_what_google_says(kind, sigma, rate, rounds):
 
 
 @pytest.mark.parametrize(("sigma", "drawn", "rounds"), [(1.0, 10, 30), (4.0, 50, 100)])
-def test_rounds_of_a_fixed_number_cost_what_google_says(sigma, drawn, rounds):
+def test_rounds_of_a_fixed_number_cost_less_than_google_says(sigma, drawn, rounds):
     """Replace-one: noise of sigma clip is sigma / 2 of what two neighbours may be apart."""
     defense = dp(sigma, clients=200, sampling="fixed", per_round=drawn)
     for _ in range(rounds):
@@ -292,8 +292,9 @@ def test_rounds_of_a_fixed_number_cost_what_google_says(sigma, drawn, rounds):
             200, drawn, google.GaussianDpEvent(sigma / 2)
         )
 
-    expected = theirs("rdp", event, rounds, replace=True)
-    assert defense.privacy.epsilon == pytest.approx(expected, rel=0.01)
+    most = theirs("rdp", event, rounds, replace=True)
+    floor = epsilon_of([(sigma / 2, drawn / 200, rounds)], DELTA, "prv")  # of one direction
+    assert floor <= defense.privacy.epsilon < 0.9 * most
     assert defense.privacy.noise_multiplier == sigma / 2
 
 
@@ -323,9 +324,9 @@ def theorem_27(sigma, rate, order):
     sigma=st.floats(0.3, 60), rate=st.floats(1e-4, 0.999), order=st.sampled_from((2, 3, 8, 33, 64))
 )
 @settings(max_examples=40, deadline=None, phases=ONCE)
-def test_renyi_divergence_without_replacement_is_theorem_27(sigma, rate, order):
+def test_renyi_divergence_without_replacement_is_below_theorem_27(sigma, rate, order):
     found = rdp_of(sigma, rate, "without_replacement")[ORDERS.index(order)]
-    assert found == pytest.approx(theorem_27(sigma, rate, order), rel=1e-9)
+    assert found <= theorem_27(sigma, rate, order) * (1 + 1e-9)
 
 
 @pytest.mark.slow
@@ -336,23 +337,6 @@ def test_drawing_a_fixed_number_never_costs_more_than_taking_all(sigma, rate):
     assert (ours >= 0).all()
     assert (ours <= np.asarray(ORDERS) / 2 / sigma**2 * (1 + 1e-12)).all()
     assert (np.diff(ours) >= -1e-12 * ours[1:]).all()
-
-
-@pytest.mark.parametrize(
-    ("sigma", "rate"), [(1.4, 0.9), (2.0, 0.01), (3.0, 0.01), (3.5, 0.01), (4.0, 0.01)]
-)
-def test_epsilon_without_replacement_is_googles_at_these_orders(sigma, rate):
-    ours = epsilon_of([(sigma, rate, 25)], DELTA, "rdp", "without_replacement")
-    none = epsilon_of([(sigma, 1.0, 25)], DELTA, "rdp")
-
-    def event(google):
-        return google.SampledWithoutReplacementDpEvent(
-            1000, int(1000 * rate), google.GaussianDpEvent(sigma)
-        )
-
-    orders = [order for order in ORDERS if order <= 128]
-    expected = theirs("rdp", event, 25, replace=True, orders=orders)
-    assert ours == pytest.approx(min(expected, none), rel=0.01)
 
 
 @pytest.mark.parametrize("trust", ["local", "secure_aggregation"])
@@ -367,9 +351,12 @@ def test_sampling_does_not_help_against_a_server_that_knows_who_takes_part(trust
     assert defense.privacy.epsilon == pytest.approx(theirs("prv", event, 7), rel=0.01)
 
 
-def test_pld_of_a_fixed_number_is_refused():
-    with pytest.raises(DefenseError, match="drawn without replacement"):
-        dp(sampling="fixed", per_round=2, accountant="prv")
+def test_a_fixed_number_is_accounted_by_the_tightest():
+    defense = dp(clients=200, sampling="fixed", per_round=2)
+    defense._record_release()
+    assert defense.settings()["accountant"] == "prv"
+    expected = epsilon_of([(0.5, 0.01, 1)], DELTA, "prv", "without_replacement")
+    assert defense.privacy.epsilon == expected
 
 
 @pytest.mark.slow

@@ -13,10 +13,9 @@ decisions that depend on the data.
   epsilon, which is an upper bound too. Where delta is so small that float64's rounding matters
   (below ``4e-15`` times the number of releases) RDP's epsilon is reported.
 
-- ``"rdp"`` also covers batches of a fixed number, drawn without replacement
-  (``sampling="without_replacement"``): Wang, Balle & Kasiviswanathan 2019, Theorem 27. The number
-  of examples is public then, and neighbours differ by one example put in another's place. PRV has
-  no such release.
+Both also cover batches of a fixed number, drawn without replacement
+(``sampling="without_replacement"``): Zhu, Dong & Wang 2022, as ``fixed_batches`` says. The number
+of examples is public then, and neighbours differ by one example put in another's place.
 
 Below a noise multiplier of :data:`LEAST_NOISE`, and from :data:`LARGEST_EPSILON` on, epsilon is
 reported as infinite and PRV is not called: its mesh covers the whole range of the privacy loss,
@@ -39,6 +38,7 @@ from scipy.fft import next_fast_len
 from scipy.optimize import brentq
 from torch import Tensor
 
+from lightning_fedleak.defenses.accounting.fixed_batches import WithoutReplacementPRV
 from lightning_fedleak.defenses.accounting.ledger import (
     Ledger,
     check_count,
@@ -86,14 +86,18 @@ def tightened(epsilon: float, prv: Callable[[float], float]) -> float:
 
 
 def prv_epsilon(
-    history: Sequence[tuple[float, float, int]], delta: float, epsilon: float, rdp: Floats
+    history: Sequence[tuple[float, float, int]],
+    delta: float,
+    epsilon: float,
+    rdp: Floats,
+    sampling: SamplingScheme,
 ) -> float:
     """Return PRV's upper bound on epsilon, ``inf`` where it has none; as :func:`read_prv`."""
 
     def read(composed: Any, delta_error: float, error: float) -> Floats:
         return np.array([composed.compute_epsilon(delta, delta_error, error)[2]])
 
-    bound = read_prv(history, delta, epsilon, rdp, read)
+    bound = read_prv(history, delta, epsilon, rdp, read, sampling)
     return math.inf if bound is None or not math.isfinite(bound[0]) else max(float(bound[0]), 0.0)
 
 
@@ -103,6 +107,7 @@ def read_prv(
     epsilon: float,
     rdp: Floats,
     read: Callable[[Any, float, float], Floats],
+    sampling: SamplingScheme = "poisson",
 ) -> Floats | None:
     """Return what is read off the composition of all releases; None where PRV has none.
 
@@ -119,6 +124,7 @@ def read_prv(
         epsilon: about as large as the answer, or larger.
         rdp: of all releases together, at ``ORDERS``.
         read: takes the composition, the error of a delta, and that of an epsilon.
+        sampling: of all releases.
     """
     from opacus.accountants.analysis import prv
 
@@ -130,7 +136,7 @@ def read_prv(
     loss = max(
         float(epsilons_of_rdp(rdp, delta_error / 4).min()),
         *(
-            float(epsilons_of_rdp(rdp_of(sigma, rate), delta_error / (8 * steps)).min())
+            float(epsilons_of_rdp(rdp_of(sigma, rate, sampling), delta_error / (8 * steps)).min())
             for sigma, rate, _ in history
         ),
     )
@@ -139,6 +145,8 @@ def read_prv(
     root = math.sqrt(steps * math.log(12 / delta_error) / 2)
     error = max(PRV_ERROR * epsilon, 2 * (loss + 3) * root / PRV_POINTS)
     half = max(loss, error) + 3
+    fixed = sampling == "without_replacement"
+    loss_of = WithoutReplacementPRV if fixed else prv.PoissonSubsampledGaussianPRV
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -149,7 +157,7 @@ def read_prv(
             releases = [
                 prv.discretize(
                     prv.TruncatedPrivacyRandomVariable(
-                        prv.PoissonSubsampledGaussianPRV(rate, sigma), mesh.t_min, mesh.t_max
+                        loss_of(rate, sigma), mesh.t_min, mesh.t_max
                     ),
                     mesh,
                 )
@@ -188,11 +196,11 @@ class Accountant:
         ledger: file that remembers every release through a crash, one for each client, see
             :class:`~lightning_fedleak.defenses.accounting.ledger.Ledger`. None: what was released
             after the last checkpoint is forgotten in a crash.
-        sampling: how batches are drawn. ``"without_replacement"`` is accounted by ``"rdp"`` alone.
+        sampling: how batches are drawn.
 
     Raises:
-        DefenseError: an unknown kind, one that does not cover the sampling, Opacus is missing, or
-            the ledger's file cannot be used.
+        DefenseError: an unknown kind or sampling, Opacus is missing, or the ledger's file cannot be
+            used.
     """
 
     def __init__(
@@ -351,7 +359,9 @@ def epsilon_of(
     rdp = composed_rdp(history, sampling)
     epsilon = float(epsilons_of_rdp(rdp, delta).min())
     if kind == "prv" and 0 < epsilon < math.inf:
-        epsilon = tightened(epsilon, lambda bound: prv_epsilon(history, delta, bound, rdp))
+        epsilon = tightened(
+            epsilon, lambda bound: prv_epsilon(history, delta, bound, rdp, sampling)
+        )
     return epsilon if epsilon <= LARGEST_EPSILON else math.inf
 
 
@@ -555,11 +565,6 @@ def _check_kind(kind: str, sampling: str = "poisson") -> None:
     hint = "'prv' is tight, 'rdp' is fast"
     check_choice("accountant", kind, ("prv", "rdp"), hint=hint, error=DefenseError)
     check_choice("sampling", sampling, ("poisson", "without_replacement"), error=DefenseError)
-    if kind == "prv" and sampling == "without_replacement":
-        raise DefenseError(
-            "accountant='prv' does not cover batches of a fixed number drawn without replacement: "
-            "use accountant='rdp', or draw by Poisson sampling"
-        )
 
 
 def _check_delta(delta: float, name: str = "delta") -> None:

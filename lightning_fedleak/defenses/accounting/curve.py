@@ -56,7 +56,7 @@ def curve_of(
             estimates = [composed.compute_delta_estimate(e - error) for e in epsilons]
             return np.maximum(estimates, 0.0) + delta_error
 
-        bounds = read_prv(history, LEAST_DELTA, largest, rdp, read)
+        bounds = read_prv(history, LEAST_DELTA, largest, rdp, read, sampling)
         deltas = deltas if bounds is None else np.fmin(deltas, bounds)
     deltas[-1] = min(deltas[-1], LEAST_DELTA)
     return tuple(zip(epsilons.tolist(), deltas.tolist(), strict=True))

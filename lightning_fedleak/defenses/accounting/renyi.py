@@ -1,7 +1,7 @@
 """Renyi differential privacy of one release of the sampled Gaussian mechanism.
 
 - Poisson sampling: Mironov, Talwar & Zhang 2019, as Opacus computes it.
-- Batches of a fixed number without replacement: Wang, Balle & Kasiviswanathan 2019, Theorem 27.
+- Batches of a fixed number without replacement: Zhu, Dong & Wang 2022, as ``fixed_batches`` says.
 
 Orders are converted to (epsilon, delta) by Balle et al. 2020, Theorem 21.
 """
@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
-from decimal import MAX_EMAX, MIN_EMIN, Decimal, localcontext
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import gammaln, logsumexp
 
+from lightning_fedleak.defenses.accounting.fixed_batches import Floats as Floats  # handed on
+from lightning_fedleak.defenses.accounting.fixed_batches import rdp_without_replacement
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.extras import install
-
-Floats = NDArray[np.float64]
 
 ORDERS: tuple[float, ...] = (
     *(1 + x / 10 for x in range(1, 100)),
@@ -29,9 +26,6 @@ ORDERS: tuple[float, ...] = (
 """Renyi orders that are tried."""
 
 SamplingScheme = Literal["poisson", "without_replacement"]
-
-LARGEST_ORDER = 128  # of the bound without replacement; larger orders take longer. Not tuned
-LARGEST_EXPONENT = 700.0  # exp of more than 709 is no float64
 
 
 def rdp_of(
@@ -46,71 +40,8 @@ def rdp_of(
         sampling: how batches are drawn.
     """
     if sampling == "without_replacement" and sample_rate < 1:
-        return _rdp_without_replacement(noise_multiplier, sample_rate)
+        return rdp_without_replacement(noise_multiplier, sample_rate, ORDERS)
     return _rdp_of_poisson(noise_multiplier, sample_rate)
-
-
-@functools.lru_cache(maxsize=256)
-def _rdp_without_replacement(noise_multiplier: float, sample_rate: float) -> Floats:
-    """Return the bound of Theorem 27 of Wang et al. 2019, between whole orders by convexity.
-
-    No order costs more than without sampling; orders above :data:`LARGEST_ORDER` cost as much.
-    """
-    if noise_multiplier == 0:
-        rdp = np.full(len(ORDERS), np.inf)
-    else:
-        largest = int(max(order for order in ORDERS if order <= LARGEST_ORDER))
-        sums = _log_moments(noise_multiplier, sample_rate, largest)
-        rdp = np.asarray(ORDERS) / 2 / noise_multiplier**2
-        for i, order in enumerate(ORDERS):
-            if order <= largest:
-                low, part = int(order), order - int(order)
-                high = sums[low + 1] if part else 0.0
-                rdp[i] = min(rdp[i], ((1 - part) * sums[low] + part * high) / (order - 1))
-    rdp.flags.writeable = False
-    return rdp
-
-
-def _log_moments(noise_multiplier: float, sample_rate: float, largest: int) -> list[float]:
-    """Return the log of the bound on each whole order's moment up to the largest; 0 at 0 and 1."""
-    logs = _log_differences(noise_multiplier, largest + 1)
-    ratio = 1 / noise_multiplier**2
-    second = ratio + math.log(-math.expm1(-ratio)) if ratio < LARGEST_EXPONENT else ratio
-    terms = [min(math.log(4) + second, math.log(2) + ratio)]
-    for j in range(3, largest + 1):
-        mean = (logs[2 * (j // 2)] + logs[2 * ((j + 1) // 2)]) / 2
-        terms.append(min(math.log(4) + mean, math.log(2) + j * (j - 1) / 2 * ratio))
-    js = np.arange(2, largest + 1)
-    bounds = np.asarray(terms) + js * math.log(sample_rate) - gammaln(js + 1)
-    sums = [0.0, 0.0]
-    for order in range(2, largest + 1):
-        n = order - 1
-        log_choose = math.lgamma(order + 1) - gammaln(order - js[:n] + 1)
-        log_moment = float(logsumexp(np.append(bounds[:n] + log_choose, 0.0)))
-        # Sampling never costs more than none.
-        sums.append(min(log_moment, order * (order - 1) / 2 * ratio))
-    return sums
-
-
-def _log_differences(noise_multiplier: float, least: int) -> dict[int, float]:
-    """Return the log of ``E_P[(Q / P - 1)^l]`` of two Gaussians one apart, for even l.
-
-    The largest l is ``least`` or the next even number. The alternating sum cancels, so it is
-    computed in decimal numbers with enough digits.
-    """
-    largest = least + least % 2
-    digits = 60 + math.ceil(largest * (0.61 + math.log10(max(noise_multiplier, 1.0))))
-    with localcontext() as context:
-        context.prec, context.Emax, context.Emin = digits, MAX_EMAX, MIN_EMIN
-        ratio = 1 / Decimal(noise_multiplier) ** 2
-        moments = [(ratio * (i * (i - 1)) / 2).exp() for i in range(largest + 1)]
-        logs = {}
-        for order in range(2, largest + 1, 2):
-            signed = (
-                (-1) ** i * math.comb(order, i) * m for i, m in enumerate(moments[: order + 1])
-            )
-            logs[order] = float(sum(signed, Decimal(0)).ln())
-    return logs
 
 
 @functools.lru_cache(maxsize=1024)

@@ -347,7 +347,7 @@ class Federation:
             trust=self.trust,
             sampling=self.sampling,
             per_round=self.per_round,
-            accountant="filter" if self.action == "harden" else None,
+            accountant="filter" if self.action == "harden" else "prv",
             ledger=ledger,
         )
 

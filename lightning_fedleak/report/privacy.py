@@ -336,6 +336,14 @@ def _limit(account: Account) -> tuple[str | None, bool | None]:
     return f"What this epsilon limits: {text}{weak}", tpr > WEAK_TPR
 
 
+def _drawing(account: Account) -> str:
+    """Return in words how batches or the clients of a round are drawn."""
+    rate = digits(account.sample_rate)
+    if account.sampling == "without_replacement":
+        return f"a fixed share of {rate}, drawn anew each time"
+    return f"Poisson samples at rate {rate}" if account.poisson else "not sampled by chance"
+
+
 def _statement(account: Account) -> str:
     """Return what was promised, in sentences."""
     guarantee = f"The guarantee: {account.guarantee.strip().rstrip('.')}. "
@@ -370,13 +378,9 @@ def _statement(account: Account) -> str:
             "this epsilon. "
         )
     if account.noise_multiplier is not None and account.poisson is not None:
-        rate = f"Poisson samples at rate {digits(account.sample_rate)}"
-        if account.sampling == "without_replacement":
-            rate = f"a fixed share of {digits(account.sample_rate)}, drawn anew each time"
-        sampled = rate if account.poisson or account.sampling != "poisson" else "not sampled by chance"
         batches = "rounds" if account.is_of_clients else "batches"
         scale = " over the sensitivity" if account.is_of_clients else ""
-        text += f"Noise multiplier{scale} {account.noise}; {batches} are {sampled}. "
+        text += f"Noise multiplier{scale} {account.noise}; {batches} are {_drawing(account)}. "
     if account.without_sampling is not None:
         text += (
             "Without counting on the sampling, epsilon of the same releases would be "

@@ -15,7 +15,14 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor
 
-from lightning_fedleak.defenses import DPSGD, BudgetSpent, ClipSettings, DefenseError, Freeze
+from lightning_fedleak.defenses import (
+    DPSGD,
+    BudgetSpent,
+    ClipSettings,
+    DefenseError,
+    Freeze,
+    ReleaseSettings,
+)
 from lightning_fedleak.strategies import StepError
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
@@ -79,10 +86,15 @@ def test_resume_goes_on_with_noise_and_account(tmp_path: Path) -> None:
     run.save_checkpoint(tmp_path / "a.ckpt")
     assert first.privacy.epsilon == pytest.approx(5.0, rel=0.01)
     second = DPSGD(CLIP, **settings)
+    module, run = fit(second, max_epochs=3, ckpt_path=str(tmp_path / "a.ckpt"))
+    assert run.global_step == 6
+    assert not module.sizes
+    raises = DPSGD(CLIP, release=ReleaseSettings(on_budget="raise"), **settings)
     with pytest.raises(BudgetSpent, match="after 6 releases"):
-        fit(second, max_epochs=3, ckpt_path=str(tmp_path / "a.ckpt"))
-    assert second.noise_multiplier == first.noise_multiplier
-    assert second.accountant.steps == 6
+        fit(raises, max_epochs=3, ckpt_path=str(tmp_path / "a.ckpt"))
+    for again in (second, raises):
+        assert again.noise_multiplier == first.noise_multiplier
+        assert again.accountant.steps == 6
 
 
 def test_the_last_affordable_step_ends_the_fit() -> None:

@@ -189,13 +189,9 @@ class DPSGD(BudgetedDefense):
         return settings
 
     def group_privacy(self, rows: int) -> Privacy:
-        """Return the cost of the releases so far to a group of examples.
+        """Return the cost of the releases so far to ``rows`` examples, added or removed together.
 
-        The ``rows`` examples are added or removed together, because they are of one person perhaps.
-        ``unit="user"`` from the start costs less. With ``unit="user"`` the group is of users.
-
-        Args:
-            rows: of the group, at most.
+        ``unit=Users()`` from the start costs less. With it the group is of users.
 
         Returns:
             Epsilon at the delta of :attr:`privacy`
@@ -314,6 +310,15 @@ class DPSGD(BudgetedDefense):
             self._step.clip = self._clip(context)
             self._step.adopt()
         self._budget.check_not_overdrawn()
+        if self.accountant.steps:
+            self._stop_if_spent(context)
+
+    def _stop_if_spent(self, context: DefenseContext) -> None:
+        """End the fit where no further release fits the budget, with ``on_budget="stop"``."""
+        trainer = trainer_of(context)
+        if self.on_budget == "stop" and trainer is not None and self._noise.is_accounted:
+            (spent,) = self._team.largest([not self._budget.affords_another()])
+            trainer.should_stop = trainer.should_stop or bool(spent)
 
     @property
     def acts_on_batches(self) -> bool:
@@ -411,9 +416,7 @@ class DPSGD(BudgetedDefense):
         if sigma > 0:
             step.moves.remember(parameters)
         step.released(self.releases, unchecked=not compared)
-        if self.on_budget == "stop" and trainer is not None and noise.is_accounted:
-            (spent,) = team.largest([not self._budget.affords_another()])
-            trainer.should_stop = trainer.should_stop or bool(spent)
+        self._stop_if_spent(context)
 
     def on_canary(
         self,

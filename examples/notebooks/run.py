@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent
 _CODES = re.compile(r"\x1b|[\x00-\x08\x0b\x0c\x0e-\x1f]")
 _TAG = re.compile(r"<style.*?</style>|<[^>]*>", re.DOTALL)
 _GATE = re.compile(
-    r"RiskGate '[^']+' (warns|stopped training) at step \d+\s+measured: leakage/\S+ = "
+    r"(RiskGate|Threshold) '[^']+' (warns|stopped training) at step \d+\s+measured: leakage/\S+ = "
 )
 _NUMBER = re.compile(r"\b\d\.\d+\b")
 _WIDGETS = re.compile(r"ipywidgets|IProgress")

@@ -15,8 +15,8 @@ _WIDTH = 79  # characters of a line
 _USAGE = (
     "Copy some with 'fedleak recipes NAME ...' and append them to a config of your own: fedleak "
     "fit --config your_run.yaml --config NAME.yaml. A config to begin with: fedleak fit "
-    "--print_config > your_run.yaml. Under transformers' Trainer: LeakageCallback of "
-    "lightning_fedleak.trainers, in a loop of your own Watch (examples/)"
+    "--print_config > your_run.yaml. Without Lightning: examples/transformers_trainer.py, "
+    "examples/trl_sft.py, examples/plain_loop.py and examples/accelerate_loop.py"
 )
 
 

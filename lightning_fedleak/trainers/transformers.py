@@ -30,6 +30,7 @@ FILE = "fedleak.safetensors"
 _LINE = "trainer.add_callback(LeakageCallback(trainer, ...))"
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 """Parts of the names of optimizers that step while backward runs, and keep no gradient."""
+_COMPARES = {"CustomDPOTrainer", "CustomKTOTrainer"}  # LlamaFactory's: rejected rows have no mark
 
 
 @show_settings
@@ -230,6 +231,8 @@ class TransformersWatch(Watch):
             "DataParallel": trainer.args.n_gpu > 1,
         }
         super()._check(*(name for name, wraps in wrappers.items() if wraps))
+        if found := _COMPARES.intersection(kind.__name__ for kind in type(trainer).__mro__):
+            raise ValueError(f"{found.pop()} compares texts, and no batch says which are rejected")
         if any(name in optim.lower() for name in _IN_BACKWARD):
             raise ValueError(
                 f"LeakageCallback finds no gradient with optim={optim}, which steps while backward "

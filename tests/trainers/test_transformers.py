@@ -336,6 +336,14 @@ def test_gradients_in_parts_are_refused(tmp_path: Path, flag: str, words: str) -
     assert "training_step" not in vars(trainer)
 
 
+def test_pairs_without_a_mark_are_refused(tmp_path: Path) -> None:
+    for name in ("CustomDPOTrainer", "CustomKTOTrainer"):
+        trainer = trainer_of(tmp_path, kind=type(name, (Sequential,), {}))
+        watched(trainer, [BagOfWords()])
+        with pytest.raises(ValueError, match="no batch says which are rejected"):
+            trainer.train()
+
+
 class Raises(TrainerCallback):
     """Raises at one moment after the first step."""
 

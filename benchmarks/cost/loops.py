@@ -1,0 +1,126 @@
+"""What a step without a look costs in other loops, above a callback that does nothing.
+
+    python -m benchmarks.cost.loops                      # 400 steps, five times each, in turn
+    python -m benchmarks.cost.loops --model DIR          # any causal LM
+
+Runs with and without the watch take turns. A step is the processor time from one batch to the next;
+its median over a run is compared with that of the run beside it. One look is made, at step 0, and
+is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from lightning_fedleak.attacks import FlatChat
+from lightning_fedleak.trainers import LeakageCallback, Watch
+
+SMOKE = ("--model {model} --steps 4 --runs 1",)
+
+NEVER = 10**9  # steps between looks: none after the first
+SKIPPED = 2  # steps of each run that are not counted: the look, and the one after it
+
+
+class Clock(TrainerCallback):
+    """Notes the processor time at the begin of each step; does nothing else."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.times.append(time.process_time())
+
+
+def median_step(times: list[float]) -> float:
+    """Return the median of the steps in ms."""
+    steps = [later - earlier for earlier, later in pairwise(times)]
+    return 1e3 * statistics.median(steps[min(SKIPPED, len(steps) - 1) :])
+
+
+def model_of(path: str | None) -> Any:
+    if path is not None:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2))
+
+
+def trained(path: str | None, steps: int, watched: bool, folder: Path) -> float:
+    """Return the median step of transformers' Trainer."""
+    clock = Clock()
+    rows = [{"input_ids": x, "labels": x} for x in torch.randint(0, 500, (2 * steps, 16))]
+    arguments = TrainingArguments(
+        str(folder), max_steps=steps, per_device_train_batch_size=2, report_to=[],
+        save_strategy="no", logging_steps=NEVER, disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    trainer = Trainer(model_of(path), arguments, train_dataset=rows, callbacks=[clock])
+    nothing = LeakageCallback(trainer, [FlatChat(n_types=20)], every_n_steps=NEVER)
+    trainer.add_callback(nothing if watched else TrainerCallback())
+    trainer.train()
+    return median_step(clock.times)
+
+
+def looped(path: str | None, steps: int, watched: bool, folder: Path) -> float:
+    """Return the median step of a plain loop."""
+    model, clock = model_of(path).train(), Clock()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    watch = Watch(model, optimizer, [FlatChat(n_types=20)], folder=folder, every_n_steps=NEVER)
+
+    def step(ids: torch.Tensor) -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    rows = torch.randint(0, 500, (steps, 2, 16))
+    if not watched:
+        for ids in rows:
+            clock.on_step_begin()
+            step(ids)
+        return median_step(clock.times)
+    with watch:
+        for ids in rows:
+            clock.on_step_begin()
+            with watch.step({"input_ids": ids, "labels": ids}):
+                step(ids)
+    return median_step(clock.times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder of a causal LM; default a GPT-2 of two blocks")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--runs", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{platform.machine()}, one thread, torch {torch.__version__}, {options.steps} steps")
+    for name, run in (("LeakageCallback", trained), ("Watch", looped)):
+        pairs = []
+        for _ in range(options.runs):
+            with tempfile.TemporaryDirectory() as folder:
+                off, on = (
+                    run(options.model, options.steps, watched, Path(folder))
+                    for watched in (False, True)
+                )
+            pairs.append((off, on - off))
+        extra, plain = sorted(more for _, more in pairs), statistics.median(o for o, _ in pairs)
+        above = f"{statistics.median(extra):+.3f} ms ({extra[0]:+.3f} to {extra[-1]:+.3f})"
+        print(f"{name}: a step without takes {plain:.3f} ms; with it {above}")
+
+
+if __name__ == "__main__":
+    main()

@@ -163,19 +163,26 @@ class LoopRun(Run):
         """Return whether torch.compile runs the model, so that hooks would compile it again."""
         return is_compiled(self.loop.model)
 
-    def check_autocast(self) -> None:
-        """Compare what is cast now, inside of the model's forward, with the precision.
+    def check_first_forward(self) -> Callable[[], None]:
+        """Compare what is cast in the next forward with the precision; return what ends this.
 
         Raises:
-            ValueError: they differ; names the argument.
+            ValueError: in that forward: they differ; names the argument.
         """
         kind = self.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        if dtype != AUTOCAST.get(self.precision):
-            raise ValueError(
-                f"the model runs under autocast to {dtype}, and {self.watcher} has precision="
-                f"{self.precision!r}: pass 'bf16-mixed' or '16-mixed' under autocast, else nothing"
-            )
+
+        def check(*_: object) -> None:
+            handle.remove()
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            if dtype != AUTOCAST.get(self.precision):
+                raise ValueError(
+                    f"the model runs under autocast to {dtype}, and {self.watcher} has precision="
+                    f"{self.precision!r}: pass 'bf16-mixed' or '16-mixed' under autocast, else "
+                    "nothing"
+                )
+
+        handle = self.anatomy.embedding.register_forward_pre_hook(check)
+        return handle.remove
 
     def broadcast(self, value: T) -> T:
         """Return the first process's value on every process."""
@@ -259,6 +266,28 @@ def unwrapped(optimizer: Any) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
     return optimizer
+
+
+def torch_optimizers(optimizer: Any) -> list[Optimizer]:
+    """Return the optimizers of a loop, without what Accelerate wraps them in.
+
+    Raises:
+        ValueError: Accelerate steps them under fp16.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    if any(getattr(each, "scaler", None) is not None for each in optimizers):
+        raise ValueError(
+            "Accelerate's fp16 steps by a function of its own, at which Watch cannot look: use "
+            "mixed_precision='bf16', or transformers' Trainer with LeakageCallback"
+        )
+    return [unwrapped(each) for each in optimizers]
+
+
+def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:
+    """Return whether a gradient is there; ``zeros`` counts zeros, which need not be read then."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    gradients = (p.grad for group in groups for p in group["params"] if p.grad is not None)
+    return any(zeros or bool(gradient.any()) for gradient in gradients)
 
 
 @contextmanager

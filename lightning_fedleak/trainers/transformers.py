@@ -175,8 +175,7 @@ class TransformersWatch(Watch):
     resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
 
     def __init__(self, trainer: transformers.Trainer, *arguments: Any, **settings: Any) -> None:
-        assert trainer.model is not None
-        super().__init__(trainer.model, [], *arguments, **settings)
+        super().__init__(trainer.model, [], *arguments, **settings)  # type: ignore[arg-type]
         self.trainer = trainer
         self._values: dict[str, float] = {}
         self._ending = False
@@ -238,8 +237,7 @@ class TransformersWatch(Watch):
                 f"LeakageCallback finds no gradient with optim={optim}, which steps while backward "
                 "runs: use another"
             )
-        others = [c for c in trainer.callback_handler.callbacks if isinstance(c, LeakageCallback)]
-        if len(others) > 1:
+        if sum(isinstance(c, LeakageCallback) for c in trainer.callback_handler.callbacks) > 1:
             raise ValueError("two LeakageCallbacks borrow one training_step: use one for all")
 
     def _hook_optimizers(self) -> None:

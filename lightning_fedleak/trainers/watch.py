@@ -35,8 +35,9 @@ from lightning_fedleak.trainers.loop import (
     LoopRun,
     before_backward,
     check_whole,
+    has_gradients,
     show_messages,
-    unwrapped,
+    torch_optimizers,
 )
 from lightning_fedleak.trainers.settings import named_settings, show_settings
 
@@ -119,14 +120,8 @@ class Watch:
         self.gates = tuple(gates)
         self.folder = Path(folder)
         self.should_stop = False
-        listed = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-        if any(getattr(each, "scaler", None) is not None for each in listed):
-            raise ValueError(
-                "Accelerate's fp16 steps by a function of its own, at which Watch cannot look: use "
-                "mixed_precision='bf16', or transformers' Trainer with LeakageCallback"
-            )
-        torchs = [unwrapped(each) for each in listed]
-        self.loop = Loop(model, torchs, loader, one.precision, one.scaler, one.tokenizer)
+        optimizers = torch_optimizers(optimizer)
+        self.loop = Loop(model, optimizers, loader, one.precision, one.scaler, one.tokenizer)
         self.loop.watched = (CHOOSE,) if one.chooses else ()
         self._saved: Any = None
         self._removers: list[Callable[[], object]] = []
@@ -147,12 +142,9 @@ class Watch:
 
     def state_dict(self) -> dict[str, object]:
         """Return what a loop that is resumed goes on with: plain numbers, strings and tensors."""
-        return {
-            "engine": self.engine.state_dict(),
-            "gates": {gate.name: gate.state_dict() for gate in self.gates},
-            "steps": self.loop.steps,
-            "batches": self.loop.batches,
-        }
+        gates = {gate.name: gate.state_dict() for gate in self.gates}
+        state = {"engine": self.engine.state_dict(), "gates": gates}
+        return state | {"steps": self.loop.steps, "batches": self.loop.batches}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from what :meth:`state_dict` returned; call it before ``with``."""
@@ -161,14 +153,12 @@ class Watch:
     def choose(self, loss: float) -> float:
         """Log and return ``leakage/choose``, by which to keep weights: the lower the better.
 
-        On every process, once the step is over that the loss is of. When the loop ends, texts that
-        chose nothing show what the weights give away where it was lowest.
+        It is the loss where every gate on the trained weights allows them, and infinity elsewhere.
+        When the loop ends, texts that chose nothing show what the weights give away where it was
+        lowest. Call it on every process, once the step is over that the loss is of.
 
         Args:
             loss: the validation loss of the weights as they are.
-
-        Returns:
-            The loss where every gate on the trained weights allows them, and infinity elsewhere.
 
         Raises:
             ValueError: no gate is on the trained weights, or no texts were put aside.
@@ -322,15 +312,9 @@ class Watch:
         """Start a look where one is due."""
         self.engine.batch_begins(batch)
         if self.loop.batches == self._first_batch and not self._run.is_compiled:
-            embedding = self._run.anatomy.embedding
-            self._first_forward = embedding.register_forward_pre_hook(self._check_autocast)
-            self._removers.append(self._first_forward.remove)
+            self._removers.append(self._run.check_first_forward())
         self.loop.batches += 1
         self._stepped = self._backward = False
-
-    def _check_autocast(self, *_: object) -> None:
-        self._first_forward.remove()
-        self._run.check_autocast()
 
     def batch_ends(self) -> None:
         """Log a look once its optimizer step is over."""
@@ -361,9 +345,7 @@ class Watch:
 
         Whether they are zeros is read where a look is at work alone: that waits for the device.
         """
-        groups = (group for optimizer in self.loop.optimizers for group in optimizer.param_groups)
-        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-        return not (gradients if self._look is None else any(bool(g.any()) for g in gradients))
+        return not has_gradients(self.loop.optimizers, zeros=self._look is None)
 
     def _skip(self) -> None:
         for optimizer in self.loop.optimizers:

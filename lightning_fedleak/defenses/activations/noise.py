@@ -99,8 +99,8 @@ class ActivationNoise(ActivationDefense, HardenedNoise):
         )
         super().__init__(layer, inference=inference, anatomy=anatomy)
         hint = "None is for no clipping"
-        self.sigma = check_number("ActivationNoise: sigma", sigma, at_least=0, error=DefenseError)
-        self.clip = check_number(
+        check_number("ActivationNoise: sigma", sigma, at_least=0, error=DefenseError)
+        check_number(
             "ActivationNoise: clip", clip, above=0, optional=True, hint=hint, error=DefenseError
         )
         if relative and clip is not None:
@@ -109,7 +109,9 @@ class ActivationNoise(ActivationDefense, HardenedNoise):
                 "a clip would only change them. Give relative=False or clip=None."
             )
         self._allow_hardening(harden_factor, max_hardenings, **old)
+        self.sigma = sigma
         self.relative = relative
+        self.clip = clip
         self.guarantee = _guarantee(sigma, clip)
         self._forwards = {"training": 0, "inference": 0}
         self._remembered = _Remembered()

@@ -254,9 +254,7 @@ class TokenLDP(Defense):
         )
         check_number("TokenLDP: epsilon", epsilon, above=0, error=DefenseError)
         check_choice("TokenLDP: per", per, get_args(Per), error=DefenseError)
-        self.labels = check_choice(
-            "TokenLDP: labels", labels, ("replaced", "original"), error=DefenseError
-        )
+        check_choice("TokenLDP: labels", labels, ("replaced", "original"), error=DefenseError)
         if isinstance(domain, str) and domain not in ("vocabulary", "batch"):
             raise refused(
                 f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"
@@ -272,6 +270,7 @@ class TokenLDP(Defense):
         self.epsilon = float(epsilon)
         self.per: Per = per
         self.domain = domain
+        self.labels = labels
         self.special_ids = special_ids
         self.keep_special = protocol.keep_special
         self.memoize = domain != "batch" if memoize is None else memoize

@@ -13,6 +13,8 @@ from lightning_fedleak.defenses.accounting.accounting import (
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
 from lightning_fedleak.defenses.accounting.groups import group_epsilon as group_epsilon
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter as RenyiFilter
+from lightning_fedleak.defenses.accounting.schedules import QuantileClip as QuantileClip
+from lightning_fedleak.defenses.accounting.schedules import Schedule as Schedule
 from lightning_fedleak.defenses.activations.compression import (
     ActivationCompression as ActivationCompression,
 )

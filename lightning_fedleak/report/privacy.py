@@ -128,7 +128,11 @@ class Account:
     def clip_norm(self) -> object:
         """The norm to which it clipped; None where no settings were recorded."""
         settings = self.settings
-        return settings.get("max_grad_norm", settings.get("clip", "none" if settings else None))
+        norm = settings.get("max_grad_norm", settings.get("clip", "none" if settings else None))
+        if schedule := settings.get("clip_schedule"):
+            return f"{norm} times {schedule} in equal parts of the run"
+        quantile = settings.get("clip_quantile")
+        return f"{norm} at first, then by the {quantile} quantile" if quantile else norm
 
     @property
     def noise(self) -> str:

@@ -30,7 +30,8 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -261,8 +262,8 @@ class Accountant:
         """Return the epsilon of all releases so far, at ``delta``: an upper bound.
 
         RDP takes microseconds. PRV takes a tenth of a second to a second for a new history. With
-        ``slack`` the epsilon of up to ``1 + slack`` times as many releases of the latest kind is
-        computed once, which bounds every count until then.
+        ``slack`` the epsilon of up to ``1 + slack`` times as many releases, the further ones of the
+        latest kind, is computed once, which bounds every count until then.
 
         Args:
             delta: in (0, 1).
@@ -281,7 +282,9 @@ class Accountant:
         if self.kind == "rdp" or not history:
             return epsilon_of(history, delta, self.kind, self.sampling)
         *earlier, (noise_multiplier, sample_rate, count) = history
-        ahead: History = (*earlier, (noise_multiplier, sample_rate, _milestone(count, slack)))
+        coarse = max(1, int(slack * sum(row[2] for row in earlier)))
+        most = max(_milestone(count, slack), coarse * math.ceil(count / coarse))
+        ahead: History = (*earlier, (noise_multiplier, sample_rate, most))
         if (delta, ahead) not in self._epsilons:
             if len(self._epsilons) >= CACHED:
                 self._epsilons.clear()
@@ -378,6 +381,7 @@ def noise_multiplier_for(
     steps: int,
     kind: AccountantKind = "prv",
     sampling: SamplingScheme = "poisson",
+    plan: Mapping[float, int] = MappingProxyType({}),
 ) -> float:
     """Return the noise multiplier at which ``steps`` releases cost at most ``target_epsilon``.
 
@@ -390,6 +394,7 @@ def noise_multiplier_for(
         steps: number of releases.
         kind: ``"prv"`` or ``"rdp"``.
         sampling: of the releases.
+        plan: how many releases have which factor of the noise multiplier; empty: all have 1.
 
     Raises:
         DefenseError: a value out of range, or a target that needs more noise than
@@ -410,8 +415,9 @@ def noise_multiplier_for(
 
     @functools.cache
     def excess(log_noise: float, accountant: AccountantKind) -> float:
-        event = math.exp(log_noise), sample_rate, steps
-        epsilon = epsilon_of([event], target_delta, accountant, sampling)
+        counts = (plan or {1.0: steps}).items()
+        events = [(math.exp(log_noise) * f, sample_rate, count) for f, count in counts]
+        epsilon = epsilon_of(events, target_delta, accountant, sampling)
         return math.log(max(epsilon, 1e-12) / target_epsilon) if epsilon < math.inf else 100.0
 
     lowest, highest = math.log(LEAST_NOISE), math.log(MOST_NOISE)
@@ -434,6 +440,17 @@ def noise_multiplier_for(
             low, high = 3 * low - 2 * high, low
         high = _find_root(functools.partial(excess, accountant="prv"), max(lowest, low), high)
     return math.exp(high)
+
+
+def factor_at(factors: Sequence[float], step: int, steps: int) -> float:
+    """Return the factor of a step, the last one beyond the plan's steps; 1 without a plan.
+
+    Args:
+        factors: of equal parts of the run.
+        step: counted from 0.
+        steps: of the run.
+    """
+    return factors[min(step * len(factors) // max(1, steps), len(factors) - 1)] if factors else 1.0
 
 
 def effective_noise_multiplier(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
@@ -15,6 +16,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     MOST_NOISE,
     Accountant,
     AccountantKind,
+    factor_at,
     noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.curve import curve_of
@@ -55,6 +57,8 @@ class Budget:
         notches: how often the noise was turned up.
         rate: chance of each example to be in a batch; None until the training data are known.
         delta: of the guarantee; None until then, unless it was passed.
+        factors: of sigma in equal parts of the run; none where it stays.
+        horizon: releases of the plan that factors are for; 0 until it is known.
     """
 
     def __init__(
@@ -80,6 +84,8 @@ class Budget:
         self.harden_factor = harden_factor
         self.max_hardenings = max_hardenings
         self.notches = 0
+        self.factors: tuple[float, ...] = ()
+        self.horizon = 0
         self.rate: float | None = None
         self.delta = target_delta
         self.accountant = self._new_accountant(None)
@@ -150,14 +156,25 @@ class Budget:
 
     @property
     def noise_now(self) -> float:
-        """Return sigma of the next release, with all hardenings.
+        """Return sigma of the next release, as planned and with all hardenings.
 
         Raises:
             DefenseError: before the training data are known, where sigma is found from them.
         """
         if self.noise_multiplier is None:
             raise DefenseError(f"{self._owner}: no training data yet, so the noise is not known")
-        return self.noise_multiplier * self.harden_factor**self.notches
+        return (
+            self.noise_multiplier
+            * factor_at(self.factors, self.accountant.steps, self.horizon)
+            * self.harden_factor**self.notches
+        )
+
+    @property
+    def _planned_noise(self) -> list[float]:
+        """Return sigma of every kind of release that is planned; 0 where it can be guessed."""
+        sigma = 0.0 if self.seeded else (self.noise_multiplier or 0.0)
+        notched = sigma * self.harden_factor**self.notches
+        return [notched * factor for factor in self.factors or (1.0,)]
 
     @property
     def can_harden(self) -> bool:
@@ -202,6 +219,19 @@ class Budget:
         accountant.load_state_dict(self.accountant.state_dict())
         self.accountant = accountant
 
+    def plan(self, planned_steps: Callable[[], int]) -> None:
+        """Fix the number of releases that factors are for, unless an earlier run has.
+
+        Args:
+            planned_steps: returns how many the run is going to make.
+        """
+        self.horizon = self.horizon or planned_steps()
+
+    @property
+    def largest_noise(self) -> float:
+        """Return the largest sigma of the plan; 0 before it is found."""
+        return max(self._planned_noise)
+
     def settle(self, rate: float, delta: float, planned_steps: Callable[[], int]) -> None:
         """Find the noise, now that the training data are known.
 
@@ -219,12 +249,16 @@ class Budget:
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
         """
         self.rate, self.delta = rate, delta
+        if self.factors:
+            self.plan(planned_steps)
         if self.noise_multiplier is None or (self._calibrated and self.accountant.steps == 0):
             assert self.target_epsilon is not None
             steps = planned_steps()
             kind: AccountantKind = "prv" if self.kind == "prv" else "rdp"
+            parts = range(steps if self.factors else 0)
+            plan = Counter(factor_at(self.factors, n, self.horizon) for n in parts)
             self.noise_multiplier = noise_multiplier_for(
-                self.target_epsilon, delta, rate, steps, kind, self._sampling
+                self.target_epsilon, delta, rate, steps, kind, self._sampling, plan
             )
             self._covered = steps if self.accountant.steps == 0 else 0
             self._covered_rate = rate
@@ -263,9 +297,12 @@ class Budget:
             return
         if self.rate is None or self.noise_multiplier is None:
             return
-        noise = 0.0 if self.seeded else self.noise_now
-        same = [math.isclose(noise, row[0], rel_tol=1e-9) and self.rate == row[1] for row in rows]
-        if not any(same):
+        noises, noise = self._planned_noise, 0.0 if self.seeded else self.noise_now
+        if not any(
+            math.isclose(one, sigma, rel_tol=1e-9) and self.rate == rate
+            for sigma, rate, _ in rows
+            for one in noises
+        ):
             raise DefenseError(
                 f"{self._owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
                 f"not those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
@@ -298,9 +335,7 @@ class Budget:
             return self.accountant.allows(self.noise_now, self.rate)
         if self._is_covered(self.accountant.steps + 1):
             return True
-        return self.accountant.allows(
-            self.target_epsilon, self.delta, self.noise_multiplier, self.rate
-        )
+        return self.accountant.allows(self.target_epsilon, self.delta, self.noise_now, self.rate)
 
     def record(self, accounted: float) -> None:
         """Count a release that is about to happen; noise that can be guessed counts as 0.
@@ -318,7 +353,8 @@ class Budget:
                 f"{self._owner}: noise multiplier {accounted} is not {planned}, as planned"
             )
         assert self.rate is not None
-        self.accountant.step(0.0 if self.seeded else planned, self.rate)
+        more = {"planned": True} if self.factors else {}
+        self.accountant.step(0.0 if self.seeded else planned, self.rate, **more)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return what releases were accounted as, the noise, and its hardenings."""
@@ -327,6 +363,8 @@ class Budget:
             state["rate"], state["delta"] = self.rate, self.delta
         if self.notches:
             state["notches"] = self.notches
+        if self.horizon:
+            state["horizon"], state["factors"] = self.horizon, repr(self.factors)
         if self.noise_multiplier is not None:
             state["noise_multiplier"] = self.noise_multiplier
             state["covered"] = self._covered
@@ -363,6 +401,14 @@ class Budget:
                 f"accountant={self.kind!r}. A budget holds from the first release on: go on with "
                 "the accountant of the checkpoint, or begin a new run."
             )
+        earlier = state.get("factors", repr(()))
+        if releases and earlier != repr(self.factors):
+            raise DefenseError(
+                f"{self._owner}: the checkpoint's {releases} releases were made with noise by the "
+                f"factors {earlier}, and this run has {self.factors!r}. Noise is fixed before a "
+                "run: go on with the same schedule, or begin a new run."
+            )
+        self.horizon = int(state.get("horizon", 0)) if releases else self.horizon
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self.rate is None and "rate" in state:
             # Until the data are known, `privacy` needs them.
@@ -385,11 +431,13 @@ class Budget:
 
     def _is_covered(self, releases: int) -> bool:
         """Return whether the noise was found for so many releases, all of its noise and rate."""
-        event = self.noise_multiplier, self.rate
         return (
             releases <= self._covered
             and self.rate == self._covered_rate
-            and all(row[:2] == event for row in self.accountant.history)
+            and all(
+                sigma in self._planned_noise and rate == self.rate
+                for sigma, rate, _ in self.accountant.history
+            )
         )
 
     def _new_accountant(self, ledger: str | os.PathLike[str] | None) -> AnyAccountant:

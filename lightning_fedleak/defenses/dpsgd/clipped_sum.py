@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -80,11 +80,7 @@ class Clip:
         return math.hypot(*self.norms)
 
     def group_of(self, parameter: Tensor) -> int:
-        """Return the number of a parameter's group.
-
-        Raises:
-            DefenseError: it was not trained when the fit began.
-        """
+        """Return the number of a parameter's group; raise an error for one that was frozen."""
         if self.groups is None:
             return 0
         if parameter not in self.groups:
@@ -106,6 +102,11 @@ class Clip:
             return _factors(norms, self.norms[0], self.gamma)
         rows = [_factors(n, c, self.gamma) for n, c in zip(norms, self.norms, strict=True)]
         return torch.stack(rows)
+
+    def times(self, factor: float) -> Clip:
+        """Return norms and noise times a factor."""
+        norms, noise = (tuple(factor * x for x in pair) for pair in (self.norms, self.noise))
+        return replace(self, norms=norms, noise=noise)
 
     def relative_noise(self, parameter: Tensor) -> float:
         """Return the standard deviation of its noise over ``noise multiplier * sensitivity``."""
@@ -262,7 +263,7 @@ class EarlierPieces:
                 return clipped.sum_of(parameter, total)
             gradient = user_gradient.get(parameter)
             if gradient is None:
-                return zeros_of(parameter) if total is None else total
+                return per_sample.zeros_of(parameter) if total is None else total
             return gradient if total is None else total.add_(gradient)
 
         for parameter in clipped.parts if user_gradient is None else user_gradient:
@@ -381,7 +382,7 @@ class ClippedSum:
             target: a sum to which it is added in place; None for zeros.
         """
         if parameter not in self.parts:
-            return zeros_of(parameter) if target is None else target
+            return per_sample.zeros_of(parameter) if target is None else target
         parts, factors = self.parts[parameter], self.factors
         if factors.dim() == 2:
             factors = factors[self.clip.group_of(parameter)]
@@ -390,6 +391,11 @@ class ClippedSum:
         return per_sample.weighted_sum(
             parts, factors.to(where_whole(parameter)), parameter.shape, target
         )
+
+    def halves(self) -> Tensor:
+        """Return (1,) sum over samples of a half, with a minus where the norm is above the clip."""
+        norms = torch.cat([self._earlier.norms, self.norms])
+        return torch.where(norms <= self.clip.norms[0], 0.5, -0.5).double().sum()[None]
 
     def with_canary(self, samples: Tensor, divisor: float) -> CanaryGradient:
         """Return what is released of crafted layers, clipped together with the real ones.
@@ -440,8 +446,7 @@ class ClippedSum:
         Args:
             parameters: in the same order in all processes.
             team: the processes of this client.
-            std: standard deviation of the noise, over all groups of parameters together; 0 for no
-                noise.
+            std: standard deviation of the noise, over all groups of parameters together; 0: none.
             divisor: of sum and noise.
             add: called with the number of a draw, a tensor, and a standard deviation: adds that
                 noise to the tensor in place.
@@ -586,9 +591,3 @@ class ClippedSum:
             (value + earlier[0]) / team.size,
             norm**2 / share + (squares + earlier[1]) / team.size**2,
         )
-
-
-def zeros_of(parameter: Tensor) -> Tensor:
-    """Return zeros of a parameter's whole shape, float32 or float64 as clipped sums are."""
-    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return torch.zeros(parameter.shape, dtype=dtype, device=where_whole(parameter))

@@ -19,6 +19,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     effective_noise_multiplier,
 )
 from lightning_fedleak.defenses.accounting.budget import Account, Budget, BudgetedDefense
+from lightning_fedleak.defenses.accounting.schedules import ClipPath, factors_of
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
     Curve,
@@ -42,6 +43,7 @@ from lightning_fedleak.defenses.dpsgd.settings import (
     check_budget,
     check_clip,
     check_continued,
+    check_planned,
     check_sampling,
     guarantee_of,
 )
@@ -51,6 +53,7 @@ from lightning_fedleak.defenses.processes import Team, reshard, trainer_of
 from lightning_fedleak.validate import check_names
 
 # Attributes that decide how samples are clipped, and must not change during a fit.
+_STREAM = "gradient"  # of noise
 CLIP_ATTRIBUTES = ("max_grad_norm", "gamma", "per_layer", "layer_noise")
 
 
@@ -133,6 +136,7 @@ class DPSGD(BudgetedDefense):
         check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
         check_clip(max_grad_norm, clip)
         check_sampling(unit, release, poisson_sampling, max_physical_batch_size, accountant)
+        check_planned(max_grad_norm, clip, release, unit, accountant)
         users = unit if isinstance(unit, Users) else None
         self._release, self._users = release, users
         self.max_grad_norm = max_grad_norm
@@ -171,6 +175,9 @@ class DPSGD(BudgetedDefense):
             harden_factor=release.harden_factor,
             max_hardenings=release.max_hardenings,
         )
+        self._budget.factors = factors_of("noise_schedule", release.noise_schedule)
+        self._path = ClipPath(factors_of("schedule", clip.schedule), clip.quantile)
+        self._base_clip: Clip | None = None
         self.ledger = None if ledger is None else os.path.abspath(ledger)
         self._ledger = ledger
         self._sampling: Sampling | None = None
@@ -184,6 +191,7 @@ class DPSGD(BudgetedDefense):
         settings["poisson"] = settings.pop("poisson_sampling")  # the name in records
         if self.noise_multiplier is not None:
             settings["noise_multiplier"] = self.noise_multiplier
+        settings |= self._path.settings(self._budget.factors)
         if isinstance(self.max_grad_norm, Mapping):
             settings["max_grad_norm"] = f"{math.hypot(*self.max_grad_norm.values()):g}, by layers"
         return settings
@@ -234,7 +242,7 @@ class DPSGD(BudgetedDefense):
             setup_checks.check_shards(context.root, context.processes)
             if self._ledger is not None and team.process == 0:
                 self._budget.open_ledger(self._ledger, context.client, context.clients, self.unit)
-        self._ledger = None
+        self._ledger, self._base_clip = None, self._clip(context)
         # Process 0 alone has read the ledger.
         self.accountant.load_state_dict(team.broadcast(self.accountant.state_dict()))
         if self.accountant.steps > self._checkpointed:
@@ -242,7 +250,7 @@ class DPSGD(BudgetedDefense):
         self._step = WatchedStep(
             context.root,
             team,
-            clip=self._clip(context),
+            clip=self._base_clip,
             poisson=self.poisson_sampling,
             trusted=self.loss == "trusted",
             max_rows=self.max_physical_batch_size,
@@ -277,7 +285,10 @@ class DPSGD(BudgetedDefense):
             )
             delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
             check_delta_for(delta, sampling.examples)
+            if self._path.factors:
+                self._budget.plan(self._planned(sampling, context))
             self._budget.settle(sampling.rate, delta, self._planned(sampling, context))
+            self._path.share_of_noise(self._budget.largest_noise, sampling.expected)
         team.check_alike(
             examples=sampling.examples,
             batch_size=sampling.expected,
@@ -290,10 +301,9 @@ class DPSGD(BudgetedDefense):
         return sampling.loader
 
     def on_train_start(self, context: DefenseContext) -> None:
-        """Check the restored state, where that comes after the loader.
+        """Check the restored state, where that comes after the loader, as :meth:`on_dataloader`.
 
         Raises:
-            BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
             DefenseError: another defence would add noise that :class:`~.DPAdamBC` does not know.
         """
         setup_checks.check_no_other_noise(trainer_of(context), self)
@@ -307,7 +317,7 @@ class DPSGD(BudgetedDefense):
             )
         if self._step is not None:
             reshard(context.root)
-            self._step.clip = self._clip(context)
+            self._step.clip = self._base_clip = self._clip(context)
             self._step.adopt()
         self._budget.check_not_overdrawn()
         if self.accountant.steps:
@@ -358,11 +368,7 @@ class DPSGD(BudgetedDefense):
         return step.run(training_step, batch, sampling, self.releases, context)
 
     def before_release(self) -> None:
-        """Raise an error for a release that the budget does not cover.
-
-        Raises:
-            BudgetSpent: says how many were made.
-        """
+        """Raise :class:`BudgetSpent` for a release that the budget does not cover."""
         with self._team.together():
             self._noise.check_planned()
             if self._noise.is_accounted:
@@ -378,7 +384,7 @@ class DPSGD(BudgetedDefense):
         team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
         step, sampling = self._in_fit()
         # What follows would send other messages where these differ.
-        std = sigma * step.clip.sensitivity
+        std = sigma * self._share(sigma, sampling) * step.clip.sensitivity
         team.check_alike(
             noise_multiplier=sigma,
             releases=self.releases,
@@ -398,8 +404,15 @@ class DPSGD(BudgetedDefense):
         noise = self._noise
         with team.together():
             noise.begin(self._base(context), self.releases)
+            for optimizer in getattr(trainer, "optimizers", ()):
+                if isinstance(optimizer, DPAdamBC):
+                    optimizer.set_noise(self.noise_variances(parameters, context))
             if noise.is_accounted:
                 self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
+        if self._path.quantile is not None:
+            key = self._key(context, self._base(context), self.releases, 0, "quantile")
+            halves = team.summed(clipped.halves())
+            self._path.follow(halves, sampling.expected, key if sigma else None)
         self.releases += 1
         gauge = NoiseGauge(std * noise.scale, sampling.expected) if checking else None
         add = functools.partial(noise.add, key=functools.partial(self._key, context))
@@ -409,9 +422,6 @@ class DPSGD(BudgetedDefense):
                 measured = gauge.measured()
             if measured is not None:
                 self.measured_noise_multiplier = measured / step.clip.sensitivity / noise.scale
-        for optimizer in getattr(trainer, "optimizers", ()):
-            if isinstance(optimizer, DPAdamBC):
-                optimizer.set_noise(self.noise_variances(parameters, context))
         noise.end()
         if sigma > 0:
             step.moves.remember(parameters)
@@ -424,24 +434,10 @@ class DPSGD(BudgetedDefense):
         parameters: Sequence[nn.Parameter],
         context: DefenseContext,
     ) -> CanaryGradient:
-        """Return the canary clipped together with each sample's gradient, with separate noise.
-
-        Raises:
-            DefenseError: the canary is of other samples than the batch, or was noised before.
-        """
-        if self._team.size > 1:
-            raise DefenseError(
-                "DPSGD: what the samples of the client's other processes add to a canary is not "
-                "computed; use client='rank', or one process"
-            )
-        if canary.noise is not None:
-            raise DefenseError(
-                "DPSGD: noise on the sum of samples cannot be clipped sample by sample"
-            )
+        """Return the canary clipped together with each sample's gradient, with separate noise."""
         step, sampling = self._in_fit()
         check_same_clip(self._fixed, self._clip_settings())
-        clipped = step.clipped(parameters, context)
-        released = clipped.with_canary(canary.samples, sampling.expected)
+        released = step.clipped_canary(canary, parameters, sampling, context)
         std = self.noise_std(context)
         if std:
             number, step.canaries = step.canaries, step.canaries + 1
@@ -452,14 +448,9 @@ class DPSGD(BudgetedDefense):
         return released
 
     def noise_std(self, context: DefenseContext) -> float:
-        """Return the noise's standard deviation on each number of the next update.
-
-        Where layers differ it is the root mean square.
-        """
+        """Return the root mean square of the noise on each number of the next update."""
         step, _ = self._in_fit()
         std = self._largest_std(context)
-        if len(step.clip.norms) == 1:
-            return std
         trained = [p for p in context.root.parameters() if p.requires_grad]
         square = sum(p.numel() * step.clip.relative_noise(p) ** 2 for p in trained)
         return std * math.sqrt(square / sum(p.numel() for p in trained))
@@ -478,6 +469,8 @@ class DPSGD(BudgetedDefense):
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return the releases, what they were accounted as, and the noise."""
         state = {"releases": self.releases, "trust": self.trust, "unit": self.unit}
+        if self._path.quantile is not None:
+            state["log_factor"] = self._path.log_factor
         return {**state, **self._noise.state_dict(), **self._budget.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
@@ -498,6 +491,7 @@ class DPSGD(BudgetedDefense):
         if releases:
             check_continued(state, releases, self.trust, self.unit)
             self._noise.load_state_dict(state)
+        self._path.log_factor = float(state.get("log_factor", 0.0))
         self._checkpointed = self._budget.load_state_dict(state, releases)
         self.releases = max(self.releases, releases)
 
@@ -532,9 +526,10 @@ class DPSGD(BudgetedDefense):
 
     def _planned(self, sampling: Sampling, context: DefenseContext) -> Callable[[], int]:
         """Return a function that counts the mechanisms to compose; plan correlated noise."""
-        steps = functools.partial(
-            setup_checks.planned_steps, context, len(sampling.loader), mechanism=self.mechanism
-        )
+        argument = "target_epsilon" if self._budget.target_epsilon is not None else "a schedule"
+        if self.mechanism != "independent":
+            argument = f"mechanism={self.mechanism!r}"
+        steps = functools.partial(setup_checks.planned_steps, context, len(sampling.loader), argument)
         if self.mechanism == "independent":
             return steps
         plan = NoisePlan(
@@ -551,16 +546,23 @@ class DPSGD(BudgetedDefense):
 
     def _in_fit(self) -> tuple[WatchedStep, Sampling]:
         if self._step is None or self._sampling is None:
-            raise DefenseError(
-                "DPSGD: a training step or a release outside of fit; nothing was released"
-            )
+            raise DefenseError("DPSGD: a step or a release outside of fit; nothing was released")
+        if self._base_clip is not None and (self._path.factors or self._path.quantile):
+            factor = self._path.factor(self.accountant.steps, self._budget.horizon)
+            self._step.clip = self._base_clip.times(factor)
         return self._step, self._sampling
 
     def _largest_std(self, context: DefenseContext) -> float:
         """Return the standard deviation of the next update's noise, all layers together."""
         step, sampling = self._in_fit()
-        std = self._client_noise(context) * step.clip.sensitivity / sampling.expected
-        return std * self._noise.scale
+        sigma = self._client_noise(context)
+        std = sigma * self._share(sigma, sampling) * step.clip.sensitivity
+        return std / sampling.expected * self._noise.scale
+
+    def _share(self, sigma: float, sampling: Sampling) -> float:
+        """Return the noise on gradients over what it would be if none of them were counted."""
+        path = self._path
+        return path.share_of_noise(sigma, sampling.expected) if path.quantile is not None else 1.0
 
     def _clip(self, context: DefenseContext) -> Clip:
         self._fixed = self._clip_settings()
@@ -585,11 +587,6 @@ class DPSGD(BudgetedDefense):
         return base_of(context.entropy, self.seed if self._budget.seeded else None)
 
     def _key(
-        self,
-        context: DefenseContext,
-        base: bytes,
-        release: int,
-        index: int,
-        stream: str = "gradient",
+        self, context: DefenseContext, base: bytes, release: int, index: int, stream: str = _STREAM
     ) -> bytes:
         return noise_key(base, context.client, release, index, self.name, stream)

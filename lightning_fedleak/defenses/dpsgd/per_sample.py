@@ -588,3 +588,9 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Embedding: _embedding,
     nn.LayerNorm: _layer_norm,
 }
+
+
+def zeros_of(parameter: Tensor) -> Tensor:
+    """Return zeros of a parameter's whole shape, float32 or float64 as clipped sums are."""
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return torch.zeros(parameter.shape, dtype=dtype, device=where_whole(parameter))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from lightning_fedleak.defenses.accounting.accounting import Trust
+from lightning_fedleak.defenses.accounting.schedules import Factors, QuantileClip, factors_of
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.defenses.dpsgd.clipped_sum import LayerNoise, MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
@@ -31,6 +32,9 @@ class ClipSettings:
             in proportion to the norm of the number's layer.
         loss: ``"trusted"`` if you have proved that the loss is a mean over samples of terms that
             depend on one sample each, ``"checked"`` to let DPSGD check it.
+        schedule: of ``max_grad_norm``: factors over the run, planned before it. It changes no
+            epsilon, because the noise follows the norm.
+        quantile: lets the norm follow a quantile of the gradients' norms, at its own cost.
 
     Raises:
         DefenseError: a value out of range.
@@ -41,8 +45,11 @@ class ClipSettings:
     per_layer: bool = False
     layer_noise: LayerNoise = "equal"
     loss: Literal["checked", "trusted"] = "checked"
+    schedule: Factors | None = None
+    quantile: QuantileClip | None = None
 
     def __post_init__(self) -> None:
+        factors_of("ClipSettings(schedule=)", self.schedule)
         _check_choice("form", self.form, ("auto", "per_sample", "ghost"))
         _check_number("gamma", self.gamma, above=0)
         _check_choice("layer_noise", self.layer_noise, ("equal", "by_clip"))
@@ -64,6 +71,8 @@ class ReleaseSettings:
             :class:`BudgetSpent` (``"raise"``). Nothing is released beyond it.
         harden_factor: by which a gate multiplies the noise, with ``accountant="filter"``.
         max_hardenings: how often it may; None for no limit.
+        noise_schedule: of the noise multiplier: factors over the run, planned before it and
+            accounted as they are.
 
     Raises:
         DefenseError: a value out of range.
@@ -75,8 +84,10 @@ class ReleaseSettings:
     on_budget: Literal["stop", "raise"] = "stop"
     harden_factor: float = 2.0
     max_hardenings: int | None = None
+    noise_schedule: Factors | None = None
 
     def __post_init__(self) -> None:
+        factors_of("ReleaseSettings(noise_schedule=)", self.noise_schedule)
         _check_choice("trust", self.trust, ("local", "central"))
         _check_choice("mechanism", self.mechanism, ("independent", "banded", "banded_inverse"))
         _check_choice("on_budget", self.on_budget, ("stop", "raise"))
@@ -310,6 +321,68 @@ def check_sampling(
         raise DefenseError(
             f"DPSGD: mechanism={release.mechanism!r} needs noise that is fixed before the run, and "
             "accountant='filter' is there to turn it up. Use accountant='prv' or 'rdp'."
+        )
+
+
+MOST_KINDS = 32  # of planned noise under PRV, which takes .1 s longer a call for each
+
+
+def check_planned(
+    max_grad_norm: MaxGradNorm,
+    clip: ClipSettings,
+    release: ReleaseSettings,
+    unit: Unit,
+    accountant: str,
+) -> None:
+    """Raise an error for a schedule or a quantile beside what it does not hold with.
+
+    Raises:
+        DefenseError: says what.
+    """
+    planned = {
+        "ReleaseSettings(noise_schedule=)": release.noise_schedule,
+        "ClipSettings(schedule=)": clip.schedule,
+        "ClipSettings(quantile=)": clip.quantile,
+    }
+    name = next((name for name, value in planned.items() if value is not None), None)
+    if name is not None and release.mechanism != "independent":
+        raise DefenseError(
+            f"DPSGD: {name} changes the noise from step to step, and mechanism="
+            f"{release.mechanism!r} correlates it over steps of one clip norm. Leave one out."
+        )
+    if release.noise_schedule is not None and accountant == "filter":
+        raise DefenseError(
+            "DPSGD: noise_schedule= is planned before the run, and accountant='filter' is there "
+            "for noise that is not. Use accountant='prv' or 'rdp'."
+        )
+    kinds = len(set(factors_of("noise_schedule", release.noise_schedule)))
+    if accountant == "prv" and kinds > MOST_KINDS:
+        raise DefenseError(
+            f"DPSGD: noise_schedule= has {kinds} different factors, and PRV takes longer with "
+            f"each: give at most {MOST_KINDS}, or use accountant='rdp'"
+        )
+    if clip.schedule is None and clip.quantile is None:
+        return
+    if clip.schedule is not None and clip.quantile is not None:
+        raise DefenseError(
+            "DPSGD: ClipSettings(schedule=, quantile=) both change the clip norm: leave one out"
+        )
+    if max_grad_norm == "auto":
+        raise DefenseError(
+            "DPSGD: max_grad_norm='auto' has no clip norm that could change: pass a number, or "
+            "leave schedule= and quantile= out"
+        )
+    if clip.quantile is None:
+        return
+    if clip.per_layer or isinstance(max_grad_norm, Mapping):
+        raise DefenseError(
+            "DPSGD: ClipSettings(quantile=) follows the norms of whole gradients: clip all layers "
+            "together (a plain max_grad_norm)"
+        )
+    if release.trust != "local" or isinstance(unit, Users) or accountant == "filter":
+        raise DefenseError(
+            "DPSGD: ClipSettings(quantile=) counts the examples of one client, with a fixed noise: "
+            "use trust='local', unit='example' and accountant='prv' or 'rdp'"
         )
 
 

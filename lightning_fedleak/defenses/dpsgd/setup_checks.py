@@ -155,20 +155,19 @@ def _check_statistics(name: str, module: nn.Module) -> None:
         )
 
 
-def planned_steps(context: DefenseContext, per_epoch: int, mechanism: str = "independent") -> int:
+def planned_steps(context: DefenseContext, per_epoch: int, argument: str = "target_epsilon") -> int:
     """Return how many optimizer steps the Trainer is going to take.
 
     Args:
         context: holds the Trainer.
         per_epoch: batches of the loader.
-        mechanism: how noise is correlated; messages name it, or else ``target_epsilon``.
+        argument: of DPSGD that needs to know, for messages.
 
     Raises:
         DefenseError: the Trainer sets no end, or the learning rate finder runs first.
     """
     trainer = trainer_of(context)
-    correlated = mechanism != "independent"
-    argument = f"mechanism={mechanism!r}" if correlated else "target_epsilon"
+    correlated = argument != "target_epsilon"
     if any(type(c).__name__ == "_LRCallback" for c in getattr(trainer, "callbacks", ())):
         alternative = "" if correlated else ", or give noise_multiplier: it counts its steps too"
         raise DefenseError(

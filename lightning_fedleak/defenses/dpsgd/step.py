@@ -12,7 +12,7 @@ from torch._functorch import config as functorch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from lightning_fedleak.defenses.base import DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.dpsgd.logical import Piece, pieces_of, run_pieces
 from lightning_fedleak.defenses.dpsgd.loss_graph import (
@@ -384,6 +384,30 @@ class WatchedStep:
                 users=self._users,
             )
         return self._clipped
+
+    def clipped_canary(
+        self,
+        canary: CanaryGradient,
+        parameters: Sequence[nn.Parameter],
+        sampling: Sampling,
+        context: DefenseContext,
+    ) -> CanaryGradient:
+        """Return the canary clipped together with each sample's gradient, without noise.
+
+        Raises:
+            DefenseError: the canary is of other samples than the batch, or was noised before.
+        """
+        if self._team.size > 1:
+            raise DefenseError(
+                "DPSGD: what the samples of the client's other processes add to a canary is not "
+                "computed; use client='rank', or one process"
+            )
+        if canary.noise is not None:
+            raise DefenseError(
+                "DPSGD: noise on the sum of samples cannot be clipped sample by sample"
+            )
+        clipped = self.clipped(parameters, context)
+        return clipped.with_canary(canary.samples, sampling.expected)
 
     @property
     def can_compare(self) -> bool:

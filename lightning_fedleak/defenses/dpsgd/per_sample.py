@@ -439,8 +439,9 @@ def refusal(name: str, module: nn.Module) -> str:
         )
     if isinstance(module, nn.MultiheadAttention):
         return (
-            f"'{name}' is torch's MultiheadAttention, which has no per-sample gradients. Use "
-            "opacus.layers.DPMultiheadAttention, or freeze it."
+            f"'{name}' is torch's MultiheadAttention, which has no per-sample gradients. Build it "
+            "of Linear layers around scaled_dot_product_attention, or freeze it. (Opacus' "
+            "DPMultiheadAttention has the batch second, and another result with batch_first.)"
         )
     if inside:
         return (
@@ -454,7 +455,10 @@ def refusal(name: str, module: nn.Module) -> str:
             "that (torch.nn.utils.remove_weight_norm), or freeze it."
         )
     if isinstance(module, nn.RNNBase):
-        return f"'{name}' is a {kind}; use opacus.layers.DP{kind}, or freeze it."
+        return (
+            f"'{name}' is a {kind}, whose steps are one kernel: use opacus.layers.DP{kind}, which "
+            "takes its state_dict, or freeze it."
+        )
     if isinstance(module, nn.EmbeddingBag):
         return f"'{name}' is an EmbeddingBag, which is not supported. Use nn.Embedding."
     for setting in ("max_norm", "scale_grad_by_freq", "sparse"):

@@ -590,6 +590,36 @@ def test_a_canary_among_several_processes_is_unknown() -> None:
         run.defense.on_canary(CanaryGradient(torch.ones(3, 1, 2)), run.parameters, run.context)
 
 
+class Recurrent(nn.Module):
+    def __init__(self, recurrent: nn.Module, width: int = 8) -> None:
+        super().__init__()
+        with own_rng(0):
+            self.below, self.above = nn.Linear(6, 8), nn.Linear(width, 3)
+        self.recurrent = recurrent
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequence = x[:, None] * torch.arange(1, 5)[:, None] / 4
+        return self.above(self.recurrent(self.below(sequence))[0].mean(1))
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("form", ["auto", "per_sample"])
+def test_recurrent_layers_of_opacus_stand_in_for_those_of_torch(kind: str, form: Any) -> None:
+    layers = pytest.importorskip("opacus.layers")
+    sizes = {"batch_first": True, "num_layers": 2, "bidirectional": True}
+    with own_rng(1):
+        plain = getattr(nn, kind)(8, 8, **sizes)
+    ours = getattr(layers, f"DP{kind}")(8, 8, **sizes)
+    ours.load_state_dict(plain.state_dict())
+    x = first(5)[0]
+    torch.testing.assert_close(Recurrent(ours, 16)(x), Recurrent(plain, 16)(x))
+    run = Run(DPSGD(CLIP, noise_multiplier=0.0, clip=ClipSettings(form=form)), Recurrent(ours, 16))
+    expected = clipped(run.one_by_one(first(5))).sum(0) / 8
+    torch.testing.assert_close(run.step(first(5)), expected, rtol=1e-4, atol=1e-7)
+    with pytest.raises(DefenseError, match=f"use opacus.layers.DP{kind}, which takes its state"):
+        Run(DPSGD(CLIP, noise_multiplier=0.0), Recurrent(plain, 16))
+
+
 def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
     model = nn.Sequential(nn.Linear(6, 2000))
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), model)

@@ -15,6 +15,11 @@ from lightning_fedleak.defenses.accounting.groups import group_epsilon as group_
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter as RenyiFilter
 from lightning_fedleak.defenses.accounting.schedules import QuantileClip as QuantileClip
 from lightning_fedleak.defenses.accounting.schedules import Schedule as Schedule
+from lightning_fedleak.defenses.accounting.search import BestTry as BestTry
+from lightning_fedleak.defenses.accounting.search import Candidate as Candidate
+from lightning_fedleak.defenses.accounting.search import Tries as Tries
+from lightning_fedleak.defenses.accounting.search import TryResult as TryResult
+from lightning_fedleak.defenses.accounting.search import private_search as private_search
 from lightning_fedleak.defenses.activations.compression import (
     ActivationCompression as ActivationCompression,
 )

@@ -24,6 +24,7 @@ from lightning_fedleak.report.privacy import (
     TOKENS,
     Account,
     accounts,
+    clip_in_words,
     trusted_party,
     without_ledger,
 )
@@ -257,7 +258,7 @@ def _effect(defense: records.DefenseFacts, account: Account | None) -> str:
     settings = defense.settings or {}
     name, kind = defense.name, defense.class_name or NOT_RECORDED
     clip = settings.get("max_grad_norm", settings.get("clip"))
-    clipped = "not clipped" if clip is None else f"clipped at {digits(clip)}"
+    clipped = "not clipped" if clip is None else f"clipped at {digits(clip_in_words(settings))}"
     if clip == "auto":
         clipped = "clipped to a norm below 1"
     noise = digits(settings.get("noise_multiplier", settings.get("sigma")))

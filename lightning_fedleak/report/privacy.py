@@ -127,12 +127,7 @@ class Account:
     @property
     def clip_norm(self) -> object:
         """The norm to which it clipped; None where no settings were recorded."""
-        settings = self.settings
-        norm = settings.get("max_grad_norm", settings.get("clip", "none" if settings else None))
-        if schedule := settings.get("clip_schedule"):
-            return f"{norm} times {schedule} in equal parts of the run"
-        quantile = settings.get("clip_quantile")
-        return f"{norm} at first, then by the {quantile} quantile" if quantile else norm
+        return clip_in_words(self.settings)
 
     @property
     def noise(self) -> str:
@@ -142,6 +137,15 @@ class Account:
         if digits(least) == last:
             return last
         return f"{digits(least)} at the least, {last} at the end"
+
+
+def clip_in_words(settings: records.JsonObject) -> object:
+    """Return the norm to which a defence clips, and how it changes; None without settings."""
+    norm = settings.get("max_grad_norm", settings.get("clip", "none" if settings else None))
+    if schedule := settings.get("clip_schedule"):
+        return f"{norm} times {schedule} in equal parts of the run"
+    quantile = settings.get("clip_quantile")
+    return f"{norm} at first, then by the {quantile} quantile" if quantile else norm
 
 
 def accounts(log: FitLog) -> tuple[list[Account], list[str]]:

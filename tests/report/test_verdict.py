@@ -60,6 +60,16 @@ def defended(kind, **settings):
     [
         ([], "without a defence"),
         ([dpsgd(noise_multiplier=0.8)], "each example's part clipped at 1, noise 0.8 (dpsgd)"),
+        (
+            [dpsgd(noise_multiplier=0.8, clip_schedule="1, 0.5")],
+            "each example's part clipped at 1.0 times 1, 0.5 in equal parts of the run, noise 0.8 "
+            "(dpsgd)",
+        ),
+        (
+            [dpsgd(noise_multiplier=0.8, clip_quantile="0.5")],
+            "each example's part clipped at 1.0 at first, then by the 0.5 quantile, noise 0.8 "
+            "(dpsgd)",
+        ),
         ([defended("GradientNoise", sigma=0.5)], "not clipped, noise 0.5 (it)"),
         (
             [defended("ClientDP", trust="local", clip=0.5, noise_multiplier=2.0)],

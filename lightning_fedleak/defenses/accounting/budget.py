@@ -220,12 +220,13 @@ class Budget:
         self.accountant = accountant
 
     def plan(self, planned_steps: Callable[[], int]) -> None:
-        """Fix the number of releases that factors are for, unless an earlier run has.
+        """Fix the number of releases that factors are for, unless releases were made by it.
 
         Args:
             planned_steps: returns how many the run is going to make.
         """
-        self.horizon = self.horizon or planned_steps()
+        if not (self.horizon and self.accountant.steps):
+            self.horizon = planned_steps()
 
     @property
     def largest_noise(self) -> float:

@@ -83,8 +83,8 @@ class WithoutReplacementPRV:
         """Return the chance of a loss of at most t."""
         q, sigma = self._rate, self._sigma
         x = 0.5 + sigma**2 * np.log1p(np.expm1(np.abs(t)) / q)
-        without = ndtr(-x / sigma)
+        tail = ndtr(-x / sigma)
         cdf: Floats = np.where(
-            np.asarray(t) < 0, without, 1 - (1 - q) * without - q * ndtr((1 - x) / sigma)
+            np.asarray(t) < 0, tail, 1 - (1 - q) * tail - q * ndtr((1 - x) / sigma)
         )
         return cdf

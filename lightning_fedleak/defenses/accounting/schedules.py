@@ -63,7 +63,7 @@ def factors_of(name: str, schedule: Factors | None) -> tuple[float, ...]:
     """
     if schedule is None or isinstance(schedule, Schedule):
         return () if schedule is None else schedule.factors
-    if isinstance(schedule, str) or not isinstance(schedule, Sequence) or not schedule:
+    if not isinstance(schedule, Sequence) or not schedule:
         raise DefenseError(
             f"DPSGD: {name} must be a Schedule('exponential', end=...), or a list of factors for "
             f"equal parts of the run; got {schedule!r}"

@@ -468,7 +468,8 @@ class DPSGD(BudgetedDefense):
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return the releases, what they were accounted as, and the noise."""
-        state = {"releases": self.releases, "trust": self.trust, "unit": self.unit}
+        state: dict[str, Tensor | int | float | str] = {"releases": self.releases}
+        state |= {"trust": self.trust, "unit": self.unit}
         if self._path.quantile is not None:
             state["log_factor"] = self._path.log_factor
         return {**state, **self._noise.state_dict(), **self._budget.state_dict()}
@@ -529,7 +530,8 @@ class DPSGD(BudgetedDefense):
         argument = "target_epsilon" if self._budget.target_epsilon is not None else "a schedule"
         if self.mechanism != "independent":
             argument = f"mechanism={self.mechanism!r}"
-        steps = functools.partial(setup_checks.planned_steps, context, len(sampling.loader), argument)
+        length = len(sampling.loader)
+        steps = functools.partial(setup_checks.planned_steps, context, length, argument)
         if self.mechanism == "independent":
             return steps
         plan = NoisePlan(

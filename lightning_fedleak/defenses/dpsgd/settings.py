@@ -345,45 +345,38 @@ def check_planned(
         "ClipSettings(quantile=)": clip.quantile,
     }
     name = next((name for name, value in planned.items() if value is not None), None)
-    if name is not None and release.mechanism != "independent":
-        raise DefenseError(
-            f"DPSGD: {name} changes the noise from step to step, and mechanism="
-            f"{release.mechanism!r} correlates it over steps of one clip norm. Leave one out."
-        )
-    if release.noise_schedule is not None and accountant == "filter":
-        raise DefenseError(
-            "DPSGD: noise_schedule= is planned before the run, and accountant='filter' is there "
-            "for noise that is not. Use accountant='prv' or 'rdp'."
-        )
+    if name is None:
+        return
     kinds = len(set(factors_of("noise_schedule", release.noise_schedule)))
-    if accountant == "prv" and kinds > MOST_KINDS:
-        raise DefenseError(
-            f"DPSGD: noise_schedule= has {kinds} different factors, and PRV takes longer with "
-            f"each: give at most {MOST_KINDS}, or use accountant='rdp'"
-        )
-    if clip.schedule is None and clip.quantile is None:
-        return
-    if clip.schedule is not None and clip.quantile is not None:
-        raise DefenseError(
-            "DPSGD: ClipSettings(schedule=, quantile=) both change the clip norm: leave one out"
-        )
-    if max_grad_norm == "auto":
-        raise DefenseError(
-            "DPSGD: max_grad_norm='auto' has no clip norm that could change: pass a number, or "
-            "leave schedule= and quantile= out"
-        )
-    if clip.quantile is None:
-        return
-    if clip.per_layer or isinstance(max_grad_norm, Mapping):
-        raise DefenseError(
-            "DPSGD: ClipSettings(quantile=) follows the norms of whole gradients: clip all layers "
-            "together (a plain max_grad_norm)"
-        )
-    if release.trust != "local" or isinstance(unit, Users) or accountant == "filter":
-        raise DefenseError(
-            "DPSGD: ClipSettings(quantile=) counts the examples of one client, with a fixed noise: "
-            "use trust='local', unit='example' and accountant='prv' or 'rdp'"
-        )
+    filtered, quantile = accountant == "filter", clip.quantile is not None
+    refusals = {
+        f"{name} changes the noise from step to step, and mechanism={release.mechanism!r} "
+        "correlates it over steps of one clip norm: leave one out": (
+            release.mechanism != "independent"
+        ),
+        f"{name} follows each client's own count of releases, which a crash may make differ, and "
+        "trust='central' adds shares of one noise: leave one out": release.trust != "local",
+        "noise_schedule= is planned before the run, and accountant='filter' is there for noise "
+        "that is not: use accountant='prv' or 'rdp'": bool(kinds) and filtered,
+        f"noise_schedule= has {kinds} different factors, and PRV takes longer with each: give at "
+        f"most {MOST_KINDS}, or use accountant='rdp'": accountant == "prv" and kinds > MOST_KINDS,
+        "ClipSettings(schedule=, quantile=) both change the clip norm: leave one out": (
+            quantile and clip.schedule is not None
+        ),
+        "max_grad_norm='auto' has no clip norm that could change: pass a number, or leave "
+        "schedule= and quantile= out": (
+            max_grad_norm == "auto" and (quantile or clip.schedule is not None)
+        ),
+        "ClipSettings(quantile=) follows the norms of whole gradients: clip all layers together "
+        "(a plain max_grad_norm)": (
+            quantile and (clip.per_layer or isinstance(max_grad_norm, Mapping))
+        ),
+        "ClipSettings(quantile=) counts examples, with a fixed noise: use unit='example' and "
+        "accountant='prv' or 'rdp'": quantile and (isinstance(unit, Users) or filtered),
+    }
+    for message, refused in refusals.items():
+        if refused:
+            raise DefenseError(f"DPSGD: {message}")
 
 
 def check_continued(state: State, releases: int, trust: Trust, unit: str) -> None:

@@ -122,6 +122,17 @@ def test_a_resumed_run_goes_on_with_its_plan() -> None:
         other.load_state_dict(first_half.state_dict())
 
 
+def test_a_plan_is_for_the_steps_of_the_run_that_releases() -> None:
+    defense = scheduled([1.0, 0.5])
+    run_of(defense, 2)  # which ends before its first step
+    run = run_of(defense, 4)
+    noises = []
+    for _ in range(4):
+        noises.append(defense.noise_multiplier_now)
+        run.step(first(3))
+    assert noises == [1.0, 1.0, 0.5, 0.5]
+
+
 # ---- quantiles ----------------------------------------------------------------------------------
 
 
@@ -220,9 +231,14 @@ BANDED = {"mechanism": "banded", "bands": 2}
                 "clip": ClipSettings(quantile=QuantileClip()),
                 "release": ReleaseSettings(trust="central"),
             },
-            "one client",
+            "shares of one noise",
         ),
-        ({"clip": ClipSettings(quantile=QuantileClip()), "unit": Users("u")}, "one client"),
+        ({"release": ReleaseSettings("central", noise_schedule=[1, 2])}, "shares of one noise"),
+        (
+            {"clip": ClipSettings(schedule=[1]), "release": ReleaseSettings(trust="central")},
+            "shares of one noise",
+        ),
+        ({"clip": ClipSettings(quantile=QuantileClip()), "unit": Users("u")}, "counts examples"),
     ],
 )
 def test_what_does_not_hold_together_is_refused(settings: dict[str, Any], match: str) -> None:

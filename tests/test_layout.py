@@ -58,7 +58,7 @@ ALLOWED = {
     | {"attacks", "metrics", "defenses", "strategies", "callbacks", "looks", "finetuning"}
     | {"records"},
     "studies.federation": GROUND
-    | {"attacks", "defenses", "federation", "looks", "records", "finetuning"},
+    | {"attacks", "defenses", "canaries", "federation", "looks", "records", "finetuning"},
     "records": GROUND,
     "report": {"records", "auditing", "defenses"},
     # "" is the package itself, whose version a stored calibration names.

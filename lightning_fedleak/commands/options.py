@@ -419,6 +419,8 @@ class FederateOptions:
         attack: every attack that can read these updates, or none.
         members: texts of a round in its membership games, and as many that are not in the round; a
             gate needs 16.
+        leave_out: texts of each client that it does not train on; each client then asks the models
+            that it is sent what they have memorized of its other texts. Nothing of it leaves.
         gate: the highest --watch at which an update still leaves.
         watch: what the gate watches, a name in the logs; by default leakage/worst/membership (of
             which .5 is guessing), and leakage/worst/words where an attack can read words from
@@ -455,6 +457,7 @@ class FederateOptions:
     length: int = _count(32, 2)
     attack: Literal["auto", "none"] = "auto"
     members: int = _count(16)
+    leave_out: int = _option(0, "N", type=_at_least(0))
     gate: float | None = _option(None, "X", type=_SHARE)
     watch: str | None = _option(None, "NAME")
     action: Literal["withhold", "harden", "raise", "warn"] = "withhold"

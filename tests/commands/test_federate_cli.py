@@ -74,6 +74,23 @@ def test_each_round_is_shown_and_watching_changes_no_bit(
     assert all(torch.equal(one[n], other[n]) for n in one)
 
 
+def test_each_client_asks_the_models_that_it_is_sent(tmp_path: Path, given: dict) -> None:
+    """With rows left out: a line of its own for each client, once it has trained on some."""
+    texts = tmp_path / "text.txt"
+    words = [f"w{number}" for number in range(2000)]
+    texts.write_text("\n".join(" ".join(words[n : n + 16]) for n in range(0, 1600, 16)))
+    settings = {"text": str(texts), "column": None, "length": 24, "local_steps": 12}
+    _, made = federate(tmp_path / "out", given | settings, leave_out=12)
+    found = [line for line in lines(made, "leakage.jsonl") if line["stage"] == "released"]
+    known = [line for line in found if line["attack"] == "combined" and not line["unknown"]]
+    assert {str(line["client"]) for line in known} == {"0", "1"}
+    for line in known:
+        assert line["metrics"]["others"]["value"] == 12
+        assert 0 <= line["metrics"]["auc"]["value"] <= 1
+    with pytest.raises(SourceError, match="--leave-out 4000 is more than half"):
+        federate(tmp_path / "many", given | settings, leave_out=4000)
+
+
 def test_a_gate_holds_updates_back(tmp_path: Path, given: dict, capsys) -> None:
     words = "leakage/worst/words"
     said, folder = federate(tmp_path, given, gate=0.05, watch=words, rounds=1)

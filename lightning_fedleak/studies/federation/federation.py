@@ -15,10 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributions import Dirichlet
+from torch.utils.data import DataLoader
 
 from lightning_fedleak import finetuning
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.canaries import TrainingRows, leave_out
 from lightning_fedleak.federation import (
     ClientDP,
     ClientSampling,
@@ -71,6 +73,8 @@ class Federation:
         length: tokens a text, at most.
         attack: ``"auto"`` for every attack that can read these updates, or ``"none"``.
         members: texts of a round in its membership games.
+        leave_out: texts of each client that it does not train on. With some, each client asks the
+            models that it is sent about its texts, and these are the others.
         gate: the highest watched value at which an update leaves; None for no gate.
         watch: what the gate watches; None for the worst of the families that can be known.
         action: what the gate does.
@@ -102,6 +106,7 @@ class Federation:
     length: int = 32
     attack: Literal["auto", "none"] = "auto"
     members: int = 16
+    leave_out: int = 0
     gate: float | None = None
     watch: str | None = None
     action: Literal["withhold", "harden", "raise", "warn"] = "withhold"
@@ -184,11 +189,12 @@ class Federation:
         return list(finetuning.TokenRows.tokenize(texts, self.tokenizer, self.length).rows)
 
     @cached_property
-    def rows(self) -> list[list[Tensor]]:
-        """Return the rows of token ids of each client.
+    def rows(self) -> list[list[Tensor]] | list[TrainingRows]:
+        """Return the rows of token ids that each client trains on.
 
         Raises:
-            SourceError: a client has none, or a row is longer than the model reads.
+            SourceError: a client has none, or too few to leave some out, or a row is longer than
+                the model reads.
         """
         limit = self.tokenizer.model_max_length
         if self.length > limit:
@@ -203,7 +209,22 @@ class Federation:
                 f"client {empty[0]} has no text of at least 2 tokens: give more text, or fewer "
                 "--clients."
             )
-        return rows
+        if not self.leave_out:
+            return rows
+        if min(map(len, rows)) < 2 * self.leave_out:
+            raise finetuning.SourceError(
+                f"--leave-out {self.leave_out} is more than half of a client's texts, of which one "
+                f"has {min(map(len, rows))}: give more text, or fewer --clients."
+            )
+        return [
+            leave_out(client_rows, self.leave_out, _round_seed(self.seed, client, 0))[0]
+            for client, client_rows in enumerate(rows)
+        ]
+
+    def loader(self, client: str | int) -> DataLoader[Any]:
+        """Return what a client's rows are read by, to ask the models that it is sent about them."""
+        rows: Any = self.rows[int(client)]
+        return DataLoader(rows, self.batch_size, collate_fn=self._padded)
 
     @cached_property
     def outside(self) -> list[Tensor]:
@@ -292,6 +313,7 @@ class Federation:
             settings=RoundSettings(
                 federation=federation,
                 look_seconds=math.inf,
+                data=self.loader if self.leave_out else None,
                 gates=[gate.about() for gate in self.gates()] if gated else [],
             ),
         )

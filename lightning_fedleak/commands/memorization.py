@@ -69,7 +69,7 @@ class MemorizationCommand(MemorizationOptions):
                 tiers = canaries.compare(base.rows(~inside), now.rows(~inside), self.suffix)
         except UnusableObservation as error:
             raise SourceError(f"--model '{self.model}' cannot be read: {error}") from error
-        known = self.drawn or result.one_law
+        is_known = self.drawn or result.one_law
         print_table(console, _table(result))
         console.print(
             f"{result.n_members} members and {result.n_others} others were compared; "
@@ -85,10 +85,10 @@ class MemorizationCommand(MemorizationOptions):
         if self.out is not None:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self.out.write_text(
-                json.dumps(self._content(result, pool, known, tiers), indent=1) + "\n"
+                json.dumps(self._content(result, pool, is_known, tiers), indent=1) + "\n"
             )
             console.print(str(self.out), highlight=False)
-        combined = result.values["combined"] if known else "others may follow another law"
+        combined = result.values["combined"] if is_known else "others may follow another law"
         named = {f"canaries x{times}": one for times, one in tiers.items()}
         return self._judge({"combined": combined, **named}, console)
 
@@ -138,7 +138,7 @@ class MemorizationCommand(MemorizationOptions):
         return BREACH if breaches else 0
 
     def _content(
-        self, result: Comparison, pool: ReleasedPool, known: bool, tiers: Tiers
+        self, result: Comparison, pool: ReleasedPool, is_known: bool, tiers: Tiers
     ) -> dict[str, object]:
         """Return the result as plain values; what is no finite number is null."""
 
@@ -154,7 +154,7 @@ class MemorizationCommand(MemorizationOptions):
             "short": pool.short,
             "pool": pool.digest,
             "drawn": self.drawn,
-            "known": known,
+            "known": is_known,
             "visible_tpr": result.visible,
             "blind": {
                 name: plain({"auc": rate.value, "auc_low": rate.low, "auc_high": rate.high})

@@ -208,8 +208,10 @@ class PlantedCanaries:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SourceError(f"--canaries '{file}' and --record '{record}': {error}") from error
         digests = {digest: n for n, digest in enumerate(self.record.digests)}
-        found = [{digests.get(digest_of(form, "a canary")) for form in _forms(row)} for row in rows]
-        if len(rows) != len(digests) or any(n not in places for n, places in enumerate(found)):
+        matches = [
+            {digests.get(digest_of(form, "a canary")) for form in _forms(row)} for row in rows
+        ]
+        if len(rows) != len(digests) or any(n not in places for n, places in enumerate(matches)):
             raise SourceError(
                 f"--canaries '{file}' does not hold the canaries of --record '{record}' in their "
                 "order: give each line the fields that the planted examples have"

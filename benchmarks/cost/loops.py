@@ -34,7 +34,7 @@ from transformers import (
 from lightning_fedleak.attacks import FlatChat
 from lightning_fedleak.trainers import LeakageCallback, Watch
 
-SMOKE = ("--model {model} --steps 4 --runs 1",)
+SMOKE = ("--steps 4 --runs 1",)
 
 NEVER = 10**9  # steps between looks: none after the first
 SKIPPED = 2  # steps of each run that are not counted: the look, and the one after it
@@ -59,7 +59,7 @@ class Clock(TrainerCallback):
 
 
 class Own:
-    """Adds up the processor time in functions of a watch, step by step."""
+    """Adds up the time of this thread in functions of a watch, step by step."""
 
     def __init__(self, watch: Watch, names: tuple[str, ...]) -> None:
         self.seconds = 0.0
@@ -69,11 +69,11 @@ class Own:
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **settings: Any) -> Any:
-            started = time.process_time()
+            started = time.thread_time()
             try:
                 return function(*arguments, **settings)
             finally:
-                self.seconds += time.process_time() - started
+                self.seconds += time.thread_time() - started
 
         return call
 

@@ -62,6 +62,7 @@ from transformers import (
     DataCollatorWithFlattening,
     PreTrainedModel,
 )
+from transformers.integrations import activate_neftune
 
 from benchmarks.attacks.word_recovery import read_texts
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
@@ -177,6 +178,13 @@ def lora(rank: int, targets: list[str] | str, dropout: float = 0.0):
     return made
 
 
+def neftune(model: PreTrainedModel) -> nn.Module:
+    """LoRA, and noise on the embeddings in training (NEFTune, arXiv 2310.05914), alpha 5."""
+    adapted = lora(8, ["q_proj", "v_proj"])(model)
+    activate_neftune(adapted, 5.0)
+    return adapted
+
+
 def first_block_frozen(model: PreTrainedModel) -> nn.Module:
     adapted = lora(8, ["q_proj", "v_proj"])(model)
     for name, parameter in adapted.named_parameters():
@@ -195,6 +203,7 @@ SETUPS: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
     **{f"lora {r} q,v": lora(r, ["q_proj", "v_proj"]) for r in (4, 8, 16, 32)},
     **{f"lora {r} all-linear": lora(r, "all-linear") for r in (4, 8, 16, 32)},
     "lora 8 q,v, dropout .05": lora(8, ["q_proj", "v_proj"], 0.05),
+    "lora 8 q,v, NEFTune 5": neftune,
     "lora 8 q,v, first block frozen": first_block_frozen,
     "norms": norms,
     "adapters": adapters,

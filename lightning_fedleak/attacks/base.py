@@ -130,6 +130,9 @@ class Attack(ABC):
     reads_preferences: ClassVar[bool] = False
     """Whether :meth:`run` reads gradients of a loss that pushes some texts away, as that of DPO
     does (``snapshot.preferences``), or raises an error. If False, there is no result for them."""
+    needs_plain_inputs: ClassVar[bool] = False
+    """Whether :meth:`run` compares what was shared with what the model makes of tokens without the
+    noise that training may add to embeddings (NEFTune). If True, there is no result with much."""
     restores_fully: ClassVar[bool] = True
     """Whether :meth:`state_dict` holds all that :meth:`prepare` computes, so that it need not run
     after :meth:`load_state_dict`."""

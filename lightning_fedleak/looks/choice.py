@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fedleak import attacks
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
@@ -218,6 +218,29 @@ def table(
         spare -= len(shown) - 1
         lines += shown
     return "\n".join([*lines, *ending])
+
+
+def hides(model: nn.Module, clip_value: float | None) -> tuple[str, ...]:
+    """Return what a training does, by its settings, that hides words and texts from attacks."""
+    shares: dict[bool, set[float]] = {True: set(), False: set()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            shares[".lora_dropout." in f".{name}."].add(module.p)
+    own, adapters = (", ".join(f"{p:g}" for p in sorted(shares[side])) for side in (False, True))
+    names = [f"dropout {own} in the model"] if own else []
+    names += [f"dropout {adapters} in front of LoRA"] if adapters else []
+    if any(getattr(m, "neftune_noise_alpha", None) for m in model.modules()):
+        names.append("noise on the embeddings (NEFTune)")
+    return (*names, *([] if clip_value is None else [f"clipping by value at {clip_value:g}"]))
+
+
+def show_hiding(watcher: str, names: Sequence[str]) -> None:
+    """Log what in the training hides words and texts, the result of :func:`hides`."""
+    if names:
+        rank_zero_info(
+            f"{watcher}: {' and '.join(names)} may hide words and texts from these attacks, "
+            "not from every attack: a low number is no sign of safety"
+        )
 
 
 def _start(names: Sequence[str]) -> str:

@@ -341,8 +341,8 @@ class Engine:
         if self.weights is not None and not self.selection.auto:
             self.results.playing |= self.weights.series
         self.results.untested = lineup.untested
+        lineup.show(self.assume)
         if self.selection.auto:
-            lineup.show(self.assume)
             report.write_not_played(lineup.rows, run.step)
         self._add_table(destination, self._content(run))
         for listener in self._before_first:

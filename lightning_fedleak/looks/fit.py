@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +26,7 @@ from lightning_fedleak.looks.run import (
     Result,
     Run,
     Series,
+    StepClock,
     Unknown,
     Waiting,
     reason,
@@ -35,6 +35,7 @@ from lightning_fedleak.looks.run import (
 from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage
 from lightning_fedleak.taps import (
     NOT_TRIED,
+    EmbeddingNoise,
     GradientTap,
     PackedRows,
     UpdateError,
@@ -54,31 +55,6 @@ _UNKNOWN_HERE = (
     "cannot be scored"
 )
 _NO_LOSS = "the client's batches hold nothing that a loss was computed on"
-
-
-class StepClock:
-    """What an optimizer step without a look costs, as a running mean.
-
-    Attributes:
-        seconds: of a step; 0 until one is known.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._since: tuple[int, float] | None = None
-
-    def starts(self, step: int) -> None:
-        """A batch of optimizer step ``step`` starts, and none before it was looked at."""
-        now = time.perf_counter()
-        if self._since is not None and step > self._since[0]:
-            passed = (now - self._since[1]) / (step - self._since[0])
-            self.seconds = passed if self.seconds == 0 else 0.8 * self.seconds + 0.2 * passed
-            self._since = None
-        self._since = self._since or (step, now)
-
-    def interrupted(self) -> None:
-        """A look has come between."""
-        self._since = None
 
 
 class Fit:
@@ -131,6 +107,7 @@ class Fit:
         self._update_tap: UpdateTap | None = None
         self._fresh = True
         self._rows: PackedRows | None = None
+        self._embeddings = EmbeddingNoise(run.anatomy)
 
     def calibrate(self, restored: Mapping[str, object]) -> None:
         """Install the taps and calibrate the attacks, see :meth:`Lineup.calibrate`.
@@ -180,6 +157,7 @@ class Fit:
         self._tap.close()
         if self._rows is not None:
             self._rows.close()
+        self._embeddings.close()
         self._rows = self.look = None
 
     # ---- a step -----------------------------------------------------------------------------
@@ -198,6 +176,7 @@ class Fit:
                     with suppress(Exception):
                         channel.remember(self._read(batch))
             return
+        self._embeddings.arm()
         try:
             self.look.batch = tokens = self._read(batch)
             if tokens.documents is not None:
@@ -207,13 +186,16 @@ class Fit:
             self.look.truth_error = reason(error)
 
     def _settle(self, look: Look) -> None:
-        """Try whether the documents in the rows of the batch at work attend to each other."""
-        if self._rows is not None and look.batch is not None and not look.truth_error:
-            try:
-                with look.clock(self.run.device):
-                    look.batch = self._rows.settled(look.batch)
-            except Exception as error:
-                look.truth_error = reason(error)
+        """Try what the step did with the batch: documents that attend, noise on embeddings."""
+        try:
+            with look.clock(self.run.device):
+                if look.batch is not None and not look.truth_error:
+                    look.input_noise = max(look.input_noise, self._embeddings.settled(look.batch))
+                    look.batch = (
+                        look.batch if self._rows is None else self._rows.settled(look.batch)
+                    )
+        except Exception as error:
+            look.truth_error = reason(error)
 
     def _check_first(self, batch: Any) -> None:
         """Refuses a first batch that cannot be read, on all processes at once."""
@@ -396,6 +378,8 @@ class Fit:
         if look.step_seconds == 0:
             look.step_seconds = look.elapsed()
         scale = self.run.loss_scale
+        own = self.run.client == "world" or Stage.SHARED in stages
+        clients = 1 if own else self.run.processes  # whose noise is independent, and averaged
         self._show(
             Moment(
                 look,
@@ -411,21 +395,14 @@ class Fit:
                         client=self.run.number,
                         scale=scale if kept else 1.0,
                     ),
-                    noise_std=self._noise_std(look, stages),
+                    noise_std=0.0 if Stage.LOCAL in stages else look.noise_std / clients**0.5,
+                    input_noise=look.input_noise,
                     loss_terms=self._loss_terms(look),
                 ),
             )
         )
         if Stage.AGGREGATE in stages:
             look.stepped.add(id(optimizer))
-
-    def _noise_std(self, look: Look, stages: Sequence[Stage]) -> float:
-        """Of the noise on what is at these stages: the clients' is independent, and averaged."""
-        if Stage.LOCAL in stages:
-            return 0.0
-        own = self.run.client == "world" or Stage.SHARED in stages
-        clients = 1 if own else self.run.processes
-        return look.noise_std / math.sqrt(clients)
 
     def _show(self, moment: Moment) -> None:
         look = moment.look
@@ -449,7 +426,12 @@ class Fit:
                 raise UpdateError("what the attacks read is trained at different learning rates")
             rate = sum(next(iter(rates)) for rates in look.learning_rates) / local_steps
             update = tap.end(look.step, Stage.SHARED, learning_rate=rate, local_steps=local_steps)
-            return replace(update, fresh=self._fresh, loss_terms=self._loss_terms(look))
+            return replace(
+                update,
+                fresh=self._fresh,
+                input_noise=look.input_noise,
+                loss_terms=self._loss_terms(look),
+            )
 
         self._show(Moment(look, (Stage.SHARED,), (Stage.SHARED,), None, 1.0, take))
         look.stepped.add(0)

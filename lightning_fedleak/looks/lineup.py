@@ -159,8 +159,11 @@ class Lineup:
         )
 
     def show(self, assumed: Collection[Capability]) -> None:
-        """Log which attacks are played, by an adversary with these capabilities, and why not."""
-        choice.show(self.rows, self.unread, assumed, writes=self._writes, watcher=self._run.watcher)
+        """Log which attacks are played by an adversary with these capabilities, and what hides."""
+        watcher, model = self._run.watcher, self._run.anatomy.model
+        if self._choosing:
+            choice.show(self.rows, self.unread, assumed, writes=self._writes, watcher=watcher)
+        choice.show_hiding(watcher, choice.hides(model, self._run.clip_value))
 
     @property
     def trained(self) -> tuple[str, ...]:

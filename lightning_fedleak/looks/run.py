@@ -313,6 +313,31 @@ class MaxOverhead(Cadence):
         return f"max_overhead={self.share:g}"
 
 
+class StepClock:
+    """What an optimizer step without a look costs, as a running mean.
+
+    Attributes:
+        seconds: of a step; 0 until one is known.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: tuple[int, float] | None = None
+
+    def starts(self, step: int) -> None:
+        """A batch of optimizer step ``step`` starts, and none before it was looked at."""
+        now = time.perf_counter()
+        if self._since is not None and step > self._since[0]:
+            passed = (now - self._since[1]) / (step - self._since[0])
+            self.seconds = passed if self.seconds == 0 else 0.8 * self.seconds + 0.2 * passed
+            self._since = None
+        self._since = self._since or (step, now)
+
+    def interrupted(self) -> None:
+        """A look has come between."""
+        self._since = None
+
+
 # ---- a look ------------------------------------------------------------------------------------
 
 
@@ -521,6 +546,7 @@ class Look:
         learning_rates: of what the attacks read, at each local step.
         noise_std: of what defences have added to each number of this client's update so far; NaN
             where one of them did not say.
+        input_noise: largest of what the step added to embeddings, see ``GradientSnapshot``.
         loss_terms: ids of the parameters of which a loss of the step has a term of their own.
         notes: what channels keep until the look is published, by keys of their own.
         scope: the series that are tried again, where the look is of these alone; None: all.
@@ -538,6 +564,7 @@ class Look:
     step_seconds: float = 0.0
     learning_rates: list[set[float]] = field(default_factory=list)
     noise_std: float = 0.0
+    input_noise: float = 0.0
     loss_terms: set[int] = field(default_factory=set)
     notes: dict[object, Any] = field(default_factory=dict)
     scope: frozenset[Series] | None = None

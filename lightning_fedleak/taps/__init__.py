@@ -8,6 +8,7 @@ from lightning_fedleak.taps.calls import ModelCalls as ModelCalls
 from lightning_fedleak.taps.calls import PackedRows as PackedRows
 from lightning_fedleak.taps.calls import arguments_of as arguments_of
 from lightning_fedleak.taps.calls import with_ids as with_ids
+from lightning_fedleak.taps.gradients import EmbeddingNoise as EmbeddingNoise
 from lightning_fedleak.taps.gradients import GradientTap as GradientTap
 from lightning_fedleak.taps.gradients import StepError as StepError
 from lightning_fedleak.taps.gradients import TiedHeadTap as TiedHeadTap

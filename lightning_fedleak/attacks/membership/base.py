@@ -81,6 +81,7 @@ class PassiveMembership(Attack):
         Capability.KNOWS_TARGET_TEXT,
     )
     restores_fully = False
+    needs_plain_inputs = True
     _facts = RunFacts()
     _prepared_at = 0
     controls = 8

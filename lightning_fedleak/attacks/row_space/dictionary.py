@@ -40,6 +40,12 @@ class Dictionary:
     constants: Tensor
     positions: Tensor | None
 
+    def weighed(self, weights: Tensor) -> Dictionary:
+        """Return the same with coordinates multiplied by (d,) weights."""
+        positions = None if self.positions is None else self.positions * weights.double()
+        rows = self.rows * weights.to(self.rows.dtype)
+        return Dictionary(rows, self.constants * weights.double(), positions)
+
     def count_positions(self, rows: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> int:
         """Return how many of the first positions gradients hold, at least 1; 0 without positions.
 

@@ -194,6 +194,7 @@ class GradientTextAttack(TextAttack):
 
     reads_adaptive_updates = True
     restores_fully = False
+    needs_plain_inputs = True
     last_token_open = True
 
     def _check_length(self, anatomy: Anatomy, length: int) -> None:

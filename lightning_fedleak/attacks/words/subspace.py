@@ -116,6 +116,7 @@ class SubspaceWords(Attack):
     removes_loss_terms = True
     reads_clipped = True
     reads_preferences = True
+    needs_plain_inputs = True
     restores_fully = False
 
     def __init__(

@@ -64,12 +64,14 @@ from lightning_fedleak.looks.run import (
 from lightning_fedleak.model_runs import why_not_run
 from lightning_fedleak.records import Family, PoolLine
 from lightning_fedleak.snapshots import (
+    MOST_INPUT_NOISE,
     GradientSnapshot,
     Inapplicable,
     NotYet,
     Observation,
     Stage,
     UpdateSnapshot,
+    explain_input_noise,
     explain_weight_term,
 )
 
@@ -571,6 +573,8 @@ def _find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
         return Unknown(explain_weight_term(regularised[0]))
     if view.preferences and not plan.attack.reads_preferences:
         return Unknown(PREFERENCES, applies=False)
+    if plan.attack.needs_plain_inputs and view.input_noise > MOST_INPUT_NOISE:
+        return Unknown(explain_input_noise(view.input_noise))
     absent = [role for role in plan.roles if role not in view.tensors]
     return Unknown(f"no gradient of {', '.join(absent)} in this step") if absent else None
 

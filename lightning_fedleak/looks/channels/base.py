@@ -606,12 +606,9 @@ def check_guess(attack: Attack, answer: object, expected: type[Guess]) -> None:
 
 def worst_of(clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return each metric at the client where it is highest; empty for one client."""
-    worst: dict[str, float] = {}
-    if len(clients) > 1:
-        for name in clients[0]:
-            numbers = [values[name] for values in clients if not math.isnan(values[name])]
-            worst[name] = max(numbers) if numbers else math.nan
-    return worst
+    names = clients[0] if len(clients) > 1 else ()
+    numbers = {n: [each[n] for each in clients if not math.isnan(each[n])] for n in names}
+    return {name: max(values, default=math.nan) for name, values in numbers.items()}
 
 
 # ---- what an attack needs ----------------------------------------------------------------------

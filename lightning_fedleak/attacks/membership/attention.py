@@ -18,7 +18,21 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
-from lightning_fedleak.attacks.membership import attention_calibration, attention_layers
+from lightning_fedleak.attacks.membership import attention_calibration
+from lightning_fedleak.attacks.membership.attention_layers import (
+    AttentionDesign,
+    AttentionSettings,
+    CraftedAttention,
+    Variant,
+    algorithm_one,
+    bias_gradients,
+    check_positive_or,
+    coordinate_gradients,
+    half_widths,
+    projector_heads,
+    token_rows,
+    tokens_at,
+)
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
@@ -52,7 +66,7 @@ REPLACED_BETA = 0.01
 """The same against a defence that replaces batches, where members then score higher."""
 
 
-_old_settings = old_spelling(attention_layers.AttentionSettings)
+_old_settings = old_spelling(AttentionSettings)
 
 
 class AttentionMembership(MembershipAttack):
@@ -125,7 +139,7 @@ class AttentionMembership(MembershipAttack):
         *,
         tokenizer: Any = None,
         gamma: float | Literal["calibrated", "lemma"] = "calibrated",
-        attention: attention_layers.AttentionSettings | None = None,
+        attention: AttentionSettings | None = None,
         tokens: int = 32,
         batch: int = 40,
         false_positive_rate: float = 0.01,
@@ -139,11 +153,11 @@ class AttentionMembership(MembershipAttack):
         settings = group_old_arguments(
             type(self).__name__,
             "attention",
-            attention or attention_layers.AttentionSettings(),
+            attention or AttentionSettings(),
             _old_settings(**old),
         )
         score = settings.resolved_score(gamma)
-        attention_layers.check_positive_or("gamma", gamma, ("calibrated", "lemma"))
+        check_positive_or("gamma", gamma, ("calibrated", "lemma"))
         self.refresh_every = check_integer("refresh_every", refresh_every)
         relative = not isinstance(gamma, str) and score != "coordinates"
         self._fixed_gamma = float(gamma) if relative else None
@@ -154,9 +168,9 @@ class AttentionMembership(MembershipAttack):
             "beta": BETA if settings.beta == "auto" else settings.beta,
             "score": score,
             "omit_random": settings.omit_random or settings.variant == "paper",
-            "widths": attention_layers.half_widths(widths, self._fixed_gamma),
+            "widths": half_widths(widths, self._fixed_gamma),
         }
-        self.design = attention_layers.AttentionDesign(
+        self.design = AttentionDesign(
             **vars(settings) | resolved,
             gamma=gamma,
             batch=batch,
@@ -183,14 +197,14 @@ class AttentionMembership(MembershipAttack):
         layer: int,
         public_text: Any = None,
         *,
-        variant: attention_layers.Variant = "paper",
+        variant: Variant = "paper",
         **arguments: Any,
     ) -> AttentionMembership:
         """Return the paper's setting: raw hidden states, all coordinates, the authors' beta.
 
         ``variant="projector"`` makes the same guesses without QR and pseudo-inverse.
         """
-        paper = attention_layers.AttentionSettings(
+        paper = AttentionSettings(
             beta="authors", whiten=False, score="coordinates", variant=variant
         )
         return cls(layer, public_text, attention=paper, **arguments)
@@ -211,9 +225,7 @@ class AttentionMembership(MembershipAttack):
             widths = (DEFENDED_WIDTH,)
         elif replaced and not defended:
             widths = REPLACED_WIDTHS
-        self.design = replace(
-            self.design, widths=attention_layers.half_widths(widths, self._fixed_gamma)
-        )
+        self.design = replace(self.design, widths=half_widths(widths, self._fixed_gamma))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run A_init: fit whitening and gamma on the hidden states of public text.
@@ -270,12 +282,12 @@ class AttentionMembership(MembershipAttack):
             strongest = self.design.select == "strongest"
             positions = heads.strongest(x, real) if strongest else last_real(real, hidden)
         positions = positions.to(x.device)
-        v = attention_layers.tokens_at(hidden, positions).to(x.dtype)
+        v = tokens_at(hidden, positions).to(x.dtype)
         if not self.design.matched:
             return v
         return torch.cat([v, heads.matched_rows(x, real, positions)], 1)
 
-    def craft(self, target: Tensor) -> attention_layers.CraftedAttention:
+    def craft(self, target: Tensor) -> CraftedAttention:
         """Run A_attack, Algorithm 1, for one target: (d,), or (2 d,) with ``readout="matched"``.
 
         Raises:
@@ -288,17 +300,15 @@ class AttentionMembership(MembershipAttack):
         d = v.shape[1]
         pair, whitening = self.design.heads(d, v), self._require_calibration().whitening
         if self.design.variant == "paper":
-            heads = attention_layers.algorithm_one(v[0], pair.beta, self.design.generator()).fold(
-                whitening
-            )
+            heads = algorithm_one(v[0], pair.beta, self.design.generator()).fold(whitening)
         else:
-            heads = attention_layers.projector_heads(v[0], pair.beta, pair.u, whitening)
+            heads = projector_heads(v[0], pair.beta, pair.u, whitening)
         values = torch.eye(d) if whitening is None else whitening.matrix
         output = heads.both_signs() if rows is None else heads.output(rows)
         gammas = self._thresholds(rows, v).flatten()
         if rows is None:
             gammas = gammas.repeat(len(output))
-        return attention_layers.CraftedAttention(heads, values, output, gammas, pair.causal)
+        return CraftedAttention(heads, values, output, gammas, pair.causal)
 
     @torch.no_grad()
     def gradient(
@@ -318,12 +328,12 @@ class AttentionMembership(MembershipAttack):
         weights, gammas = upstream.to(x), self._thresholds(rows, v)
         parts = self.design.heads(d, x).attentions(x, mask, v)
         if rows is None:
-            return attention_layers.coordinate_gradients(parts, gammas, weights, len(v), d)
+            return coordinate_gradients(parts, gammas, weights, len(v), d)
         gradient = x.new_zeros((len(x), len(v), gammas.shape[-1]))
         for attention in parts:
             thresholds = gammas if gammas.dim() == 1 else gammas[attention.targets]
             weight = weights[attention.sentence, attention.places]
-            gradients = attention_layers.bias_gradients(attention.project(rows), thresholds, weight)
+            gradients = bias_gradients(attention.project(rows), thresholds, weight)
             gradient[attention.sentence, attention.targets] = gradients
         return gradient
 
@@ -459,7 +469,7 @@ class AttentionMembership(MembershipAttack):
         v = self._as_read(targets)
         if self.design.score == "coordinates":
             return v, None
-        return v, attention_layers.token_rows(v) / self._require_calibration().response
+        return v, token_rows(v) / self._require_calibration().response
 
     def _thresholds(self, rows: Tensor | None, reference: Tensor) -> Tensor:
         """Return the gammas of one row of W_O, (K,), or of each target, (G, K)."""

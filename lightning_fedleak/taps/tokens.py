@@ -15,7 +15,7 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.snapshots import TokenSnapshot
 
-TOKENS_AT_ONCE = 1 << 10  # tokens of one forward: as fast as larger ones on two CPU cores
+TOKENS_AT_ONCE = 1 << 9  # of one forward: twice as many take 4% less time and twice the memory
 POSITIONS_AT_ONCE = 4  # logits that are reduced at once on a CPU: they fit its cache; 16 take 1.6x
 
 

@@ -791,7 +791,9 @@ def test_canaries_in_the_batch_are_members_and_those_left_out_of_the_data_are_no
         assert members == batches[step] & included
         assert asked - members < left_out
         assert len(asked) == 2 * len(members)
-    found = [line for line in lines(monitor) if line["attack"] == "recording"]
+    apart = ("recording", "audit/recording")  # the attack's own results, and those of canaries
+    found = [line for line in lines(monitor) if line["attack"] in apart]
+    assert sum(line["attack"] == "audit/recording" for line in found) == len(holding)
     assert monitor.latest["leakage/recording/auc"] == 1
     assert "audit/recording/auc" in monitor.metric_names()
     values = [x["metrics"]["auc"]["value"] for x in found if x["stage"] == "shared"]

@@ -1,0 +1,48 @@
+"""24 ways to fine-tune a tiny model: what is logged is true against a truth computed anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.attacks.matrix import CELLS, Texts, run
+
+FAST = ("LoRA", "LoRA, left padding", "LoRA, padding-free with a cache", "LoRA, NEFTune 5")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    size = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, **size, **heads)).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CELLS]
+)
+def test_what_is_logged_is_true(folder: Path, name: str) -> None:
+    if CELLS[name].base != "plain":
+        pytest.importorskip("bitsandbytes")
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 500, (3, 40, 16), generator=generator).tolist()
+    found = run(CELLS[name], str(folder), Texts(*ids), "2x12", steps=2, looks=3)
+    if name == "LoRA, NEFTune 5":
+        assert "NEFTune" in found["f1"]
+        assert "NEFTune" in found["auc"]
+        return
+    if name == "adapters":
+        assert found["f1"] == "none reads it"
+    else:
+        assert found["f1"] == pytest.approx(found["own_f1"])
+        exact = "dropout" not in name and "bf16" not in name
+        assert found["f1"] > (0.9 if exact else 0.2)
+    if "cache" in name:
+        assert "attend to the others" in found["auc"]
+    else:
+        assert found["own_auc"] > 0.9

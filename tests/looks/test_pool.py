@@ -145,6 +145,8 @@ def test_streams_and_other_loaders_are_refused() -> None:
     with pytest.raises(NoOthers, match="read as a stream"):
         collect(DataLoader(Stream(), batch_size=8), ALL, read)
     with pytest.raises(NoOthers, match="one torch DataLoader"):
+        collect([DataLoader(rows())], ALL, read)
+    with pytest.raises(NoOthers, match="pass loader="):
         collect(None, ALL, read)
 
 

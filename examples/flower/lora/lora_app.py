@@ -16,10 +16,18 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
+from torch.utils.data import DataLoader
 
 from lightning_fedleak import Games
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.federation import RoundGate, RoundObserver, trained_on, trained_state
+from lightning_fedleak.canaries import leave_out
+from lightning_fedleak.federation import (
+    RoundGate,
+    RoundObserver,
+    RoundSettings,
+    trained_on,
+    trained_state,
+)
 from lightning_fedleak.federation.flower import FedLeakMod, Observed
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
 from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
@@ -31,6 +39,8 @@ ROWS = 4
 PUBLIC, OUTSIDE = slice(0, 100), slice(100, 200)
 PRIVATE = 200
 """Of the messages: some calibrate the attacks, some are in no batch, the others are clients'."""
+LEFT_OUT = 60
+"""Messages of a client that it never trains on: what a model has memorized is read beside them."""
 
 
 def make_model(context: Context) -> torch.nn.Module:
@@ -47,9 +57,22 @@ def rows_of(texts: list[str], context: Context) -> list[torch.Tensor]:
     return list(TokenRows.tokenize(texts, tokenizer, 32).rows)
 
 
+def client_data(context: Context, client: int | str, clients: int) -> DataLoader:
+    """What a client trains on, without the rows that are left out."""
+    rows = rows_of(read_texts(EMBEDDED_MESSAGES)[PRIVATE + int(client) :: clients], context)
+    train, _ = leave_out([{"input_ids": row, "labels": row} for row in rows], LEFT_OUT, seed=0)
+    return DataLoader(train, batch_size=ROWS, shuffle=True, collate_fn=collate)
+
+
+def collate(rows: list[dict]) -> dict:
+    """A batch of rows, padded on the right."""
+    return PadRight(0)([row["input_ids"] for row in rows])
+
+
 def make_observer(context: Context, side: str) -> RoundObserver:
     """Attacks updates; every process has one of its own."""
     texts = read_texts(EMBEDDED_MESSAGES)
+    data = partial(client_data, context, clients=int(context.node_config.get("num-partitions", 1)))
     return RoundObserver(
         make_model(context),
         OPTIMIZER,
@@ -58,6 +81,7 @@ def make_observer(context: Context, side: str) -> RoundObserver:
         side=side,
         public_text=PublicText(rows_of(texts[PUBLIC], context)),
         games=Games(targets=16, held_out=PublicText(rows_of(texts[OUTSIDE], context))),
+        settings=RoundSettings(data=data if side == "client" else None),
     )
 
 
@@ -79,19 +103,19 @@ def train(message: Message, context: Context) -> Message:
     model.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
     number = int(context.node_config["partition-id"])
     clients = int(context.node_config["num-partitions"])
-    rows = rows_of(read_texts(EMBEDDED_MESSAGES)[PRIVATE + number :: clients], context)
+    data = client_data(context, number, clients).dataset
     round_ = int(message.content["config"]["server-round"])
     order = torch.Generator().manual_seed(1000 * round_ + number)
     stepping = OPTIMIZER([p for p in model.parameters() if p.requires_grad])
     for _ in range(int(context.run_config["local-steps"])):
-        chosen = torch.randperm(len(rows), generator=order)[:ROWS].tolist()
-        batch = PadRight(0)([rows[i] for i in chosen])
+        chosen = torch.randperm(len(data), generator=order)[:ROWS].tolist()
+        batch = collate([data[i] for i in chosen])
         trained_on(batch)  # the mod asks what was trained on
         stepping.zero_grad()
         loss = model(**batch).loss
         loss.backward()
         stepping.step()
-    metrics = MetricRecord({"num-examples": len(rows), "train-loss": float(loss.detach())})
+    metrics = MetricRecord({"num-examples": len(data), "train-loss": float(loss.detach())})
     content = RecordDict({"arrays": ArrayRecord(trained_state(model)), "metrics": metrics})
     return Message(content=content, reply_to=message)
 

@@ -100,8 +100,6 @@ class CanaryDataset(Dataset[Any]):
     Attributes:
         dataset: the user's data, untouched.
         canaries: tokens of all canaries, and which are included.
-        public_length: items in the mean over all draws, which tells of no coin. A defence that
-            accounts draws and counts by it.
     """
 
     def __init__(self, dataset: Any, examples: Sequence[Any], canaries: CanarySet) -> None:
@@ -111,11 +109,7 @@ class CanaryDataset(Dataset[Any]):
         placed = canaries.record.places(len(dataset))
         self._places = [place for place, _ in placed]
         self._included = [i for _, i in placed]
-        adds = canaries.record.game == "add_remove"
-        self._added = len(placed) if adds else 0
-        copies = sum(canaries.record.times) / len(canaries.record.times)
-        mean = round(len(canaries) * canaries.record.probability * copies) if adds else 0
-        self.public_length: int = getattr(dataset, "public_length", len(dataset)) + mean
+        self._added = len(placed) if canaries.record.game == "add_remove" else 0
 
     def __len__(self) -> int:
         return len(self.dataset) + self._added

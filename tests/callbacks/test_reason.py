@@ -21,7 +21,7 @@ def test_the_packages_own_defences_say_why_a_canary_is_refused():
     defense = DPSGD(max_grad_norm=1.0, noise_multiplier=1.0)
     error = caught(lambda: defense.on_canary(noised, [], None))
     assert reason(error) == (
-        "DefenseError: DPSGD: noise on the sum of samples cannot be clipped sample by sample"
+        "DefenseError: DPSGD: a step or a release outside of fit; nothing was released"
     )
 
 

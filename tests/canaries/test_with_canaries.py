@@ -693,16 +693,3 @@ def test_lightning_trains_and_resumes_and_refuses_another_inclusion(tmp_path: Pa
     assert again.seen == model.seen  # the second epoch, the same canaries
     with pytest.raises(InclusionMismatch, match="other canaries"):
         trainer(tmp_path, 2).fit(Model(), datamodule=Data(seed=7), ckpt_path=file)
-
-
-def test_the_public_length_shows_no_coin() -> None:
-    """It is that of the mean draw: the same for all coins, and behind rows that are left out."""
-    for seed in range(4):
-        assert with_canaries(data(50), texts(20), seed, times=(1, 4)).public_length == 75
-        assert with_canaries(data(50), texts(20), seed, game="replace").public_length == 50
-        train = leave_out(data(50), 10, seed=seed, coins=True)[0]
-        assert with_canaries(train, texts(20), seed).public_length == 50
-    lengths = [len(with_canaries(data(50), texts(20), seed, times=(1, 4))) for seed in range(300)]
-    assert sum(lengths) / 300 == pytest.approx(75, abs=2)
-    planted = with_canaries(data(50), texts(20), 0)
-    assert leave_out(planted, 10, seed=0, coins=True)[0].public_length == 50

@@ -9,7 +9,7 @@ from tests.tools.sentences import ROOT, pages
 
 RUN = {"python", "commands", "bash", "yaml", "toml"}
 NOT_RUN = {"text"}  # diagrams, and what a command prints
-SKIPS = 4
+SKIPS = 6
 
 
 def read(tmp_path, text):

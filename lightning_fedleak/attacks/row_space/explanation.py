@@ -293,7 +293,8 @@ class ReadableInput:
         declared = [noise.get(m.name, 0.0) for m in by_map]
         if any(variances) and not any(declared):
             result = self._explain_weighed(gradients, variances, rounding, beside)
-            return result, "what dropout adds"
+            if len(result.types):
+                return result, "what dropout adds"
         levels = [
             math.hypot(d, math.sqrt((v + added**2) * float(g.double().square().mean())))
             for d, v, g in zip(declared, variances, gradients, strict=True)

@@ -26,7 +26,6 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_fedleak.canaries import (
     InclusionMismatch,
     InclusionRecord,
-    leave_out,
     with_canaries,
 )
 from lightning_fedleak.canaries.items import digest_of, token_ids_of

@@ -7,11 +7,11 @@ from tests.tools import house
 # What the package holds at most. A ceiling may fall, and rises for a new feature alone: the attacks
 # on the trained weights and their report took 1,950 lines of code.
 CEILINGS = {
-    "code": 49_600,
+    "code": 48_050,
     "longest": 700,
     "long": 6,
     "imports": 32,
-    "most_imports": 16,
+    "most_imports": 14,
     "callbacks": 0,
     "circles": 0,
     "parameters": 21,

@@ -14,12 +14,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses.accounting.accounting import (
+from lightning_fedleak.defenses.accounting import (
+    Account,
+    Budget,
+    BudgetedDefense,
+    ClipPath,
     check_delta_for,
     effective_noise_multiplier,
+    factors_of,
 )
-from lightning_fedleak.defenses.accounting.budget import Account, Budget, BudgetedDefense
-from lightning_fedleak.defenses.accounting.schedules import ClipPath, factors_of
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
     Curve,

@@ -247,7 +247,8 @@ class ErrorZone(MemorizationAttack):
     Over the tokens that the model does not predict greedily, P sums the gains ``lp - lp0`` and N
     the losses. The published ratio P / N has no value where N is 0, and the published code ranks
     such texts last, although they are the best known. The score here is
-    ``log((P + 1) / (N + 1))``, and a text without a wrong token ranks first.
+    ``log((P + 1) / (N + 1))``, and a text that lost its last wrong token since the base ranks
+    first.
     """
 
     default_name = "error_zone"
@@ -257,7 +258,8 @@ class ErrorZone(MemorizationAttack):
         wrong = released.now.labels & ~released.now.greedy
         gains = (released.now.log_probs.double() - released.base.log_probs.double()) * wrong
         scores = torch.log1p(gains.clamp_min(0).sum(1)) - torch.log1p((-gains).clamp_min(0).sum(1))
-        return torch.where(wrong.any(1), scores, scores.max() + 1)
+        learned = ~wrong.any(1) & (released.base.labels & ~released.base.greedy).any(1)
+        return torch.where(learned, scores.max() + 1, scores)
 
 
 class Combined(MemorizationAttack):

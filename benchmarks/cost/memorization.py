@@ -38,7 +38,7 @@ from lightning_fedleak.batches import read_batch
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.looks import Memorization
 from lightning_fedleak.looks.pool import FORWARD_SHARE, LEAST_POOL, collect
-from lightning_fedleak.taps.tokens import TOKENS_AT_ONCE, Text, ask_tokens
+from lightning_fedleak.taps.tokens import LOGITS_OF_FORWARD, TOKENS_AT_ONCE, Text, ask_tokens
 
 SMOKE = (
     "--model {model} --shape 2x12 --looks 2 --rounds 1",
@@ -105,7 +105,8 @@ def time_forwards(options: argparse.Namespace) -> None:
     ratios = sorted(asked / trained for trained, asked in pairs)
     optimizer.zero_grad()
     rises = {"evaluation step": grown(evaluate), "look": grown(look)}
-    block = max(1, TOKENS_AT_ONCE // length) * length * vocabulary * 4
+    at_once = min(TOKENS_AT_ONCE, LOGITS_OF_FORWARD // vocabulary)
+    block = max(1, at_once // length) * length * vocabulary * 4
     print(
         f"{Path(options.model).name}, rows {batch_size} x {length}: a text costs "
         f"{statistics.median(ratios):.3f} of training on it ({ratios[0]:.3f} to {ratios[-1]:.3f}, "

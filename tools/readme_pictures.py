@@ -18,10 +18,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from lightning_fedleak.commands.demo.run import Demo
 from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
+
+from lightning_fedleak.commands.demo import Demo
 
 EVERY = 10  # steps between two looks: half of the demo's lines, so that the picture fits a screen
 COMMAND = f"fedleak demo --every-n-steps {EVERY}"

@@ -378,8 +378,8 @@ class Fit:
         if look.step_seconds == 0:
             look.step_seconds = look.elapsed()
         scale = self.run.loss_scale
-        own = self.run.client == "world" or Stage.SHARED in stages
-        clients = 1 if own else self.run.processes  # whose noise is independent, and averaged
+        alone = self.run.client == "world" or Stage.SHARED in stages
+        clients = 1 if alone else self.run.processes  # whose noise is independent, and averaged
         self._show(
             Moment(
                 look,

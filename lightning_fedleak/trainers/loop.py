@@ -274,7 +274,7 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
     Raises:
         ValueError: Accelerate steps them under fp16.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
     if any(getattr(each, "scaler", None) is not None for each in optimizers):
         raise ValueError(
             "Accelerate's fp16 steps by a function of its own, at which Watch cannot look: use "

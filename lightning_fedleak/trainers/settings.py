@@ -113,7 +113,7 @@ def named_settings(owner: str, **arguments: Any) -> WatchSettings:
 
 def show_settings(face: Face) -> Face:
     """Return a class whose signature has the fields of WatchSettings in place of ``**settings``."""
-    own = [p for p in signature(face).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    args = [p for p in signature(face).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
     more = [
         Parameter(
             one.name,
@@ -124,6 +124,6 @@ def show_settings(face: Face) -> Face:
         for one in fields(WatchSettings)
     ]
     face.__signature__ = signature(face).replace(  # type: ignore[attr-defined]
-        parameters=[*own, *more]
+        parameters=[*args, *more]
     )
     return face

@@ -115,7 +115,7 @@ class Watch:
         folder: str | Path = "fedleak_runs/watch",
         **settings: Any,
     ) -> None:
-        self.settings = one = named_settings(type(self).__name__, **settings)
+        self.settings = one = named_settings(self.run.watcher, **settings)
         self.engine = Engine(*one.chosen(attacks))
         self.gates = tuple(gates)
         self.folder = Path(folder)

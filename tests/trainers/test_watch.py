@@ -469,3 +469,9 @@ def test_the_board_is_closed(tmp_path: Path) -> None:
         (board,) = watch._loggers
         train(model, optimizer, watch, batches(2))
     assert board.writer.file_writer is None
+
+
+def test_arguments_that_are_wrong_are_named() -> None:
+    model, _ = model_and_optimizer()
+    with pytest.raises(TypeError, match="optimizer must be a torch optimizer, got NoneType"):
+        Watch(model, None)  # type: ignore[arg-type]

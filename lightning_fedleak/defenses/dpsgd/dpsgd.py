@@ -55,8 +55,8 @@ from lightning_fedleak.defenses.noise import NoiseGauge, base_of, noise_key, sta
 from lightning_fedleak.defenses.processes import Team, reshard, trainer_of
 from lightning_fedleak.validate import check_names
 
-# Attributes that decide how samples are clipped, and must not change during a fit.
 _STREAM = "gradient"  # of noise
+# Attributes that decide how samples are clipped, and must not change during a fit.
 CLIP_ATTRIBUTES = ("max_grad_norm", "gamma", "per_layer", "layer_noise")
 
 

@@ -497,8 +497,8 @@ class Channel(ABC):
 
     def read_gradients(self, moment: Moment, plans: Sequence[Plan]) -> None:
         """Let each attack guess once from the gradients at the wanted stages."""
-        own = (None, moment.optimizer)
-        stepped = [p for p in plans if moment.optimizer is None or p.optimizer in own]
+        owners = (None, moment.optimizer)
+        stepped = [p for p in plans if moment.optimizer is None or p.optimizer in owners]
         readable = [p for p in stepped if p.exposed and p.roles]
         if not moment.wanted or not readable:
             return

@@ -1,0 +1,521 @@
+"""Values that a dishonest server gives an adapter, so that each of its rows fires for few types.
+
+The server chooses numbers only: the modules are those that the client agreed to train. A row of a
+bottleneck's first map, behind which a ReLU stands, or a neuron of a gated feed-forward layer whose
+two projections have a LoRA, is set to fire for about ``kappa`` of the types that a round holds. The
+gradient of a row that fires is a combination of the inputs it fires for, and Adam leaves a row that
+never fires where it was. Privacy backdoors (Feng and Tramer, arXiv 2404.00473) and NeuroImprint
+(arXiv 2606.20553) trap whole texts so; here rows trap types, which more of a round's texts share.
+
+Nothing here changes a model: values are returned by name, and rounds are played on copies.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.attacks.row_space import (
+    LinearMap,
+    SharedInput,
+    find_linear_maps,
+    input_states,
+    vocabulary_size,
+)
+from lightning_fedleak.model_runs import TOKENS_AT_ONCE
+from lightning_fedleak.snapshots import whole_tensor
+from lightning_fedleak.threats import ThreatModelError
+from lightning_fedleak.validate import check_integer, check_number
+
+UNSEEN = 0.02  # occurrences that a type without any in the public text counts as; not tuned
+LEAST = 1e-3  # chance to be in a round from which a type is worth a row; not tuned
+SWEEPS = 8  # of the clustering; more change few types, not tuned
+_PRICE = 0.05  # change of a full cluster's price in a sweep; larger balances more, not tuned
+_RIDGE = 1e-2  # share of the mean eigenvalue that is added before rows are solved; not tuned
+_LENGTH = 64  # tokens of a public text whose inputs are averaged; not tuned
+_SAME = 1e-5  # relative difference up to which two float32 inputs are equal; not tuned
+_UP_STD = 0.01  # standard deviation of the second map, where the adapter's own is 0: Houlsby's
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """How rows are dealt out.
+
+    Attributes:
+        kappa: types of a round that a row fires for, on average.
+        frequent: most frequent types that no row may fire for; at most half of the width is used.
+        row_norm: norm of a row; None keeps the median of the adapter's own rows.
+        seed: of the clusters' first centres.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    kappa: float = 3.0
+    frequent: int = 150
+    row_norm: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("kappa", self.kappa, above=0)
+        check_integer("frequent", self.frequent, at_least=0)
+        if self.row_norm is not None:
+            check_number("row_norm", self.row_norm, above=0)
+
+
+@dataclass(frozen=True)
+class CraftedRows:
+    """Rows that each fire for few types.
+
+    Attributes:
+        parameter: name of the matrix (r, d) whose rows change.
+        inputs: (V, d) what the matrix reads at a type, on average where the text around matters.
+        exact: whether the type alone determines it.
+        readable: (V,) bool, the types whose input is known.
+        directions: (r, d) rows of norm 1.
+        thresholds: (r,) a row fires for inputs whose product with its direction is larger.
+        presence: (V,) chance that a type is in a round.
+    """
+
+    parameter: str
+    inputs: Tensor
+    exact: bool
+    readable: Tensor
+    directions: Tensor
+    thresholds: Tensor
+    presence: Tensor
+
+    def fires(self, margin: float = 0.0) -> Tensor:
+        """Return (V, r) bool, the types that a row fires for.
+
+        Args:
+            margin: by which a product must pass the threshold, as a share of it; negative for types
+                that come near it.
+        """
+        passed = self.inputs @ self.directions.T > (1 + margin) * self.thresholds
+        return passed & self.readable[:, None]
+
+
+@dataclass(frozen=True)
+class CraftedValues:
+    """What a dishonest server sends in place of an adapter's values.
+
+    Attributes:
+        adapter: name of the adapter in ``anatomy.root``.
+        tensors: new values by parameter name.
+        rows: what they are made for.
+    """
+
+    adapter: str
+    tensors: Mapping[str, Tensor]
+    rows: CraftedRows
+
+
+def craft(
+    anatomy: Anatomy,
+    adapter: str,
+    public: PublicText,
+    tokens_per_round: int,
+    *,
+    settings: RowSettings | None = None,
+    weights: Tensor | None = None,
+) -> CraftedValues:
+    """Return values for an adapter with which its update shows the types of a round.
+
+    The model is run on public text, and not changed.
+
+    Args:
+        anatomy: of the model.
+        adapter: path in ``anatomy.root`` of a bottleneck (two linear maps with a ReLU between, the
+            first with a bias), or of a gated feed-forward layer whose ``gate_proj`` and ``up_proj``
+            have a LoRA.
+        public: text like the clients'.
+        tokens_per_round: number of tokens that a client reads in a round.
+        settings: how rows are dealt out.
+        weights: (V,) what a type is worth, if not its chance to be in a round; lower for types that
+            rows of another adapter fire for.
+
+    Raises:
+        ThreatModelError: the adapter is of another kind, or not all of it is trained.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from lightning_fedleak import PublicText
+        >>> from lightning_fedleak.anatomy import find_anatomy
+        >>> from lightning_fedleak.attacks.words.crafted_rows import craft
+        >>> class Adapted(nn.Embedding):
+        ...     def __init__(self, *size):
+        ...         super().__init__(*size)
+        ...         self.adapter = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16))
+        ...     def forward(self, ids):
+        ...         states = super().forward(ids)
+        ...         return states + self.adapter(states)
+        >>> size = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+        >>> model = LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=2)).eval()
+        >>> model.model.embed_tokens = Adapted(64, 16)
+        >>> public = PublicText(torch.randint(64, (40, 12)))
+        >>> crafted = craft(find_anatomy(model), "model.embed_tokens.adapter", public, 48)
+        >>> sorted(name.rpartition("adapter.")[2] for name in crafted.tensors)
+        ['0.bias', '0.weight', '2.bias', '2.weight']
+    """
+    settings = settings or RowSettings()
+    parts = find_adapter(anatomy, adapter)
+    presence = chance_in_round(public, tokens_per_round, vocabulary_size(anatomy))
+    inputs, readable, exact = type_inputs(anatomy, parts.reads, public)
+    worth = torch.where(readable, presence if weights is None else weights.to(presence), 0.0)
+    directions, thresholds = deal_rows(inputs, worth, presence, parts.width, settings)
+    rows = CraftedRows(parts.reads.name, inputs, exact, readable, directions, thresholds, presence)
+    return CraftedValues(adapter, parts.values(anatomy, rows, public, settings), rows)
+
+
+# ---- which types a row fires for ------------------------------------------------------------
+
+
+def chance_in_round(public: PublicText, tokens: int, types: int) -> Tensor:
+    """Return (V,) the chance that a type is in a round of so many tokens, float32.
+
+    Tokens count as independent. A type that the public text lacks counts :data:`UNSEEN` times.
+    """
+    check_integer("tokens_per_round", tokens)
+    counts = torch.bincount(torch.cat(public.sentences), minlength=types).double() + UNSEEN
+    return -torch.expm1(tokens * torch.log1p(-counts / counts.sum())).float()
+
+
+def deal_rows(
+    inputs: Tensor, worth: Tensor, presence: Tensor, rows: int, settings: RowSettings
+) -> tuple[Tensor, Tensor]:
+    """Return directions (r, d) of norm 1 and thresholds (r,), each for a cluster of types.
+
+    The span of the most frequent types is projected out, so that no row fires for them. The others
+    are clustered by direction, with a price on full clusters; least squares on each cluster's
+    indicator sharpens its row against all other types. The threshold lets so many types pass that
+    ``kappa`` of them are expected in a round.
+
+    Args:
+        inputs: (V, d) of each type.
+        worth: (V,) of a type, 0 where its input is not known.
+        presence: (V,) chance that a type is in a round.
+        rows: r.
+        settings: how they are dealt out.
+
+    Raises:
+        ThreatModelError: fewer types than rows are worth one.
+    """
+    width = inputs.shape[1]
+    top = presence.topk(min(settings.frequent, width // 2)).indices
+    span = torch.linalg.qr(inputs[top].T).Q
+    worth = worth.index_fill(0, top, 0.0)
+    used = (worth > LEAST).nonzero()[:, 0]
+    if len(used) < rows:
+        raise ThreatModelError(
+            f"{rows} rows need as many types that a round may hold, and the public text has "
+            f"{len(used)} beside the most frequent ones: give more public text"
+        )
+    rest, weight = inputs[used] - (inputs[used] @ span) @ span.T, worth[used]
+    units = F.normalize(rest, dim=1)
+    generator = torch.Generator().manual_seed(settings.seed)
+    centres = units[torch.multinomial(weight.cpu(), rows, generator=generator).to(units.device)]
+    prices = weight.new_zeros(rows)
+    for _ in range(SWEEPS):
+        cluster = (units @ centres.T - prices).argmax(1)
+        load = weight.new_zeros(rows).index_add_(0, cluster, weight)
+        prices += _PRICE * (load / load.mean() - 1).clamp(-1, 2)
+        sums = torch.zeros_like(centres).index_add_(0, cluster, weight[:, None] * units)
+        centres = F.normalize(sums + 1e-6 * centres, dim=1)  # an empty cluster stays where it was
+    weighted = (weight + UNSEEN)[:, None] * rest
+    gram = weighted.T @ rest
+    gram += _RIDGE * gram.diagonal().mean() * torch.eye(width, device=gram.device)
+    sums = torch.zeros_like(centres).index_add_(0, cluster, weighted)
+    directions = torch.linalg.solve(gram, sums.T).T
+    directions = F.normalize(directions - (directions @ span) @ span.T, dim=1)
+    products, order = (inputs @ directions.T).sort(dim=0, descending=True)
+    passed = (worth[order].cumsum(0) <= settings.kappa).sum(0).clamp(1, len(inputs) - 1)
+    cuts = products.gather(0, torch.stack([passed - 1, passed])).mean(0)
+    return directions, cuts.clamp(min=LEAST * float(rest.norm(dim=1).mean()))
+
+
+def type_inputs(
+    anatomy: Anatomy, reads: LinearMap, public: PublicText
+) -> tuple[Tensor, Tensor, bool]:
+    """Return what a map reads at each type (V, d), where that is known (V,), and if it is exact.
+
+    It is exact where the type alone determines it: the same in a text that is read backwards. Else
+    it is the mean over the public text, and known of the types that occur there.
+    """
+    types, width = vocabulary_size(anatomy), _width(anatomy, reads)
+    shared = [SharedInput((reads,), width)]
+    longest = max(public.sentences, key=len)[None, :_LENGTH]
+    forwards, backwards = (
+        input_states(anatomy, shared, ids)[0] for ids in (longest, longest.flip(1))
+    )
+    if float((forwards - backwards.flip(1)).abs().max()) <= _SAME * float(forwards.abs().max()):
+        length = min(longest.shape[1], types)
+        ids = torch.arange(-(-types // length) * length).clamp(max=types - 1).view(-1, length)
+        parts = [input_states(anatomy, shared, rows)[0] for rows in _runs(ids)]
+        states = torch.cat(parts).reshape(-1, width)[:types]
+        return states, torch.ones(types, dtype=torch.bool, device=states.device), True
+    sums = torch.zeros(types, width, device=forwards.device)
+    counts = torch.zeros(types, device=forwards.device)
+    batch = public.rows(range(len(public)), _LENGTH, torch.Generator())
+    assert batch.attention_mask is not None
+    for ids, mask in zip(_runs(batch.input_ids), _runs(batch.attention_mask), strict=True):
+        real = mask.bool()
+        states = input_states(anatomy, shared, ids, mask)[0][real.to(sums.device)]
+        tokens = ids[real].to(sums.device)
+        sums.index_add_(0, tokens, states)
+        counts += torch.bincount(tokens, minlength=types)
+    return sums / counts.clamp(min=1)[:, None], counts > 0, False
+
+
+def _runs(ids: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(ids, max(1, TOKENS_AT_ONCE // ids.shape[1]))
+
+
+def _width(anatomy: Anatomy, reads: LinearMap) -> int:
+    return anatomy.root.get_parameter(reads.name).shape[reads.axis]
+
+
+# ---- the adapters ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """A bottleneck adapter: a linear map with a bias, a ReLU, and a map back.
+
+    Attributes:
+        reads: the first map.
+        biases: names of both maps' biases; that of the second may be missing.
+        up: name of the second map's weight.
+        width: r, rows of the first map.
+    """
+
+    reads: LinearMap
+    biases: tuple[str, str | None]
+    up: str
+    width: int
+
+    def values(
+        self, anatomy: Anatomy, rows: CraftedRows, public: PublicText, settings: RowSettings
+    ) -> dict[str, Tensor]:
+        """Return rows of their usual norm with thresholds in the bias, and a random second map."""
+        first, second = (
+            whole_tensor(anatomy.root.get_parameter(name)) for name in (self.reads.name, self.up)
+        )
+        norm = settings.row_norm or float(first.float().norm(dim=1).median())
+        generator = torch.Generator().manual_seed(settings.seed)
+        noise = torch.randn(second.shape, generator=generator) * (
+            float(second.float().std()) or _UP_STD
+        )
+        values = {
+            self.reads.name: norm * rows.directions,
+            self.biases[0]: -norm * rows.thresholds,
+            self.up: noise,
+        }
+        if self.biases[1] is not None:
+            values[self.biases[1]] = torch.zeros(len(second))
+        return {name: value.to(first) for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class GatedLoRA:
+    """LoRAs on the gate and the up projection of a gated feed-forward layer.
+
+    With both, ``width`` neurons ``silu(gate x) * (up x)`` are set at will: B has one entry for each
+    of them, and A's rows are what the base's rows lack. The gate fires for the row's types, up is 0
+    at the start, so that the neuron adds nothing, and up's A is what changes.
+
+    Attributes:
+        reads: A of the up projection.
+        layers: PEFT's of the gate and the up projection, and the layer that reads the neurons.
+        names: of A and B of the gate, and of A and B of up.
+        scales: what PEFT multiplies each product of B and A by.
+        width: r, the smaller rank.
+    """
+
+    reads: LinearMap
+    layers: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    scales: tuple[float, ...]
+    width: int
+
+    def values(
+        self, anatomy: Anatomy, rows: CraftedRows, public: PublicText, settings: RowSettings
+    ) -> dict[str, Tensor]:
+        """Return factors that rewrite the neurons which matter least on public text."""
+        ones, energy = self._public_inputs(anatomy, public)
+        neurons = energy.argsort()[: self.width]
+        norm = settings.row_norm or GATE_NORM
+        gates = norm * (rows.directions - rows.thresholds[:, None] * ones)
+        values: dict[str, Tensor] = {}
+        for layer, effective, scale, (name_a, name_b) in (
+            (self.layers[0], gates, self.scales[0], self.names[:2]),
+            (self.layers[1], torch.zeros_like(gates), self.scales[1], self.names[2:]),
+        ):
+            a = whole_tensor(anatomy.root.get_parameter(name_a)).clone()
+            b = torch.zeros_like(whole_tensor(anatomy.root.get_parameter(name_b)))
+            base: Any = layer
+            weight = whole_tensor(base.get_base_layer().weight).float()
+            a[: self.width] = ((effective - weight[neurons]) / scale).to(a)
+            b[neurons, torch.arange(self.width, device=neurons.device)] = 1.0
+            values |= {name_a: a, name_b: b}
+        return values
+
+    def _public_inputs(self, anatomy: Anatomy, public: PublicText) -> tuple[Tensor, Tensor]:
+        """Return m (d,) with ``x m`` near 1 of public inputs x, and what each neuron adds, (n,).
+
+        The layer has no bias: m stands in for it.
+        """
+        down: Any = self.layers[2]
+        down_weight = whole_tensor(getattr(down, "base_layer", down).weight).float()
+        readers = (self.reads, LinearMap("", down, down, 1, 0, "whole"))
+        shared = [
+            SharedInput((reader,), width)
+            for reader, width in zip(
+                readers, (_width(anatomy, self.reads), down_weight.shape[1]), strict=True
+            )
+        ]
+        generator = torch.Generator().manual_seed(0)
+        batch = public.batch(min(len(public), ENERGY_TEXTS), _LENGTH, generator)
+        assert batch.attention_mask is not None
+        parts = [
+            [s[mask.bool().to(s.device)] for s in input_states(anatomy, shared, ids, mask)]
+            for ids, mask in zip(_runs(batch.input_ids), _runs(batch.attention_mask), strict=True)
+        ]
+        x, neurons = (torch.cat(column) for column in zip(*parts, strict=True))
+        ridge = 1e-4 * len(x) * torch.eye(x.shape[1], device=x.device)
+        ones = torch.linalg.solve(x.T @ x + ridge, x.sum(0))
+        return ones, neurons.square().mean(0) * down_weight.square().sum(0)
+
+
+GATE_NORM = 3.0  # of a gate's row; larger fires more sharply, and moves the model more; not tuned
+ENERGY_TEXTS = 200  # public texts on which neurons are weighed; not tuned
+
+
+def find_adapter(anatomy: Anatomy, name: str) -> Bottleneck | GatedLoRA:
+    """Return the adapter at a path in ``anatomy.root``.
+
+    Raises:
+        ThreatModelError: there is no such module, it is of another kind, or a part is not trained.
+    """
+    try:
+        module = anatomy.root.get_submodule(name)
+    except AttributeError:
+        raise ThreatModelError(
+            f"adapter='{name}' is no module of {type(anatomy.root).__name__}: give a path as "
+            "named_modules() has it"
+        ) from None
+    maps = {m.name: m for m in find_linear_maps(anatomy)}
+    inside = {n: m for n, m in maps.items() if n.startswith(f"{name}.")}
+    parts: Bottleneck | GatedLoRA
+    if any(m.factor != "whole" for m in inside.values()):
+        parts = _gated_lora(name, module, maps)
+        names: tuple[str, ...] = parts.names
+    else:
+        parts = _bottleneck(anatomy, name, module, inside)
+        names = (parts.reads.name, parts.biases[0], parts.up)
+    frozen = [n for n in names if not anatomy.trainable(n)]
+    if frozen:
+        raise ThreatModelError(
+            f"'{frozen[0]}' of adapter '{name}' is not trained, so that its values do not come "
+            "back from a client: unfreeze it, or name another adapter"
+        )
+    return parts
+
+
+def _bottleneck(
+    anatomy: Anatomy, name: str, module: nn.Module, inside: Mapping[str, LinearMap]
+) -> Bottleneck:
+    pairs = [
+        (down, up)
+        for down, up in itertools.permutations(inside.values(), 2)
+        if isinstance(down.reader, nn.Linear)
+        and isinstance(up.reader, nn.Linear)
+        and down.rows == up.reader.in_features
+        and up.rows == down.reader.in_features
+        and down.rows <= up.rows
+    ]
+    if len(inside) != 2 or not pairs:
+        raise ThreatModelError(
+            f"adapter '{name}' is no bottleneck, which has two linear maps, down and up again; it "
+            f"has {len(inside)}. Name the module that holds these two alone, or a gated "
+            "feed-forward layer with a LoRA on gate_proj and up_proj. Other adapters are not "
+            "crafted: prefix and prompt tuning, IA3 and BitFit have no matrix whose rows fire"
+        )
+    down, up = pairs[0]
+    first, second = down.reader, up.reader
+    assert isinstance(first, nn.Linear)
+    assert isinstance(second, nn.Linear)
+    if first.bias is None:
+        raise ThreatModelError(
+            f"the first map of adapter '{name}' has no bias, in which a row's threshold would "
+            "stand: without one, every row fires for half of all types"
+        )
+    if not _is_relu(module, first, second):
+        raise ThreatModelError(
+            f"between the maps of adapter '{name}' stands something else than one ReLU: with a "
+            "smooth activation every row moves in every round, and what is read of rows that did "
+            "not move does not hold"
+        )
+    names = {id(p): n for n, p in anatomy.root.named_parameters(remove_duplicate=False)}
+    biases = (names[id(first.bias)], None if second.bias is None else names[id(second.bias)])
+    return Bottleneck(down, biases, up.name, down.rows)
+
+
+def _is_relu(module: nn.Module, first: nn.Linear, second: nn.Linear) -> bool:
+    """Return whether the second map reads the first one's output behind a ReLU and no more."""
+    states: list[Tensor] = []
+    handles = [
+        first.register_forward_hook(lambda _, __, output: states.append(output)),
+        second.register_forward_pre_hook(lambda _, args: states.append(args[0])),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 8, first.in_features, generator=generator).to(first.weight)
+    flags = [(m, m.training) for m in module.modules()]
+    try:
+        module.train(False)
+        with torch.no_grad():
+            module(x)
+    except Exception:
+        return False
+    finally:
+        for handle in handles:
+            handle.remove()
+        for one, flag in flags:
+            one.training = flag
+    return len(states) == 2 and torch.equal(states[1], F.relu(states[0]))
+
+
+def _gated_lora(name: str, module: nn.Module, maps: Mapping[str, LinearMap]) -> GatedLoRA:
+    layers: Any = [module._modules.get(n) for n in ("gate_proj", "up_proj", "down_proj")]
+    factors = [m for m in maps.values() if m.factor != "whole" and not m.regularised]
+    gate, up = ([m for m in factors if m.layer is layer] for layer in layers[:2])
+    if layers[2] is None or len(gate) != 2 or len(up) != 2:
+        raise ThreatModelError(
+            f"adapter '{name}' has a LoRA, and is no gated feed-forward layer with one LoRA on "
+            "both gate_proj and up_proj. A LoRA elsewhere sets no neuron at will: without a ReLU "
+            "or a gate behind it every row moves for every token. An AdaLoRA is not crafted"
+        )
+    active = layers[1].active_adapters[0]
+    if layers[0].use_dora[active] or layers[1].use_dora[active]:
+        raise ThreatModelError(f"adapter '{name}' is a DoRA, whose norms are not crafted")
+    if type(getattr(module, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
+        raise ThreatModelError(
+            f"the activation of '{name}' is no SiLU (act_fn), for which the gate's rows are made"
+        )
+    return GatedLoRA(
+        reads=up[0],
+        layers=tuple(layers),
+        names=tuple(m.name for m in (*gate, *up)),
+        scales=tuple(layer.scaling[active] for layer in layers[:2]),
+        width=min(gate[0].rows, up[0].rows),
+    )

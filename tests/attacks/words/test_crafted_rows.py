@@ -1,0 +1,186 @@
+"""Crafted values against what the model itself does with them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.attacks.words.crafted_rows import (
+    CraftedValues,
+    RowSettings,
+    chance_in_round,
+    craft,
+)
+from lightning_fedleak.threats import ThreatModelError
+from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
+
+VOCABULARY, TOKENS = 120, 64
+
+
+@pytest.fixture(scope="module")
+def public() -> PublicText:
+    return PublicText(zipf_texts(200, 16, VOCABULARY))
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return adapted_llama(VOCABULARY, behind_blocks=True)
+
+
+@pytest.fixture(scope="module")
+def crafted(model, public) -> CraftedValues:
+    return craft(find_anatomy(model), EMBEDDING_ADAPTER, public, TOKENS)
+
+
+def fired(model: nn.Module, values: CraftedValues, ids: Tensor) -> Tensor:
+    """Positions (n, L) and rows (r,) behind the ReLU of a copy that holds the values."""
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(values.tensors, strict=False)
+    seen = []
+    up = twin.get_submodule(values.adapter).up
+    up.register_forward_pre_hook(lambda _, args: seen.append(args[0] > 0))
+    twin(input_ids=ids)
+    return seen[0]
+
+
+def test_rows_fire_for_the_types_that_they_say(model, crafted) -> None:
+    ids = torch.arange(VOCABULARY).view(-1, 8)
+    brute = fired(model, crafted, ids).view(VOCABULARY, -1)
+    assert crafted.rows.exact
+    assert torch.equal(brute, crafted.rows.fires())
+
+
+def test_rows_fire_for_kappa_types_of_a_round_and_no_frequent_one(crafted) -> None:
+    rows = crafted.rows
+    frequent = rows.presence.topk(8).indices  # at most half of the width, 16
+    assert not rows.fires()[frequent].any()
+    expected = (rows.presence[:, None] * rows.fires()).sum(0)
+    assert bool((expected <= 3.0 + 1.0).all())  # kappa, or one type that is worth more
+    assert bool((rows.fires().sum(0) >= 1).all())
+
+
+def test_the_chance_of_a_type_is_that_of_independent_tokens() -> None:
+    text = PublicText(torch.tensor([[0, 0, 0, 1]]))
+    counts = [3.02, 1.02, 0.02]
+    expected = [1 - (1 - c / sum(counts)) ** 7 for c in counts]
+    torch.testing.assert_close(chance_in_round(text, 7, 3), torch.tensor(expected))
+
+
+def test_the_adapter_keeps_its_norms_or_takes_those_that_are_asked_for(model, public) -> None:
+    anatomy, name = find_anatomy(model), EMBEDDING_ADAPTER
+    before = model.get_submodule(name).down.weight.norm(dim=1).median()
+    first = craft(anatomy, name, public, TOKENS).tensors[f"{name}.down.weight"]
+    torch.testing.assert_close(first.norm(dim=1), before.expand(len(first)).detach())
+    strong = craft(anatomy, name, public, TOKENS, settings=RowSettings(row_norm=30.0))
+    torch.testing.assert_close(strong.tensors[f"{name}.down.weight"], first * 30.0 / before.item())
+
+
+def test_behind_a_block_rows_are_made_for_mean_inputs(model, public) -> None:
+    values = craft(find_anatomy(model), "model.layers.0.mlp.adapter", public, TOKENS)
+    rows, ids = values.rows, torch.stack(public.sentences)
+    assert not rows.exact
+    seen = []
+    handle = model.get_submodule(values.adapter).down.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].detach())
+    )
+    model(input_ids=ids)
+    handle.remove()
+    states = seen[0]
+    token = int(ids[3, 5])
+    torch.testing.assert_close(rows.inputs[token], states[ids == token].mean(0))
+    assert rows.readable.nonzero()[:, 0].tolist() == ids.unique().tolist()
+
+
+def test_crafting_leaves_the_model_as_it_was(model, public) -> None:
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    craft(find_anatomy(model), EMBEDDING_ADAPTER, public, TOKENS)
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def lora_llama(**more: object) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    targets = ["gate_proj", "up_proj"]
+    lora = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": targets} | more)
+    return get_peft_model(LlamaForCausalLM(config), lora).eval()
+
+
+MLP = "base_model.model.model.layers.0.mlp"
+
+
+def test_lora_rewrites_neurons_of_the_gated_layer_and_no_others(public) -> None:
+    model = lora_llama()
+    values = craft(find_anatomy(model), MLP, public, TOKENS)
+    mlp = model.get_submodule(MLP)
+    base = {n: getattr(mlp, n).get_base_layer().weight.detach() for n in ("gate_proj", "up_proj")}
+    whole = {}
+    for name, weight in base.items():
+        a, b = (values.tensors[f"{MLP}.{name}.lora_{f}.default.weight"] for f in "AB")
+        whole[name] = weight + 2.0 * b @ a  # alpha over r
+    neurons = (whole["up_proj"] - base["up_proj"]).norm(dim=1) > 1e-6
+    assert int(neurons.sum()) == 4
+    assert float(whole["up_proj"][neurons].abs().max()) < 1e-6
+    torch.testing.assert_close(whole["gate_proj"][~neurons], base["gate_proj"][~neurons])
+    # A gate is open for an input as it is for the row's: the direction times 1, less the threshold.
+    x = F.normalize(torch.randn(50, 16), dim=1)
+    rows, order = values.rows, values.tensors[f"{MLP}.up_proj.lora_B.default.weight"].argmax(0)
+    gates = x @ whole["gate_proj"][order].T / 3.0 - x @ rows.directions.T
+    slope = -gates / rows.thresholds  # one number for each input: its product with m
+    torch.testing.assert_close(slope, slope[:, :1].expand_as(slope), rtol=1e-3, atol=1e-3)
+
+
+class Smooth(nn.Sequential):
+    def __init__(self, activation: nn.Module, bias: bool = True) -> None:
+        super().__init__(nn.Linear(16, 4, bias=bias), activation, nn.Linear(4, 16))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "why"),
+    [
+        (Smooth(nn.GELU()), "something else than one ReLU"),
+        (Smooth(nn.ReLU(), bias=False), "no bias"),
+        (nn.Linear(16, 16), "no bottleneck"),
+        (Smooth(nn.ReLU()).requires_grad_(False), "not trained"),
+    ],
+)
+def test_other_adapters_are_refused_with_the_reason(public, adapter, why) -> None:
+    model = adapted_llama(VOCABULARY)
+    model.model.embed_tokens.adapter = adapter
+    with pytest.raises(ThreatModelError, match=why):
+        craft(find_anatomy(model), EMBEDDING_ADAPTER, public, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "why"),
+    [
+        ({"target_modules": ["q_proj", "v_proj"]}, MLP.replace("mlp", "self_attn"), "no gated"),
+        ({"target_modules": ["up_proj"]}, MLP, "no gated"),
+        ({"use_dora": True}, MLP, "DoRA"),
+        ({}, "nowhere", "no module"),
+    ],
+)
+def test_other_loras_are_refused_with_the_reason(public, more, name, why) -> None:
+    with pytest.raises(ThreatModelError, match=why):
+        craft(find_anatomy(lora_llama(**more)), name, public, TOKENS)
+
+
+def test_too_little_public_text_is_refused(model) -> None:
+    with pytest.raises(ThreatModelError, match="more public text"):
+        craft(find_anatomy(model), "model.layers.0.mlp.adapter", PublicText([[1, 2, 3]]), 4)

@@ -1,0 +1,413 @@
+"""Evidence in adapter values that a server sends, for a client that has not trained on them yet.
+
+A server that chooses values alone, never a module, can craft an adapter whose neurons each fire for
+a few rare words, and read those words off the update. Each rule here asks one thing of the received
+values. A rule that cannot be asked is *not applicable* and says why. Where no rule finds anything,
+nothing was found: that is no proof that the values are honest.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from lightning_fedleak.federation.updates import State
+
+Rule = Literal[
+    "extra", "start", "equal_rows", "blind_rows", "replaced", "few_rows", "cancelled", "jump"
+]
+
+LIMITS: dict[Rule, float] = {
+    "extra": 0.0,
+    "start": 0.0,
+    "equal_rows": 0.9999,
+    "blind_rows": 4.0,
+    "replaced": 2.0,
+    "few_rows": 4.0,
+    "cancelled": 0.6,
+    "jump": 1.0,
+}
+"""The largest value of each rule that is no evidence: above all honest states of
+``benchmarks/federation/inspection.py --calibrate``. Lower finds weaker traps and honest states."""
+
+DIVERGED = 0.5  # median row of B A over the base's; crafted ones leave most rows, below .35 honest
+USUAL_TYPES = 30  # token types whose span every honest row sees; not tuned
+WORST = 5  # rows that an answer names; not tuned
+
+_LORA = re.compile(r"\.lora_A(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rule says of received values.
+
+    Attributes:
+        rule: its name.
+        value: the largest of all rows; NaN where the rule is not applicable.
+        count: rows, or tensors, above the limit.
+        rows: the worst of them, ``"name[row]"``, worst first.
+        why: why the rule is not applicable; else empty.
+    """
+
+    rule: Rule
+    value: float = math.nan
+    count: int = 0
+    rows: tuple[str, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What all rules say of received values.
+
+    Attributes:
+        answers: of each rule.
+        diverged: names of what holds NaN or infinity, or outgrew the base as a whole.
+        unread: names of received tensors that belong to no LoRA and no bottleneck adapter.
+    """
+
+    answers: tuple[Answer, ...]
+    diverged: tuple[str, ...]
+    unread: tuple[str, ...]
+
+    @property
+    def found(self) -> tuple[Answer, ...]:
+        """Return the answers that found something."""
+        return tuple(answer for answer in self.answers if answer.count)
+
+    @property
+    def verdict(self) -> Literal["crafted", "diverged", "nothing found"]:
+        """Return what the values look like. Values that diverged may hide crafted ones."""
+        if self.found:
+            return "crafted"
+        return "diverged" if self.diverged else "nothing found"
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What a client holds beside the received values, of its own and not of this server.
+
+    Attributes:
+        base: matrices (out, in) that LoRAs act on, as they were before any training, by the name of
+            A.
+        scales: of B A, by the name of A.
+        start: the values that the agreed config starts with, by name. A LoRA without them is taken
+            to start with B = 0.
+        shared_seed: ``start`` is what every client starts with, and not of a seed of one's own.
+        shapes: of all that was agreed to be sent, by name; None: not known.
+        inputs: of bottlenecks on text, (N, d), and the token types there, (N,), by the name of the
+            matrix.
+    """
+
+    base: State = field(default_factory=dict)
+    scales: Mapping[str, float] = field(default_factory=dict)
+    start: State | None = None
+    shared_seed: bool = False
+    shapes: Mapping[str, torch.Size] | None = None
+    inputs: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LastRound:
+    """The round before the one that is inspected, as the client remembers it.
+
+    Attributes:
+        received: what the server sent then.
+        own: the client's own change, returned less received.
+    """
+
+    received: State
+    own: State
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Two matrices with a narrow space between them.
+
+    Attributes:
+        name: of ``down`` in the state.
+        partner: name of ``up``.
+        down: (r, in), A of a LoRA.
+        up: (out, r), B of a LoRA.
+        bias: (r,) of a bottleneck adapter; None for a LoRA.
+    """
+
+    name: str
+    partner: str
+    down: Tensor
+    up: Tensor
+    bias: Tensor | None = None
+
+    def holds(self, name: str) -> bool:
+        """Return whether a tensor of the state belongs to this adapter."""
+        stems = (part.removesuffix("weight") for part in (self.name, self.partner))
+        return name in (self.name, self.partner) or name in (f"{stem}bias" for stem in stems)
+
+
+def find_adapters(state: State) -> Iterator[Adapter]:
+    """Yield the LoRAs and bottleneck adapters of a state.
+
+    A LoRA has the names of PEFT. A bottleneck is a matrix (r, d) with r < d and a bias (r,), and
+    behind it a matrix (d, r): the one whose name begins most alike.
+    """
+    matrices = {n: t for n, t in state.items() if t.dim() == 2 and t.is_floating_point()}
+    order = list(matrices)
+    for place, (name, down) in enumerate(matrices.items()):
+        if _LORA.search(name):
+            partner = _LORA.sub(".lora_B", name)
+            up = matrices.get(partner)
+            if up is not None and up.shape[1] == len(down):
+                yield Adapter(name, partner, down.float(), up.float())
+            continue
+        bias = state.get(name.removesuffix("weight") + "bias")
+        if len(down) >= down.shape[1] or bias is None or bias.shape != down.shape[:1]:
+            continue
+        alike = [n for n in order if matrices[n].shape == down.shape[::-1]]
+        nearest = max(alike, key=lambda n: len(_common_path(n, name)), default=name)
+        if order.index(nearest) > place:
+            yield Adapter(name, nearest, down.float(), matrices[nearest].float(), bias.float())
+
+
+def _common_path(*names: str) -> str:
+    return os.path.commonpath([name.replace(".", "/") for name in names])
+
+
+def equal_rows(rows: Tensor) -> Tensor:
+    """Return the largest absolute cosine of each row (r, d) with another one; 0 for a zero row."""
+    unit = normalize(rows.double(), dim=1)
+    return (unit @ unit.T).abs().fill_diagonal_(0).amax(1)
+
+
+def blind_rows(rows: Tensor, inputs: Tensor, types: Tensor) -> Tensor:
+    """Return how unlikely it is that rows (r, d) see so little of usual words, as -log10 of p.
+
+    A row of any direction has the share k / d of its energy in the span of the mean inputs of the k
+    most usual token types. A row that is crafted to fire for rare words alone has none there. p is
+    at least the chance that one of r random directions has as little: the energy follows a Beta
+    law, whose lower tail is below that of chi-squared over d.
+
+    Args:
+        rows: weights.
+        inputs: (N, d), what the rows are applied to.
+        types: (N,) token types of the inputs.
+    """
+    d = rows.shape[1]
+    unique, index, counts = torch.unique(types, return_inverse=True, return_counts=True)
+    k = max(1, min(USUAL_TYPES, d // 8, len(unique)))
+    sums = torch.zeros(len(unique), d, dtype=torch.float64).index_add_(0, index, inputs.double())
+    usual = counts.argsort(descending=True)[:k]
+    span, _ = torch.linalg.qr((sums[usual] / counts[usual, None]).T)
+    energy = (normalize(rows.double(), dim=1) @ span).square().sum(1)
+    p = len(rows) * torch.special.gammainc(torch.tensor(k / 2).double(), energy * d / 2)
+    return torch.where(rows.norm(dim=1) == 0, 0.0, -p.clamp(min=1e-300).log10())
+
+
+def product_norms(adapter: Adapter) -> Tensor:
+    """Return the norms of the rows of B A, (out,)."""
+    gram = adapter.down @ adapter.down.T
+    return (adapter.up @ gram * adapter.up).sum(1).clamp(min=0).sqrt()
+
+
+def rewritten_rows(adapter: Adapter, base: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return how far a LoRA rewrites each row of its base: its relative size, and what it cancels.
+
+    Both are functions of ``scale B A`` alone, which no rotation between A and B changes.
+
+    Args:
+        adapter: a LoRA.
+        base: (out, in).
+        scale: of B A.
+
+    Returns:
+        (out,) norm of the row of ``scale B A`` over that of the base's row, and (out,) the cosine
+        of ``-scale B A`` with that row times the ratio, at most 1: 1 where the row is taken away.
+    """
+    base = base.to(adapter.up)
+    norms, base_norms = product_norms(adapter) * abs(scale), base.norm(dim=1)
+    ratio = norms / base_norms.clamp(min=1e-12)
+    inner = -scale * (adapter.up * (base @ adapter.down.T)).sum(1)
+    cosine = inner / (norms * base_norms).clamp(min=1e-12)
+    return ratio, cosine * ratio.clamp(max=1)
+
+
+def jumps(change: Tensor, own: Tensor, growth: float = 1.0) -> Tensor:
+    """Return how far each row (r, d) of a received change jumps; 0 where one's own explains it.
+
+    That is its norm over 1.5 times the client's median row, for rows that are larger than the
+    client's own and whose cosine with it is below 0.2.
+
+    Args:
+        change: received now less received before.
+        own: returned before less received before.
+        growth: how much larger than one's own the rows of all adapters are, at the median.
+    """
+    size, own_size = change.norm(dim=1), own.norm(dim=1)
+    away = (cosine_similarity(change, own, dim=1) < 0.2) & (size > own_size)
+    return torch.where(away, size / (1.5 * growth * own_size.median()).clamp(min=1e-12), 0.0)
+
+
+def inspect_received(
+    received: State,
+    agreed: Agreed,
+    last: LastRound | None = None,
+    *,
+    first: bool = False,
+    incomparable: str = "",
+) -> Inspection:
+    """Return what the rules say of values that a server sent.
+
+    Args:
+        received: what is trained, by name.
+        agreed: what the client holds beside it.
+        last: the round before; None: not known.
+        first: whether this is the federation's first round.
+        incomparable: why this round cannot be compared with the one before; empty: it can.
+    """
+    received = {name: t.detach().cpu() for name, t in received.items()}
+    finite = {n: t for n, t in received.items() if bool(t.isfinite().all())}
+    adapters = list(find_adapters(finite))
+    bottlenecks = [a for a in adapters if a.bias is not None]
+    loras = [a for a in adapters if a.bias is None]
+    rewritten, outgrown = _rewritten(loras, agreed)
+    answers = [
+        _extra(received, agreed, last),
+        _start(received, loras, agreed, first),
+        _judge(
+            "equal_rows",
+            {a.name: equal_rows(a.down) for a in bottlenecks},
+            "no bottleneck adapter was received",
+        ),
+        _blind(bottlenecks, agreed),
+        *rewritten,
+        _jump(adapters, last, incomparable or ("the round before is not known" * (last is None))),
+    ]
+    unread = (n for n in finite if not any(a.holds(n) for a in adapters))
+    broken = tuple(n for n in received if n not in finite)
+    return Inspection(tuple(answers), broken + outgrown, tuple(unread))
+
+
+def _judge(rule: Rule, scores: Mapping[str, Tensor], why: str) -> Answer:
+    """Return the answer of a rule by the score of each row (rows,) of each tensor, by name."""
+    if not scores:
+        return Answer(rule, why=why)
+    limit = LIMITS[rule]
+    rows = [(float(s[i]), f"{n}[{i}]") for n, s in scores.items() for i in _above(s, limit)]
+    rows.sort(reverse=True)
+    value = max(float(s.max()) for s in scores.values())
+    return Answer(rule, value, len(rows), tuple(name for _, name in rows[:WORST]))
+
+
+def _above(scores: Tensor, limit: float) -> Iterable[int]:
+    return (scores > limit).nonzero().flatten().tolist()
+
+
+def _extra(received: State, agreed: Agreed, last: LastRound | None) -> Answer:
+    """Return which tensors have names or shapes that were never agreed."""
+    shapes = agreed.shapes
+    if shapes is None and last is not None:
+        shapes = {n: t.shape for n, t in last.received.items()}
+    if shapes is None:
+        return Answer("extra", why="it is not known what was agreed to be sent")
+    names = [n for n, t in received.items() if shapes.get(n) != t.shape]
+    return Answer("extra", float(len(names)), len(names), tuple(names[:WORST]))
+
+
+def _start(received: State, loras: list[Adapter], agreed: Agreed, first: bool) -> Answer:
+    """Return which numbers differ from the start that the agreed config makes."""
+    if not first:
+        return Answer("start", why="this is not the first round")
+    start = agreed.start
+    if start is None:
+        start = {a.partner: torch.zeros_like(a.up) for a in loras}
+    scores = {}
+    for name, tensor in start.items():
+        if name in received and (agreed.shared_seed or not tensor.any()):
+            values = received[name]
+            near = 4 * torch.finfo(values.dtype).eps * float(tensor.abs().max())  # rounding
+            error = (values.double() - tensor.cpu().double()).abs().reshape(len(values), -1).amax(1)
+            scores[name] = torch.where(error > near, error, 0.0)
+    why = "nothing of the agreed start is known to be zero: give it, best of a shared seed"
+    return _judge("start", scores, why)
+
+
+def _blind(bottlenecks: list[Adapter], agreed: Agreed) -> Answer:
+    """Return which rows of bottlenecks see nothing of the usual words."""
+    scores = {
+        a.name: blind_rows(a.down, *agreed.inputs[a.name])
+        for a in bottlenecks
+        if a.name in agreed.inputs
+    }
+    why = "no text was given to run" if bottlenecks else "no bottleneck adapter was received"
+    return _judge("blind_rows", scores, why)
+
+
+def _rewritten(loras: list[Adapter], agreed: Agreed) -> tuple[list[Answer], tuple[str, ...]]:
+    """Return the answers of the rules for LoRAs, and which of these outgrew the base as a whole."""
+    replaced, few, cancelled, outgrown = {}, {}, {}, []
+    for lora in loras:
+        if lora.name not in agreed.base or lora.name not in agreed.scales:
+            continue
+        change = _since_start(lora, agreed.start or {})
+        ratio, part = rewritten_rows(change, agreed.base[lora.name], agreed.scales[lora.name])
+        cancelled[lora.name] = part
+        norms = product_norms(change)
+        steps = (norms / norms.median().clamp(min=1e-12)).clamp(min=1.0).log()
+        if float(ratio.median()) > DIVERGED:
+            outgrown.append(lora.name)
+        replaced[lora.name] = ratio
+        few[lora.name] = torch.where(ratio > DIVERGED, steps, 0.0)
+    why = "no LoRA whose base and scale are known was received"
+    if outgrown:
+        why = "the adapter has outgrown its base as a whole, as in a run that diverged"
+        replaced, few = {}, {}
+    scores: dict[Rule, dict[str, Tensor]]
+    scores = {"replaced": replaced, "few_rows": few, "cancelled": cancelled}
+    return [_judge(rule, rows, why) for rule, rows in scores.items()], tuple(outgrown)
+
+
+def _since_start(lora: Adapter, start: State) -> Adapter:
+    """Return a LoRA whose product is the change of B A since the agreed start."""
+    down, up = start.get(lora.name), start.get(lora.partner)
+    if down is None or up is None or not up.any():
+        return lora
+    return Adapter(
+        lora.name,
+        lora.partner,
+        torch.cat([lora.down, down.to(lora.down)]),
+        torch.cat([lora.up, -up.to(lora.up)], 1),
+    )
+
+
+def _jump(adapters: list[Adapter], last: LastRound | None, why: str) -> Answer:
+    """Return which rows have changed as the client's own last update does not explain."""
+    pairs = {}
+    if last is not None and not why:
+        for a in adapters:
+            before, own = last.received.get(a.name), last.own.get(a.name)
+            if before is None or own is None or before.shape != a.down.shape:
+                continue
+            # While B is zero, A gets next to no gradient.
+            if a.bias is None and not last.received[a.partner].any():
+                continue
+            own = own.detach().cpu().float()
+            if bool(own.norm(dim=1).median() > 0):
+                pairs[a.name] = (a.down - before.detach().cpu().float(), own)
+        why = "the client's own last update moved the rows of no adapter"
+    growth = 1.0
+    if pairs:
+        sizes = [c.norm(dim=1) / o.norm(dim=1).clamp(min=1e-12) for c, o in pairs.values()]
+        growth = min(max(float(torch.cat(sizes).median()), 1.0), _MOST_GROWTH)
+    return _judge("jump", {n: jumps(c, o, growth) for n, (c, o) in pairs.items()}, why)
+
+
+_MOST_GROWTH = 3.0
+"""How much more than this client others may change a row at most, at the median. With more a server
+that crafts most rows would pass; not tuned."""

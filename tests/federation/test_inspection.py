@@ -1,0 +1,207 @@
+"""Rules on values that a server sends, against computations of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+
+from lightning_fedleak import PublicText
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.words.crafted_rows import craft
+from lightning_fedleak.federation import inspection
+from lightning_fedleak.federation.inspection import Agreed, LastRound, inspect_received
+from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
+
+A = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+B = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+DOWN, UP = f"{EMBEDDING_ADAPTER}.down.weight", f"{EMBEDDING_ADAPTER}.up.weight"
+BIAS = f"{EMBEDDING_ADAPTER}.down.bias"
+TYPES = 400
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def lora(share: float = 0.05) -> tuple[dict[str, Tensor], Agreed]:
+    """A LoRA of rank 4 whose product is a small share of its base, as after honest training."""
+    base = normal(64, 32)
+    state = {A: normal(4, 32, seed=1), B: share * normal(64, 4, seed=2)}
+    return state, Agreed(base={A: base}, scales={A: 0.5})
+
+
+def answer(result: inspection.Inspection, rule: str) -> inspection.Answer:
+    return next(a for a in result.answers if a.rule == rule)
+
+
+@pytest.fixture(scope="module")
+def bottleneck():
+    """An honest state, a crafted one, and what the honest client agreed."""
+    model = adapted_llama(TYPES, width=64, rank=32)
+    ids = zipf_texts(300, 16, TYPES)
+    crafted = craft(find_anatomy(model), EMBEDDING_ADAPTER, PublicText(ids), 256).tensors
+    honest = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    table = model.model.embed_tokens.weight.detach()
+    text = zipf_texts(20, 16, TYPES, seed=5).flatten()
+    return honest, {**honest, **crafted}, Agreed(inputs={DOWN: (table[text], text)}, start=honest)
+
+
+def test_honest_bottleneck_shows_nothing(bottleneck):
+    honest, _, agreed = bottleneck
+    result = inspect_received(honest, agreed, first=True)
+    assert result.verdict == "nothing found"
+    assert {a.rule for a in result.answers if a.why} == {
+        *("extra", "replaced", "few_rows", "cancelled", "jump")
+    }
+
+
+def test_crafted_bottleneck_is_found_at_the_start_and_by_blind_rows(bottleneck):
+    _, crafted, agreed = bottleneck
+    result = inspect_received(crafted, agreed, first=True)
+    assert {a.rule for a in result.found} == {"start", "blind_rows"}
+    assert answer(result, "start").rows[0].startswith(f"{BIAS}[")
+    later = inspect_received(crafted, agreed)
+    assert {a.rule for a in later.found} == {"blind_rows"}
+    assert answer(later, "start").why == "this is not the first round"
+
+
+def test_with_a_shared_seed_every_number_is_compared(bottleneck):
+    honest, _, agreed = bottleneck
+    shared = dataclasses.replace(agreed, shared_seed=True)
+    assert inspect_received(honest, shared, first=True).verdict == "nothing found"
+    state = honest | {UP: honest[UP].clone()}
+    state[UP][3, 2] += 1e-4
+    assert answer(inspect_received(state, agreed, first=True), "start").count == 0
+    assert answer(inspect_received(state, shared, first=True), "start").rows == (f"{UP}[3]",)
+
+
+def test_chance_of_a_blind_row_is_above_that_of_the_beta_law():
+    d, k = 64, 8
+    rows = normal(5, d).double()
+    types = torch.arange(k).repeat_interleave(3)
+    inputs = normal(len(types), d, seed=1).double()
+    means = torch.stack([inputs[types == t].mean(0) for t in range(k)])
+    projector = torch.linalg.pinv(means) @ means
+    energy = (rows @ projector).square().sum(1) / rows.square().sum(1)
+    p = 10 ** -inspection.blind_rows(rows, inputs, types)
+    chi = 5 * scipy.stats.chi2.cdf((energy * d).numpy(), k)
+    assert p.numpy() == pytest.approx(chi)
+    assert (p.numpy() >= 5 * scipy.stats.beta.cdf(energy.numpy() * 0.2, k / 2, (d - k) / 2)).all()
+
+
+def test_rows_of_zeros_are_not_blind():
+    assert inspection.blind_rows(torch.zeros(2, 16), normal(4, 16), torch.arange(4)).tolist() == [
+        0.0,
+        0.0,
+    ]
+
+
+def test_rewritten_rows_equal_those_of_the_product_under_any_rotation():
+    state, agreed = lora()
+    base, product = agreed.base[A].double(), 0.5 * state[B].double() @ state[A].double()
+    ratio = product.norm(dim=1) / base.norm(dim=1)
+    cosine = torch.cosine_similarity(-product, base, dim=1) * ratio.clamp(max=1)
+    turn = normal(4, 4, seed=7)
+    for down, up in ((state[A], state[B]), (turn @ state[A], state[B] @ torch.linalg.inv(turn))):
+        computed = inspection.rewritten_rows(
+            inspection.Adapter(A, B, down, up), agreed.base[A], 0.5
+        )
+        assert torch.allclose(computed[0].double(), ratio, rtol=1e-3)
+        assert torch.allclose(computed[1].double(), cosine, rtol=1e-3, atol=1e-5)
+
+
+def test_lora_that_takes_neurons_away_is_found_and_named():
+    state, agreed = lora()
+    assert inspect_received(state, agreed).verdict == "nothing found"
+    state[B][[5, 9]] = 0
+    state[B][[5, 9], [0, 1]] = 1.0
+    state[A][:2] = -agreed.base[A][[5, 9]] / 0.5
+    result = inspect_received(state, agreed)
+    assert set(answer(result, "cancelled").rows) == {f"{A}[5]", f"{A}[9]"}
+    assert answer(result, "cancelled").value == pytest.approx(1, abs=1e-3)
+    assert result.verdict == "crafted"
+
+
+def test_lora_that_adds_large_rows_is_found_without_a_cancelled_one():
+    state, agreed = lora(0.01)
+    state[B][7] = 0
+    state[B][7, 0] = 5.0
+    result = inspect_received(state, agreed)
+    assert {a.rule for a in result.found} == {"replaced", "few_rows"}
+    assert answer(result, "few_rows").rows == (f"{A}[7]",)
+
+
+def test_a_diverged_lora_is_not_called_crafted():
+    state, agreed = lora(20.0)
+    result = inspect_received(state, agreed)
+    assert (result.verdict, result.diverged) == ("diverged", (A,))
+    assert "diverged" in answer(result, "replaced").why
+    state[B][0] = math.nan
+    assert inspect_received(state, agreed).diverged == (B,)
+
+
+def test_lora_that_starts_at_other_values_is_compared_with_these():
+    state, agreed = lora(3.0)
+    effective = agreed.base[A] + 0.5 * state[B] @ state[A]
+    start = Agreed({A: effective}, agreed.scales, start=dict(state))
+    result = inspect_received(state, start, first=True)
+    assert result.verdict == "nothing found"
+    assert answer(result, "replaced").value == pytest.approx(0, abs=1e-2)
+    assert inspect_received(state, agreed, first=True).verdict == "crafted"  # B should be 0
+
+
+def test_equal_rows_are_found_whatever_their_sign_and_bias(bottleneck):
+    honest, _, agreed = bottleneck
+    state = honest | {DOWN: honest[DOWN].clone(), BIAS: torch.linspace(-1, 1, 32)}
+    state[DOWN][4] = -3 * state[DOWN][11]
+    found = answer(inspect_received(state, agreed), "equal_rows")
+    assert set(found.rows) == {f"{DOWN}[4]", f"{DOWN}[11]"}
+
+
+def test_what_was_never_agreed_is_named(bottleneck):
+    honest, _, agreed = bottleneck
+    state = honest | {"fc.second": torch.ones(1, 8), UP: torch.ones(64, 33)}
+    shapes = dataclasses.replace(agreed, shapes={n: t.shape for n, t in honest.items()})
+    assert set(answer(inspect_received(state, shapes), "extra").rows) == {"fc.second", UP}
+    assert inspect_received(honest | {"fc": torch.ones(1)}, shapes).unread == ("fc",)
+    last = LastRound(honest, {})
+    assert answer(inspect_received(state, agreed, last), "extra").count == 2
+
+
+def moved_state(honest: dict[str, Tensor], size: float, seed: int) -> dict[str, Tensor]:
+    return {n: size * normal(*t.shape, seed=seed) for n, t in honest.items()}
+
+
+def test_rows_that_jump_are_found_and_those_of_a_mean_are_not(bottleneck):
+    honest, crafted, agreed = bottleneck
+    own, other = moved_state(honest, 1e-3, 1), moved_state(honest, 1e-3, 2)
+    mean = {n: t + (own[n] + other[n]) / 2 for n, t in honest.items()}
+    last = LastRound(honest, own)
+    assert answer(inspect_received(mean, agreed, last), "jump").count == 0
+    state = mean | {DOWN: mean[DOWN].clone()}
+    state[DOWN][[3, 20]] = crafted[DOWN][[3, 20]]
+    found = answer(inspect_received(state, agreed, last), "jump")
+    assert set(found.rows) == {f"{DOWN}[3]", f"{DOWN}[20]"}
+    why = "two rounds were missed"
+    assert answer(inspect_received(state, agreed, last, incomparable=why), "jump").why == why
+
+
+def test_no_jump_is_judged_of_a_lora_whose_b_was_zero():
+    state, agreed = lora()
+    before = state | {B: torch.zeros(64, 4)}
+    last = LastRound(before, {n: 1e-3 * torch.ones_like(t) for n, t in state.items()})
+    assert (
+        "moved the rows of no adapter" in answer(inspect_received(state, agreed, last), "jump").why
+    )
+
+
+def test_feed_forward_layers_of_a_whole_model_are_no_bottlenecks():
+    shapes = {"a.intermediate.dense": (32, 8), "a.output.dense": (8, 32), "pooler": (8, 8)}
+    state = {f"{n}.weight": normal(*s) for n, s in shapes.items()}
+    state |= {f"{n}.bias": normal(s[0]) for n, s in shapes.items()}
+    assert not list(inspection.find_adapters(state))

@@ -24,6 +24,7 @@ _CLASSES = {
     "sweep": ("sweep", "SweepCommand"),
     "capacity": ("capacity", "CapacityCommand"),
     "memorization": ("memorization", "MemorizationCommand"),
+    "inspect": ("inspect", "InspectCommand"),
     "federate": ("federate", "FederateCommand"),
 }
 """Module and class of each subcommand that measures something."""
@@ -137,7 +138,7 @@ def _check_sources(options: argparse.Namespace) -> None:
     defenses = getattr(options, "defense", None) or ()
     for defense in (defenses,) if isinstance(defenses, str) else defenses:
         check_defense(defense)
-    check_model_source(options.model)
+    check_model_source(getattr(options, "model", None))
     check_model_source(getattr(options, "base", None))
     texts = ("members", "others") if hasattr(options, "others") else ("text",)
     for name, column_name in (*((text, "column") for text in texts), ("public", "public_column")):

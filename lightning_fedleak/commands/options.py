@@ -389,6 +389,38 @@ class MemorizationOptions:
 
 
 @dataclass(frozen=True)
+class InspectOptions:
+    """Whether a client was sent crafted adapter values: look before training on them.
+
+    Asks rules of the values that a server sent: of a LoRA or bottleneck adapter alone, against the
+    base, against the agreed start, and against the round before. Each says what it found, or why it
+    does not apply. Exits with status 3 where something was found.
+
+    Attributes:
+        received: the adapter that was sent: a folder of PEFT, or a file in safetensors.
+        base: the frozen model: a folder or a name on the hub.
+        start: the adapter as the agreed config makes it, in one of the same forms. What is zero
+            there must be zero in the first round.
+        shared_seed: all numbers of --start are what every client starts with.
+        first: this is the federation's first round.
+        previous: the adapter that was sent in the round before.
+        own_update: the adapter that this client returned in that round.
+        text: text like the federation's: {sources}.
+        column: the column of --text that holds the text.
+    """
+
+    received: Path = field(metadata={"metavar": "RECEIVED"})
+    base: str | None = _option(None, "NAME")
+    start: Path | None = _option(None, "PATH")
+    shared_seed: bool = False
+    first: bool = False
+    previous: Path | None = _option(None, "PATH")
+    own_update: Path | None = _option(None, "PATH")
+    text: str | None = _option(None, "SOURCE")
+    column: str | None = _option(None, "NAME")
+
+
+@dataclass(frozen=True)
 class FederateOptions:
     """Train a federation, and see what each client's update and their sum leak.
 

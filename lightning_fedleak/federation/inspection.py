@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
 from lightning_fedleak.federation.updates import State
@@ -33,12 +33,13 @@ LIMITS: dict[Rule, float] = {
     "replaced": 2.0,
     "few_rows": 4.0,
     "cancelled": 0.6,
-    "jump": 1.0,
+    "jump": 1.5,
 }
 """The largest value of each rule that is no evidence: above all honest states of
 ``benchmarks/federation/inspection.py --calibrate``. Lower finds weaker traps and honest states."""
 
 DIVERGED = 0.5  # median row of B A over the base's; crafted ones leave most rows, below .35 honest
+MOST_GROWTH = 3.0  # of rows over one's own; above, other clients' runs came apart; not tuned
 USUAL_TYPES = 30  # token types whose span every honest row sees; not tuned
 WORST = 5  # rows that an answer names; not tuned
 
@@ -70,7 +71,8 @@ class Inspection:
 
     Attributes:
         answers: of each rule.
-        diverged: names of what holds NaN or infinity, or outgrew the base as a whole.
+        diverged: names of what holds NaN or infinity, outgrew the base as a whole, or changed as a
+            whole far more than this client's own update.
         unread: names of received tensors that belong to no LoRA and no bottleneck adapter.
     """
 
@@ -105,6 +107,7 @@ class Agreed:
         shapes: of all that was agreed to be sent, by name; None: not known.
         inputs: of bottlenecks on text, (N, d), and the token types there, (N,), by the name of the
             matrix.
+        unknown: why the base of no LoRA is known, in an answer.
     """
 
     base: State = field(default_factory=dict)
@@ -113,6 +116,7 @@ class Agreed:
     shared_seed: bool = False
     shapes: Mapping[str, torch.Size] | None = None
     inputs: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    unknown: str = "base and scale of none are known"
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,15 @@ def _common_path(*names: str) -> str:
     return os.path.commonpath([name.replace(".", "/") for name in names])
 
 
+def base_rows(layer: nn.Module) -> Tensor | None:
+    """Return the matrix (out, in) of a layer that a LoRA acts on; None where it is quantized."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        return None
+    rows = weight.detach()
+    return rows.T if type(layer).__name__ == "Conv1D" else rows
+
+
 def equal_rows(rows: Tensor) -> Tensor:
     """Return the largest absolute cosine of each row (r, d) with another one; 0 for a zero row."""
     unit = normalize(rows.double(), dim=1)
@@ -241,8 +254,9 @@ def rewritten_rows(adapter: Adapter, base: Tensor, scale: float) -> tuple[Tensor
 def jumps(change: Tensor, own: Tensor, growth: float = 1.0) -> Tensor:
     """Return how far each row (r, d) of a received change jumps; 0 where one's own explains it.
 
-    That is its norm over 1.5 times the client's median row, for rows that are larger than the
-    client's own and whose cosine with it is below 0.2.
+    That is its norm over the client's largest row, and over 1.5 times its median row where that is
+    larger. Rows count that are larger than the client's own, in another direction (a cosine below
+    0.2).
 
     Args:
         change: received now less received before.
@@ -251,7 +265,8 @@ def jumps(change: Tensor, own: Tensor, growth: float = 1.0) -> Tensor:
     """
     size, own_size = change.norm(dim=1), own.norm(dim=1)
     away = (cosine_similarity(change, own, dim=1) < 0.2) & (size > own_size)
-    return torch.where(away, size / (1.5 * growth * own_size.median()).clamp(min=1e-12), 0.0)
+    usual = torch.maximum(1.5 * own_size.median(), own_size.max())
+    return torch.where(away, size / (growth * usual).clamp(min=1e-12), 0.0)
 
 
 def inspect_received(
@@ -277,6 +292,7 @@ def inspect_received(
     bottlenecks = [a for a in adapters if a.bias is not None]
     loras = [a for a in adapters if a.bias is None]
     rewritten, outgrown = _rewritten(loras, agreed)
+    jump, grown = _jump(adapters, last, incomparable)
     answers = [
         _extra(received, agreed, last),
         _start(received, loras, agreed, first),
@@ -287,11 +303,11 @@ def inspect_received(
         ),
         _blind(bottlenecks, agreed),
         *rewritten,
-        _jump(adapters, last, incomparable or ("the round before is not known" * (last is None))),
+        jump,
     ]
     unread = (n for n in finite if not any(a.holds(n) for a in adapters))
     broken = tuple(n for n in received if n not in finite)
-    return Inspection(tuple(answers), broken + outgrown, tuple(unread))
+    return Inspection(tuple(answers), (*broken, *outgrown, *grown), tuple(unread))
 
 
 def _judge(rule: Rule, scores: Mapping[str, Tensor], why: str) -> Answer:
@@ -364,7 +380,7 @@ def _rewritten(loras: list[Adapter], agreed: Agreed) -> tuple[list[Answer], tupl
             outgrown.append(lora.name)
         replaced[lora.name] = ratio
         few[lora.name] = torch.where(ratio > DIVERGED, steps, 0.0)
-    why = "no LoRA whose base and scale are known was received"
+    why = agreed.unknown if loras else "no LoRA was received"
     if outgrown:
         why = "the adapter has outgrown its base as a whole, as in a run that diverged"
         replaced, few = {}, {}
@@ -386,28 +402,34 @@ def _since_start(lora: Adapter, start: State) -> Adapter:
     )
 
 
-def _jump(adapters: list[Adapter], last: LastRound | None, why: str) -> Answer:
-    """Return which rows have changed as the client's own last update does not explain."""
+def _changes(adapters: list[Adapter], last: LastRound) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what changed in each adapter's rows since the round before, and one's own change."""
     pairs = {}
-    if last is not None and not why:
-        for a in adapters:
-            before, own = last.received.get(a.name), last.own.get(a.name)
-            if before is None or own is None or before.shape != a.down.shape:
-                continue
-            # While B is zero, A gets next to no gradient.
-            if a.bias is None and not last.received[a.partner].any():
-                continue
-            own = own.detach().cpu().float()
-            if bool(own.norm(dim=1).median() > 0):
-                pairs[a.name] = (a.down - before.detach().cpu().float(), own)
-        why = "the client's own last update moved the rows of no adapter"
-    growth = 1.0
-    if pairs:
-        sizes = [c.norm(dim=1) / o.norm(dim=1).clamp(min=1e-12) for c, o in pairs.values()]
-        growth = min(max(float(torch.cat(sizes).median()), 1.0), _MOST_GROWTH)
-    return _judge("jump", {n: jumps(c, o, growth) for n, (c, o) in pairs.items()}, why)
+    for a in adapters:
+        before, own = last.received.get(a.name), last.own.get(a.name)
+        if before is None or own is None or before.shape != a.down.shape:
+            continue
+        if a.bias is None and not last.received[a.partner].any():
+            continue  # while B is zero, A gets next to no gradient
+        own = own.detach().cpu().float()
+        if bool(own.norm(dim=1).median() > 0):
+            pairs[a.name] = (a.down - before.detach().cpu().float(), own)
+    return pairs
 
 
-_MOST_GROWTH = 3.0
-"""How much more than this client others may change a row at most, at the median. With more a server
-that crafts most rows would pass; not tuned."""
+def _jump(
+    adapters: list[Adapter], last: LastRound | None, incomparable: str
+) -> tuple[Answer, tuple[str, ...]]:
+    """Return which rows one's own last update does not explain, and what grew as a whole."""
+    if last is None or incomparable:
+        return Answer("jump", why=incomparable or "the round before is not known"), ()
+    pairs = _changes(adapters, last)
+    why = "the client's own last update moved the rows of no adapter"
+    if not pairs:
+        return Answer("jump", why=why), ()
+    sizes = [c.norm(dim=1) / o.norm(dim=1).clamp(min=1e-12) for c, o in pairs.values()]
+    growth = max(float(torch.cat(sizes).median()), 1.0)
+    if growth > MOST_GROWTH:
+        why = f"the rows changed {growth:.3g} times as much as this client's own, at the median"
+        return Answer("jump", why=why), tuple(pairs)
+    return _judge("jump", {n: jumps(c, o, growth) for n, (c, o) in pairs.items()}, why), ()

@@ -8,6 +8,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 LOWEST := .venv-lowest
 IN_PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 FLOWER := .venv-flower
+NVFLARE := .venv-nvflare
 TRL := .venv-trl
 QUANTIZED := .venv-quantized
 # Those of tests/ that hold slow tests: the others need not be collected to run these.
@@ -27,7 +28,7 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-slow test-lowest test-flower test-trl test-quantized coverage docs notebooks smoke papers gpu lint house clean install install-all
+.PHONY: help demo test test-slow test-lowest test-flower test-nvflare test-trl test-quantized coverage docs notebooks smoke papers gpu lint house clean install install-all
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +37,7 @@ help:
 	@echo "make test-slow  run the slow ones: proofs of DP-SGD and of gates, most runs on several processes, torch.compile, real models, the examples, and the snippets of the docs"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make test-flower  run the tests of federations on Flower, in .venv-flower"
+	@echo "make test-nvflare  run the tests of federations on NVFlare, in .venv-nvflare"
 	@echo "make test-quantized  run the tests of LoRA on bases in 4 and 8 bits, with bitsandbytes and torchao in .venv-quantized"
 	@echo "make test-trl  run the tests of TRL's trainers, and their example, in .venv-trl"
 	@echo "make coverage  run the tests, but for the slow ones, and print which share of the package's lines they run (takes two thirds longer)"
@@ -64,6 +66,10 @@ test-slow: $(READY)
 test-flower: $(FLOWER)/.ready
 	@FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 RAY_USAGE_STATS_ENABLED=0 PYTHONPATH=. \
 		$(FLOWER)/bin/python -m pytest --numprocesses 0 -m "not slow" tests/federation tests/flower $(ARGS)
+
+# Beside the environment, not in it, which needs no web server and no database.
+test-nvflare: $(READY) $(NVFLARE)/.ready
+	@PYTHONPATH=$(NVFLARE):. $(BIN)/python -m pytest --numprocesses 0 tests/nvflare $(ARGS)
 
 # Beside the environment, not in it: PEFT imports bitsandbytes wherever it is installed.
 test-quantized: $(READY) $(QUANTIZED)/.ready
@@ -139,6 +145,10 @@ $(FLOWER)/.ready: pyproject.toml constraints-flower.txt
 	@$(PYTHON) -m venv $(FLOWER)
 	@echo "Installing Flower into $(FLOWER) (once; some minutes) ..."
 	@$(FLOWER)/bin/python $(INSTALL) -c constraints-flower.txt -e ".[flower,test]"
+	@touch $@
+
+$(NVFLARE)/.ready: $(READY) constraints-nvflare.txt
+	@$(BIN)/python $(INSTALL) --no-deps --target $(NVFLARE) --upgrade -r constraints-nvflare.txt
 	@touch $@
 
 $(QUANTIZED)/.ready: $(READY)

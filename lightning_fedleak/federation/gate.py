@@ -19,11 +19,19 @@ from lightning_fedleak.looks import GateDecision, LeakageLimitExceeded, reason
 from lightning_fedleak.looks.gates import announce, check_threshold, is_worst, names_there_are
 from lightning_fedleak.validate import check_choice, check_integer
 
+_NEXT = "next_look"
+
 Action = Literal["withhold", "harden", "raise", "warn"]
 
 TELLS = (
     "that this client withholds tells the server one bit about its data: the update was above the "
     "threshold. With ClientDP a withheld update is zero plus noise, which nobody can tell apart"
+)
+
+
+DILUTES = (
+    "zero leaves in its place. It counts in the mean over clients with this client's weight, and "
+    "so holds the model back at what was sent"
 )
 
 
@@ -246,6 +254,8 @@ class OutgoingUpdates:
             leave: they return as they were sent.
         secure_aggregation: what leaves is masked, so that the server sees the sum of all clients
             alone.
+        zero: a withheld update leaves as zero though the server sees it, where an engine's round
+            would not survive a client that sends nothing.
 
     Raises:
         ValueError: gates that watch what is not logged, two of one name, or one that hardens
@@ -261,8 +271,10 @@ class OutgoingUpdates:
         client: str | int = 0,
         drop: Sequence[str] = (),
         secure_aggregation: bool = False,
+        zero: bool = False,
     ) -> None:
         self.observer = observer
+        self.zero = zero
         self.drop = tuple(drop)
         self.secure_aggregation = secure_aggregation
         self.gates = tuple(gates)
@@ -461,7 +473,7 @@ class OutgoingUpdates:
         """Return what leaves in place of a withheld update; None where nothing leaves."""
         if self.own is not None:
             return moved(sent, self.own.privatized(None, like))
-        if self.secure_aggregation:
+        if self.secure_aggregation or self.zero:
             return {n: t.detach().clone() for n, t in sent.items()}
         return None
 
@@ -481,6 +493,35 @@ class OutgoingUpdates:
             BudgetSpent: one more release would cost more than the client's budget.
         """
         return self._withhold(sent, self._begin_round(round_, sent), why)
+
+    def memory(self) -> dict[str, int]:
+        """Return what this client's next process goes on with: see :meth:`recall`."""
+        memory = {f"gate/{gate.name}": gate.unknown.get(self.client, 0) for gate in self.gates}
+        for gate in self.gates:
+            if self.client in gate.unread:
+                memory[f"unread/{gate.name}"] = gate.unread[self.client]
+        if self.client in self.observer.next_look:
+            memory[_NEXT] = self.observer.next_look[self.client]
+        return memory
+
+    def recall(self, memory: Mapping[str, int] | None) -> None:
+        """Take up what an earlier process of this client has noted.
+
+        That is how often a gate has let unknown pass, when the next look is due, and that the
+        client took part.
+
+        Args:
+            memory: from :meth:`memory`; None in a client's first process.
+        """
+        self.observer.took_part.setdefault(self.client, memory is not None)
+        if memory is None:
+            return
+        for gate in self.gates:
+            gate.unknown[self.client] = int(memory.get(f"gate/{gate.name}", 0))
+            if (round_ := memory.get(f"unread/{gate.name}")) is not None:
+                gate.unread[self.client] = int(round_)
+        if _NEXT in memory:
+            self.observer.next_look[self.client] = int(memory[_NEXT])
 
     def _begin_round(self, round_: int, sent: State) -> dict[str, Tensor]:
         """Open the round, and return what is trained of what was sent."""
@@ -525,8 +566,9 @@ class OutgoingUpdates:
         return Leaving(self._zero(sent, like), True, (), None)
 
     def _announce(self, message: str) -> None:
-        hidden = self.own is not None or self.secure_aggregation
-        announce(message if hidden else f"{message}\n  Note: {TELLS}.")
+        if self.own is None and not self.secure_aggregation:
+            message += f"\n  Note: {TELLS}." + (f"\n  Note: {DILUTES}." if self.zero else "")
+        announce(message)
 
     def _record(self, event: RoundEvent, did: str, hardened: Sequence[str] = ()) -> None:
         self.observer.record_decision(

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import Attack, TextSource
 from lightning_fedleak.defenses import Defense
+from lightning_fedleak.federation.hand_over import Recorded
 from lightning_fedleak.federation.memory import recall, remember
 from lightning_fedleak.federation.round_look import LookEntry, RoundLook
 from lightning_fedleak.federation.round_run import RoundRun, RoundSettings
 from lightning_fedleak.federation.updates import (
-    Recorded,
     State,
     UpdateError,
     equal_states,

@@ -1,4 +1,4 @@
-"""Records what a client of a round trains on, and computes and checks the update that it shares.
+"""Computes and checks the update that a client of a round shares.
 
 An update is the difference of two state dicts. It needs neither Flower nor another engine:
 functions take what was *sent* to a client and what it *returned*, two mappings from names to
@@ -8,24 +8,15 @@ tensors. They hold a whole model, or the part that is trained (a PEFT adapter's 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.snapshots import NotYet, Stage, UpdateSnapshot
 from lightning_fedleak.taps import UpdateError as UpdateError  # handed on
 from lightning_fedleak.validate import check_integer
-
-if TYPE_CHECKING:
-    import lightning.pytorch as L
-    from torch.optim import Optimizer
-
 
 State = Mapping[str, Tensor]
 """Tensors by name, as ``state_dict`` gives them."""
@@ -301,75 +292,3 @@ def _list_names(names: list[str]) -> str:
     listed = ", ".join(f"'{n}'" for n in names[:_MOST_NAMES])
     more = len(names) - _MOST_NAMES
     return f"{listed} and {more} more" if more > 0 else listed
-
-
-class Recorded(list[Any]):
-    """The batches of a round's local steps, by reference.
-
-    Attributes:
-        rates: the learning rate of each optimizer step; None where it was not reported.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates: list[float | None] = []
-
-    @property
-    def learning_rate(self) -> float | None:
-        """The mean over the local steps; None where no step reported one, NaN where not all did."""
-        rates = [rate for rate in self.rates if rate is not None]
-        if not rates:
-            return None
-        return math.fsum(rates) / len(rates) if len(rates) == len(self.rates) else math.nan
-
-
-_BATCHES: ContextVar[Recorded | None] = ContextVar("fedleak_trained_on", default=None)
-
-
-@contextmanager
-def recording() -> Iterator[Recorded]:
-    """Keep every batch that :func:`trained_on` reports inside the block, by reference."""
-    batches = Recorded()
-    token = _BATCHES.set(batches)
-    try:
-        yield batches
-    finally:
-        _BATCHES.reset(token)
-
-
-def trained_on(batch: Any, *, learning_rate: float | None = None, step: bool = True) -> None:
-    """Report to whoever looks at this round's update that it was trained on ``batch``.
-
-    To be called in a loop of one's own, for every batch of every local step. It does nothing where
-    nobody looks. A Lightning Trainer takes :class:`TrainedOn` in its place.
-
-    Args:
-        batch: as the model takes it.
-        learning_rate: of the step, where a schedule changes it over steps or rounds; None: the one
-            that the observer's optimizer has.
-        step: whether an optimizer step follows; False for a batch whose gradient is accumulated.
-    """
-    batches = _BATCHES.get()
-    if batches is not None:
-        batches.append(batch)
-        if step:
-            batches.rates.append(learning_rate)
-
-
-class TrainedOn(EitherCallback):
-    """A callback that reports every batch and every optimizer step of a fit, with its rate."""
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Report the batch that is about to be trained on."""
-        trained_on(batch, step=False)
-
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Record the step's learning rate; it is NaN where parameters have several."""
-        batches = _BATCHES.get()
-        if batches is not None:
-            rates = {float(group["lr"]) for group in optimizer.param_groups}
-            batches.rates.append(rates.pop() if len(rates) == 1 else math.nan)

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from functools import partial
 
 import pytest
 import torch
 
-from lightning_fedleak.federation import SUM, TrainedOn, recording, trained_on, trained_state
+from lightning_fedleak.federation import (
+    SUM,
+    HandOver,
+    TrainedOn,
+    recording,
+    report_batches,
+    trained_on,
+    trained_state,
+)
+from lightning_fedleak.federation import hand_over as reports
 from tests.callbacks.runs import Probe, fit
 from tests.federation.rounds import SGD, batches, model, train
 from tests.federation.test_observer import F1, loader, observer
@@ -107,3 +117,73 @@ def test_accumulated_batches_are_one_step(tmp_path):
                 stepping.step()
                 stepping.zero_grad()
     assert rounds.look(trained_state(own), batches=found).values[F1] > 0.8
+
+
+# ---- training in other threads and processes ----------------------------------------------------
+
+
+@pytest.fixture
+def hand_over(tmp_path):
+    listening = HandOver(tmp_path / "steps")
+    listening.open()
+    yield listening
+    listening.close()
+
+
+def test_a_thread_s_batches_are_handed_over(hand_over):
+    data = batches(1, 2)
+    thread = threading.Thread(target=lambda: [trained_on(b, learning_rate=0.5) for b in data])
+    thread.start()
+    thread.join()
+    found = hand_over.take()
+    assert all(one is other for one, other in zip(found, data, strict=True))
+    assert found.rates == [0.5, 0.5]
+    assert not hand_over.take()
+
+
+def test_a_process_s_batches_are_handed_over_in_private_files(hand_over, monkeypatch):
+    """Two processes of one client, of which this one is neither."""
+    folder, ids = hand_over.folder, torch.arange(6).view(2, 3)
+    monkeypatch.setattr(hand_over, "process", -1)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(reports, "_SENDER", reports._Sender())
+        trained_on({"input_ids": ids, "labels": ids, "names": ["a", "b"]}, step=False)
+        trained_on([ids.bfloat16().T, (1, None)], learning_rate=0.5)
+        with pytest.raises(TypeError, match="must hold tensors, numbers and words"):
+            trained_on({"what": object()})
+    files = sorted(folder.iterdir())
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    found = hand_over.take()
+    first, second = found[:2], found[2:]
+    for named in first:  # of both processes, in the order of their steps
+        assert torch.equal(named["input_ids"], ids)
+        assert named["names"] == ["a", "b"]
+    for listed in second:
+        assert torch.equal(listed[0], ids.bfloat16().T)
+        assert tuple(listed[1]) == (1, None)
+    assert found.rates == [0.5]  # one optimizer step of two processes
+    assert not list(folder.iterdir())
+
+
+def test_two_clients_in_one_process_are_refused(hand_over, tmp_path):
+    with pytest.raises(RuntimeError, match="give each a process of its own"):
+        HandOver(tmp_path / "another").open()
+
+
+def test_a_trainer_of_transformers_reports_its_batches_and_rates(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": b["input_ids"][0], "labels": b["labels"][0]} for b in batches(5, 8)]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, report_to=[], use_cpu=True, learning_rate=0.1,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model(), arguments, train_dataset=rows)
+    report_batches(trainer)
+    with recording() as found:
+        trainer.train()
+    assert [len(found), *found.rates] == [4, 0.1, pytest.approx(0.05)]
+    assert sorted(row.tolist() for batch in found for row in batch["input_ids"]) == sorted(
+        row["input_ids"].tolist() for row in rows
+    )

@@ -6,8 +6,7 @@ import logging
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType
@@ -21,11 +20,17 @@ from flwr.common.secure_aggregation.secaggplus_constants import (
 from torch import Tensor
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.federation.client_dp import ClientDP
+from lightning_fedleak.federation import (
+    ClientDP,
+    Leaving,
+    OutgoingUpdates,
+    RoundGate,
+    RoundObserver,
+    parameter_names,
+    recording,
+)
 from lightning_fedleak.federation.flower.messages import WEIGHT, NamedArrays, read_sent
-from lightning_fedleak.federation.gate import Leaving, OutgoingUpdates, RoundGate
-from lightning_fedleak.federation.observer import RoundObserver
-from lightning_fedleak.federation.updates import State, parameter_names, recording
+from lightning_fedleak.federation.updates import State
 from lightning_fedleak.looks import LeakageLimitExceeded, reason
 
 log = logging.getLogger("flwr")
@@ -34,7 +39,6 @@ _Watch = tuple[RoundObserver, tuple[RoundGate, ...]]
 _WATCHES: dict[str, tuple[int, _Watch]] = {}
 """The newest run of each mod, and what looks at its updates in this process."""
 _STATE = "lightning-fedleak"
-_NEXT = "next_look"
 
 LEAST_MODULUS = 2**32
 """SecAgg+ draws masks below its modulus less one, so that a modulus of 2 masks nothing. This is
@@ -166,10 +170,14 @@ class FedLeakMod:
             trained = {n for n, p in observer.model.named_parameters() if p.requires_grad}
             sent = [t for n, t in codec.sent.items() if names.get(n) in trained]
             _check_masks(protocol, dp, sent)
-        with _keep_memory(observer, gates, client, context):
+        # The node's state keeps it, because the next round may run in another process.
+        outgoing.recall(context.state.config_records.get(_STATE))
+        try:
             return self._answer_training(
                 outgoing, codec, message, lambda: call_next(message, context)
             )
+        finally:
+            context.state.config_records[_STATE] = ConfigRecord(outgoing.memory())
 
     def _watch_run(self, context: Context) -> _Watch:
         """Return the observer of a run and its gates; each round may build this mod again."""
@@ -233,33 +241,6 @@ class FedLeakMod:
             log.error("lightning-fedleak: %s", why)
             return outgoing.nothing(codec.round_, codec.sent, why)
         return _gate_update(outgoing, codec, returned, batches, seconds)
-
-
-@contextmanager
-def _keep_memory(
-    observer: RoundObserver, gates: Sequence[RoundGate], client: str | int, context: Context
-) -> Iterator[None]:
-    """Keep how often a gate has let unknown pass, when the next look is due, and that it took part.
-
-    The node's state holds them, because its next round may run in another process.
-    """
-    observer.took_part.setdefault(client, _STATE in context.state.config_records)
-    if _STATE in context.state.config_records:
-        before = context.state.config_records[_STATE]
-        for gate in gates:
-            gate.unknown[client] = int(before.get(f"gate/{gate.name}", 0))
-            if (round_ := before.get(f"unread/{gate.name}")) is not None:
-                gate.unread[client] = int(round_)
-        if _NEXT in before:
-            observer.next_look[client] = int(before[_NEXT])
-    try:
-        yield
-    finally:
-        memory = {f"gate/{gate.name}": gate.unknown.get(client, 0) for gate in gates}
-        memory |= {f"unread/{g.name}": g.unread[client] for g in gates if client in g.unread}
-        if client in observer.next_look:
-            memory[_NEXT] = observer.next_look[client]
-        context.state.config_records[_STATE] = ConfigRecord(memory)
 
 
 def _gate_update(

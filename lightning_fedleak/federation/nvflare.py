@@ -1,0 +1,579 @@
+"""NVFlare: a filter for a client's results, an observer for the server, and private averaging.
+
+The only module that knows NVFlare. It needs ``pip install lightning-fedleak[nvflare]``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.extras import install
+from lightning_fedleak.federation import (
+    SUM,
+    ClientDP,
+    HandOver,
+    Leaving,
+    OutgoingUpdates,
+    RoundGate,
+    RoundObserver,
+    UpdateError,
+    difference,
+    moved,
+)
+from lightning_fedleak.federation.updates import State
+from lightning_fedleak.looks import LeakageLimitExceeded, reason
+from lightning_fedleak.private_files import read_secret, write_secret
+from lightning_fedleak.validate import check_choice
+
+try:
+    from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+    from nvflare.apis.event_type import EventType
+    from nvflare.apis.filter import Filter
+    from nvflare.apis.fl_component import FLComponent
+    from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReservedKey, ReturnCode
+    from nvflare.apis.fl_context import FLContext
+    from nvflare.apis.shareable import Shareable, make_reply
+    from nvflare.apis.utils.task_utils import get_filters
+    from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+    from nvflare.app_common.app_constant import AppConstants
+    from nvflare.app_common.app_event_type import AppEventType
+    from nvflare.app_common.utils.fl_model_utils import FLModelUtils
+    from nvflare.app_common.workflows.fedavg import FedAvg
+    from nvflare.job_config.defs import FilterType
+    from nvflare.private.privacy_manager import Scope
+except ImportError as error:
+    raise ImportError(
+        f"lightning_fedleak.federation.nvflare needs NVFlare: {install('nvflare')}"
+    ) from error
+
+Withheld = Literal["zero", "error"]
+
+TASKS = ("train", "validate", "submit_model")
+"""The tasks of NVFlare's own workflows that a client answers with what it made of its data."""
+_MODELS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
+_MEMORY = "fedleak.json"
+_PACKAGE = __name__.partition(".")[0]
+
+
+class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
+    """A filter of task results: what a client returns is attacked, gated and defended before.
+
+    ::
+
+        job.to("watch.py", "site-1")  # has a function make_observer(site)
+        job.to(FedLeakFilter("watch.make_observer", [{"metric": "leakage/worst/words",
+                                                      "at_most": 0.3}]), "site-1")
+
+    It reads models and differences of models, whole or adapters, in numpy or torch. It belongs at
+    the end of a client's filters, where nothing changes what it has looked at. What was sent is
+    noted when the task begins, after the filters of task data.
+
+    The training script reports its batches: ``TrainedOn()`` among the callbacks of a Lightning
+    Trainer, ``report_batches(trainer)`` with that of transformers or TRL, or
+    :func:`~lightning_fedleak.federation.trained_on` in a loop, whether NVFlare runs it in a thread
+    or in a process. One that reports none leaves every result unknown, which passes no gate.
+
+    **A withheld update** leaves as zero by default (the model that was sent, or a difference of
+    zero): a workflow may end at a client's error, or at a round without any result. Zero counts in
+    the mean with this client's weight, and the log says with which. ``withheld="error"`` is for
+    workflows with ``ignore_result_error=True``, or one whose ``min_clients`` is still reached:
+    the mean is then of the others. Metrics and other values beside the model stay here with it.
+
+    Under a ``dp`` whose noise the client adds, every result has the same form: the model with
+    noise, and a weight of 1. One that cannot be read, or an error of the training script that
+    NVFlare hands to its filters, leaves as zero with that noise. Results of other tasks are refused
+    (``uncovered`` answers them), and a job that does not pass them through this filter is ended.
+
+    Args:
+        observer: ``"module.function"`` in the job's own code, which makes the
+            :class:`~lightning_fedleak.federation.RoundObserver` of a client by its name.
+        gates: the arguments of each :class:`~lightning_fedleak.federation.RoundGate`.
+        dp: ``"module.function"`` that makes a client's own
+            :class:`~lightning_fedleak.federation.ClientDP` by its name, with a ledger.
+        withheld: ``"zero"`` or ``"error"``, see above.
+        drop: what never leaves, see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
+        secure_aggregation: a filter after this one encrypts what leaves, so that the server sees
+            the sum of all clients alone.
+        uncovered: tasks that are answered though nothing here covers them: ``"validate"`` under
+            ``dp``, or ``"submit_model"``, which returns the trained model.
+    """
+
+    def __init__(
+        self,
+        observer: str,
+        gates: Sequence[Mapping[str, object]] = (),
+        dp: str = "",
+        withheld: Withheld = "zero",
+        drop: Sequence[str] = (),
+        secure_aggregation: bool = False,
+        uncovered: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        check_choice("withheld", withheld, get_args(Withheld))
+        for settings in gates:
+            _make_gate(settings)
+        # By these names and as plain values NVFlare writes them into a job.
+        self.observer = observer
+        self.gates = [dict(settings) for settings in gates]
+        self.dp = dp
+        self.withheld: Withheld = withheld
+        self.drop = list(drop)
+        self.secure_aggregation = secure_aggregation
+        self.uncovered = list(uncovered)
+        self._outgoing: OutgoingUpdates | None = None
+        self._hand_over: HandOver | None = None
+        self._memory: Path | None = None
+        self._sent: tuple[str, int | None, State, float] | None = None
+        self._kind = DataKind.WEIGHTS
+        self._wire: Mapping[str, object] = {}
+        self._lock = threading.Lock()
+
+    def add_to_fed_job(
+        self, job: Any, ctx: Any, *, tasks: Sequence[str] = TASKS, filter_type: str = "task_result"
+    ) -> None:
+        """Add the filter to a client of a job, on its results; NVFlare calls it.
+
+        Raises:
+            ValueError: it was to filter what is sent.
+        """
+        if filter_type != FilterType.TASK_RESULT:
+            raise ValueError("FedLeakFilter filters results: filter_type=FilterType.TASK_RESULT")
+        _keep_out(job)
+        job.add_filter(self, FilterType.TASK_RESULT, list(tasks), ctx)
+
+    # ---- events -----------------------------------------------------------------------------
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Set up before the training script starts, note what a task sends, and end."""
+        if event_type == EventType.ABOUT_TO_START_RUN:
+            try:
+                self._set_up(fl_ctx)
+            except Exception as error:
+                self.system_panic(f"FedLeakFilter: {error}", fl_ctx)
+                raise
+        elif event_type == EventType.BEFORE_TASK_EXECUTION:
+            self._note_sent(fl_ctx)
+        elif event_type == EventType.END_RUN and self._hand_over is not None:
+            self._hand_over.close()
+            assert self._outgoing is not None
+            self._outgoing.observer.end()
+
+    def _set_up(self, fl_ctx: FLContext) -> None:
+        site, job = fl_ctx.get_identity_name(), fl_ctx.get_job_id()
+        observer: RoundObserver = _call(self.observer, site)
+        observer.federation = observer.federation or f"nvflare-{job}"
+        dp: ClientDP | None = _call(self.dp, site) if self.dp else None
+        if dp is not None and dp.trust != "central" and dp.ledger is None:
+            raise DefenseError(
+                "a client's process may end before its job does, and would forget what it has "
+                "released: give ClientDP(ledger=...), a path of this site's"
+            )
+        if dp is not None and dp.trust == "secure_aggregation" and not self.secure_aggregation:
+            raise DefenseError(
+                "ClientDP(trust='secure_aggregation') adds a share of the noise, and nothing says "
+                "that what leaves is encrypted: put NVFlare's encrypting filter after this one and "
+                "say FedLeakFilter(secure_aggregation=True), or ClientDP(trust='local')"
+            )
+        self._outgoing = OutgoingUpdates(
+            observer,
+            [_make_gate(settings) for settings in self.gates],
+            dp,
+            client=site,
+            drop=self.drop,
+            secure_aggregation=self.secure_aggregation,
+            zero=self.withheld == "zero",
+        )
+        folder = Path(fl_ctx.get_engine().get_workspace().get_run_dir(job))
+        self._memory = folder / _MEMORY
+        earlier = self._memory.exists()
+        self._outgoing.recall(read_secret(self._memory, "the memory") if earlier else None)
+        self._hand_over = HandOver(folder / "fedleak_local_steps")
+        self._hand_over.open()
+
+    def _note_sent(self, fl_ctx: FLContext) -> None:
+        """Remember the model that a task sends, and end a job whose noise a task goes around."""
+        self._sent = None
+        task, runner = fl_ctx.get_prop(FLContextKey.TASK_NAME), fl_ctx.get_prop(FLContextKey.RUNNER)
+        table = runner.task_result_filters
+        chain = Scope.TASK_RESULT_FILTERS_NAME
+        if self not in get_filters(chain, fl_ctx, table, task, FilterKey.OUT):
+            why = f"results of task '{task}' do not pass FedLeakFilter: add it to its tasks="
+            if self._noises and task not in self.uncovered:
+                self.system_panic(f"{why}, for a ClientDP to cover them", fl_ctx)
+            self.log_warning(fl_ctx, f"{why}. They leave as they are")
+            return
+        shareable = fl_ctx.get_prop(FLContextKey.TASK_DATA)
+        sent = _model_of(shareable)
+        if sent is None or self._outgoing is None:
+            return
+        assert self._hand_over is not None
+        self._hand_over.take()  # of a task that failed
+        like = self._outgoing.observer.model.state_dict()
+        # A mean over clients may have another dtype; a client trains in its model's.
+        state = {
+            n: t.to(like[n].dtype if n in like else t.dtype, copy=True)
+            for n, t in _tensors(sent.data).items()
+        }
+        self._wire = sent.data
+        round_ = shareable.get_header(AppConstants.CURRENT_ROUND)
+        self._sent = fl_ctx.get_prop(FLContextKey.TASK_ID), round_, state, time.perf_counter()
+
+    @property
+    def _noises(self) -> bool:
+        return self._outgoing is not None and self._outgoing.own is not None
+
+    # ---- results ----------------------------------------------------------------------------
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return what may leave of a result. Where this raises, NVFlare sends an error.
+
+        Raises:
+            DefenseError: the filter was not set up.
+            UpdateError: what was sent is not of the observer's model.
+            BudgetSpent: one more release would cost more than the client's budget.
+        """
+        with self._lock:
+            if self._outgoing is None or self._hand_over is None:
+                raise DefenseError("FedLeakFilter was not set up when the job began; see its log")
+            task = fl_ctx.get_prop(FLContextKey.TASK_NAME)
+            sent, self._sent = self._sent, None
+            if task != AppConstants.TASK_TRAIN:
+                return self._answer_other(task, shareable, fl_ctx)
+            if sent is None or sent[0] != fl_ctx.get_prop(FLContextKey.TASK_ID) or sent[1] is None:
+                return self._refuse(
+                    fl_ctx,
+                    "this result is not that of a task whose round and model are known: a task "
+                    f"'{task}' must send a model and the header '{AppConstants.CURRENT_ROUND}'",
+                )
+            reply = self._answer_training(shareable, fl_ctx, int(sent[1]), sent[2], sent[3])
+            assert self._memory is not None
+            write_secret(self._memory, self._outgoing.memory(), replace=True)
+            return reply
+
+    def _answer_other(self, task: str, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return the result of a task that trains nothing, or an error in its place."""
+        result = _dxo_of(shareable)
+        plain = result is not None and result.data_kind == DataKind.METRICS
+        fails = shareable.get_return_code() != ReturnCode.OK
+        if task in self.uncovered or fails or (plain and not self._noises):
+            return shareable
+        return self._refuse(
+            fl_ctx,
+            f"the result of task '{task}' is not covered: it is no update of a round, or would be "
+            f"under no noise. FedLeakFilter(uncovered=['{task}']) answers it all the same",
+        )
+
+    def _refuse(self, fl_ctx: FLContext, why: str) -> Shareable:
+        self.log_warning(fl_ctx, f"FedLeakFilter: {why}")
+        return make_reply(ReturnCode.EXECUTION_RESULT_ERROR)
+
+    def _answer_training(
+        self, shareable: Shareable, fl_ctx: FLContext, round_: int, sent: State, start: float
+    ) -> Shareable:
+        """Return the reply to a training task."""
+        assert self._outgoing is not None
+        assert self._hand_over is not None
+        outgoing, seconds = self._outgoing, time.perf_counter() - start
+        if shareable.get_return_code() != ReturnCode.OK and outgoing.own is None:
+            return shareable
+        result = _model_of(shareable)
+        meta = {} if result is None else dict(result.meta)
+        if result is not None:
+            self._kind = result.data_kind
+        try:
+            if result is None:
+                raise UpdateError(f"no model came back ({shareable.get_return_code()})")
+            if (outgoing.gates or outgoing.own) and (name := _array_in(meta)):
+                raise UpdateError(f"beside the model '{name}' was to leave, which no attack reads")
+            arrays = _tensors(result.data)
+            returned = moved(sent, arrays) if self._kind == DataKind.WEIGHT_DIFF else arrays
+            batches = self._hand_over.take()
+        except Exception as error:
+            why = str(error) if isinstance(error, UpdateError) else reason(error)
+            leaving = outgoing.nothing(round_, sent, why)
+        else:
+            try:
+                leaving = outgoing.leaves(round_, sent, returned, batches, seconds=seconds)
+            except LeakageLimitExceeded as exceeded:
+                return self._refuse(fl_ctx, str(exceeded))
+        if leaving.state is None:
+            return self._refuse(fl_ctx, f"the update of round {round_} is withheld")
+        if not leaving.withheld and outgoing.own is None and not self.drop:
+            return shareable
+        return self._reply(shareable, leaving, sent, meta, fl_ctx)
+
+    def _reply(
+        self,
+        shareable: Shareable,
+        leaving: Leaving,
+        sent: State,
+        meta: dict[str, object],
+        fl_ctx: FLContext,
+    ) -> Shareable:
+        """Return a result that holds what leaves, in the form of what was to leave."""
+        assert leaving.state is not None
+        data: Mapping[str, Tensor] = leaving.state
+        if self._kind == DataKind.WEIGHT_DIFF:
+            data = {n: t - sent[n].to(t.dtype) for n, t in leaving.state.items()}
+        reply = shareable
+        if leaving.withheld or self._noises:
+            weight = 1 if self._noises else meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)
+            meta = {MetaKey.NUM_STEPS_CURRENT_ROUND: weight}
+            reply = Shareable()
+            for header in (AppConstants.CURRENT_ROUND, AppConstants.NUM_ROUNDS):
+                if (value := shareable.get_header(header)) is not None:
+                    reply.set_header(header, value)
+            if leaving.withheld and not self._noises and not self.secure_aggregation:
+                self.log_warning(
+                    fl_ctx, f"zero leaves with weight {weight} ({MetaKey.NUM_STEPS_CURRENT_ROUND})"
+                )
+        result = DXO(self._kind, _like(data, self._wire), meta)
+        result.add_filter_history(type(self).__name__)
+        return result.update_shareable(reply)
+
+
+class ObservedResults(FLComponent):  # type: ignore[misc, unused-ignore]
+    """A server's component: what it reads off each client's result, and off what it applies.
+
+    ::
+
+        job.to("watch.py", "server")
+        job.to(ObservedResults("watch.make_server_observer"), "server")
+
+    It sees results as the workflow accepts them, after the filters of clients and server, and the
+    aggregate as the workflow applies it, after the noise of a :class:`PrivateFedAvg` say.
+
+    Args:
+        observer: ``"module.function"`` in the job's own code, which makes the
+            :class:`~lightning_fedleak.federation.RoundObserver` with ``side="server"``, by the
+            server's name.
+    """
+
+    def __init__(self, observer: str) -> None:
+        super().__init__()
+        self.observer = observer
+        self._watch: RoundObserver | None = None
+        self._sent: State = {}
+        self._start = 0.0
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+
+    def add_to_fed_job(self, job: Any, ctx: Any) -> None:
+        """Add the component to a job; NVFlare calls it."""
+        _keep_out(job)
+        job.add_component(None, self, ctx)
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Look where a workflow sends, accepts and applies a model."""
+        with self._lock:
+            if event_type == EventType.ABOUT_TO_START_RUN:
+                try:
+                    self._watch = _call(self.observer, fl_ctx.get_identity_name())
+                except Exception as error:
+                    self.system_panic(f"ObservedResults: {error}", fl_ctx)
+                    raise
+            elif self._watch is None:
+                return
+            elif event_type == EventType.END_RUN:
+                self._watch.end()
+            elif event_type == AppEventType.BEFORE_TRAIN_TASK:
+                self._begin(self._watch, fl_ctx.get_prop(AppConstants.TRAIN_SHAREABLE))
+            elif event_type == AppEventType.AFTER_CONTRIBUTION_ACCEPT:
+                result = fl_ctx.get_prop(AppConstants.TRAINING_RESULT)
+                if result is not None:
+                    client = result.get_peer_prop(ReservedKey.IDENTITY_NAME, "?")
+                    self._look(self._watch, _model_of(result), client)
+            elif event_type == AppEventType.AFTER_AGGREGATION:
+                result = fl_ctx.get_prop(AppConstants.AGGREGATION_RESULT)
+                if isinstance(result, FLModel):
+                    result = FLModelUtils.to_shareable(result) if result.params else None
+                self._look(self._watch, _model_of(result), SUM)
+
+    def _begin(self, watch: RoundObserver, shareable: Shareable) -> None:
+        sent, round_ = _model_of(shareable), shareable.get_header(AppConstants.CURRENT_ROUND)
+        if sent is None or round_ is None:
+            self._sent = {}
+        elif not self._sent or int(round_) != watch.round_:
+            self._sent = {n: t.clone() for n, t in _tensors(sent.data).items()}
+            watch.begin(int(round_), self._sent)
+            self._start, self._seconds = time.perf_counter(), 0.0
+
+    def _look(self, watch: RoundObserver, result: DXO | None, client: str) -> None:
+        if not self._sent or not watch.due(SUM):
+            return
+        start = time.perf_counter()
+        state = {} if result is None else _tensors(result.data)
+        if result is not None and result.data_kind == DataKind.WEIGHT_DIFF:
+            state = moved(self._sent, state)
+        sent = self._sent
+        if client == SUM:  # a mean over clients may have another dtype
+            state = {n: t.to(sent[n].dtype) if n in sent else t for n, t in state.items()}
+        watch.look(state, client)
+        self._seconds += time.perf_counter() - start
+        if client == SUM:
+            watch.paid(SUM, self._seconds, start - self._start)
+
+
+class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
+    """NVFlare's ``FedAvg`` under a :class:`ClientDP` of central trust, by a trusted server.
+
+    Draws clients as the account says, and publishes the noised mean of their updates. A client that
+    fails, withholds, is gone or returns what cannot be read counts as zero; all weigh alike.
+    Metrics of training are not published: they are not covered. Those who take part are the sites
+    that are there in the first round, whose number must be that of the account.
+
+    Args:
+        dp: ``"module.function"`` in the job's own code, which makes the
+            :class:`~lightning_fedleak.federation.ClientDP` with ``trust="central"`` and a ledger.
+        args: as those of ``FedAvg``.
+        kwargs: as those of ``FedAvg``: rounds, the persistor, the task.
+
+    Raises:
+        DefenseError: an argument that would weigh clients, choose by their metrics, or aggregate.
+    """
+
+    def __init__(self, dp: str, *args: Any, **kwargs: Any) -> None:
+        for name in ("aggregator", "aggregation_weights", "exclude_vars", "stop_cond"):
+            if kwargs.get(name):
+                raise DefenseError(
+                    f"PrivateFedAvg({name}=...): all clients weigh alike, all that is trained is "
+                    "noised, and nothing is decided by metrics, which no epsilon covers"
+                )
+        if kwargs.get("ignore_result_error") is False:
+            raise DefenseError("PrivateFedAvg: a client that fails counts as zero")
+        super().__init__(*args, **{**kwargs, "ignore_result_error": True})
+        self.dp = dp
+        self._account: ClientDP | None = None
+        self._places: list[str] = []
+        self._drawn: list[str] = []
+        self._wire: Mapping[str, object] = {}
+        self._state: State = {}
+        self._updates: dict[str, Mapping[str, Tensor] | None] = {}
+
+    def add_to_fed_job(self, job: Any, ctx: Any) -> None:
+        """Add the workflow to a job; NVFlare calls it."""
+        _keep_out(job)
+        job.add_controller(self, ctx)
+
+    def sample_clients(self, num_clients: int | None = None) -> list[str]:
+        """Draw the clients of a round; those that are gone are drawn too.
+
+        Raises:
+            DefenseError: the account is not this server's, or counts another number of clients.
+            BudgetSpent: the account allows no more.
+        """
+        if self._account is None:
+            self._account = _call(self.dp, "server")
+            if self._account.trust != "central" or self._account.ledger is None:
+                raise DefenseError(
+                    "PrivateFedAvg adds the noise on the server: give ClientDP(trust='central', "
+                    "ledger=...), whose account survives a restart"
+                )
+        self._account.check_affords_another()
+        connected = sorted(client.name for client in self.engine.get_clients())
+        self._places = self._places or connected
+        self._drawn = self._account.drawn(self._places)
+        return [name for name in self._drawn if name in connected]
+
+    def send_model(self, *args: Any, **kwargs: Any) -> None:
+        """Send the model to those who were drawn; to nobody, where nobody was."""
+        self._wire = dict(kwargs["data"].params)
+        self._state = _tensors(self._wire)
+        self._updates = dict.fromkeys(self._drawn)
+        if kwargs["targets"]:
+            super().send_model(*args, **kwargs)
+
+    def _aggregate_one_result(self, result: FLModel) -> bool:
+        """Keep one client's update until all are there."""
+        name = result.meta["client_name"]
+        if name not in self._updates:
+            return False
+        try:
+            state = _tensors(result.params or {})
+            if result.params_type == ParamsType.DIFF:
+                state = moved(self._state, state)
+            self._updates[name] = difference(self._state, state, trained=self._trained())
+        except Exception as error:  # whatever a client's bytes provoke
+            self.info(f"client {name} counts as zero: {reason(error)}")
+        self._received_count += 1
+        return True
+
+    def _trained(self) -> list[str]:
+        return [n for n, t in self._state.items() if t.is_floating_point()]
+
+    def _get_aggregated_result(self) -> FLModel:
+        """Return the next model, which is one release, and no metrics."""
+        assert self._account is not None
+        release = self._account.mean(self._updates, {n: self._state[n] for n in self._trained()})
+        self._updates = {}
+        self.info(f"{len(release.zeros)} of {len(self._drawn)} drawn clients count as zero")
+        params = _like(moved(self._state, release.update), self._wire)
+        return FLModel(params=params, params_type=ParamsType.FULL, current_round=self.current_round)
+
+
+def _keep_out(job: Any) -> None:
+    """Have NVFlare import this package where it is installed, and copy none of it into a job."""
+    packages = list(job.job.app_packages)
+    job.set_app_packages([*packages, *({_PACKAGE} - set(packages))])
+
+
+def _call(path: str, site: str) -> Any:
+    """Return what a function of the job's own code makes for a site.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        function: Callable[[str], Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"'{path}' names no function of the job's code ({error}): write 'watch.make_observer' "
+            "for that of watch.py, and send the file with the job: job.to('watch.py', site)"
+        ) from error
+    return function(site)
+
+
+def _make_gate(settings: Any) -> RoundGate:
+    return RoundGate(**settings)
+
+
+def _dxo_of(shareable: Shareable | None) -> DXO | None:
+    """Return what a message holds; None where it holds nothing readable."""
+    try:
+        return None if shareable is None else from_shareable(shareable)
+    except ValueError:
+        return None
+
+
+def _model_of(shareable: Shareable | None) -> DXO | None:
+    """Return the model of a message, or the difference of one; None where it holds neither."""
+    content = _dxo_of(shareable)
+    return content if content is not None and content.data_kind in _MODELS else None
+
+
+def _tensors(data: Mapping[str, object]) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(value) for name, value in data.items()}
+
+
+def _array_in(meta: Mapping[str, object]) -> str | None:
+    """Return the name of a value beside a model that holds an array; None where none does."""
+    names = (n for n, v in meta.items() if any(getattr(x, "ndim", 0) for x in tree_leaves(v)))
+    return next(names, None)
+
+
+def _like(state: Mapping[str, Tensor], arrays: Mapping[str, object]) -> dict[str, object]:
+    """Return a model in numpy, or in torch where the arrays beside it are."""
+    if any(isinstance(value, Tensor) for value in arrays.values()):
+        return dict(state)
+    return {name: tensor.numpy() for name, tensor in state.items()}

@@ -1,0 +1,232 @@
+"""The filter on NVFlare's own messages and workflows, without the processes of its simulator."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("nvflare")
+
+from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+from nvflare.apis.fl_constant import ReturnCode
+
+from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.federation import trained_state
+from lightning_fedleak.federation.nvflare import FedLeakFilter
+from tests.federation.rounds import model
+from tests.federation.test_observer import lines
+from tests.nvflare import jobs
+from tests.nvflare.jobs import PATH, Site, task_of
+
+OBSERVER = f"{PATH}make_observer"
+GATE = {"metric": "leakage/bag_of_words/f1", "at_most": 0.3}
+OPEN = {"metric": "leakage/bag_of_words/f1", "at_most": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(jobs.FOLDER, str(tmp_path))
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A function that makes a site, and ends it when the test is over."""
+    sites = []
+
+    def make(*arguments, tasks=("train",), name="site-1", **settings):
+        one = Site(name, tmp_path, FedLeakFilter(OBSERVER, *arguments, **settings), tasks)
+        sites.append(one)
+        one.begin()
+        return one
+
+    yield make
+    for one in sites:
+        one.end()
+
+
+def values(shareable):
+    return {n: np.asarray(v) for n, v in from_shareable(shareable).data.items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
+
+
+def meta(shareable):
+    return from_shareable(shareable).meta
+
+
+# ---- what leaves --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
+def test_without_a_gate_the_result_is_that_of_the_script(site, tmp_path, kind):
+    watched = site([OPEN])
+    watched.kind = kind
+    task = task_of()
+    plain = watched.train(task)
+    watched.filter._hand_over.take()
+    reply = watched.answer(task)
+    assert same(values(reply), values(plain))
+    assert from_shareable(reply).data_kind == kind
+    [line] = lines(tmp_path / "site-1")
+    assert (line["client"], line["round"], line["attack"]) == ("site-1", 0, "bag_of_words")
+    assert line["metrics"]["f1"]["value"] > 0.9
+    assert lines(tmp_path / "site-1", "run.jsonl")[0]["fit"] == "nvflare-job"
+
+
+@pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
+def test_a_withheld_update_leaves_as_zero_and_takes_its_metrics_along(site, tmp_path, kind):
+    gated = site([GATE])
+    gated.kind, gated.meta = kind, {MetaKey.INITIAL_METRICS: {"loss": 1.0}}
+    reply = gated.answer(task_of())
+    zero = trained_state(model())
+    if kind == DataKind.WEIGHT_DIFF:
+        zero = {n: torch.zeros_like(t) for n, t in zero.items()}
+    assert same(values(reply), jobs.arrays(zero))
+    assert reply.get_return_code() == ReturnCode.OK
+    left = {MetaKey.NUM_STEPS_CURRENT_ROUND, MetaKey.FILTER_HISTORY}
+    assert meta(reply).keys() == left
+    [decision] = [x for x in lines(tmp_path / "site-1", "run.jsonl") if x.get("did")]
+    assert decision["did"] == "withheld"
+
+
+def test_a_withheld_update_is_an_error_where_that_is_asked_for(site):
+    reply = site([GATE], withheld="error").answer(task_of())
+    assert reply.get_return_code() == ReturnCode.EXECUTION_RESULT_ERROR
+    assert "DXO" not in reply
+
+
+def test_another_filter_s_arrays_beside_the_model_do_not_pass_a_gate(site, tmp_path):
+    """SCAFFOLD's control difference, say: another surface, which no attack reads."""
+    gated = site([OPEN])
+    gated.meta = {"scaffold_c_diff": {"weight": np.ones(3, np.float32)}}
+    reply = gated.answer(task_of())
+    assert same(values(reply), jobs.arrays(trained_state(model())))
+    assert "scaffold_c_diff" not in meta(reply)
+    [decision] = [x for x in lines(tmp_path / "site-1", "run.jsonl") if x.get("did")]
+    assert "'scaffold_c_diff' was to leave" in decision["why"]
+
+
+def test_what_is_dropped_returns_as_it_was_sent(site):
+    name, *_ = names = list(trained_state(model()))
+    sent = jobs.arrays(trained_state(model()))
+    reply = values(site(drop=[name]).answer(task_of()))
+    changed = [n for n in names if not np.array_equal(reply[n], sent[n])]
+    assert changed == names[1:]
+
+
+def test_a_script_that_reports_no_batch_is_unknown_and_passes_no_gate(site, monkeypatch):
+    monkeypatch.setattr(jobs, "trained_on", lambda batch: None)
+    assert same(values(site([OPEN]).answer(task_of())), jobs.arrays(trained_state(model())))
+
+
+def test_a_mean_in_another_dtype_is_read_as_the_client_trains_it(site, tmp_path):
+    state = {n: t.double() for n, t in trained_state(model()).items()}
+    task = task_of(state=state)
+    watched = site([OPEN])
+    reply = watched.answer(task)
+    assert {v.dtype for v in values(reply).values()} == {np.dtype("float32")}
+    [line] = lines(tmp_path / "site-1")
+    assert line["metrics"]["f1"]["value"] > 0.9
+
+
+def test_what_gates_remember_survives_the_process(site, tmp_path, monkeypatch):
+    """A gate's patience is for the client: not for each of its processes."""
+    monkeypatch.setattr(jobs, "trained_on", lambda batch: None)
+    sent = jobs.arrays(trained_state(model()))
+    for round_, leaves in enumerate((True, False)):
+        one = site([OPEN | {"patience": 1}])
+        assert same(values(one.answer(task_of(round_))), sent) != leaves
+        one.end()
+
+
+# ---- other tasks --------------------------------------------------------------------------------
+
+
+def test_tasks_that_train_nothing(site):
+    losses = DXO(DataKind.METRICS, {"loss": 1.0}).to_shareable()
+    trained = task_of()
+    gated = site([OPEN], tasks=("train", "validate", "submit_model"))
+    assert gated.answer(task_of(), "validate", losses) is losses
+    refused = gated.answer(task_of(), "submit_model", trained)
+    assert refused.get_return_code() == ReturnCode.EXECUTION_RESULT_ERROR
+    gated.end()
+    open_ = site([OPEN], tasks=("train", "submit_model"), uncovered=["submit_model"])
+    assert open_.answer(task_of(), "submit_model", trained) is trained
+
+
+def test_a_result_of_no_known_task_does_not_leave(site):
+    watched = site()
+    result = watched.train(task_of())
+    reply = watched.filter.process(result, watched.engine.new_context())
+    assert reply.get_return_code() == ReturnCode.EXECUTION_RESULT_ERROR
+    task = task_of()
+    task.set_header("current_round", None)
+    assert watched.answer(task, result=result).get_return_code() != ReturnCode.OK
+
+
+# ---- differential privacy by the client ---------------------------------------------------------
+
+
+def test_a_client_s_own_noise_is_on_every_reply_and_in_its_account(site, tmp_path):
+    """The law of what leaves: the clipped update, or zero, with noise of std 2 * clip * z."""
+    one = site([GATE], dp=f"{PATH}local_dp")
+    sent = trained_state(model())
+
+    def crash(net, data):
+        raise RuntimeError("this client fails")
+
+    for round_, trains in enumerate((jobs.train, crash)):
+        one.trains = trains
+        reply = one.answer(task_of(round_))
+        assert reply.get_return_code() == ReturnCode.OK
+        assert meta(reply)[MetaKey.NUM_STEPS_CURRENT_ROUND] == 1
+        noise = torch.cat(
+            [(torch.as_tensor(values(reply)[n]) - t).flatten() for n, t in sent.items()]
+        )
+        std = one.filter._outgoing.own.own_noise_std
+        assert std == 0.5  # the clip times the noise multiplier
+        assert float(noise.std()) == pytest.approx(std, rel=5 / math.sqrt(2 * len(noise)))
+    assert one.filter._outgoing.own.accountant.steps == 2
+    assert len((tmp_path / "site-1.ledger").read_text().splitlines()) >= 2
+
+
+def test_a_client_s_own_noise_covers_training_alone(site):
+    one = site(dp=f"{PATH}local_dp", tasks=("train", "validate"))
+    losses = DXO(DataKind.METRICS, {"loss": 1.0}).to_shareable()
+    refused = one.answer(task_of(), "validate", losses)
+    assert refused.get_return_code() == ReturnCode.EXECUTION_RESULT_ERROR
+    assert not one.engine.panics
+    one.answer(task_of(), "submit_model", task_of())
+    assert "results of task 'submit_model' do not pass FedLeakFilter" in one.engine.panics[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"dp": f"{PATH}local_dp_without_ledger"}, "give ClientDP\\(ledger="),
+        ({"dp": f"{PATH}shared_dp"}, "secure_aggregation=True"),
+        ({"gates": [GATE | {"metric": "leakage/nothing/f1"}]}, "does not log"),
+    ],
+)
+def test_what_cannot_hold_ends_the_job_before_it_trains(tmp_path, settings, why):
+    broken = Site("site-1", tmp_path, FedLeakFilter(OBSERVER, **settings))
+    with pytest.raises((DefenseError, ValueError), match=why):
+        broken.begin()
+    assert broken.engine.panics
+    with pytest.raises(DefenseError, match="not set up"):
+        broken.answer(task_of())
+
+
+def test_a_path_that_names_nothing_says_how_it_is_written(tmp_path):
+    broken = Site("site-1", tmp_path, FedLeakFilter("nowhere.make"))
+    with pytest.raises(ValueError, match=r"job.to\('watch.py', site\)"):
+        broken.begin()
+    with pytest.raises(ValueError, match="withheld"):
+        FedLeakFilter(OBSERVER, withheld="nothing")
+    with pytest.raises(TypeError):
+        FedLeakFilter(OBSERVER, [{"metric": "leakage/bag_of_words/f1"}])

@@ -1,0 +1,242 @@
+"""NVFlare's own workflows with clients that withhold, a server that looks, and one that noises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("nvflare")
+
+from nvflare.apis.dxo import DataKind
+from nvflare.app_common.abstract.model import make_model_learnable
+from nvflare.app_common.aggregators.intime_accumulate_model_aggregator import (
+    InTimeAccumulateWeightedAggregator,
+)
+from nvflare.app_common.shareablegenerators.full_model_shareable_generator import (
+    FullModelShareableGenerator,
+)
+from nvflare.app_common.workflows.fedavg import FedAvg
+from nvflare.app_common.workflows.scatter_and_gather import ScatterAndGather
+
+from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.federation import (
+    ClientDP,
+    RoundObserver,
+    difference,
+    joint_norm,
+    trained_state,
+)
+from lightning_fedleak.federation.nvflare import FedLeakFilter, ObservedResults, PrivateFedAvg
+from tests.federation.rounds import model
+from tests.federation.test_observer import lines
+from tests.nvflare import jobs
+from tests.nvflare.jobs import PATH, Site
+
+GATE = {"metric": "leakage/bag_of_words/f1", "at_most": 0.3}
+OPEN = GATE | {"at_most": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(jobs.FOLDER, str(tmp_path))
+
+
+def sites(folder, *gates, weights=(1, 3), kind=DataKind.WEIGHTS, **settings):
+    found = []
+    for number, (gate, weight) in enumerate(zip(gates, weights, strict=True), 1):
+        filter_ = FedLeakFilter(f"{PATH}make_observer", [gate], **settings)
+        one = Site(f"site-{number}", folder, filter_)
+        one.kind, one.weight = kind, weight
+        found.append(one)
+    return found
+
+
+class Average(FedAvg):
+    """NVFlare's FedAvg, which keeps its last model where the test finds it."""
+
+    def save_model(self, model):
+        self.saved = model.params
+
+
+def fed_avg(**settings):
+    start = jobs.arrays(trained_state(model()))
+    return Average(num_clients=2, num_rounds=1, model=start, **settings)
+
+
+def of_model(workflow):
+    model_params = getattr(workflow, "_global_weights", None)
+    params = workflow.saved if model_params is None else model_params["weights"]
+    return {n: torch.as_tensor(v) for n, v in params.items()}
+
+
+class Gather(ScatterAndGather):
+    """NVFlare's ScatterAndGather with the components that a job would give it."""
+
+    def __init__(self, kind, **settings):
+        super().__init__(num_rounds=1, persistor_id="", train_timeout=0, **settings)
+        self.aggregator = InTimeAccumulateWeightedAggregator(expected_data_kind=kind)
+        self.shareable_gen = FullModelShareableGenerator()
+        start = jobs.arrays(trained_state(model()))
+        self._global_weights = make_model_learnable(start, {})
+
+
+def close(one, other):
+    return all(torch.allclose(one[n].double(), t.double(), atol=1e-6) for n, t in other.items())
+
+
+# ---- one withholds ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
+@pytest.mark.parametrize("engine", ["fed_avg", "gather"])
+def test_one_withholds_and_counts_as_zero_with_its_weight(tmp_path, kind, engine):
+    """The strictest workflow goes on; the mean is diluted by the weight of who withheld."""
+    weights = (1, 3)
+    if engine == "fed_avg":
+        workflow = fed_avg(ignore_result_error=False)
+    else:
+        workflow = Gather(kind, min_clients=2, ignore_result_error=False)
+    engine = jobs.run(workflow, sites(tmp_path, GATE, OPEN, weights=weights, kind=kind), tmp_path)
+    assert not engine.panics
+    sent = trained_state(model())
+    trained = jobs.train(model(), jobs.data_of("site-2", 0))
+    expected = {n: t + 3 / 4 * (trained[n] - t) for n, t in sent.items()}
+    assert close(of_model(workflow), expected)
+
+
+def test_one_withholds_by_an_error_and_the_others_make_the_mean(tmp_path):
+    workflow = fed_avg(ignore_result_error=True)
+    engine = jobs.run(workflow, sites(tmp_path, GATE, OPEN, withheld="error"), tmp_path)
+    assert not engine.panics
+    assert close(of_model(workflow), jobs.train(model(), jobs.data_of("site-2", 0)))
+
+
+@pytest.mark.parametrize(
+    ("workflow", "ends"),
+    [
+        (lambda: fed_avg(ignore_result_error=False), True),  # strict
+        (fed_avg, True),  # dynamic, where FedAvg waits for all
+        (lambda: Gather(DataKind.WEIGHTS, min_clients=2), True),
+        (lambda: Gather(DataKind.WEIGHTS, min_clients=1), False),
+        (lambda: Gather(DataKind.WEIGHTS, min_clients=2, ignore_result_error=True), False),
+    ],
+    ids=["strict", "fed_avg", "gather of two", "gather of one", "resilient"],
+)
+def test_an_error_ends_a_workflow_that_does_not_tolerate_it(tmp_path, workflow, ends):
+    engine = jobs.run(workflow(), sites(tmp_path, GATE, OPEN, withheld="error"), tmp_path)
+    assert bool(engine.panics) == ends
+
+
+# ---- all withhold -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
+@pytest.mark.parametrize("engine", ["fed_avg", "gather"])
+def test_all_withhold_and_the_model_stays_what_it_was(tmp_path, kind, engine):
+    if engine == "fed_avg":
+        workflow = fed_avg(ignore_result_error=False)
+    else:
+        workflow = Gather(kind, min_clients=2, ignore_result_error=False)
+    engine = jobs.run(workflow, sites(tmp_path, GATE, GATE, kind=kind), tmp_path)
+    assert not engine.panics
+    assert close(of_model(workflow), trained_state(model()))
+
+
+def test_all_withhold_by_errors_and_the_model_is_lost(tmp_path):
+    """NVFlare puts the empty mean in the model's place: why zero is the default."""
+    workflow = fed_avg(ignore_result_error=True)
+    jobs.run(workflow, sites(tmp_path, GATE, GATE, withheld="error"), tmp_path)
+    assert workflow.saved == {}
+
+
+# ---- the server looks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
+@pytest.mark.parametrize("engine", ["fed_avg", "gather"])
+def test_a_server_looks_at_each_result_and_at_what_it_applies(tmp_path, monkeypatch, kind, engine):
+    """Norms of what it saw, by float64; it holds no texts, so that no attack has a score."""
+    workflow = fed_avg() if engine == "fed_avg" else Gather(kind, min_clients=2)
+    watch = ObservedResults(f"{PATH}make_server_observer")
+    seen = {}
+    look = RoundObserver.look
+
+    def noting(self, returned, client=0, **more):
+        if self.side == "server":
+            seen[client] = dict(returned)
+        return look(self, returned, client, **more)
+
+    monkeypatch.setattr(RoundObserver, "look", noting)
+    jobs.run(workflow, sites(tmp_path, GATE, OPEN, kind=kind), tmp_path, watch)
+    sent, trained = trained_state(model()), jobs.train(model(), jobs.data_of("site-2", 0))
+    assert seen.keys() == {"site-1", "site-2", "sum"}
+    assert close(seen["site-1"], sent)
+    assert close(seen["site-2"], trained)
+    assert close(seen["sum"], {n: t + 3 / 4 * (trained[n] - t) for n, t in sent.items()})
+    found = lines(tmp_path / "server")
+    assert [x["client"] for x in found] == ["site-1", "site-2", "sum"]
+    assert all(x["unknown"] for x in found)
+    assert "trained nothing" in found[0]["unknown"]
+    assert lines(tmp_path / "server", "run.jsonl")[-1]["how"] == "finished"
+
+
+# ---- the server noises --------------------------------------------------------------------------
+
+
+class Private(PrivateFedAvg):
+    def save_model(self, model):
+        self.saved = model.params
+
+
+def private(rounds=1, **settings):
+    start = jobs.arrays(trained_state(model()))
+    return Private(f"{PATH}central_dp", num_rounds=rounds, model=start, **settings)
+
+
+def test_a_trusted_server_noises_the_mean_of_clipped_updates(tmp_path, monkeypatch):
+    """Against the law in float64; a client that withholds or fails counts as zero."""
+    monkeypatch.setenv("FEDLEAK_CLIENTS", "3")
+    workflow = private()
+    clients = sites(tmp_path, OPEN, GATE, OPEN, weights=(1, 50, 9))
+    engine = jobs.run(workflow, clients, tmp_path)
+    assert not engine.panics
+    sent = trained_state(model())
+    total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in sent.items()}
+    for number in (1, 3):
+        update = difference(sent, jobs.train(model(), jobs.data_of(f"site-{number}", 0)))
+        scale = min(1.0, 0.5 / joint_norm(update))
+        total = {n: t + scale * update[n].double() for n, t in total.items()}
+    noise = torch.cat([
+        (torch.as_tensor(workflow.saved[n]).double() - sent[n].double() - t / 3).flatten()
+        for n, t in total.items()
+    ])  # fmt: skip
+    std = 0.5 * 1.0 / 3
+    assert float(noise.std()) == pytest.approx(std, rel=5 / (2 * len(noise)) ** 0.5)
+    assert abs(float(noise.mean())) < 5 * std / len(noise) ** 0.5
+    assert workflow._account.accountant.steps == 1
+
+
+def test_a_round_that_draws_nobody_is_noise_and_a_release(tmp_path, monkeypatch):
+    monkeypatch.setattr(ClientDP, "drawn", lambda self, clients: [])
+    workflow = private(rounds=2)
+    jobs.run(workflow, sites(tmp_path, OPEN, OPEN), tmp_path)
+    sent = trained_state(model())
+    assert all(not np.array_equal(workflow.saved[n], t.numpy()) for n, t in sent.items())
+    assert workflow._account.accountant.steps == 2
+
+
+def test_another_number_of_sites_than_the_account_s_ends_the_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDLEAK_CLIENTS", "5")
+    workflow = private()
+    assert "5" in jobs.run(workflow, sites(tmp_path, OPEN, OPEN), tmp_path).panics[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"aggregation_weights": {"site-1": 2.0}}, {"stop_cond": "loss <= 1"},
+     {"ignore_result_error": False}],
+)  # fmt: skip
+def test_what_voids_the_account_is_refused(settings):
+    with pytest.raises(DefenseError, match="PrivateFedAvg"):
+        PrivateFedAvg(f"{PATH}central_dp", **settings)

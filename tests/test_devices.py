@@ -30,6 +30,7 @@ from lightning_fedleak.attacks import (
     BagOfWords,
     BeamFromWords,
     BiasSign,
+    CraftedAdapterWords,
     EmbeddingDescent,
     FCMembership,
     FlatChat,
@@ -55,6 +56,7 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks import base as attacks_base
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.memorization import MemorizationAttack
+from lightning_fedleak.attacks.words.crafted import RoundShape
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.callbacks import Games, MonitorSettings
 from lightning_fedleak.defenses import (
@@ -73,6 +75,7 @@ from lightning_fedleak.snapshots import ActivationSnapshot, GradientSnapshot, Ob
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.taps.tokens import Text, ask_tokens
 from lightning_fedleak.threats import DISHONEST_SERVER
+from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
 from tests.helpers.pretended_device import DEVICE, MixedDevices, PretendedDevice, single_device
@@ -93,6 +96,9 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "bag_of_words": BagOfWords,
     "bias_sign": BiasSign,
     "subspace_words": lambda: SubspaceWords(PUBLIC, capacity_seconds=1e-9),
+    "crafted": lambda: CraftedAdapterWords(
+        EMBEDDING_ADAPTER, PUBLIC, shape=RoundShape(2, LENGTH), rounds=1
+    ),
     "fc, token": lambda: FCMembership(1),
     "fc, full": lambda: FCMembership(1, "full", tokens=LENGTH),
     "attention": lambda: AttentionMembership(1, PUBLIC, batch=2),
@@ -126,6 +132,10 @@ def _one_kernel_of_attention():
 
 
 def model_for(name: str) -> nn.Module:
+    if name == "crafted":
+        model = adapted_llama(VOCAB, rank=4)
+        model.get_submodule(EMBEDDING_ADAPTER).requires_grad_(True)
+        return model
     return (tiny_bert_mlm() if name == "bias_sign" else tiny_llama()).eval()
 
 
@@ -147,6 +157,8 @@ def seen_by(
         sent = ActivationSnapshot(0, Stage.SHARED, {needs.layers[0]: hidden})
         return Observation((), (sent,)), None
     batch = TokenBatch(ids, ids, None, anatomy.kind)
+    if isinstance(attack, CraftedAdapterWords):
+        return Observation((attack.mean_update(anatomy, [[batch]]),)), None
     shared = gradient_of(anatomy, batch, needs.gradients)
     query = Query(ids) if isinstance(attack, PassiveMembership) else None
     return Observation((GradientSnapshot(0, Stage.SHARED, shared, anatomy.tied),)), query
@@ -155,7 +167,8 @@ def seen_by(
 def look(attack: Attack, model: nn.Module, put: Callable[[Tensor], Tensor]) -> Guess:
     """A whole look: the run is met, the attack calibrates, follows the model and guesses."""
     anatomy = find_anatomy(model)
-    attack.meet(RunFacts())
+    rounds = {"optimizer": "AdamW", "optimizer_settings": {"lr": 1e-3}, "local_steps": 1}
+    attack.meet(RunFacts(**(rounds if attack.sends_values else {})))
     attack.prepare(anatomy)
     attack.refresh(anatomy, 0)
     return attack.run(*seen_by(attack, anatomy, put))

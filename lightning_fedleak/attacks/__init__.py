@@ -45,6 +45,11 @@ from lightning_fedleak.attacks.texts.prefix.inversion import PrefixSettings as P
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts as SubspaceTexts
 from lightning_fedleak.attacks.texts.token_relaxation import TokenRelaxation as TokenRelaxation
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat as AlignedFlatChat
+from lightning_fedleak.attacks.words.crafted import CraftedAdapterWords as CraftedAdapterWords
+from lightning_fedleak.attacks.words.crafted import RoundShape as RoundShape
+from lightning_fedleak.attacks.words.crafted_rows import CraftedValues as CraftedValues
+from lightning_fedleak.attacks.words.crafted_rows import RowSettings as RowSettings
+from lightning_fedleak.attacks.words.crafted_rows import craft as craft
 from lightning_fedleak.attacks.words.direct import BagOfWords as BagOfWords
 from lightning_fedleak.attacks.words.direct import BiasSign as BiasSign
 from lightning_fedleak.attacks.words.flatchat import FlatChat as FlatChat

@@ -133,6 +133,9 @@ class Attack(ABC):
     needs_plain_inputs: ClassVar[bool] = False
     """Whether :meth:`run` compares what was shared with what the model makes of tokens without the
     noise that training may add to embeddings (NEFTune). If True, there is no result with much."""
+    sends_values: ClassVar[bool] = False
+    """Whether its adversary sends clients other values than the user's: its rounds are played on
+    copies of the weights, by a method ``play`` of batches and of the update that was shared."""
     restores_fully: ClassVar[bool] = True
     """Whether :meth:`state_dict` holds all that :meth:`prepare` computes, so that it need not run
     after :meth:`load_state_dict`."""

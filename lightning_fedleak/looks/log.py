@@ -27,7 +27,6 @@ from lightning_fedleak.extras import install
 from lightning_fedleak.looks.choice import Row
 from lightning_fedleak.looks.run import Look, Outcome, Run, Series
 from lightning_fedleak.looks.tensorboard import Logger, add_frame
-from lightning_fedleak.snapshots import Stage
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -459,7 +458,7 @@ class Report:
                 self._jsonl.append(
                     records.ResultLine(
                         step=step,
-                        stage=str(Stage.SHARED),
+                        stage="shared",
                         client=self._client,
                         round=None if self._steps_in_round is None else 0,
                         attack=row.attack,

@@ -171,8 +171,9 @@ class LookSettings:
             :data:`~lightning_fedleak.threats.HONEST_BUT_CURIOUS` (it knows the model and has
             public text); where a :class:`MembershipAttack` is listed
             :data:`~lightning_fedleak.threats.DISHONEST_SERVER`, which also puts layers of its own
-            into the model and holds the texts it asks for. With ``attacks="auto"`` the former
-            one, holding texts.
+            into the model and holds the texts it asks for; where ``CraftedAdapterWords`` is listed,
+            one that chooses the values it sends. With ``attacks="auto"`` the former one, holding
+            texts.
         anatomy: overrides for :func:`find_anatomy` (``model``, ``embedding``, ``head``, ...).
         batch_adapter: turns a batch of your own into a :class:`TokenBatch`; needed only where
             :func:`read_batch` does not know its form.

@@ -26,8 +26,8 @@ from lightning_fedleak.attacks.words.aligned_readout import HeadCalibration, Rea
 from lightning_fedleak.attacks.words.aligned_rows import Directions, ExpectedRows, cluster_centres
 from lightning_fedleak.attacks.words.public_gradients import (
     GradientParts,
-    gradient_of,
     head_parameters,
+    train_copies,
 )
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.progress import track
@@ -106,25 +106,14 @@ def training_updates(
         texts: numbers of texts in a batch.
     """
     weight = head_parameters(anatomy)[0]
-    parameters = dict(anatomy.model.named_parameters())
-    root_names = {id(p): name for name, p in anatomy.root.named_parameters()}
-    trainable = {n: root_names[id(p)] for n, p in parameters.items() if p.requires_grad}
-    head = next(n for n, p in parameters.items() if p is anatomy.parameter(HEAD_WEIGHT))
+    names = {id(p): name for name, p in anatomy.root.named_parameters()}
+    head = names[id(anatomy.parameter(HEAD_WEIGHT))]
     while True:
         size = _draw(texts, generator)
-        copies = {name: nn.Parameter(parameters[name].detach().clone()) for name in trainable}
-        optimizer = steps.make_optimizer(list(copies.values()))
-        labels = []
-        for _ in range(steps.steps):
-            public = batch(size)
-            gradients = gradient_of(anatomy, public, list(trainable.values()), instead=copies)
-            for name, copy in copies.items():
-                copy.grad = gradients[trainable[name]]
-                if steps.clip_value is not None:
-                    copy.grad.clamp_(-steps.clip_value, steps.clip_value)
-            optimizer.step()
-            labels.append(public.target_ids())
-        yield _public_update(weight, copies[head].detach().float(), torch.cat(labels), steps)
+        batches = [batch(size) for _ in range(steps.steps)]
+        after = train_copies(anatomy, batches, steps)[head].float()
+        labels = torch.cat([public.target_ids() for public in batches])
+        yield _public_update(weight, after, labels, steps)
 
 
 def _draw(numbers: Sequence[int], generator: torch.Generator) -> int:

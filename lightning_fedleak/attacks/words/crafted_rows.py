@@ -145,33 +145,11 @@ def craft(
 
     Raises:
         ThreatModelError: the adapter is of another kind, or not all of it is trained.
-
-    Examples:
-        >>> import torch
-        >>> from torch import nn
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> from lightning_fedleak import PublicText
-        >>> from lightning_fedleak.anatomy import find_anatomy
-        >>> from lightning_fedleak.attacks.words.crafted_rows import craft
-        >>> class Adapted(nn.Embedding):
-        ...     def __init__(self, *size):
-        ...         super().__init__(*size)
-        ...         self.adapter = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16))
-        ...     def forward(self, ids):
-        ...         states = super().forward(ids)
-        ...         return states + self.adapter(states)
-        >>> size = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
-        >>> model = LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=2)).eval()
-        >>> model.model.embed_tokens = Adapted(64, 16)
-        >>> public = PublicText(torch.randint(64, (40, 12)))
-        >>> crafted = craft(find_anatomy(model), "model.embed_tokens.adapter", public, 48)
-        >>> sorted(name.rpartition("adapter.")[2] for name in crafted.tensors)
-        ['0.bias', '0.weight', '2.bias', '2.weight']
     """
     settings = settings or RowSettings()
     parts = find_adapter(anatomy, adapter)
-    presence = chance_in_round(public, tokens_per_round, vocabulary_size(anatomy))
     inputs, readable, exact = type_inputs(anatomy, parts.reads, public)
+    presence = chance_in_round(public, tokens_per_round, len(inputs)).to(inputs.device)
     worth = torch.where(readable, presence if weights is None else weights.to(presence), 0.0)
     directions, thresholds = deal_rows(inputs, worth, presence, parts.width, settings)
     rows = CraftedRows(parts.reads.name, inputs, exact, readable, directions, thresholds, presence)

@@ -11,7 +11,7 @@ sentences, row by row, at the cost of one matrix product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from lightning_fedleak import model_runs
 from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy, Place, unwrap
+from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.progress import track
@@ -72,6 +73,40 @@ def gradient_of(
         raise ValueError("no label in this batch is left to predict (all are -100)")
     mean = {key: (total[key] / n_tokens).to(leaf.dtype) for key, leaf in distinct.items()}
     return {role: mean[id(leaf)] for role, leaf in leaf_of.items()}
+
+
+def train_copies(
+    anatomy: Anatomy,
+    batches: Iterable[TokenBatch],
+    steps: LocalSteps,
+    instead: Mapping[str, Tensor] = MappingProxyType({}),
+) -> dict[str, Tensor]:
+    """Return the trained parameters after a round of training, by name in ``anatomy.root``.
+
+    Copies are trained: the model, its gradients and the random generators stay as they are. It runs
+    in eval mode, without dropout.
+
+    Args:
+        anatomy: the model.
+        batches: of each step.
+        steps: the optimizer of the round, which begins fresh.
+        instead: values that a round begins with in place of the model's, by name in the root.
+    """
+    names = {id(p): name for name, p in anatomy.root.named_parameters()}
+    trained = {n: p for n, p in anatomy.model.named_parameters() if p.requires_grad}
+    copies = {
+        n: nn.Parameter(instead.get(names[id(p)], p).detach().clone()) for n, p in trained.items()
+    }
+    roles = [names[id(p)] for p in trained.values()]
+    optimizer = steps.make_optimizer(list(copies.values()))
+    for batch in batches:
+        gradients = gradient_of(anatomy, batch, roles, instead=copies)
+        for role, copy in zip(roles, copies.values(), strict=True):
+            copy.grad = gradients[role]
+            if steps.clip_value is not None:
+                copy.grad.clamp_(-steps.clip_value, steps.clip_value)
+        optimizer.step()
+    return {role: copy.detach() for role, copy in zip(roles, copies.values(), strict=True)}
 
 
 def gradient_through_blocks(

@@ -199,7 +199,7 @@ class Channel(ABC):
     parted: ClassVar[bool] = False
     plays_games: ClassVar[bool] = False
     reads_updates: ClassVar[bool] = False
-    adversary: ClassVar[frozenset[Capability]] = HONEST_BUT_CURIOUS
+    adversary: frozenset[Capability] = HONEST_BUT_CURIOUS
     sees: ClassVar[frozenset[Capability]] = frozenset()
     at_weights: ClassVar[bool] = False
     looks_dependent: ClassVar[bool] = False

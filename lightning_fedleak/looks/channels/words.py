@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy, matrix_shape
-from lightning_fedleak.attacks import Attack, WordGuess
+from lightning_fedleak.attacks import Attack, Capability, ThreatModelError, WordGuess
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.looks.channels.base import Channel, Plan, guess, worst_of
 from lightning_fedleak.looks.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
@@ -30,7 +30,7 @@ from lightning_fedleak.looks.tensorboard import add_score_histograms
 from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.model_runs import sees_no_later
 from lightning_fedleak.records import WORDS
-from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.snapshots import Stage, UpdateSnapshot
 from lightning_fedleak.taps import TiedHeadTap
 
 
@@ -106,6 +106,8 @@ class WordsChannel(Channel):
 
     def __init__(self, attacks: Sequence[Attack], settings: Options) -> None:
         super().__init__(attacks, settings)
+        if any(attack.sends_values for attack in attacks):  # which are never chosen
+            self.adversary |= {Capability.CHOOSES_WEIGHTS}
         self._own_part: TiedHeadTap | None = None
         self._truth: WordTruth | None = None
         self._one_way = False
@@ -155,6 +157,20 @@ class WordsChannel(Channel):
             self._own_part.close()
         self._own_part = None
 
+    def plan(self, attack: Attack) -> Plan:
+        """Return the plan of an attack, which sends other values in rounds of an observer alone.
+
+        Raises:
+            ThreatModelError: training would have to go on with crafted values.
+        """
+        if attack.sends_values and self.run.unit != "round":
+            raise ThreatModelError(
+                f"attack '{attack.name}' sends values of its own, with which training differs, and "
+                "this run's is not touched: list it in RoundObserver(attacks=...), which plays "
+                "rounds on copies, or call lightning_fedleak.games.play_crafted_rounds"
+            )
+        return super().plan(attack)
+
     # ---- a look -----------------------------------------------------------------------------
 
     def arm(self) -> None:
@@ -163,8 +179,18 @@ class WordsChannel(Channel):
             self._own_part.arm()
 
     def at_moment(self, moment: Moment) -> None:
-        """Let the attacks guess from gradients, at the end from the head's own part too."""
-        super().at_moment(moment)
+        """Let the attacks guess from gradients, at the end from the head's own part too.
+
+        Those that send values of their own read a round that is played on copies.
+        """
+        self.read_gradients(moment, [p for p in self.plans if not p.attack.sends_values])
+        for plan in (p for p in self.plans if p.attack.sends_values and p.exposed):
+            attack: Any = plan.attack
+            shared, copied = moment.gradients(), moment
+            if isinstance(shared, UpdateSnapshot):
+                take = partial(attack.play, self.run.anatomy, moment.look.batches, shared)
+                copied = replace(moment, take=take, _view=None)
+            self.read_gradients(copied, [plan])
         own_part = self._own_part
         if own_part is None or Stage.AGGREGATE not in moment.stages:
             return

@@ -1,0 +1,485 @@
+"""Word types from a round's change of an adapter whose values a dishonest server has crafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Query,
+    RunFacts,
+    Surfaces,
+    UnusableObservation,
+    WordGuess,
+)
+from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks.public_text import PublicText, TextSource
+from lightning_fedleak.attacks.words.crafted_rows import (
+    CraftedRows,
+    CraftedValues,
+    RowSettings,
+    craft,
+    find_adapter,
+)
+from lightning_fedleak.attacks.words.public_gradients import train_copies
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.progress import track
+from lightning_fedleak.snapshots import Observation, Stage, UpdateSnapshot, whole_tensor
+from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+from lightning_fedleak.validate import check_integer
+
+USUAL = 0.5  # chance to be in a round from which a type is guessed without being read
+MOST = 4  # types that are read off one row at most; more add false ones, not tuned
+NEAR = 0.15  # share of the threshold by which a type may miss it and still be read; not tuned
+SURE = 0.1  # share by which a type passes it that a row at rest excludes; not tuned
+LOWEST = 0.05  # similarity below which nothing is read; cuts are tried from here on, not tuned
+CUTS = 60  # cuts that are tried; more cost time, not tuned
+CAUGHT = 0.3  # what a type is worth to a second adapter where rows of the first fire; not tuned
+STEP_ERROR = 0.04  # relative error of a change's size up to which it names a step; not tuned
+
+
+@dataclass(frozen=True)
+class CraftedGuess(WordGuess):
+    """The types of a round: those that are read off rows, and the usual ones.
+
+    Attributes:
+        read: (k,) types that are read off rows, the clearest first.
+        steps: (k,) the step in which each was, from 0; -1 where its row does not say.
+    """
+
+    read: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    steps: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What could be read off the rows of one round, before a cut.
+
+    Attributes:
+        types: (n,) named types.
+        similarities: (n,) cosine of the type's input with what its row's earlier types leave
+            unexplained, and no larger than theirs.
+        absent: (V,) bool, types that a row at rest excludes.
+    """
+
+    types: Tensor
+    similarities: Tensor
+    absent: Tensor
+
+    def above(self, cut: float) -> Tensor:
+        """Return the distinct types that are read at a cut, the clearest first."""
+        order = self.similarities.argsort(descending=True, stable=True)
+        types = self.types[order][self.similarities[order] >= cut]
+        return torch.tensor(list(dict.fromkeys(types.tolist())), dtype=torch.long)
+
+
+def read_rows(change: Tensor, still: Tensor, rows: CraftedRows) -> Readings:
+    """Return the types whose inputs explain the rows' changes, by orthogonal matching pursuit.
+
+    The gradient of a row is a combination of the inputs that it fires for, and Adam's step keeps
+    most of its direction. Of the types that a row fires for, the one whose input is most similar to
+    the change is taken, then the one most similar to what is left. Where a type alone determines
+    its input, types that pass the threshold of a row that did not change are not in the round.
+
+    Args:
+        change: (r, d) of the rows, without decay.
+        still: (r,) bool, the rows that only decay and rounding have changed.
+        rows: what the rows were made for.
+    """
+    candidates = rows.fires(-NEAR)
+    absent = torch.zeros_like(rows.readable)
+    if rows.exact:
+        absent = (rows.fires(SURE) & still).any(1)
+        candidates &= ~absent[:, None]
+    atoms = F.normalize(rows.inputs, dim=1)
+    readings = []
+    for row in (~still).nonzero()[:, 0].tolist():
+        types = candidates[:, row].nonzero()[:, 0]
+        own, residual, clearest = atoms[types], change[row], 1.0
+        chosen: list[int] = []
+        for _ in range(min(MOST, len(types))):
+            similarity = (own @ F.normalize(residual, dim=0)).abs()
+            similarity[chosen] = 0.0
+            best = int(similarity.argmax())
+            clearest = min(clearest, float(similarity[best]))
+            if clearest < LOWEST:
+                break
+            chosen.append(best)
+            readings.append((int(types[best]), clearest))
+            basis = torch.linalg.qr(own[chosen].T).Q
+            residual = change[row] - basis @ (basis.T @ change[row])
+    columns = torch.tensor(readings, dtype=torch.float64).reshape(-1, 2).T
+    return Readings(columns[0].long(), columns[1], absent.cpu())
+
+
+@dataclass(frozen=True)
+class RoundShape:
+    """What the server prescribes a round to be, beside the optimizer and its steps.
+
+    Attributes:
+        texts: in a step of a client.
+        tokens: of a text.
+        clients: whose updates the server sees the mean of, as behind a secure aggregation. Rounds
+            of several clients are played by :mod:`lightning_fedleak.games` alone.
+
+    Raises:
+        ValueError: a number below 1, or texts of one token.
+    """
+
+    texts: int = 4
+    tokens: int = 32
+    clients: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("texts", 1), ("tokens", 2), ("clients", 1)):
+            check_integer(name, getattr(self, name), at_least=least)
+
+
+class CraftedAdapterWords(Attack):
+    """The word types of a round, from an adapter whose values a dishonest server has chosen.
+
+    The server sends the modules that the client agreed to train, with values of its own
+    (:func:`~lightning_fedleak.attacks.words.crafted_rows.craft`): each row of a bottleneck adapter,
+    or each neuron behind LoRAs on the gate and up projections, fires for few types. The change of
+    such a row, after any number of steps of an optimizer, shows which of them the round held. Types
+    that most rounds hold are guessed without being read.
+
+    Training on such values differs from the user's own. So a round is played on copies of the
+    weights with the client's batches, and the values are put into no model. It is played only by
+    :class:`~lightning_fedleak.federation.RoundObserver` and :mod:`lightning_fedleak.games`, and
+    only where it is listed.
+
+    Args:
+        adapter: path of the adapter's module in the model, or several; see
+            :func:`~lightning_fedleak.attacks.words.crafted_rows.craft`.
+        public_text: text like the clients', or ``"sampled"`` for text that the model writes.
+        tokenizer: for strings.
+        shape: of a round.
+        rounds: public rounds that are played on copies to choose the cut.
+        rows: how rows are dealt out.
+        seed: of the public rounds, and of sampled text.
+        name: as in the logs.
+
+    Raises:
+        ValueError: a number out of range, or no public text.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from lightning_fedleak import CraftedAdapterWords, PublicText
+        >>> from lightning_fedleak.anatomy import find_anatomy
+        >>> from lightning_fedleak.attacks import RunFacts
+        >>> class Adapted(nn.Embedding):
+        ...     def __init__(self, types, width):
+        ...         super().__init__(types, width)
+        ...         maps = nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, width)
+        ...         self.adapter = nn.Sequential(*maps)
+        ...     def forward(self, ids):
+        ...         return super().forward(ids) + self.adapter(super().forward(ids))
+        >>> size = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+        >>> model = LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=2))
+        >>> model.model.embed_tokens = Adapted(64, 16)
+        >>> public = PublicText(torch.randint(64, (40, 32)))
+        >>> attack = CraftedAdapterWords("model.embed_tokens.adapter", public, rounds=1)
+        >>> attack.meet(RunFacts(optimizer="AdamW", local_steps=2))
+        >>> attack.prepare(find_anatomy(model))
+        >>> sorted(name.rpartition("adapter.")[2] for name in attack.values)
+        ['0.bias', '0.weight', '2.bias', '2.weight']
+    """
+
+    threat_model = ThreatModel.create(
+        "a dishonest server that sends values of its own for an adapter, and knows the optimizer",
+        Capability.KNOWS_MODEL,
+        Capability.KNOWS_PUBLIC_TEXT,
+        Capability.CHOOSES_WEIGHTS,
+    )
+    default_name = "crafted_adapter_words"
+    reads_adaptive_updates = True
+    sends_values = True
+    restores_fully = False
+
+    def __init__(
+        self,
+        adapter: str | Sequence[str],
+        public_text: TextSource = "sampled",
+        *,
+        tokenizer: Any = None,
+        shape: RoundShape | None = None,
+        rounds: int = 6,
+        rows: RowSettings | None = None,
+        seed: int = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        self.adapters = (adapter,) if isinstance(adapter, str) else tuple(adapter)
+        text = PublicText.parse(public_text, tokenizer)
+        if text is None or not self.adapters:
+            raise ValueError(f"{type(self).__name__} needs an adapter and public_text")
+        self.public_text = text
+        self.shape = shape or RoundShape()
+        self.rounds = check_integer("rounds", rounds)
+        self.rows, self.seed = rows or RowSettings(), seed
+        self.cut: float | None = None
+        self.crafted: tuple[CraftedValues, ...] = ()
+        self._facts = RunFacts()
+
+    def meet(self, facts: RunFacts) -> None:
+        """Store what makes an update."""
+        self._facts = facts
+
+    def config(self) -> dict[str, object]:
+        """Return the settings that name this attack in reports."""
+        return {
+            "adapter": ", ".join(self.adapters),
+            "public_text": PublicText.label(self.public_text),
+            "rounds": self.rounds,
+            "public_seed": self.seed,
+            **vars(self.shape),
+            **vars(self.rows),
+        }
+
+    def check_updates(self, facts: RunFacts) -> None:
+        """Refuse rounds that a copy would not play as the client does.
+
+        Raises:
+            UnusableObservation: defences act on what is shared, or the optimizer is not known.
+        """
+        if facts.defended:
+            raise UnusableObservation(
+                "the round of a dishonest server is played on a copy, without the run's defences, "
+                "and shows nothing about what they leave: measure a run without them"
+            )
+        self._steps(facts)
+
+    def needs(self, anatomy: Anatomy) -> Surfaces:
+        """Return the matrix whose rows are read, of each adapter.
+
+        Raises:
+            ThreatModelError: an adapter is of another kind, or not trained, or the model predicts
+                no next tokens.
+        """
+        if anatomy.kind != "causal":
+            raise ThreatModelError(
+                f"attack '{self.name}' plays rounds of training on next tokens, and this model is "
+                f"of kind '{anatomy.kind}': remove the attack"
+            )
+        names = tuple(find_adapter(anatomy, adapter).reads.name for adapter in self.adapters)
+        return Surfaces(gradients=names)
+
+    # ---- a round on copies ------------------------------------------------------------------
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """Return the crafted values by parameter name."""
+        return {name: value for one in self.crafted for name, value in one.tensors.items()}
+
+    @property
+    def usual(self) -> Tensor:
+        """Return (V,) bool, the types that are in more than half of all rounds."""
+        return self.crafted[0].rows.presence.cpu() > USUAL
+
+    @staticmethod
+    def _steps(facts: RunFacts) -> LocalSteps:
+        steps = LocalSteps.from_facts(facts)
+        if steps is None:
+            raise UnusableObservation(
+                "the round of a dishonest server is played on a copy, and needs local_steps and "
+                "the optimizer that it prescribes"
+            )
+        return steps
+
+    def play(
+        self, anatomy: Anatomy, batches: Sequence[TokenBatch], honest: UpdateSnapshot
+    ) -> UpdateSnapshot:
+        """Return the update that a client's batches make of the crafted values, on copies.
+
+        The model and its gradients stay as they are.
+
+        Args:
+            anatomy: of the model that the client was sent.
+            batches: one for each local step.
+            honest: what the client shared of the model that it really trained.
+
+        Raises:
+            UnusableObservation: the client's round cannot be played on a copy.
+        """
+        self.check_updates(self._facts)
+        steps = self._steps(self._facts)
+        steps.check_fresh(honest.fresh)
+        if honest.noise_std or honest.stage is not Stage.SHARED or len(batches) != steps.steps:
+            raise UnusableObservation(
+                "the round of a dishonest server is played on a copy: of one client, without "
+                f"noise, with one batch for each of its {steps.steps} steps ({len(batches)} are "
+                "known here)"
+            )
+        return self._train(anatomy, [batches], honest)
+
+    def _train(
+        self, anatomy: Anatomy, clients: Sequence[Sequence[TokenBatch]], like: UpdateSnapshot
+    ) -> UpdateSnapshot:
+        """Return the mean update of clients, each of which trains copies with crafted values."""
+        steps = self._steps(self._facts)
+        steps = replace(steps, settings={**steps.settings, "lr": like.learning_rate})
+        total: dict[str, Tensor] = {}
+        for batches in clients:
+            for name, after in train_copies(anatomy, batches, steps, self.values).items():
+                change = self.values.get(name, anatomy.root.get_parameter(name)) - after
+                total[name] = total.get(name, 0) + change.detach()
+        divisor = like.learning_rate * len(clients)
+        return replace(like, tensors={name: t / divisor for name, t in total.items()})
+
+    def mean_update(
+        self, anatomy: Anatomy, clients: Sequence[Sequence[TokenBatch]]
+    ) -> UpdateSnapshot:
+        """Return the mean update of clients that train copies with the crafted values.
+
+        Args:
+            anatomy: of the model.
+            clients: for each client the batch of each local step.
+        """
+        steps = self._steps(self._facts)
+        stage = Stage.SHARED if len(clients) == 1 else Stage.AGGREGATE
+        empty = UpdateSnapshot(0, stage, {}, local_steps=steps.steps, learning_rate=steps.rate)
+        return self._train(anatomy, clients, empty)
+
+    def trained(
+        self, anatomy: Anatomy, batches: Sequence[TokenBatch], *, honest: bool = False
+    ) -> dict[str, Tensor]:
+        """Return what a client's batches make of copies, by name in the root.
+
+        Args:
+            anatomy: of the model.
+            batches: one for each local step.
+            honest: train the model's own values, not the crafted ones.
+        """
+        values = {} if honest else self.values
+        return train_copies(anatomy, batches, self._steps(self._facts), values)
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        """Craft the values, and choose the cut on public rounds that are played on copies."""
+        public = PublicText.resolve(self.public_text, anatomy, self.seed)
+        steps = self._steps(self._facts).steps
+        shape = self.shape
+        tokens = shape.clients * steps * shape.texts * shape.tokens
+        crafted: list[CraftedValues] = []
+        for i, adapter in enumerate(self.adapters):
+            weights = None
+            if crafted:  # what rows fire for already is worth less
+                caught = torch.stack([c.rows.fires().any(1) for c in crafted]).any(0)
+                weights = crafted[0].rows.presence * torch.where(caught, CAUGHT, 1.0)
+            settings = replace(self.rows, seed=self.rows.seed + i)
+            crafted.append(
+                craft(anatomy, adapter, public, tokens, settings=settings, weights=weights)
+            )
+        self.crafted = tuple(crafted)
+        generator = torch.Generator().manual_seed(self.seed)
+        rounds = []
+        for _ in track(range(self.rounds), "playing public rounds with crafted values"):
+            clients = [
+                [public.batch(shape.texts, shape.tokens, generator) for _ in range(steps)]
+                for _ in range(shape.clients)
+            ]
+            view = Observation((self.mean_update(anatomy, clients),))
+            used = torch.cat([b.context_ids() for batches in clients for b in batches])
+            rounds.append((self._readings(view), torch.unique(used)))
+        self.cut = self._best_cut(rounds)
+
+    def _best_cut(self, rounds: Sequence[tuple[Sequence[Readings], Tensor]]) -> float:
+        """Return the cut with the highest mean F1 over public rounds."""
+
+        def mean_f1(cut: float) -> float:
+            total = 0.0
+            for readings, truth in rounds:
+                named = self._named(readings, cut)[0]
+                hits = int(torch.isin(named, truth).sum())
+                total += 2 * hits / max(1, len(named) + len(truth))
+            return total / len(rounds)
+
+        cuts: list[float] = torch.linspace(LOWEST, 1.0, CUTS).tolist()
+        return max(cuts, key=mean_f1)
+
+    # ---- reading ----------------------------------------------------------------------------
+
+    def run(self, view: Observation, query: Query | None = None) -> CraftedGuess:
+        """Return the types of a round that was played with the crafted values.
+
+        Raises:
+            UnusableObservation: the update is not finite, or all zero.
+            RuntimeError: nothing was crafted: call :meth:`prepare`.
+        """
+        if self.cut is None:
+            raise RuntimeError(f"attack '{self.name}' has crafted nothing: call prepare")
+        readings = self._readings(view)
+        types, read = self._named(readings, self.cut)
+        steps = self._name_steps(view, read)
+        return CraftedGuess(
+            types, n_types=float(len(types)), surface="input", read=read, steps=steps
+        )
+
+    def _named(self, readings: Sequence[Readings], cut: float) -> tuple[Tensor, Tensor]:
+        """Return all types that are named at a cut, and of them those that are read."""
+        read = torch.cat([one.above(cut) for one in readings])
+        read = torch.tensor(list(dict.fromkeys(read.tolist())), dtype=torch.long)
+        absent = torch.stack([one.absent for one in readings]).any(0)
+        usual = (self.usual & ~absent).nonzero()[:, 0]
+        return torch.cat([read, usual[~torch.isin(usual, read)]]), read
+
+    def _readings(self, view: Observation) -> list[Readings]:
+        return [read_rows(*self._change(view, one), one.rows) for one in self.crafted]
+
+    def _change(self, view: Observation, one: CraftedValues) -> tuple[Tensor, Tensor]:
+        """Return the rows' change without decay (r, d), and which rows are still (r,)."""
+        update = view.gradients[-1]
+        assert isinstance(update, UpdateSnapshot)
+        steps, rate = self._steps(self._facts), update.learning_rate
+        name = one.rows.parameter
+        before = one.tensors[name].float()
+        shared = whole_tensor(update.tensors[name]).to(before)
+        if not bool(shared.isfinite().all()):
+            raise UnusableObservation(f"the update of '{name}' has NaN or infinity")
+        change = steps.without_decay(shared, before, rate)[: len(one.rows.thresholds)]
+        unit = (steps.steps + 2) * torch.finfo(one.tensors[name].dtype).eps / rate
+        still = change.abs().amax(1) <= unit * before[: len(change)].abs().amax(1)
+        if bool(still.all()):
+            raise UnusableObservation(f"no row of '{name}' has changed: nothing was trained on")
+        return change, still
+
+    def _name_steps(self, view: Observation, read: Tensor) -> Tensor:
+        """Return the step of each read type, where its row fired for it alone and in one step.
+
+        A number whose gradient was not zero in one step alone changes by a size that depends on the
+        step, in Adam on nothing else.
+        """
+        steps, update = self._steps(self._facts), view.gradients[-1]
+        assert isinstance(update, UpdateSnapshot)
+        named: dict[int, int] = {}
+        if not steps.linear and self.shape.clients == 1:
+            sizes = change_sizes(steps) / steps.rate
+            for one in self.crafted:
+                change, _ = self._change(view, one)
+                fires = one.rows.fires().cpu()[read]
+                for row in (fires.sum(0) == 1).nonzero()[:, 0].tolist():
+                    errors = (sizes / float(change[row].abs().median()) - 1).abs()
+                    if float(errors.min()) <= STEP_ERROR:
+                        named.setdefault(int(read[fires[:, row]]), int(errors.argmin()))
+        return torch.tensor([named.get(token, -1) for token in read.tolist()], dtype=torch.long)
+
+
+def change_sizes(steps: LocalSteps) -> Tensor:
+    """Return (steps,) how far a number goes in a round if its gradient is 1 in one step alone."""
+    settings = {**steps.settings, "weight_decay": 0.0}
+    settings = settings if "weight_decay" in steps.settings else dict(steps.settings)
+    numbers = nn.Parameter(torch.zeros(steps.steps, dtype=torch.float64))
+    optimizer = replace(steps, settings=settings).make_optimizer([numbers])
+    for gradient in torch.eye(steps.steps, dtype=torch.float64):
+        numbers.grad = gradient
+        optimizer.step()
+    return numbers.detach().abs().float()

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy, Place, walk
 from lightning_fedleak.attacks.row_space import linear_maps
-from lightning_fedleak.model_runs import context_length, only_needed_hooks, stop_at, undisturbed
+from lightning_fedleak.model_runs import (
+    TOKENS_AT_ONCE,
+    context_length,
+    only_needed_hooks,
+    stop_at,
+    undisturbed,
+)
 from lightning_fedleak.snapshots import whole_tensor
 
 _ADDITIVE = 1e-4  # relative error up to which word and position count as summands; not tuned
@@ -69,19 +75,21 @@ class Dictionary:
         ratio = (gain * dims / rest.clamp_min(1e-300)).clamp_min(1e-12)
         return int((ratio / 2).log().cumsum(0).argmax()) + 1
 
-    def atoms(self, positions: int, beside: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
-        """Return the rows to look for, (V + q, d), and an orthonormal basis (k, d) of the rest.
+    def atoms(
+        self, positions: int, beside: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the rows of tokens, an orthonormal basis (k, d) of the rest, and further atoms.
 
         Args:
             positions: number of positions that texts surely have; they are projected out. The next
-                positions are atoms, after the tokens.
+                positions are the further atoms.
             beside: each (k_i, d) float64, directions that the gradients hold besides inputs.
         """
         if self.positions is None:
-            return self.rows, orthonormal(torch.cat([self.constants, *beside]))
+            return self.rows, orthonormal(torch.cat([self.constants, *beside])), None
         known_input = torch.cat([self.constants, *beside, self.positions[:positions]])
         further = self.positions[positions : 2 * positions + 16]
-        return torch.cat([self.rows, further.to(self.rows.dtype)]), orthonormal(known_input)
+        return self.rows, orthonormal(known_input), further.to(self.rows.dtype)
 
 
 def orthonormal(rows: Tensor, tolerance: float = 1e-9) -> Tensor:
@@ -131,24 +139,26 @@ def _positions(anatomy: Anatomy, known_input: linear_maps.KnownInput) -> tuple[T
     words = torch.arange(4, device=device) * max(1, rows // 7) + min(5, rows - 1)
     probe = torch.stack([words % rows, words.flip(0) % rows])
     norm = _norm_before(anatomy, known_input, probe)
+
+    def states(ids: Tensor) -> Tensor:
+        if norm is None:
+            return linear_maps.input_rows(anatomy, known_input, ids).double()
+        return _states(anatomy, Place("", norm, "input"), ids)
+
+    sums, position_inputs = states(probe), states(words[:1].expand(1, length))
     every = torch.arange(rows, device=device)[:, None]
-    sums, first, position_inputs = (
-        linear_maps.input_rows(anatomy, known_input, ids).double()
-        if norm is None
-        else _states(anatomy, Place("", norm, "input"), ids)
-        for ids in (probe, every, words[:1].expand(1, length))
-    )
+    parts = (every[start : start + TOKENS_AT_ONCE] for start in range(0, rows, TOKENS_AT_ONCE))
+    mean = torch.stack([states(ids).sum((0, 1)) for ids in parts]).sum(0) / rows
     linear, bias, tolerance = _Linear(), None, _ADDITIVE
     if norm is not None:
         outputs = linear_maps.input_rows(anatomy, known_input, probe)
         tolerance = max(_ADDITIVE, 4 * torch.finfo(outputs.dtype).eps)
         linear = _Linear.fit(norm, sums, outputs.double(), tolerance)
         bias = norm._parameters.get("bias")
-    more = first.new_zeros(0, known_input.width) if bias is None else bias.detach().double()[None]
+    more = mean.new_zeros(0, known_input.width) if bias is None else bias.detach().double()[None]
     other = (sums[0] - sums[1]).flip(0)
     if float((sums[0] - sums[1] + other).abs().max()) > tolerance * float(sums.abs().max()):
         raise NotAdditive("the input is no sum of a part of the word and a part of the position")
-    mean = first[:, 0].mean(0)
     types = [
         m.weight.detach().double()
         for n, m in walk(anatomy.model)

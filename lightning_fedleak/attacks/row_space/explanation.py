@@ -120,7 +120,7 @@ def planted_set_seconds(width: int, tokens: int, rank: int) -> float:
 def _unlike_tokens(atoms: Atoms, generator: torch.Generator) -> torch.Tensor:
     """Return the (n,) tokens whose atoms equal no other's in eight random directions."""
     directions = torch.randn(atoms.width, _DIRECTIONS, generator=generator)
-    cells = (atoms.screen @ directions.to(atoms.screen.device) * _GRID).round()
+    cells = (atoms.products(directions.T.to(atoms.device)) * _GRID).round()
     _, group, size = torch.unique(cells, dim=0, return_inverse=True, return_counts=True)
     tokens: torch.Tensor = ((size[group] == 1) & atoms.usable).nonzero()[:, 0].cpu()
     return tokens
@@ -131,16 +131,15 @@ def _recovers_planted(
 ) -> bool:
     """Return whether a planted set of types is found in rows of single precision."""
     truth = usable[torch.randperm(len(usable), generator=generator)[:types]]
-    device = atoms.screen.device
     rows = min(rank, 2 * atoms.width)
     weights = torch.randn(rows, types, generator=generator, dtype=torch.float64)
     weights *= torch.randn(types, generator=generator, dtype=torch.float64).exp()
-    gradient = (weights.to(device) @ atoms.rows(truth.to(device))).float()
+    gradient = (weights.to(atoms.device) @ atoms.rows(truth.to(atoms.device))).float()
     single = torch.finfo(torch.float32).eps
     shared = SharedRows.stack([gradient], atoms.beside, rounding=single, noise=[0.0])
     if len(shared.principal) >= atoms.width - len(atoms.beside) - 1:
         return False
-    odds = atoms.screen.new_full((len(atoms.screen),), math.log(types / len(usable)))
+    odds = torch.full((len(atoms),), math.log(types / len(usable)), device=atoms.device)
     recovered = set(explain(atoms, shared, odds).types.tolist())
     hits = len(recovered & set(truth.tolist()))
     return 2 * hits / (len(recovered) + types) >= _RECOVERED
@@ -206,16 +205,26 @@ class ReadableInput:
         change = (rows - self.dictionary.rows[ids]).abs().max()
         return float(change) <= _UNCHANGED * float(rows.abs().max())
 
+    def prepare_atoms(self) -> None:
+        """Prepare the atoms that a look compares; with positions they depend on the gradients."""
+        if self.dictionary.positions is None:
+            self._atoms_beside(0, self._regularised)
+
+    @property
+    def _regularised(self) -> dict[str, Tensor]:
+        """Return the rows of factors A that the loss has a term of, by parameter."""
+        return {m.name: self._factors[m.name] for m in self.maps if m.regularised}
+
     def capacity(self, seconds: float, seed: int) -> float | None:
         """Return how many types its rows can tell apart; None if one set takes longer on a CPU.
 
         The positions of texts of 32 tokens count as known.
         """
-        beside = {m.name: self._factors[m.name] for m in self.maps if m.regularised}
-        atoms = self._atoms_beside(_LENGTH if self.dictionary.positions is not None else 0, beside)
+        positions = _LENGTH if self.dictionary.positions is not None else 0
+        atoms = self._atoms_beside(positions, self._regularised)
         rows = sum(m.rows for m in self.maps if self.is_factor_b or m.factor != "B")
         tokens, width = self.dictionary.rows.shape
-        if atoms.screen.device.type == "cpu" and planted_set_seconds(width, tokens, rows) > seconds:
+        if atoms.device.type == "cpu" and planted_set_seconds(width, tokens, rows) > seconds:
             return None
         return float(measure_capacity(atoms, rows, seconds=seconds, seed=seed).types)
 
@@ -355,7 +364,7 @@ class ReadableInput:
         share of every entry.
         """
         if self._weighed is None:
-            sizes = self.dictionary.rows.float().square().mean(0).sqrt()
+            sizes = torch.linalg.vector_norm(self.dictionary.rows, dim=0, dtype=torch.float32)
             weights = (sizes / sizes.amax()).clamp_min(_SMALLEST_SIZE).reciprocal()
             twin = replace(self, dictionary=self.dictionary.weighed(weights))
             self._weighed = twin, weights.double()
@@ -413,7 +422,7 @@ class ReadableInput:
                 f"what was shared fills all {room} directions of the input: more types (and "
                 "positions) than can be told apart"
             )
-        extra = atoms.screen.shape[0] - len(self.log_odds)
+        extra = len(atoms) - len(self.log_odds)
         odds = torch.cat([self.log_odds, self.log_odds.new_zeros(extra)])
         if not len(shared.principal):
             none = torch.empty(0, dtype=torch.long, device=odds.device)

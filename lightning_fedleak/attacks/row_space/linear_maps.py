@@ -385,7 +385,7 @@ def input_rows(
     """
     run = model_runs.stop_at(anatomy.model, Place("", known_input.reader, "input"))
     step = max(1, model_runs.TOKENS_AT_ONCE // ids.shape[1])
-    parts = []
+    rows = torch.empty(0)
     with _untraced(anatomy):
         for start in range(0, len(ids), step):
             part = ids[start : start + step]
@@ -393,8 +393,11 @@ def input_rows(
                 x = run(**text_for(anatomy, part))
             if autocast is not None:
                 x = x.to(autocast)
-            parts.append(x.reshape(len(part), -1, known_input.width)[:, -part.shape[1] :])
-    return torch.cat(parts)
+            x = x.reshape(len(part), -1, known_input.width)[:, -part.shape[1] :]
+            if not start:  # joined at the end, parts would take twice the memory
+                rows = x.new_empty(len(ids), *x.shape[1:])
+            rows[start : start + step] = x
+    return rows
 
 
 def input_states(

@@ -14,7 +14,7 @@ Rows are in units of their noise: rounding, and what a defence is known to have 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,11 @@ class PursuitSettings:
 
 
 _SETTINGS = PursuitSettings()
+_NUMBERS_AT_ONCE = 1 << 20  # of inputs in float32, 4 MB; more: more memory, no faster
+_STRIPES = 8  # of a triangular matrix, whose zeros are left out; not tuned
+
+Subset = tuple[Tensor, Tensor]
+"""Some inputs (n, d) in float32, and the factors (n,) that make unit atoms of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,35 +147,106 @@ def _above_noise(rows: Tensor, *, exact: bool) -> Tensor:
 class Atoms:
     """The words' directions, ready to be compared with rows.
 
+    The inputs are used as they are, block by block: of a large vocabulary whitened ones would take
+    twice or three times their memory. A product with a whitened atom is one of the input with a
+    whitened direction, over the atom's norm.
+
     Args:
         rows: (V, d) the input of each token.
         beside: (b, d) float64 orthonormal, the directions that are no word.
+        further: (q, d) atoms that are no token, whose places follow.
     """
 
-    def __init__(self, rows: Tensor, beside: Tensor) -> None:
-        self._raw = rows
+    def __init__(self, rows: Tensor, beside: Tensor, further: Tensor | None = None) -> None:
+        self._parts = [rows] if further is None or not len(further) else [rows, further]
         self.beside = beside
-        self.width = rows.shape[1]
-        flat = rows.float()
-        if len(beside):
-            flat = flat - (flat @ beside.T.float()) @ beside.float()
-        norms = flat.norm(dim=1)
-        self.usable = norms > 1e-3 * rows.float().norm(dim=1).clamp_min(1e-30)
-        flat = flat / norms.clamp_min(1e-30)[:, None]
-        flat[~self.usable] = 0
-        covariance = (flat.T @ flat).double() / max(1, int(self.usable.sum()))
+        self.width = d = rows.shape[1]
+        self.device = rows.device
+        step = max(64, d // _STRIPES)
+        stripes = [slice(start, start + step) for start in range(0, d, step)]
+        covariance = torch.zeros(d, d, dtype=torch.float64, device=rows.device)
+        scales = []
+        for unit, scale in self._unit_blocks():
+            scales.append(scale)
+            for stripe in stripes:
+                covariance[: stripe.stop, stripe] += unit[:, : stripe.stop].T @ unit[:, stripe]
+        self.usable = torch.cat(scales) > 0
+        covariance = covariance.triu() + covariance.triu(1).T
+        covariance /= max(1, int(self.usable.sum()))
         if not bool(self.usable.any()):  # what is no word fills all directions
             covariance.diagonal().fill_(1.0)
         covariance.diagonal().add_(_SETTINGS.ridge * covariance.diagonal().mean())
         lower = torch.linalg.cholesky(covariance)
-        eye = torch.eye(self.width, dtype=torch.float64, device=rows.device)
+        eye = torch.eye(d, dtype=torch.float64, device=rows.device)
         self.whitening = torch.linalg.solve_triangular(lower, eye, upper=False).T.contiguous()
-        self.screen = flat @ self.whitening.float()
-        self.screen /= self.screen.norm(dim=1, keepdim=True).clamp_min(1e-30)
+        self._factor = self.whitening.float()
+        scales = []
+        for unit, scale in self._unit_blocks():
+            parts = ((unit[:, : s.stop] @ self._factor[: s.stop, s]).square() for s in stripes)
+            norms = torch.stack([part.sum(1) for part in parts]).sum(0).sqrt()
+            scales.append(scale / norms.clamp_min(1e-30))
+        self._scales = torch.cat(scales)
+
+    def __len__(self) -> int:
+        """Return the number of atoms."""
+        return len(self._scales)
+
+    def _unit_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield unit atoms in float32, and what their inputs were multiplied by (0: unusable)."""
+        for block in self._blocks():
+            flat = block.float()
+            largest = flat.norm(dim=1).clamp_min(1e-30)
+            if len(self.beside):
+                flat = flat - (flat @ self.beside.T.float()) @ self.beside.float()
+            norms = flat.norm(dim=1)
+            scale = (norms > 1e-3 * largest) / norms.clamp_min(1e-30)
+            yield flat * scale[:, None], scale
+
+    def _blocks(self) -> Iterator[Tensor]:
+        """Yield all inputs, some rows at a time."""
+        for part in self._parts:
+            yield from torch.split(part, max(1, _NUMBERS_AT_ONCE // self.width))
+
+    def products(self, directions: Tensor, subset: Subset | None = None) -> Tensor:
+        """Return (n, k) float32: products of whitened unit atoms with (k, d) directions.
+
+        Args:
+            directions: of the whitened space.
+            subset: result of :meth:`subset`; by default of all atoms.
+        """
+        folded = self._factor @ directions.T.float()
+        folded = folded - self.beside.T.float() @ (self.beside.float() @ folded)
+        if subset is not None:
+            rows, scales = subset
+            products: Tensor = (rows @ folded) * scales[:, None]
+            return products
+        products = folded.new_empty(len(self), folded.shape[1])
+        single = folded.new_empty(0)
+        start = 0
+        for block in self._blocks():
+            if block.dtype != folded.dtype:  # into memory that is there already: twice as fast
+                single = single if len(single) >= len(block) else block.float()
+                block = single[: len(block)].copy_(block)
+            torch.mm(block, folded, out=products[start : start + len(block)])
+            start += len(block)
+        products *= self._scales[:, None]
+        return products
+
+    def subset(self, types: Tensor) -> Subset:
+        """Return some atoms for :meth:`products`, which is faster from the second call on."""
+        return self._inputs(types).float(), self._scales[types]
+
+    def _inputs(self, types: Tensor) -> Tensor:
+        tokens, *further = self._parts
+        rows = tokens[types.clamp(max=len(tokens) - 1)]
+        for part in further:
+            places = types - len(tokens)
+            rows = torch.where(places[:, None] < 0, rows, part[places.clamp(min=0)])
+        return rows
 
     def rows(self, types: Tensor) -> Tensor:
         """Return (n, d) float64 unit atoms."""
-        x = self._raw[types].double()
+        x = self._inputs(types).double()
         return _normalize(x - (x @ self.beside.T) @ self.beside)
 
     def whitened(self, types: Tensor) -> Tensor:
@@ -375,7 +451,6 @@ class _Pursuit:
             if not len(directions):
                 self.at_floor = True
                 return
-            self._update_outside()
             chance = self._screen(directions)
             if self._choose_certain(directions, most):
                 continue
@@ -386,7 +461,7 @@ class _Pursuit:
 
     def dependent_tokens(self) -> Tensor:
         """Return the (n,) tokens not chosen whose atoms the chosen ones nearly explain."""
-        self._update_outside()
+        self._compare(self.basis[:0])
         dependent = self.atoms.usable & (self.outside < _SETTINGS.dependent**2)
         dependent[torch.tensor(self.chosen, dtype=torch.int64, device=dependent.device)] = False
         tokens: Tensor = dependent.nonzero()[:, 0]
@@ -412,15 +487,21 @@ class _Pursuit:
         directions: Tensor = torch.linalg.qr(basis.T).Q.T.contiguous()
         return directions
 
-    def _update_outside(self) -> None:
-        """Update ``outside``, the share of each atom outside of the chosen ones."""
-        new = self.basis[self._projected :]
-        if len(new):
-            self.outside -= (self.atoms.screen @ new.T.float()).square().sum(1)
-            self._projected = len(self.basis)
+    def _compare(self, directions: Tensor) -> Tensor:
+        """Update ``outside``, and return (V,) the square of each atom's part in (k, d) directions.
+
+        ``outside`` is the share of each atom outside of the chosen ones.
+        """
+        new = len(self.basis) - self._projected
+        rows = torch.cat([self.basis[self._projected :], directions])
+        squares = self.atoms.products(rows).square_()
+        self.outside -= squares[:, :new].sum(1)
+        self._projected = len(self.basis)
         near = (self.alive & (self.outside < _SETTINGS.dependent)).nonzero()[:, 0]
         if 0 < len(near) <= _SETTINGS.screened:
             self.outside[near] = self._orthogonal_parts(near).square().sum(1).float()
+        shares: Tensor = squares[:, new:].sum(1)
+        return shares
 
     def _orthogonal_parts(self, types: Tensor) -> Tensor:
         """Return atoms without their part in the chosen ones, (n, d) float64, not normalised."""
@@ -442,7 +523,7 @@ class _Pursuit:
 
     def _screen(self, directions: Tensor) -> float:
         """Score every atom, and return the mean score, which is that of chance."""
-        share = (self.atoms.screen @ directions.T.float()).square().sum(1)
+        share = self._compare(directions)
         score = (share / self.outside.clamp_min(1e-7)).clamp(0, 1)
         self.alive &= self.outside > 1e-9
         chance = float(score[self.alive].mean().clamp(1e-6, 0.999))
@@ -499,7 +580,7 @@ class _Pursuit:
             Whether the pursuit goes on.
         """
         subset = self.scores.topk(min(_SETTINGS.screened, len(self.scores))).indices
-        screen, outside = self.atoms.screen[subset], self.outside[subset].clone()
+        screen, outside = self.atoms.subset(subset), self.outside[subset].clone()
         odds = self.log_odds[subset]
         alive = self.alive[subset]
         for step in range(_SETTINGS.batch):
@@ -510,7 +591,7 @@ class _Pursuit:
                 if not len(directions):
                     return True
             k = len(directions)
-            share = (screen @ directions.T.float()).square().sum(1)
+            share = self.atoms.products(directions, screen).square().sum(1)
             score = (share / outside.clamp_min(1e-7)).clamp(0, 1)
             value = self._evidence(score, chance, k) + odds
             value[~alive] = -math.inf
@@ -529,5 +610,5 @@ class _Pursuit:
             place = int(top[best])
             alive[place] = False
             self._append(int(subset[place]), parts[best], float(value[best]))
-            outside -= (screen @ self.basis[-1].float()).square()
+            outside -= self.atoms.products(self.basis[-1:], screen)[:, 0].square()
         return True

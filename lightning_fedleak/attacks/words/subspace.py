@@ -193,25 +193,49 @@ class SubspaceWords(Attack):
         Raises:
             ValueError: the input of every map depends on positions in an unknown way.
         """
-        odds = self._log_odds(anatomy)
         self._roles = self.needs(anatomy).gradients
         self._readable = []
-        refused: list[str] = []
+        self._prepare_inputs(anatomy, self._log_odds(anatomy))
+        if self._readable and self._capacity is None and self.capacity_seconds:
+            first = self._readable[0]
+            self._capacity = first.capacity(self.capacity_seconds, self.seed)
+
+    def _prepare_inputs(self, anatomy: Anatomy, odds: Tensor) -> None:
+        """Prepare the inputs that are not prepared, or that have changed.
+
+        The input of a factor B changes with A at every step. It is read as long as B is zero and A
+        has no gradient, or where only factors B are trained.
+
+        Raises:
+            ValueError: none can be read.
+        """
+        current = {readable.known_input: readable for readable in self._readable}
+        self._readable, refused = [], []
+        sides: set[bool] = set()  # that other maps than factors B show
         for known_input in self.inputs(anatomy):
             maps = known_input.trainable_maps(anatomy)
             if not maps:
                 continue
-            try:
-                dictionary = build_dictionary(anatomy, known_input, autocast=self._facts.autocast)
-            except NotAdditive as error:
-                refused.append(f"{maps[0].name}: {error}")
+            is_factor_b = all(m.factor == "B" for m in maps)
+            weights = (anatomy.parameter(m.name) for m in maps if is_factor_b)
+            moved = any(bool(whole_tensor(w).any()) for w in weights if w is not None)
+            if moved and in_decoder(maps[0].name) in sides:
                 continue
-            readable = ReadableInput(known_input, maps, dictionary, odds)
+            readable = current.pop(known_input, None)
+            if readable is None or not readable.is_current(anatomy, self._facts.autocast):
+                readable = None  # whose memory the next one takes
+                autocast = self._facts.autocast
+                try:
+                    dictionary = build_dictionary(anatomy, known_input, autocast=autocast)
+                except NotAdditive as error:
+                    refused.append(f"{maps[0].name}: {error}")
+                    continue
+                readable = ReadableInput(known_input, maps, dictionary, odds)
             readable.follow(anatomy)
+            readable.prepare_atoms()
             self._readable.append(readable)
-        if self._readable and self._capacity is None and self.capacity_seconds:
-            first = self._readable[0]
-            self._capacity = first.capacity(self.capacity_seconds, self.seed)
+            if not is_factor_b:
+                sides.add(readable.decoder)
         if refused and not self._readable:
             raise ValueError(f"attack '{self.name}' cannot read {'; '.join(refused)}: remove it")
 
@@ -241,12 +265,11 @@ class SubspaceWords(Attack):
         if (
             anatomy.trainable(EMBEDDING_WEIGHT)
             or self._roles != self.needs(anatomy).gradients
-            or any(not r.is_current(anatomy, self._facts.autocast) for r in self._readable)
+            or not self._readable
         ):
             self.prepare(anatomy)
-            return
-        for readable in self._readable:
-            readable.follow(anatomy)
+        else:
+            self._prepare_inputs(anatomy, self._readable[0].log_odds)
 
     @torch.no_grad()
     def run(self, view: Observation, query: Query | None = None) -> WordGuess:

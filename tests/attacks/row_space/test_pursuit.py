@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_fedleak.attacks.row_space import pursuit
 from lightning_fedleak.attacks.row_space.explanation import measure_capacity
 from lightning_fedleak.attacks.row_space.pursuit import (
     Atoms,
@@ -217,11 +218,35 @@ def test_pairs_of_word_and_position_span_each_other() -> None:
     assert float((other - basis @ (basis.T @ other)).norm()) < 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_whitened_unit_atoms(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pursuit, "_NUMBERS_AT_ONCE", 7 * 150)  # blocks of 7 rows, and a rest
+    generator = torch.Generator().manual_seed(3)
+    rows = (torch.randn(200, 150, generator=generator) + 2).to(dtype)
+    further = torch.randn(5, 150, generator=generator).to(dtype)
+    beside = torch.linalg.qr(torch.randn(150, 3, generator=generator).double()).Q.T
+    atoms = Atoms(rows, beside, further)
+    flat = torch.cat([rows, further]).double()
+    flat = torch.nn.functional.normalize(flat - flat @ beside.T @ beside, dim=1)
+    covariance = flat.T @ flat / len(flat)
+    covariance += 0.1 * covariance.diagonal().mean() * torch.eye(150)
+    white = flat @ torch.linalg.inv(torch.linalg.cholesky(covariance)).T
+    white = torch.nn.functional.normalize(white, dim=1)
+    directions = torch.linalg.qr(torch.randn(150, 4, generator=generator).double()).Q.T
+    types = torch.tensor([0, 199, 200, 204, 17])
+    assert torch.allclose(atoms.products(directions).double(), white @ directions.T, atol=3e-6)
+    part = atoms.products(directions, atoms.subset(types))
+    assert torch.allclose(part.double(), white[types] @ directions.T, atol=3e-6)
+    assert torch.allclose(atoms.whitened(types), white[types], atol=1e-5)
+
+
 def test_where_positions_fill_all_directions_nothing_is_told_apart() -> None:
     rows = torch.randn(30, 6)
     atoms = Atoms(rows, torch.eye(6, dtype=torch.float64))
     assert not bool(atoms.usable.any())
-    assert bool(atoms.screen.isfinite().all())
+    assert not bool(atoms.products(torch.eye(6)).any())
     assert measure_capacity(atoms, 4, seconds=0.1).types == 0
 
 

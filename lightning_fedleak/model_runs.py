@@ -473,12 +473,14 @@ def _group_parameters(module: nn.Module, groups: list[nn.Module]) -> list[nn.Par
     return [p for p in module.parameters() if id(p) not in others]
 
 
-def micro_batches(anatomy: Anatomy, batch: TokenBatch) -> Iterator[TokenBatch]:
-    """Yield ``batch`` in runs of rows whose logits take a few hundred megabytes at most."""
+def micro_batches(
+    anatomy: Anatomy, batch: TokenBatch, most: int | None = None
+) -> Iterator[TokenBatch]:
+    """Yield ``batch`` in runs of rows, at least one, of ``most`` logits (LOGITS_AT_ONCE)."""
     device = anatomy.device
     labels = labels_of(batch)
     length = max(labels.shape[-1], batch.input_ids.shape[-1])
-    step = max(1, LOGITS_AT_ONCE // max(1, length * anatomy.vocab_size))
+    step = max(1, (most or LOGITS_AT_ONCE) // max(1, length * anatomy.vocab_size))
     for a in range(0, len(batch.input_ids), step):
         mask = batch.attention_mask
         yield TokenBatch(

@@ -20,10 +20,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.row_space.atoms import Atoms
 from lightning_fedleak.attacks.row_space.dictionary import build_dictionary
 from lightning_fedleak.attacks.row_space.explanation import measure_capacity
 from lightning_fedleak.attacks.row_space.linear_maps import find_known_inputs, find_linear_maps
-from lightning_fedleak.attacks.row_space.pursuit import Atoms
 
 SMOKE = ("--model {model} --rows 4 --seconds 0",)
 

@@ -24,6 +24,7 @@ from lightning_fedleak.model_runs import micro_batches, only_needed_hooks, token
 
 T = TypeVar("T")
 
+LOGITS_AT_ONCE = 1 << 21  # of one run, 8 MB, of which a backward has five; more: no faster
 WIDEST = 1024  # sides up to which whitening is a full matrix, wider ones diagonal; more: slower
 ALLOWANCE = 2.0  # standard errors that two tokens may fall short for free; not tuned
 MOST_LACKING = 0.5  # share of a coefficient that two tokens can take off; not tuned
@@ -55,7 +56,7 @@ def map_token_parts(
         for name, p in anatomy.model.named_parameters()
     }
     with undisturbed(anatomy) as model, torch.enable_grad(), only_needed_hooks(anatomy.root):
-        for part in micro_batches(anatomy, batch):
+        for part in micro_batches(anatomy, batch, LOGITS_AT_ONCE):
             with _record_calls(maps) as calls:
                 logits, labels = token_logits(model, part, views)
             loss = F.cross_entropy(logits.float(), labels, reduction="sum")

@@ -5,6 +5,7 @@ combination of the inputs. An adversary that knows the model can compute the inp
 and so ask which tokens were there.
 """
 
+from lightning_fedleak.attacks.row_space.atoms import Atoms as Atoms
 from lightning_fedleak.attacks.row_space.dictionary import NotAdditive as NotAdditive
 from lightning_fedleak.attacks.row_space.dictionary import build_dictionary as build_dictionary
 from lightning_fedleak.attacks.row_space.dictionary import factor_rows as factor_rows
@@ -25,7 +26,6 @@ from lightning_fedleak.attacks.row_space.linear_maps import input_rows as input_
 from lightning_fedleak.attacks.row_space.linear_maps import input_states as input_states
 from lightning_fedleak.attacks.row_space.linear_maps import lone_token_maps as lone_token_maps
 from lightning_fedleak.attacks.row_space.linear_maps import vocabulary_size as vocabulary_size
-from lightning_fedleak.attacks.row_space.pursuit import Atoms as Atoms
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult as PursuitResult
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows as SharedRows
 from lightning_fedleak.attacks.row_space.pursuit import explain as explain

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_fedleak.attacks.row_space.atoms import Atoms
 from lightning_fedleak.attacks.row_space.explanation import measure_capacity, predict_capacity
-from lightning_fedleak.attacks.row_space.pursuit import Atoms
 
 V, D = 400, 64
 

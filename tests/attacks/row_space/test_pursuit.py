@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_fedleak.attacks.row_space import pursuit
+from lightning_fedleak.attacks.row_space import atoms as atoms_module
+from lightning_fedleak.attacks.row_space.atoms import Atoms
 from lightning_fedleak.attacks.row_space.explanation import measure_capacity
 from lightning_fedleak.attacks.row_space.pursuit import (
-    Atoms,
     PursuitResult,
     SharedRows,
     explain,
@@ -222,7 +222,7 @@ def test_pairs_of_word_and_position_span_each_other() -> None:
 def test_products_are_those_of_whitened_unit_atoms(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pursuit, "_NUMBERS_AT_ONCE", 7 * 150)  # blocks of 7 rows, and a rest
+    monkeypatch.setattr(atoms_module, "_NUMBERS_AT_ONCE", 7 * 150)  # blocks of 7 rows, and a rest
     generator = torch.Generator().manual_seed(3)
     rows = (torch.randn(200, 150, generator=generator) + 2).to(dtype)
     further = torch.randn(5, 150, generator=generator).to(dtype)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_fedleak.attacks.row_space.atoms import Atoms
 from lightning_fedleak.attacks.row_space.explanation import explain_uneven
-from lightning_fedleak.attacks.row_space.pursuit import Atoms, PursuitResult, SharedRows, explain
+from lightning_fedleak.attacks.row_space.pursuit import PursuitResult, SharedRows, explain
 
 TOKENS, WIDTH = 400, 48
 

@@ -1,0 +1,131 @@
+"""What every token looks like at an input, ready to be compared with the rows of a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks.row_space.whitening import RIDGE
+
+_NUMBERS_AT_ONCE = 1 << 20  # of inputs in float32, 4 MB; more: more memory, no faster
+_STRIPES = 8  # of a triangular matrix, whose zeros are left out; not tuned
+
+Subset = tuple[Tensor, Tensor]
+"""Some inputs (n, d) in float32, and the factors (n,) that make unit atoms of them."""
+
+
+class Atoms:
+    """The words' directions, ready to be compared with rows.
+
+    The inputs are used as they are, block by block: of a large vocabulary whitened ones would take
+    twice or three times their memory. A product with a whitened atom is one of the input with a
+    whitened direction, over the atom's norm.
+
+    Args:
+        rows: (V, d) the input of each token.
+        beside: (b, d) float64 orthonormal, the directions that are no word.
+        further: (q, d) atoms that are no token, whose places follow.
+    """
+
+    def __init__(self, rows: Tensor, beside: Tensor, further: Tensor | None = None) -> None:
+        self._parts = [rows] if further is None or not len(further) else [rows, further]
+        self.beside = beside
+        self.width = d = rows.shape[1]
+        self.device = rows.device
+        step = max(64, d // _STRIPES)
+        stripes = [slice(start, start + step) for start in range(0, d, step)]
+        covariance = torch.zeros(d, d, dtype=torch.float64, device=rows.device)
+        scales = []
+        for unit, scale in self._unit_blocks():
+            scales.append(scale)
+            for stripe in stripes:
+                covariance[: stripe.stop, stripe] += unit[:, : stripe.stop].T @ unit[:, stripe]
+        self.usable = torch.cat(scales) > 0
+        covariance = covariance.triu() + covariance.triu(1).T
+        covariance /= max(1, int(self.usable.sum()))
+        if not bool(self.usable.any()):  # what is no word fills all directions
+            covariance.diagonal().fill_(1.0)
+        covariance.diagonal().add_(RIDGE * covariance.diagonal().mean())
+        lower = torch.linalg.cholesky(covariance)
+        eye = torch.eye(d, dtype=torch.float64, device=rows.device)
+        self.whitening = torch.linalg.solve_triangular(lower, eye, upper=False).T.contiguous()
+        self._factor = self.whitening.float()
+        scales = []
+        for unit, scale in self._unit_blocks():
+            parts = ((unit[:, : s.stop] @ self._factor[: s.stop, s]).square() for s in stripes)
+            norms = torch.stack([part.sum(1) for part in parts]).sum(0).sqrt()
+            scales.append(scale / norms.clamp_min(1e-30))
+        self._scales = torch.cat(scales)
+
+    def __len__(self) -> int:
+        """Return the number of atoms."""
+        return len(self._scales)
+
+    def _unit_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield unit atoms in float32, and what their inputs were multiplied by (0: unusable)."""
+        for block in self._blocks():
+            flat = block.float()
+            largest = flat.norm(dim=1).clamp_min(1e-30)
+            if len(self.beside):
+                flat = flat - (flat @ self.beside.T.float()) @ self.beside.float()
+            norms = flat.norm(dim=1)
+            scale = (norms > 1e-3 * largest) / norms.clamp_min(1e-30)
+            yield flat * scale[:, None], scale
+
+    def _blocks(self) -> Iterator[Tensor]:
+        """Yield all inputs, some rows at a time."""
+        for part in self._parts:
+            yield from torch.split(part, max(1, _NUMBERS_AT_ONCE // self.width))
+
+    def products(self, directions: Tensor, subset: Subset | None = None) -> Tensor:
+        """Return (n, k) float32: products of whitened unit atoms with (k, d) directions.
+
+        Args:
+            directions: of the whitened space.
+            subset: result of :meth:`subset`; by default of all atoms.
+        """
+        folded = self._factor @ directions.T.float()
+        folded = folded - self.beside.T.float() @ (self.beside.float() @ folded)
+        if subset is not None:
+            rows, scales = subset
+            products: Tensor = (rows @ folded) * scales[:, None]
+            return products
+        products = folded.new_empty(len(self), folded.shape[1])
+        single = folded.new_empty(0)
+        start = 0
+        for block in self._blocks():
+            if block.dtype != folded.dtype:  # into memory that is there already: twice as fast
+                single = single if len(single) >= len(block) else block.float()
+                block = single[: len(block)].copy_(block)
+            torch.mm(block, folded, out=products[start : start + len(block)])
+            start += len(block)
+        products *= self._scales[:, None]
+        return products
+
+    def subset(self, types: Tensor) -> Subset:
+        """Return some atoms for :meth:`products`, which is faster from the second call on."""
+        return self._inputs(types).float(), self._scales[types]
+
+    def _inputs(self, types: Tensor) -> Tensor:
+        tokens, *further = self._parts
+        rows = tokens[types.clamp(max=len(tokens) - 1)]
+        for part in further:
+            places = types - len(tokens)
+            rows = torch.where(places[:, None] < 0, rows, part[places.clamp(min=0)])
+        return rows
+
+    def rows(self, types: Tensor) -> Tensor:
+        """Return (n, d) float64 unit atoms."""
+        x = self._inputs(types).double()
+        return normalize(x - (x @ self.beside.T) @ self.beside)
+
+    def whitened(self, types: Tensor) -> Tensor:
+        """Return (n, d) float64 unit atoms after whitening."""
+        return normalize(self.rows(types) @ self.whitening)
+
+
+def normalize(rows: Tensor) -> Tensor:
+    """Return rows of unit length; those of zeros stay."""
+    return torch.nn.functional.normalize(rows, dim=1, eps=1e-300)

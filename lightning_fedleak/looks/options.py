@@ -123,8 +123,9 @@ class Memorization:
         others: a data set of texts that are not trained on, in the form of the training rows. None
             takes rows that :func:`~lightning_fedleak.canaries.leave_out` left out, else rows that
             the first epoch has not come to.
-        max_overhead: largest share of an epoch's time that all looks of it take; sets how many
-            texts are asked about. In a federation ``most_texts`` alone does.
+        max_overhead: largest share of an epoch's time that all looks of it take, above 1 where an
+            epoch is short; sets how many texts are asked about. In a federation ``most_texts``
+            alone does.
         looks: shares of the first epoch after which to look; where others do not run out, every
             epoch's last step is looked at too.
         alpha: probability that an attack's interval is wrong at any look. A gate on the worst of
@@ -151,7 +152,7 @@ class Memorization:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_number("max_overhead", self.max_overhead, above=0, at_most=1)
+        check_number("max_overhead", self.max_overhead, above=0)
         check_number("alpha", self.alpha, above=0, below=1)
         check_integer("most_texts", self.most_texts, at_least=20)
         check_number("confirm", self.confirm, at_least=0, below=1)

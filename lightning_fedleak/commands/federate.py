@@ -30,6 +30,7 @@ from lightning_fedleak.commands.printing import (
     text_name,
     three_digits,
 )
+from lightning_fedleak.federation import trained_state
 from lightning_fedleak.finetuning import SourceError, quiet_logs
 from lightning_fedleak.looks import gates
 from lightning_fedleak.report import ReportError, write
@@ -44,6 +45,10 @@ from lightning_fedleak.studies.federation import (
 )
 
 _MOST_COLUMNS = 8  # clients with a column each; a table of more shows lowest, median and highest
+_DROWNED = (
+    "its norm is {noise:.3g} times the largest norm that the mean of the clipped updates can have. "
+    "More clients in a round, fewer trained numbers (--peft lora) or a larger epsilon reduce it."
+)
 
 
 @dataclass(frozen=True)
@@ -174,6 +179,13 @@ def _introduction(federation: Federation) -> str:
             f"Differential privacy of a client: noise multiplier {dp.noise_multiplier:.3g}, clip "
             f"{dp.clip:g}. Guarantee: {dp.guarantee}"
         )
+        trained = trained_state(federation.make_model()).values()
+        noise = dp.relative_noise(sum(tensor.numel() for tensor in trained))
+        if noise > 1:
+            lines.append(
+                f"Noise will drown the updates: {_DROWNED.format(noise=noise)} With as much noise, "
+                f"{math.ceil(noise * dp.per_round)} clients a round would bring it to 1."
+            )
     return "\n".join(lines)
 
 
@@ -198,10 +210,8 @@ def explain_rounds(rounds: Sequence[Round], clients: int) -> str:
         lines.append(f"Epsilon of all rounds: {rounds[-1].epsilon:.2f}.")
     if rounds and (noise := rounds[-1].noise or 0.0) > 1:
         lines.append(
-            f"Noise drowned the updates: its norm is {noise:.3g} times the largest norm that the "
-            "mean of the clipped updates can have. Low numbers and a loss that rises may come from "
-            "the noise. More clients in a round, fewer trained numbers (--peft lora) or a larger "
-            "epsilon reduce it."
+            f"Noise drowned the updates: {_DROWNED.format(noise=noise)} Low numbers and a loss "
+            "that rises may come from the noise."
         )
     lines.append(
         "'Unknown' is not 'safe', and a low number says that these attacks fail here, not that "

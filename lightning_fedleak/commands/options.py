@@ -461,10 +461,15 @@ class FederateOptions:
         epsilon: client-level differential privacy: what all rounds together may cost.
         noise_multiplier: noise on the sum, over --clip, in place of --epsilon.
         clip: largest norm of a client's update.
+        clip_quantile: the norm that clips begins at --clip and follows this quantile of the
+            updates' norms (.5, say); the server counts them, within the same epsilon.
         delta: delta of the guarantee.
         trust: who adds the noise: the server; each client all of it; each client its share.
         sampling: which clients take part in a round.
         per_round: for 'poisson' and 'fixed': how many (on average).
+        server_optimizer: adds the mean update to the model, or moves it with momentum (FedAvgM) or
+            Adam (FedAdam); under differential privacy this costs no epsilon.
+        server_lr: its learning rate (momentum 1, adam 0.003).
         engine: one client after the other in this process, or Flower's simulation (the extra
             'flower'); both give the same model.
         seed: seed of split, order, adapters and calibration.
@@ -496,10 +501,13 @@ class FederateOptions:
     epsilon: float | None = _option(None, "X", type=_POSITIVE)
     noise_multiplier: float | None = _option(None, "X", type=_POSITIVE)
     clip: float = _option(1.0, "C", type=_POSITIVE)
+    clip_quantile: float | None = _option(None, "X", type=_SHARE)
     delta: float = _option(1e-5, "X", type=_POSITIVE)
     trust: Literal["central", "local", "secure_aggregation"] = "central"
     sampling: Literal["all", "poisson", "fixed"] = "all"
     per_round: float | None = _option(None, "N", type=_POSITIVE)
+    server_optimizer: Literal["mean", "momentum", "adam"] = "mean"
+    server_lr: float | None = _option(None, "X", type=_POSITIVE)
     engine: Literal["local", "flower"] = "local"
     seed: int = _seed()
     out: Path = _option(Path("fedleak_runs/federation"), "DIR")
@@ -571,7 +579,9 @@ class FederateOptions:
 
     def _of_privacy(self) -> Iterator[tuple[object, str]]:
         if self.epsilon is None and self.noise_multiplier is None:
-            changed = self._first_changed("clip", "delta", "trust", "sampling", "per_round")
+            changed = self._first_changed(
+                "clip", "clip_quantile", "delta", "trust", "sampling", "per_round"
+            )
             yield (
                 changed,
                 f"{changed} sets client-level differential privacy: give --epsilon or "
@@ -580,6 +590,10 @@ class FederateOptions:
         yield (
             self.sampling != "all" and self.per_round is None,
             f"--sampling {self.sampling} draws some clients: give their number with --per-round.",
+        )
+        yield (
+            self.server_lr is not None and self.server_optimizer == "mean",
+            "--server-lr sets the rate of an optimizer of the server: give --server-optimizer too.",
         )
         yield (
             self.delta * self.clients >= 1,

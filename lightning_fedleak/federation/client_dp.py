@@ -24,6 +24,7 @@ from lightning_fedleak.defenses.accounting import (
     Accountant,
     AccountantKind,
     Budget,
+    ClipPath,
     SamplingScheme,
     effective_noise_multiplier,
 )
@@ -89,7 +90,8 @@ class ClientDP(Defense):
     is logged of leakage, and why noise was turned up in sight of data.
 
     Args:
-        clip: largest 2-norm of a client's update, all shared tensors together.
+        clip: largest 2-norm of a client's update, all shared tensors together; the first one where
+            ``release`` has a quantile.
         noise_multiplier: standard deviation of the noise on the sum, over ``clip``; None: found
             from ``target_epsilon`` and ``rounds``.
         clients: of the whole federation.
@@ -105,8 +107,8 @@ class ClientDP(Defense):
         ledger: file that remembers every release through a crash; beside it ``<ledger>.terms``
             says what the releases are accounted by. With ``trust="central"`` the server keeps it,
             otherwise each client its own.
-        release: shares of noise that may be missing, and hardening:
-            :class:`ClientReleaseSettings`.
+        release: shares of noise that may be missing, hardening, and a clip norm that follows a
+            quantile: :class:`ClientReleaseSettings`.
         old: arguments of 0.1.0 that ``release`` has, and ``most_notches``; they warn.
 
     Raises:
@@ -155,6 +157,8 @@ class ClientDP(Defense):
             "without_replacement" if amplified and sampling == "fixed" else "poisson"
         )
         client_settings.check_accountant(accountant, target_epsilon)
+        client_settings.check_quantile(release.quantile, trust, accountant)
+        self._path = ClipPath((), release.quantile)
         self.rounds = rounds
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -176,6 +180,7 @@ class ClientDP(Defense):
             client_settings.check_terms(Path(ledger), self._terms())
             self._budget.open_ledger(ledger)
         self._budget.settle(self._rate, target_delta, lambda: rounds or 0)
+        self._share_of_noise()
         self.guarantee = self._describe_guarantee()
         self._entropy = os.urandom(32)
         self._releases = 0
@@ -186,6 +191,19 @@ class ClientDP(Defense):
     def _sensitivity(self) -> float:
         """How far two neighbours' sums may be apart, over the clip norm."""
         return 2.0 if self.replaces else 1.0
+
+    @property
+    def clip_norm(self) -> float:
+        """The norm to which the next release clips."""
+        return self.clip * self._path.factor(0, 0)
+
+    def _share_of_noise(self) -> float:
+        """Return the noise on a sum of updates over what it would be if no clients were counted.
+
+        Raises:
+            DefenseError: the count alone costs more than the noise allows.
+        """
+        return self._path.share_of_noise(self.noise_multiplier, self.per_round)
 
     @property
     def noise_multiplier(self) -> float:
@@ -212,8 +230,19 @@ class ClientDP(Defense):
     def mean_noise_std(self) -> float:
         """Standard deviation of the noise on each number of the mean over clients."""
         if self.trust == "central":
-            return self.noise_multiplier * self.clip / self.per_round
+            std = self.noise_multiplier * self._share_of_noise() * self.clip_norm
+            return std / self.per_round
         return self.own_noise_std / math.sqrt(self.per_round)
+
+    def relative_noise(self, numbers: int) -> float:
+        """Return the norm of the mean's noise over the largest norm of the mean without it.
+
+        It depends on no data. Above 1 the noise drowns what clients learned in a round.
+
+        Args:
+            numbers: that are trained.
+        """
+        return self.mean_noise_std * math.sqrt(numbers) / self.clip_norm
 
     @property
     def accountant(self) -> Accountant | RenyiFilter:
@@ -232,9 +261,11 @@ class ClientDP(Defense):
 
     def settings(self) -> dict[str, bool | int | float | str]:
         """Return what it was built with, for the record of a run."""
-        return super().settings() | {
+        return {
+            **super().settings(),
             "accountant": self._budget.kind,
             "noise_multiplier": self.noise_multiplier,
+            **self._path.settings(()),
         }
 
     def before_setup(self, context: DefenseContext) -> None:
@@ -323,20 +354,25 @@ class ClientDP(Defense):
                 "them with drawn()"
             )
         zeros: dict[Any, str] = {}
+        clip, halves = self.clip_norm, torch.zeros(1, dtype=torch.float64)
         total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in like.items()}
         for client, update in updates.items():
             if update is None:
                 zeros[client] = "failed or withheld"
                 continue
             try:
-                part = clipped(update, self.clip, like)
+                part = clipped(update, clip, like)
             except UpdateError as error:
                 zeros[client] = str(error)
                 continue
+            halves += 0.5 if joint_norm(update) <= clip else -0.5
             for name, tensor in part.items():
                 total[name] += tensor.to(total[name].device)
-        std = self._record_release() * self.clip
-        return Release(self._add_noise(total, std, like, 1 / self.per_round), zeros)
+        std = self._record_release() * self._share_of_noise() * clip
+        key = self._key(self._releases, 0, "quantile")
+        mean = self._add_noise(total, std, like, 1 / self.per_round)
+        self._path.follow(halves, self.per_round, key)
+        return Release(mean, zeros)
 
     def privatized(self, update: Update | None, like: Update) -> dict[str, Tensor]:
         """Return a client's update, clipped and with its own noise: one release of this client.
@@ -410,22 +446,25 @@ class ClientDP(Defense):
     ) -> dict[str, Tensor]:
         """Add noise that is used once, and round to the dtype of ``like`` at the end."""
         release, self._releases = self._releases, self._releases + 1
-        base = base_of(self._entropy, self.seed)
         noised = {}
         for index, (name, tensor) in enumerate(total.items()):
-            key = noise_key(base, 0, release, index, self.name, stream)
+            key = self._key(release, index, stream)
             noise = standard_normal(key, tensor.shape, tensor.device, torch.float64)
             noised[name] = tensor.add(noise, alpha=std).mul_(scale).to(like[name].dtype)
         return noised
 
+    def _key(self, release: int, index: int, stream: str) -> bytes:
+        return noise_key(base_of(self._entropy, self.seed), 0, release, index, self.name, stream)
+
     # ---- what survives ----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return the account of the releases, and how far the noise is turned up."""
-        return self._budget.state_dict()
+        """Return the account of the releases, how far the noise is turned up, and the clip norm."""
+        return self._budget.state_dict() | {"log_factor": self._path.log_factor}
 
     def load_state_dict(self, state: State) -> None:
         """Restore the count of releases; the account never runs backwards."""
+        self._path.log_factor = float(state.get("log_factor", 0.0))
         self._budget.load_state_dict(state, self._budget.accountant.steps)
         self._budget.check_not_overdrawn()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.defenses import DefenseError, QuantileClip
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 ClientSampling = Literal["all", "poisson", "fixed"]
@@ -28,6 +28,9 @@ class ClientReleaseSettings:
             be missing.
         harden_factor: what a hardening multiplies the noise by.
         max_hardenings: how often the noise may be turned up; None for no limit.
+        quantile: with ``trust="central"``, the clip norm begins at ``clip`` and follows a quantile
+            of the updates' norms. The count of clients below it has a share of the noise; a client
+            that counts as zero is on neither side.
         seed: for tests only; whoever knows it can take the noise off, so that epsilon is infinite.
 
     Raises:
@@ -37,6 +40,7 @@ class ClientReleaseSettings:
     dropouts: int = 0
     harden_factor: float = 2.0
     max_hardenings: int | None = None
+    quantile: QuantileClip | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -136,6 +140,19 @@ def check_trust(trust: str, sampling: str, dropouts: int, per_round: float) -> N
     _check_integer("dropouts", dropouts, at_least=0, at_most=math.ceil(per_round) - 1, hint=hint)
     if dropouts and trust != "secure_aggregation":
         raise DefenseError("ClientDP: dropouts= is for trust='secure_aggregation' alone")
+
+
+def check_quantile(quantile: QuantileClip | None, trust: str, accountant: str) -> None:
+    """Refuse a clip norm that follows a count which nobody may see, or whose noise grows."""
+    if quantile is not None and trust != "central":
+        raise DefenseError(
+            "ClientDP: quantile= counts the clients below the clip norm, which a trusted server "
+            f"alone may do: leave it out with trust={trust!r}"
+        )
+    if quantile is not None and accountant == "filter":
+        raise DefenseError(
+            "ClientDP: quantile= needs noise that is not turned up: accountant='prv' or 'rdp'"
+        )
 
 
 def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:

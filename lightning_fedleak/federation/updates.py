@@ -8,7 +8,7 @@ tensors. They hold a whole model, or the part that is trained (a PEFT adapter's 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -157,6 +157,54 @@ def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else before.detach().clone()
         for name, before in sent.items()
     }
+
+
+class ServerOptimizer:
+    """Moves the shared model by an optimizer that takes the mean update for its gradient.
+
+    With momentum that is FedAvgM, with Adam FedAdam (Reddi et al. 2021, *Adaptive federated
+    optimization*, algorithm 2). What it computes depends on the means of earlier rounds and on
+    nothing else, so that it costs no epsilon where these are noised. Its moments are not kept
+    through a restart of the server.
+
+    Args:
+        make: from parameters to the optimizer, whose learning rate is the server's.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak.federation import ServerOptimizer
+        >>> server = ServerOptimizer(lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9))
+        >>> sent = {"weight": torch.zeros(2)}
+        >>> server.moved(sent, {"weight": torch.ones(2)})["weight"]
+        tensor([1., 1.])
+    """
+
+    def __init__(self, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+        self._make = make
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._optimizer: Optimizer | None = None
+
+    @torch.no_grad()
+    def moved(self, sent: State, mean: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the next state, each tensor in its dtype.
+
+        Args:
+            sent: what clients got.
+            mean: of their updates, by name; other tensors are copied.
+
+        Raises:
+            UpdateError: the mean names other tensors than before.
+        """
+        if self._optimizer is None:
+            self._parameters = {n: nn.Parameter(sent[n].detach().clone()) for n in mean}
+            self._optimizer = self._make([*self._parameters.values()])
+        if mean.keys() != self._parameters.keys():
+            raise UpdateError("the server's optimizer got other names than in the rounds before")
+        for name, parameter in self._parameters.items():
+            parameter.copy_(sent[name])
+            parameter.grad = -mean[name].to(parameter)
+        self._optimizer.step()
+        return {n: self._parameters.get(n, t).detach().clone() for n, t in sent.items()}
 
 
 def joint_norm(update: Mapping[str, Tensor]) -> float:

@@ -156,6 +156,21 @@ def test_epsilon_is_shown_and_kept(tmp_path: Path, given: dict, trust: str) -> N
     assert same.privacy.epsilon == pytest.approx(spent[1], abs=0.01)
 
 
+def test_a_private_server_may_follow_a_quantile_and_move_by_adam(
+    tmp_path: Path, given: dict
+) -> None:
+    private = {"noise_multiplier": 0.01, "attack": "none", "clip_quantile": 0.5}
+    _, plain = federate(tmp_path / "plain", given, **private)
+    shown, adam = federate(tmp_path / "adam", given, **private, server_optimizer="adam")
+    drowned = "Noise will drown the updates: its norm is"
+    assert drowned not in shown[: shown.index("\n round ")]
+    states = [load_file(folder / "model.safetensors") for folder in (plain, adam)]
+    assert any(not torch.equal(states[0][name], states[1][name]) for name in states[0])
+    shown, _ = federate(tmp_path / "loud", given, noise_multiplier=2.0, attack="none", rounds=1)
+    assert drowned in shown[: shown.index("\n round ")]
+    assert "clients a round would bring it to 1" in shown
+
+
 def test_what_a_table_says_of_many_clients_and_of_what_is_unknown() -> None:
     nan = float("nan")
     console = Console(file=io.StringIO(), width=160)
@@ -244,6 +259,8 @@ def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
         (["--trust", "local"], "give --epsilon or --noise-multiplier too"),
         (["--epsilon", "8", "--sampling", "poisson"], "give their number with --per-round"),
         (["--epsilon", "8", "--delta", "0.9"], "must be below 1 / 4"),
+        (["--clip-quantile", ".5"], "give --epsilon or --noise-multiplier too"),
+        (["--server-lr", "1"], "give --server-optimizer too"),
         (["--lora-r", "4", "--column", "text"], "give --peft lora too"),
         (["--column", "text", "--length", "4000"], "more than the"),
     ):

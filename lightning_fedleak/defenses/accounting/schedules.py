@@ -75,12 +75,14 @@ def factors_of(name: str, schedule: Factors | None) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class QuantileClip:
-    """A clip norm that follows a quantile of the gradients' norms (Andrew et al. 2021).
+    """A clip norm that follows a quantile of the norms that it clips (Andrew et al. 2021).
 
-    After each release ``C`` becomes ``C exp(-rate (b - quantile))``, where b is the share of
-    samples below C, released with noise of its own. Each adds plus or minus a half to it, so that
-    it costs as much as a release with a noise multiplier of ``2 noise``. The gradients get that
-    much more noise that both together cost what the noise multiplier says (their Theorem 1)::
+    These are the norms of samples' gradients (``DPSGD``), or of clients' updates (``ClientDP``).
+
+    After each release ``C`` becomes ``C exp(-rate (b - quantile))``, where b is the share of norms
+    below C, released with noise of its own. Each adds plus or minus a half to it, so that it costs
+    as much as a release with a noise multiplier of ``2 noise``. The sum gets that much more noise
+    that both together cost what the noise multiplier says (their Theorem 1)::
 
         z_sum = (z^-2 - (2 noise)^-2)^(-1/2)
 
@@ -88,7 +90,7 @@ class QuantileClip:
         quantile: of the norms, in (0, 1).
         rate: of the change, over a whole share.
         noise: standard deviation of the noise on the count; None: a twentieth of the expected
-            batch size, as in the paper.
+            number of samples or clients, as in the paper.
 
     Raises:
         DefenseError: a value out of range.
@@ -134,11 +136,11 @@ class ClipPath:
         return factor_at(self.factors, step, steps) * math.exp(self.log_factor)
 
     def share_of_noise(self, noise_multiplier: float, expected: float) -> float:
-        """Return the noise on the gradients over what a release without a count would have.
+        """Return the noise on the sum over what a release without a count would have.
 
         Args:
-            noise_multiplier: z, of count and gradients together.
-            expected: batch size.
+            noise_multiplier: standard deviation of that noise over the clip norm.
+            expected: number of samples or clients.
 
         Raises:
             DefenseError: the count alone costs more than z allows.
@@ -148,18 +150,18 @@ class ClipPath:
         least = 2 * self._count_noise(expected)
         if least <= noise_multiplier:
             raise DefenseError(
-                f"DPSGD: a count with noise {least / 2:g} costs more than a release with a noise "
+                f"a count with noise {least / 2:g} costs more than a release with a noise "
                 f"multiplier of {noise_multiplier:g} may: pass QuantileClip(noise=) above "
-                f"{noise_multiplier / 2:g}, or use larger batches"
+                f"{noise_multiplier / 2:g}, or use larger batches (more clients a round)"
             )
         return 1 / math.sqrt(1 - (noise_multiplier / least) ** 2)
 
     def follow(self, halves: Tensor, expected: float, key: bytes | None) -> None:
-        """Release a count of samples below the clip norm, and set the next norm by it.
+        """Release a count of norms below the clip norm, and set the next norm by it.
 
         Args:
-            halves: (1,) sum over samples of a half, with a minus where the norm is above.
-            expected: batch size.
+            halves: (1,) sum of a half for each, with a minus where the norm is above.
+            expected: number of samples or clients.
             key: of the noise; None for no noise.
         """
         if self.quantile is None:

@@ -21,12 +21,15 @@ from lightning_fedleak import finetuning
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.canaries import TrainingRows, leave_out
+from lightning_fedleak.defenses import QuantileClip
 from lightning_fedleak.federation import (
     ClientDP,
+    ClientReleaseSettings,
     ClientSampling,
     RoundGate,
     RoundObserver,
     RoundSettings,
+    ServerOptimizer,
     Trusted,
     trained_on,
     trained_state,
@@ -40,6 +43,13 @@ OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, 3e-4, {}),
 }
 """Class, default learning rate, and further settings."""
+
+SERVER_OPTIMIZERS = {
+    "momentum": (torch.optim.SGD, 1.0, {"momentum": 0.9}),
+    "adam": (torch.optim.Adam, 3e-3, {"betas": (0.9, 0.99), "eps": 1e-3}),
+}
+"""Class, default learning rate, and further settings; Adam's are those of Reddi et al. 2021, with a
+learning rate that was not tuned."""
 
 WORDS, MEMBERSHIP = "leakage/worst/words", "leakage/worst/membership"
 
@@ -81,10 +91,14 @@ class Federation:
         epsilon: what all rounds together may cost; None for no budget.
         noise_multiplier: noise on the sum over ``clip``, in place of ``epsilon``.
         clip: largest norm of a client's update.
+        clip_quantile: of the norms of updates, which the clip norm follows; None: it stays.
         delta: of the guarantee.
         trust: who adds the noise.
         sampling: which clients take part in a round.
         per_round: how many clients that is, where not all take part.
+        server_optimizer: of the server: ``"mean"`` adds the mean update, the others are keys of
+            ``SERVER_OPTIMIZERS``.
+        server_lr: its learning rate; None for the default there.
         seed: of split, order, adapters and calibration.
     """
 
@@ -113,10 +127,13 @@ class Federation:
     epsilon: float | None = None
     noise_multiplier: float | None = None
     clip: float = 1.0
+    clip_quantile: float | None = None
     delta: float = 1e-5
     trust: Trusted = "central"
     sampling: ClientSampling = "all"
     per_round: float | None = None
+    server_optimizer: Literal["mean", "momentum", "adam"] = "mean"
+    server_lr: float | None = None
     seed: int = 0
 
     @property
@@ -139,6 +156,15 @@ class Federation:
         """Return a function from parameters to the optimizer of clients."""
         kind, lr, settings = OPTIMIZERS[self.optimizer]
         return partial(kind, lr=lr if self.lr is None else self.lr, **settings)
+
+    def make_server_optimizer(self) -> ServerOptimizer | None:
+        """Return a new optimizer of the server; None where it adds the mean."""
+        if self.server_optimizer == "mean":
+            return None
+        kind, lr, settings = SERVER_OPTIMIZERS[self.server_optimizer]
+        return ServerOptimizer(
+            partial(kind, lr=lr if self.server_lr is None else self.server_lr, **settings)
+        )
 
     # ---- texts ------------------------------------------------------------------------------
 
@@ -371,6 +397,9 @@ class Federation:
             per_round=self.per_round,
             accountant="filter" if self.action == "harden" else "prv",
             ledger=ledger,
+            release=ClientReleaseSettings(
+                quantile=None if self.clip_quantile is None else QuantileClip(self.clip_quantile)
+            ),
         )
 
     def client_account(self, folder: Path, client: int) -> ClientDP | None:

@@ -49,6 +49,8 @@ class Server:
         self.loss = federation.validation_loss(self._model, self.state)
         central = federation.trust == "central"
         self.dp = federation.account(folder / "server.ledger") if central else None
+        optimizer = federation.make_server_optimizer()
+        self._move = moved if optimizer is None else optimizer.moved
         # The draw and the divisor of the sum do not depend on who adds the noise.
         self._terms = self.dp or federation.account(None)
 
@@ -69,8 +71,7 @@ class Server:
         """
         if self._terms is None:
             return None
-        numbers = sum(tensor.numel() for tensor in self.state.values())
-        return self._terms.mean_noise_std * math.sqrt(numbers) / self._terms.clip
+        return self._terms.relative_noise(sum(tensor.numel() for tensor in self.state.values()))
 
     def draw_clients(self) -> list[int]:
         """Return the clients of a round."""
@@ -116,21 +117,26 @@ class Server:
             for update in read.values():
                 for name, tensor in mean.items():
                     tensor.add_(update[name].double(), alpha=1 / expected)
-        self.state = moved(sent, mean)
+        self.state = self._move(sent, mean)
         self.loss = self._federation.validation_loss(self._model, self.state)
         if observer is not None:
-            self._look(round_, sent, list(read), observer)
+            self._look(round_, sent, moved(sent, mean), list(read), observer)
         return silent
 
     def _look(
-        self, round_: int, sent: Mapping[str, Tensor], clients: list[int], observer: RoundObserver
+        self,
+        round_: int,
+        sent: Mapping[str, Tensor],
+        returned: Mapping[str, Tensor],
+        clients: list[int],
+        observer: RoundObserver,
     ) -> None:
         """Attack the sum: all that a server sees behind a secure aggregation."""
         batches = [b for client in clients for b in self._federation.batches(client, round_)]
         utility = {} if math.isnan(self.loss) else {"val_loss": self.loss}
         observer.begin(round_, sent)
         look = observer.look(
-            self.state,
+            returned,
             SUM,
             batches=batches,
             noise_std=0.0 if self._terms is None else self._terms.mean_noise_std,

@@ -1,0 +1,141 @@
+"""What client-level privacy costs in loss: federations of many clients, and servers that help.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.federation.client_dp --model DIR --text FILE --log FILE
+    python -m benchmarks.federation.client_dp --log benchmarks/federation/client_dp.jsonl --show
+
+Each cell is a federation as ``fedleak federate --attack none --peft lora`` trains it, without
+attacks. ``--clients 1000`` draws ``--per-round`` of them by independent coins. *Without* has the
+same draws and clips, and next to no noise. Losses are of texts that no client has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lightning_fedleak.studies.federation import Federation, Server, train_in_process
+
+SMOKE = (
+    "--model {model} --text {text} --log {out}/cells.jsonl --clients 8 --per-round 4 --rounds 2 "
+    "--local-steps 1 --rank 2 --servers adam:.01 --clips q1 --epsilon 50",
+)
+NEXT_TO_NONE = 1e-9  # noise multiplier of the runs without privacy
+
+
+def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], float, float]:
+    """Return the validation loss before and after each round, the noise and the last clip norm."""
+    server, rate = key["server"].split(":")
+    quantile = key["clip"].startswith("q")
+    federation = Federation(
+        clients=key["clients"],
+        rounds=args.rounds,
+        local_steps=args.local_steps,
+        model=args.model,
+        text=args.text,
+        peft="lora",
+        lora_r=args.rank,
+        optimizer="adamw",
+        lr=args.lr,
+        attack="none",
+        epsilon=key["epsilon"],
+        noise_multiplier=None if key["epsilon"] else NEXT_TO_NONE,
+        clip=float(key["clip"].removeprefix("q")),
+        clip_quantile=0.5 if quantile else None,
+        sampling="poisson" if key["clients"] > args.per_round else "all",
+        per_round=args.per_round if key["clients"] > args.per_round else None,
+        server_optimizer=server,
+        server_lr=None if server == "mean" else float(rate),
+        seed=key["seed"],
+    )
+    values: list[float] = []
+
+    def closed(number: int, state: Server, absent: dict[int, str]) -> None:
+        values.append(state.loss)
+
+    with tempfile.TemporaryDirectory() as folder:
+        end = train_in_process(federation, Path(folder), closed)
+    assert end.dp is not None
+    return values, end.noise or 0.0, end.dp.clip_norm
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Return the loss after all rounds by the server, beside that without noise."""
+    rows = ["| clients, in a round | clip | server | noise | loss |", "|---|---|---|---|---|"]
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for line in lines:
+        names = ("clients", "per_round", "epsilon", "clip", "server")
+        groups.setdefault(tuple(line[name] for name in names), []).append(line)
+    for (clients, per_round, epsilon, clip, server), cells in groups.items():
+        ends = [cell["losses"][-1] for cell in cells]
+        norm = clip
+        if clip.startswith("q"):
+            norm = f"median, {clip[1:]} to {statistics.median(c['norm'] for c in cells):.2g}"
+        noise = f"{cells[0]['noise']:.2g} x" if epsilon else "none"
+        spread = f" ({min(ends):.3f} to {max(ends):.3f})" if len(ends) > 1 else ""
+        rows.append(
+            f"| {clients}, {per_round} | {norm} | {server.replace(':', ' ')} | {noise} | "
+            f"{cells[0]['losses'][0]:.3f} -> {statistics.median(ends):.3f}{spread} |"
+        )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Run what the log lacks, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder of a causal model; default the embedded one")
+    parser.add_argument("--text", help="default the embedded messages")
+    parser.add_argument("--log", type=Path, required=True, help="results, one JSON object a line")
+    parser.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--clients", nargs="+", type=int, default=[100, 1000])
+    parser.add_argument("--per-round", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--local-steps", type=int, default=2)
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=1e-3, help="of the clients' AdamW")
+    parser.add_argument("--epsilon", type=float, default=8.0)
+    parser.add_argument(
+        "--servers", nargs="+", default=["mean:1", "momentum:1", "adam:.001"], help="name:rate"
+    )
+    parser.add_argument(
+        "--clips", nargs="+", default=["0.3", "q0.3"], help="norm; with q it follows the median"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    lines: list[dict[str, Any]] = []
+    if args.log.exists():
+        lines = [json.loads(line) for line in args.log.read_text("utf-8").splitlines()]
+    cells = [
+        {"clients": clients, "epsilon": epsilon, "clip": clip, "server": server, "seed": seed}
+        for seed in args.seeds
+        for clients in args.clients
+        for epsilon in (None, args.epsilon)
+        for clip in (args.clips if epsilon else args.clips[:1])
+        for server in args.servers
+    ]
+    for key in () if args.show else cells:
+        key |= {"per_round": min(args.per_round, key["clients"]), "rounds": args.rounds}
+        if any(key.items() <= line.items() for line in lines):
+            continue
+        began = time.process_time()
+        values, noise, norm = losses(args, key)
+        result = {"losses": [round(x, 4) for x in values], "noise": round(noise, 3), "norm": norm}
+        result |= {"model": Path(args.model or "embedded").name, "lr": args.lr, "rank": args.rank}
+        result |= {"seconds": round(time.process_time() - began), "steps": args.local_steps}
+        result |= {"date": str(datetime.date.today()), "machine": platform.machine()}
+        lines.append(key | result)
+        with args.log.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(lines[-1]) + "\n")
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,8 +4,8 @@
     python -m benchmarks.federation.client_dp --log benchmarks/federation/client_dp.jsonl --show
 
 Each cell is a federation as ``fedleak federate --attack none --peft lora`` trains it, without
-attacks. ``--clients 1000`` draws ``--per-round`` of them by independent coins. *Without* has the
-same draws and clips, and next to no noise. Losses are of texts that no client has.
+attacks. ``--per-round`` clients are drawn by independent coins. *Without* has the same draws and
+clips, and next to no noise. Losses are of texts that no client has.
 """
 
 from __future__ import annotations
@@ -95,17 +95,15 @@ def main() -> None:
     parser.add_argument("--log", type=Path, required=True, help="results, one JSON object a line")
     parser.add_argument("--show", action="store_true", help="run nothing")
     parser.add_argument("--clients", nargs="+", type=int, default=[100, 1000])
-    parser.add_argument("--per-round", type=int, default=100)
+    parser.add_argument("--per-round", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--local-steps", type=int, default=2)
-    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--local-steps", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3, help="of the clients' AdamW")
     parser.add_argument("--epsilon", type=float, default=8.0)
+    parser.add_argument("--servers", nargs="+", default=["mean:1", "adam:.001"], help="name:rate")
     parser.add_argument(
-        "--servers", nargs="+", default=["mean:1", "momentum:1", "adam:.001"], help="name:rate"
-    )
-    parser.add_argument(
-        "--clips", nargs="+", default=["0.3", "q0.3"], help="norm; with q it follows the median"
+        "--clips", nargs="+", default=["0.05", "q0.05"], help="norm; with q it follows the median"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     args = parser.parse_args()
@@ -119,7 +117,7 @@ def main() -> None:
         for clients in args.clients
         for epsilon in (None, args.epsilon)
         for clip in (args.clips if epsilon else args.clips[:1])
-        for server in args.servers
+        for server in (args.servers if epsilon else args.servers[:1])
     ]
     for key in () if args.show else cells:
         key |= {"per_round": min(args.per_round, key["clients"]), "rounds": args.rounds}

@@ -30,7 +30,6 @@ from lightning_fedleak.commands.printing import (
     text_name,
     three_digits,
 )
-from lightning_fedleak.federation import trained_state
 from lightning_fedleak.finetuning import SourceError, quiet_logs
 from lightning_fedleak.looks import gates
 from lightning_fedleak.report import ReportError, write
@@ -179,8 +178,7 @@ def _introduction(federation: Federation) -> str:
             f"Differential privacy of a client: noise multiplier {dp.noise_multiplier:.3g}, clip "
             f"{dp.clip:g}. Guarantee: {dp.guarantee}"
         )
-        trained = trained_state(federation.make_model()).values()
-        noise = dp.relative_noise(sum(tensor.numel() for tensor in trained))
+        noise = dp.relative_noise(federation.trained_numbers)
         if noise > 1:
             lines.append(
                 f"Noise will drown the updates: {_DROWNED.format(noise=noise)} With as much noise, "

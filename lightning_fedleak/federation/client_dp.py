@@ -79,7 +79,7 @@ class ClientDP(Defense):
     ================  ===========================  ======================  =====================
     ``"all"``         a client added or removed    ``clip``                prv, rdp, filter
     ``"poisson"``     a client added or removed    ``clip``                prv, rdp, filter
-    ``"fixed"``       a client's data replaced     ``2 * clip``            rdp, filter
+    ``"fixed"``       a client's data replaced     ``2 * clip``            prv, rdp, filter
     ================  ===========================  ======================  =====================
 
     Sampling helps under central trust alone, and while nobody but the server knows who took part.

@@ -21,11 +21,11 @@ from lightning_fedleak import finetuning
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.canaries import TrainingRows, leave_out
-from lightning_fedleak.defenses import QuantileClip
 from lightning_fedleak.federation import (
     ClientDP,
     ClientReleaseSettings,
     ClientSampling,
+    QuantileClip,
     RoundGate,
     RoundObserver,
     RoundSettings,
@@ -44,7 +44,7 @@ OPTIMIZERS = {
 }
 """Class, default learning rate, and further settings."""
 
-SERVER_OPTIMIZERS = {
+SERVER_OPTIMIZERS: Mapping[str, tuple[Any, float, Any]] = {
     "momentum": (torch.optim.SGD, 1.0, {"momentum": 0.9}),
     "adam": (torch.optim.Adam, 3e-3, {"betas": (0.9, 0.99), "eps": 1e-3}),
 }
@@ -150,6 +150,11 @@ class Federation:
             rank = 8 if self.lora_r is None else self.lora_r
             model = with_lora(find_anatomy(model), rank, self.targets, self.seed).model
         return model.train()
+
+    @cached_property
+    def trained_numbers(self) -> int:
+        """Return how many numbers clients train."""
+        return sum(tensor.numel() for tensor in trained_state(self.make_model()).values())
 
     @property
     def make_optimizer(self) -> partial[torch.optim.Optimizer]:

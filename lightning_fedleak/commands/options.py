@@ -461,14 +461,12 @@ class FederateOptions:
         epsilon: client-level differential privacy: what all rounds together may cost.
         noise_multiplier: noise on the sum, over --clip, in place of --epsilon.
         clip: largest norm of a client's update.
-        clip_quantile: the norm that clips begins at --clip and follows this quantile of the
-            updates' norms (.5, say); the server counts them, within the same epsilon.
+        clip_quantile: --clip is the first norm, which then follows this quantile of the updates'.
         delta: delta of the guarantee.
         trust: who adds the noise: the server; each client all of it; each client its share.
         sampling: which clients take part in a round.
         per_round: for 'poisson' and 'fixed': how many (on average).
-        server_optimizer: adds the mean update to the model, or moves it with momentum (FedAvgM) or
-            Adam (FedAdam); under differential privacy this costs no epsilon.
+        server_optimizer: how the mean update moves the model: FedAvg, FedAvgM or FedAdam.
         server_lr: its learning rate (momentum 1, adam 0.003).
         engine: one client after the other in this process, or Flower's simulation (the extra
             'flower'); both give the same model.

@@ -99,11 +99,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--local-steps", type=int, default=1)
     parser.add_argument("--rank", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=1e-3, help="of the clients' AdamW")
+    parser.add_argument("--lr", type=float, default=3e-3, help="of the clients' AdamW")
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--servers", nargs="+", default=["mean:1", "adam:.001"], help="name:rate")
     parser.add_argument(
-        "--clips", nargs="+", default=["0.05", "q0.05"], help="norm; with q it follows the median"
+        "--clips", nargs="+", default=["0.2", "q0.2"], help="norm; with q it follows the median"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     args = parser.parse_args()

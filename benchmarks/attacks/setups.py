@@ -107,11 +107,11 @@ BOTTLENECK = 32
 class Bottleneck(nn.Module):
     """A layer with a Houlsby adapter behind it: ``y + up(relu(down(y)))`` of its output y."""
 
-    def __init__(self, layer: nn.Module, width: int) -> None:
+    def __init__(self, layer: nn.Module, width: int, inner: int = BOTTLENECK) -> None:
         super().__init__()
         self.layer = layer
-        self.down = nn.Linear(width, BOTTLENECK)
-        self.up = nn.Linear(BOTTLENECK, width)
+        self.down = nn.Linear(width, inner)
+        self.up = nn.Linear(inner, width)
         nn.init.zeros_(self.up.weight)
         nn.init.zeros_(self.up.bias)
 
@@ -136,6 +136,16 @@ def adapters(model: PreTrainedModel) -> nn.Module:
     model.requires_grad_(False)
     for block in model.get_decoder().layers:
         block.mlp = Bottleneck(block.mlp, model.config.hidden_size)
+    return model
+
+
+def embedding_adapters(model: PreTrainedModel) -> nn.Module:
+    """Adapters of half the width, one behind the embeddings and one behind every MLP."""
+    model.requires_grad_(False)
+    decoder, width = model.get_decoder(), model.config.hidden_size
+    decoder.embed_tokens = Bottleneck(decoder.embed_tokens, width, width // 2)
+    for block in decoder.layers:
+        block.mlp = Bottleneck(block.mlp, width, width // 2)
     return model
 
 
@@ -206,7 +216,9 @@ SETUPS: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
     "lora 8 q,v, NEFTune 5": neftune,
     "lora 8 q,v, first block frozen": first_block_frozen,
     "norms": norms,
+    "lora 8 o,down": lora(8, ["o_proj", "down_proj"]),
     "adapters": adapters,
+    "adapters, one behind the embeddings": embedding_adapters,
     "bitfit": bitfit,
     "prompt tuning": prompts,
 }

@@ -62,6 +62,7 @@ from lightning_fedleak.attacks.words.public_gradients import (
     gradient_through_blocks as gradient_through_blocks,
 )
 from lightning_fedleak.attacks.words.public_gradients import nonzero_starts as nonzero_starts
+from lightning_fedleak.attacks.words.rehearsed import RehearsedLabels as RehearsedLabels
 from lightning_fedleak.attacks.words.reveal_labels import RevealLabels as RevealLabels
 from lightning_fedleak.attacks.words.reveal_labels import RevealLabelsGuess as RevealLabelsGuess
 from lightning_fedleak.attacks.words.subspace import SubspaceWords as SubspaceWords

@@ -23,6 +23,7 @@ from lightning_fedleak.attacks import (
     FCMembership,
     GradientMembership,
     PublicText,
+    RehearsedLabels,
     SubspaceMembership,
     SubspaceTexts,
     SubspaceWords,
@@ -292,7 +293,7 @@ def every_attack(*, rounds: bool) -> list[Attack]:
     """
     capabilities = DISHONEST_SERVER | ASSUMED
     every = candidates(capabilities, "sampled", None, rounds=rounds, weights=not rounds)
-    return [*every, SubspaceTexts()]
+    return [*every, RehearsedLabels("sampled"), SubspaceTexts()]
 
 
 def selected(

@@ -370,7 +370,7 @@ def _is_unit(x: Tensor) -> bool:
 
 
 def input_rows(
-    anatomy: Anatomy, known_input: KnownInput, ids: Tensor, *, autocast: torch.dtype | None = None
+    anatomy: Anatomy, known_input: SharedInput, ids: Tensor, *, autocast: torch.dtype | None = None
 ) -> Tensor:
     """Return the value of an input for texts of token ids.
 

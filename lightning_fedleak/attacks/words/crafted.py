@@ -41,7 +41,7 @@ NEAR = 0.15  # share of the threshold by which a type may miss it and still be r
 SURE = 0.1  # share by which a type passes it that a row at rest excludes; not tuned
 LOWEST = 0.05  # similarity below which nothing is read; cuts are tried from here on, not tuned
 CUTS = 60  # cuts that are tried; more cost time, not tuned
-CAUGHT = 0.3  # what a type is worth to a second adapter where rows of the first fire; not tuned
+WORTH = 0.3  # what a type is worth to a second adapter where rows of the first fire; not tuned
 STEP_ERROR = 0.04  # relative error of a change's size up to which it names a step; not tuned
 
 
@@ -102,10 +102,10 @@ def read_rows(change: Tensor, still: Tensor, rows: CraftedRows) -> Readings:
     readings = []
     for row in (~still).nonzero()[:, 0].tolist():
         types = candidates[:, row].nonzero()[:, 0]
-        own, residual, clearest = atoms[types], change[row], 1.0
+        columns, residual, clearest = atoms[types], change[row], 1.0
         chosen: list[int] = []
         for _ in range(min(MOST, len(types))):
-            similarity = (own @ F.normalize(residual, dim=0)).abs()
+            similarity = (columns @ F.normalize(residual, dim=0)).abs()
             similarity[chosen] = 0.0
             best = int(similarity.argmax())
             clearest = min(clearest, float(similarity[best]))
@@ -113,10 +113,10 @@ def read_rows(change: Tensor, still: Tensor, rows: CraftedRows) -> Readings:
                 break
             chosen.append(best)
             readings.append((int(types[best]), clearest))
-            basis = torch.linalg.qr(own[chosen].T).Q
+            basis = torch.linalg.qr(columns[chosen].T).Q
             residual = change[row] - basis @ (basis.T @ change[row])
-    columns = torch.tensor(readings, dtype=torch.float64).reshape(-1, 2).T
-    return Readings(columns[0].long(), columns[1], absent.cpu())
+    pairs = torch.tensor(readings, dtype=torch.float64).reshape(-1, 2)
+    return Readings(pairs[:, 0].long(), pairs[:, 1], absent.cpu())
 
 
 @dataclass(frozen=True)
@@ -373,8 +373,8 @@ class CraftedAdapterWords(Attack):
         for i, adapter in enumerate(self.adapters):
             weights = None
             if crafted:  # what rows fire for already is worth less
-                caught = torch.stack([c.rows.fires().any(1) for c in crafted]).any(0)
-                weights = crafted[0].rows.presence * torch.where(caught, CAUGHT, 1.0)
+                fires = torch.stack([c.rows.fires().any(1) for c in crafted]).any(0)
+                weights = crafted[0].rows.presence * torch.where(fires, WORTH, 1.0)
             settings = replace(self.rows, seed=self.rows.seed + i)
             crafted.append(
                 craft(anatomy, adapter, public, tokens, settings=settings, weights=weights)
@@ -417,6 +417,8 @@ class CraftedAdapterWords(Attack):
         """
         if self.cut is None:
             raise RuntimeError(f"attack '{self.name}' has crafted nothing: call prepare")
+        if not any(bool(change.any()) for change in view.gradients[-1].tensors.values()):
+            raise UnusableObservation("nothing has changed: nothing was trained on")
         readings = self._readings(view)
         types, read = self._named(readings, self.cut)
         steps = self._name_steps(view, read)
@@ -448,8 +450,6 @@ class CraftedAdapterWords(Attack):
         change = steps.without_decay(shared, before, rate)[: len(one.rows.thresholds)]
         unit = (steps.steps + 2) * torch.finfo(one.tensors[name].dtype).eps / rate
         still = change.abs().amax(1) <= unit * before[: len(change)].abs().amax(1)
-        if bool(still.all()):
-            raise UnusableObservation(f"no row of '{name}' has changed: nothing was trained on")
         return change, still
 
     def _name_steps(self, view: Observation, read: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def test_an_update_in_which_no_row_moves_is_unknown(attack) -> None:
     zeros = {EMBEDDING_ADAPTER + ".down.weight": torch.zeros(24, 32)}
     twin = copy.copy(attack)
     twin.meet(dataclasses.replace(FACTS, optimizer_settings={"lr": RATE, "weight_decay": 0.0}))
-    with pytest.raises(UnusableObservation, match="nothing was trained"):
+    with pytest.raises(UnusableObservation, match="nothing was trained on"):
         twin.run(Observation((shared(tensors=zeros),)))
 
 

@@ -1,0 +1,293 @@
+"""What a dishonest server reads off a round behind an adapter whose values it has chosen.
+
+    python -m benchmarks.attacks.crafted_adapter --model DIR --out FILE
+    python -m benchmarks.attacks.crafted_adapter --model DIR --place block --rank 144 --out FILE
+    python -m benchmarks.attacks.crafted_adapter --model DIR --place lora --rank 32 --blocks 3 \
+        --rate 1e-4 --kappa 5 --out FILE
+    python -m benchmarks.attacks.crafted_adapter --table FILE
+
+A split draws which texts are public, private and held out anew; the server crafts and calibrates
+on the public ones, and ``--rounds`` rounds are played on the private ones, on copies. ``embedding``
+is a bottleneck behind the embedding, ``block`` one behind the first block, ``lora`` a LoRA on gate
+and up projection of the first ``--blocks`` blocks. The client trains with AdamW from a fresh state.
+
+Rates are means over rounds with 95% intervals (Student's t). *Usual* is a guess of the types that
+more than half of all rounds hold, *blind* of the most frequent types, given their number. *Rare*
+are the types that are not usual. Losses are in nats on held-out text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from scipy import stats
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.attacks.word_recovery import read_texts
+from lightning_fedleak import CraftedAdapterWords, PublicText
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks import RoundShape, RowSettings, RunFacts
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.games import CraftedRound, play_crafted_rounds
+from lightning_fedleak.metrics import Counts, precision_recall_f1
+
+SMOKE = (
+    "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --splits 2 --rounds 1 "
+    "--public-rounds 1 --held 2 --out {out}/cells.jsonl",
+    "--model {model} --text {text} --place lora --rank 4 --blocks 1 --length 8 --texts 2 --steps 2 "
+    "--splits 1 --rounds 1 --public-rounds 1 --held 2 --out {out}/lora.jsonl",
+)
+STD = 0.01  # of both maps of a new bottleneck, as in Houlsby et al. 2019
+
+
+class Bottleneck(nn.Module):
+    """Houlsby's adapter: ``h + up(relu(down(h)))``."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(width, rank), nn.Linear(rank, width)
+        for linear in (self.down, self.up):
+            nn.init.normal_(linear.weight, std=STD)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """The states, adapted."""
+        return states + self.up(self.down(states).relu())
+
+
+class AdaptedEmbedding(nn.Embedding):
+    """An embedding with an adapter behind it."""
+
+    def __init__(self, embedding: nn.Embedding, rank: int) -> None:
+        super().__init__(*embedding.weight.shape)
+        self.weight = embedding.weight
+        self.adapter = Bottleneck(self.embedding_dim, rank)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The embeddings, adapted."""
+        return self.adapter(super().forward(ids))
+
+
+class AdaptedBlock(nn.Module):
+    """A block with an adapter behind it."""
+
+    def __init__(self, block: nn.Module, width: int, rank: int) -> None:
+        super().__init__()
+        self.block, self.adapter = block, Bottleneck(width, rank)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model asks of its block."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("block"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's output, adapted."""
+        output = self.block(*args, **kwargs)
+        if isinstance(output, tuple):
+            return (self.adapter(output[0]), *output[1:])
+        return self.adapter(output)
+
+
+def adapted(options: argparse.Namespace) -> tuple[nn.Module, list[str]]:
+    """The model with adapters, and the paths of those that are crafted."""
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    decoder, width = model.get_decoder(), model.config.hidden_size
+    if options.place == "lora":
+        rank = options.rank
+        lora = LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        model = get_peft_model(model, lora).eval()
+        names = {id(m): name for name, m in model.named_modules()}
+        return model, [names[id(block.mlp)] for block in decoder.layers[: options.blocks]]
+    model.requires_grad_(False)
+    if options.place == "embedding":
+        decoder.embed_tokens = AdaptedEmbedding(decoder.embed_tokens, options.rank)
+        crafted = decoder.embed_tokens.adapter
+    else:
+        decoder.layers[0] = AdaptedBlock(decoder.layers[0], width, options.rank)
+        crafted = decoder.layers[0].adapter
+    crafted.requires_grad_(True)
+    return model, [next(name for name, m in model.named_modules() if m is crafted)]
+
+
+def rows_of(options: argparse.Namespace) -> Tensor:
+    """Ids (n, length) of the beginnings of all texts that are long enough."""
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    front = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    texts = [
+        front + tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in read_texts(options.text)
+    ]
+    return torch.tensor([ids[: options.length] for ids in texts if len(ids) >= options.length])
+
+
+def split(rows: Tensor, number: int, options: argparse.Namespace) -> list[CraftedRound]:
+    """The rounds of one split of the texts."""
+    generator = torch.Generator().manual_seed(options.seed + number)
+    order = rows[torch.randperm(len(rows), generator=generator)]
+    in_round = options.clients * options.steps * options.texts
+    private, rest = order[: options.rounds * in_round], order[options.rounds * in_round :]
+    held_out, public = rest[: options.held], rest[options.held :][: options.public]
+    if len(private) < options.rounds * in_round or len(public) < 2:
+        raise SystemExit(f"{len(rows)} texts are too few: take fewer --rounds or --texts")
+    torch.manual_seed(options.seed + number)
+    model, names = adapted(options)
+    rounds = [
+        [
+            [TokenBatch(ids, ids, None, "causal") for ids in client.split(options.texts)]
+            for client in clients.split(options.steps * options.texts)
+        ]
+        for clients in private.split(in_round)
+    ]
+    attack = CraftedAdapterWords(
+        names,
+        PublicText(public),
+        shape=RoundShape(options.texts, options.length, options.clients),
+        rounds=options.public_rounds,
+        rows=RowSettings(kappa=options.kappa, row_norm=options.row_norm, seed=number),
+        seed=number,
+    )
+    settings = {"lr": options.rate, "weight_decay": 0.01}
+    facts = RunFacts(optimizer="AdamW", optimizer_settings=settings, local_steps=options.steps)
+    held = TokenBatch(held_out, held_out, None, "causal")
+    played = play_crafted_rounds(find_anatomy(model), attack, rounds, facts, held_out=held)
+    print(f"split {number}: cut {attack.cut:.3f}", flush=True)
+    return played
+
+
+def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
+    """Mean of the known values, and half of its 95% interval."""
+    x = [value for value in values if not math.isnan(value)]
+    if len(x) < 2:
+        return (x[0] if x else math.nan), math.nan
+    half = float(stats.t.ppf(0.975, len(x) - 1)) * float(stats.sem(x))
+    return sum(x) / len(x), half
+
+
+def measured(rounds: Sequence[CraftedRound]) -> dict[str, tuple[float, float]]:
+    """Mean and interval of everything that is measured, by name."""
+
+    def rates(counts: Sequence[Counts], name: str) -> tuple[float, float]:
+        return mean_and_half([precision_recall_f1(one)[name].value for one in counts])
+
+    table = {
+        f"{n} F1": rates([getattr(r, n) for r in rounds], "f1") for n in ("words", "usual", "blind")
+    }
+    gains = [
+        precision_recall_f1(r.words)["f1"].value - precision_recall_f1(r.blind)["f1"].value
+        for r in rounds
+    ]
+    table["above blind"] = mean_and_half(gains)
+    table |= {f"rare {n}": rates([r.rare for r in rounds], n) for n in ("precision", "recall")}
+    steps = [r.right_steps / r.n_steps for r in rounds if r.n_steps]
+    table["steps right"] = mean_and_half(steps)
+    table["steps named"] = mean_and_half([float(r.n_steps) for r in rounds])
+    for name in ("before", "crafted", "honest", "trapped"):
+        table[f"loss {name}"] = mean_and_half([r.losses[name] for r in rounds])
+    costs = [r.losses["trapped"] - r.losses["honest"] for r in rounds]
+    table["loss by crafting"] = mean_and_half(costs)
+    return table
+
+
+COLUMNS = (
+    "words F1",
+    "blind F1",
+    "usual F1",
+    "above blind",
+    "rare precision",
+    "rare recall",
+    "steps named",
+    "steps right",
+    "loss before",
+    "loss honest",
+    "loss trapped",
+)
+
+
+def table(path: Path) -> str:
+    """The cells of a file as a table in Markdown."""
+    lines = [f"| cell | rounds | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for line in path.read_text("utf-8").splitlines():
+        cell = json.loads(line)
+        numbers = [cell["measured"].get(name, [math.nan] * 2) for name in COLUMNS]
+        shown = [
+            "not measured" if mean is None else f"{mean:.3g}" + (f" ± {half:.2g}" if half else "")
+            for mean, half in numbers
+        ]
+        lines.append(f"| {cell['cell']} | {cell['rounds']} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", help="folder of a causal model")
+    add("--text", default="tinystories", help="file, or the name of a set in FEDLEAK_ASSETS")
+    add("--place", default="embedding", choices=("embedding", "block", "lora"))
+    add("--rank", type=int, default=144, help="rows of the adapter")
+    add("--blocks", type=int, default=3, help="of which LoRAs are crafted")
+    add("--texts", type=int, default=4, help="in a step")
+    add("--length", type=int, default=32, help="tokens of a text")
+    add("--steps", type=int, default=10, help="of AdamW in a round")
+    add("--clients", type=int, default=1, help="whose mean the server sees")
+    add("--rate", type=float, default=3e-4, help="learning rate")
+    add("--kappa", type=float, default=3.0, help="types of a round that a row fires for")
+    add("--row-norm", type=float, help="of crafted rows; default: the adapter's own")
+    add("--splits", type=int, default=10, help="draws of public and private texts")
+    add("--rounds", type=int, default=1, help="of each split")
+    add("--public-rounds", type=int, default=3, help="on which the cut is chosen")
+    add("--public", type=int, default=1800, help="public texts at most")
+    add("--held", type=int, default=64, help="held-out texts")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="JSON lines that the cell is added to")
+    add("--table", type=Path, help="print the cells of such a file, and measure nothing")
+    options = parser.parse_args()
+    if options.table:
+        print(table(options.table))
+        return
+    if options.model is None or options.out is None:
+        parser.error("--model and --out are needed, or --table")
+    torch.set_num_threads(1)
+    start, rows = time.monotonic(), rows_of(options)
+    rounds = [one for i in range(options.splits) for one in split(rows, i, options)]
+    settings = {n: v for n, v in vars(options).items() if n not in ("out", "table", "model")}
+    name = f"{Path(options.model).name}, {options.place}, r {options.rank}"
+    if options.place == "lora":
+        name += f", {options.blocks} blocks"
+    if options.clients > 1:
+        name += f", mean of {options.clients} clients"
+    cell = {
+        "cell": f"{name}, {options.steps} x {options.texts} x {options.length} at {options.rate:g}",
+        "rounds": len(rounds),
+        "measured": {
+            name: [None if math.isnan(number) else number for number in pair]
+            for name, pair in measured(rounds).items()
+        },
+        "settings": settings,
+        "each": [dataclasses.asdict(one) for one in rounds],
+        "seconds": time.monotonic() - start,
+        "date": date.today().isoformat(),
+        "machine": platform.machine(),
+    }
+    with options.out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(cell) + "\n")
+    print(table(options.out).splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()

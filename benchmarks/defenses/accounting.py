@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --grid
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --fixed
+    OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --truncated
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --price
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --proof
 
@@ -9,7 +10,8 @@
 RDP at the same orders, PRV with Google's PLD; left out is what Google puts above 200, where
 epsilon is reported as infinite here. Times are of the processor. ``--fixed`` prints epsilon of
 batches of a fixed number, drawn without replacement, beside dp-accounting's and a floor, and the
-noise that an epsilon needs. ``--price`` times what happens in
+noise that an epsilon needs. ``--truncated`` prints epsilon of Poisson samples of at most so many
+examples, by how many roots of the batch size these lie above it. ``--price`` times what happens in
 a step. ``--proof`` inserts a crafted neuron into a small GPT-2, plays games of one release each
 under ``DPSGD``, and holds the releases against what they must be: the AUC of the target's
 membership against ``Phi(1 / (sigma sqrt 2))``, the noise's standard deviation against sigma, and
@@ -37,6 +39,7 @@ from benchmarks.defenses.dp_sgd_games import play_add_remove, refutations, sampl
 from benchmarks.defenses.planted import PlantedNeuron
 from lightning_fedleak.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.defenses import DPSGD, ClipSettings
+from lightning_fedleak.defenses.accounting import TruncatedPoisson
 from lightning_fedleak.defenses.accounting.accounting import (
     LARGEST_EPSILON,
     Accountant,
@@ -49,12 +52,16 @@ from lightning_fedleak.metrics.clustered import auc
 
 SMOKE = (
     "--fixed",
+    "--truncated --cells 1",
     "--price --steps 3",
     "--proof --sigmas 1.0 --games 40 --audits 2",
 )
 
 SIGMAS = (0.5, 1.0, 2.0, 4.0)
 FIXED = ((3.0, 0.01, 25), (2.0, 0.05, 100), (1.0, 0.1, 100), (0.6, 0.02, 200))
+TRUNCATED = ((1.0, 64, 10_000, 1000), (1.0, 250, 10_000, 200), (2.0, 1000, 10_000, 100))
+"""Noise, batch size, examples, steps."""
+ROOTS = (0, 2, 4, 5, 6)
 GRID = [
     (sigma, rate, steps, delta)
     for sigma in (0.7, 1.0, 2.0, 5.0)
@@ -120,6 +127,24 @@ def fixed() -> None:
         print(
             f"| {sigma:g} | {rate:g} | {count} | {found:.3g} | {floor:.3g} | {renyi:.3g} | "
             f"{theirs:.3g} | {enough / sigma - 1:.0%} |",
+            flush=True,
+        )
+
+
+def truncated(cells: int) -> None:
+    columns = " | ".join(f"{roots} roots" for roots in ROOTS)
+    print(f"| noise | batches of | steps | not truncated | {columns} |")
+    print("|---|---|---|---|" + "---|" * len(ROOTS))
+    for sigma, batch, examples, steps in TRUNCATED[:cells]:
+        cell = [(sigma, batch / examples, steps)]
+        sizes = [math.ceil(batch + roots * math.sqrt(batch)) for roots in ROOTS]
+        schemes = [TruncatedPoisson(examples + 1, most) for most in sizes]
+        epsilons = [epsilon_of(cell, 1e-5, "prv", scheme) for scheme in schemes]
+        pairs = zip(epsilons, sizes, strict=True)
+        print(
+            f"| {sigma:g} | {batch:,} of {examples:,} | {steps} | {epsilon_of(cell, 1e-5, 'prv'):.3f} | "
+            + " | ".join(f"{epsilon:.3f} ({most:,})" for epsilon, most in pairs)
+            + " |",
             flush=True,
         )
 
@@ -236,6 +261,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--grid", action="store_true")
     parser.add_argument("--fixed", action="store_true")
+    parser.add_argument("--truncated", action="store_true")
+    parser.add_argument("--cells", type=int, default=len(TRUNCATED), help="of --truncated")
     parser.add_argument("--price", action="store_true")
     parser.add_argument("--proof", action="store_true")
     parser.add_argument("--steps", type=int, default=2000, help="of --price")
@@ -251,6 +278,8 @@ def main() -> None:
         grid()
     if args.fixed:
         fixed()
+    if args.truncated:
+        truncated(args.cells)
     if args.price:
         price(args.steps)
     if args.proof:

@@ -56,10 +56,14 @@ class Save(Callback):
                 os.replace(unfinished, self.path)
 
 
-def live(folder: Path, pipe: int | None, bands: int = 0, **limits: Any) -> DPSGD:
+def live(
+    folder: Path, pipe: int | None, bands: int = 0, most: int | None = None, **limits: Any
+) -> DPSGD:
     """Trains; of every release the step's number and the first coordinates go into the pipe."""
-    correlated = ReleaseSettings(mechanism="banded", bands=bands) if bands else None
-    own, checkpoint = defense(folder, release=correlated), folder / "last.ckpt"
+    release = ReleaseSettings(truncated_batch_size=most)
+    if bands:
+        release = ReleaseSettings(mechanism="banded", bands=bands)
+    own, checkpoint = defense(folder, release=release), folder / "last.ckpt"
     strategy = DefendedStrategy("auto", [own])
     saves = Save(checkpoint, draft=not bands)
     epochs = 50 if bands else 10**6
@@ -89,6 +93,7 @@ def read(pipe: int) -> np.ndarray | None:
 
 def main() -> None:
     folder, lives_to_live, bands = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    most = int(sys.argv[4]) if len(sys.argv) > 4 else None
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     releases: list[np.ndarray] = []
@@ -101,7 +106,7 @@ def main() -> None:
         if child == 0:
             os.close(reader)
             try:
-                live(folder, writer, bands)
+                live(folder, writer, bands, most)
             except BaseException:
                 traceback.print_exc()
             sys.stderr.flush()
@@ -126,7 +131,7 @@ def main() -> None:
                 "killed": os.WIFSIGNALED(status),
                 "until": until,
                 "seen": len(releases) - before,
-                "ledger": len(Ledger(folder / "ledger")),
+                "ledger": max((len(Ledger(path)) for path in folder.glob("ledger*")), default=0),
             }
         )
     np.save(folder / "releases.npy", np.stack(releases))

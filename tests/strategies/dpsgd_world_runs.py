@@ -321,6 +321,7 @@ class Runs:
         twin: Any = None,
         most: int | None = None,
         per_layer: bool = False,
+        fill: int | None = None,
         users: Any = None,
         **settings: Any,
     ) -> Found:
@@ -332,6 +333,7 @@ class Runs:
             max_physical_batch_size=most,
             unit="example" if users is None else Users(users),
             clip=ClipSettings(per_layer=per_layer),
+            release=ReleaseSettings(truncated_batch_size=fill),
         )
         plain = LM((MODELS[name] if twin is None else twin)())
         module = self.module((MODELS[name] if build is None else build)())

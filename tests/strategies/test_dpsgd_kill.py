@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lightning_fedleak.defenses.accounting import TruncatedPoisson
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd.factorization import banded
 from tests.helpers.processes import one_process
@@ -49,6 +50,24 @@ def test_killed_at_ten_random_points_it_forgets_no_release_and_repeats_no_noise(
     assert last.accountant.history == ((NOISE, BATCH / N, last.accountant.steps),)
     epsilon = epsilon_of([(NOISE, BATCH / N, counted)], 1e-3, "rdp")
     assert last.privacy.epsilon >= epsilon > 0
+
+
+def test_killed_a_run_of_truncated_batches_forgets_no_release(tmp_path: Path) -> None:
+    said = one_process("tests.strategies.dpsgd_lives", tmp_path, 3, 0, 9, log=tmp_path / "log")
+    lives = json.loads((tmp_path / "lives.json").read_text())
+    counted = 0
+    for life in lives:
+        assert life["killed"], said[-4000:]
+        assert life["seen"] <= life["ledger"] - counted <= life["seen"] + 1
+        counted = life["ledger"]
+    assert [path.name for path in tmp_path.glob("ledger*")] == ["ledger.at-most-9-of-25"]
+    steps = int(np.load(tmp_path / "releases.npy")[:, 0].max()) + 3
+    last = live(tmp_path, None, most=9, max_steps=steps)
+    assert last.accountant.steps > counted > 0
+    cell = (NOISE, BATCH / N, last.accountant.steps)
+    epsilon = epsilon_of([cell], 1e-3, "rdp", TruncatedPoisson(N + 1, 9))
+    assert last.privacy.epsilon == pytest.approx(epsilon, rel=1e-9)
+    assert epsilon > epsilon_of([cell], 1e-3, "rdp")
 
 
 def test_killed_it_begins_a_new_mechanism_and_pays_for_each(tmp_path: Path) -> None:

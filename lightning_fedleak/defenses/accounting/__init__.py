@@ -16,6 +16,9 @@ from lightning_fedleak.defenses.accounting.budget import Account as Account
 from lightning_fedleak.defenses.accounting.budget import Budget as Budget
 from lightning_fedleak.defenses.accounting.budget import BudgetedDefense as BudgetedDefense
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
+from lightning_fedleak.defenses.accounting.fixed_batches import (
+    TruncatedPoisson as TruncatedPoisson,
+)
 from lightning_fedleak.defenses.accounting.groups import group_epsilon as group_epsilon
 from lightning_fedleak.defenses.accounting.ledger import Ledger as Ledger
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme as SamplingScheme

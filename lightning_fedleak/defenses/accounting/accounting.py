@@ -15,7 +15,8 @@ decisions that depend on the data.
 
 Both also cover batches of a fixed number, drawn without replacement
 (``sampling="without_replacement"``): Zhu, Dong & Wang 2022, as ``fixed_batches`` says. The number
-of examples is public then, and neighbours differ by one example put in another's place.
+of examples is public then, and neighbours differ by one example put in another's place. And both
+cover Poisson samples of at most a fixed number (:class:`TruncatedPoisson`, Ganesh 2025).
 
 Below a noise multiplier of :data:`LEAST_NOISE`, and from :data:`LARGEST_EPSILON` on, epsilon is
 reported as infinite and PRV is not called: its mesh covers the whole range of the privacy loss,
@@ -39,7 +40,11 @@ from scipy.fft import next_fast_len
 from scipy.optimize import brentq
 from torch import Tensor
 
-from lightning_fedleak.defenses.accounting.fixed_batches import WithoutReplacementPRV
+from lightning_fedleak.defenses.accounting.fixed_batches import (
+    MixturePRV,
+    TruncatedPoisson,
+    WithoutReplacementPRV,
+)
 from lightning_fedleak.defenses.accounting.ledger import (
     Ledger,
     check_count,
@@ -146,8 +151,13 @@ def read_prv(
     root = math.sqrt(steps * math.log(12 / delta_error) / 2)
     error = max(PRV_ERROR * epsilon, 2 * (loss + 3) * root / PRV_POINTS)
     half = max(loss, error) + 3
-    fixed = sampling == "without_replacement"
-    loss_of = WithoutReplacementPRV if fixed else prv.PoissonSubsampledGaussianPRV
+
+    def loss_of(sigma: float, rate: float) -> Any:
+        if isinstance(sampling, TruncatedPoisson):
+            return MixturePRV(rate, sampling.parts(sigma, rate))
+        fixed = sampling == "without_replacement"
+        return (WithoutReplacementPRV if fixed else prv.PoissonSubsampledGaussianPRV)(rate, sigma)
+
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -158,7 +168,7 @@ def read_prv(
             releases = [
                 prv.discretize(
                     prv.TruncatedPrivacyRandomVariable(
-                        loss_of(rate, sigma), mesh.t_min, mesh.t_max
+                        loss_of(sigma, rate), mesh.t_min, mesh.t_max
                     ),
                     mesh,
                 )
@@ -578,10 +588,11 @@ def _find_root(excess: Callable[[float], float], low: float, high: float) -> flo
     return root
 
 
-def _check_kind(kind: str, sampling: str = "poisson") -> None:
+def _check_kind(kind: str, sampling: object = "poisson") -> None:
     hint = "'prv' is tight, 'rdp' is fast"
     check_choice("accountant", kind, ("prv", "rdp"), hint=hint, error=DefenseError)
-    check_choice("sampling", sampling, ("poisson", "without_replacement"), error=DefenseError)
+    if not isinstance(sampling, TruncatedPoisson):
+        check_choice("sampling", sampling, ("poisson", "without_replacement"), error=DefenseError)
 
 
 def _check_delta(delta: float, name: str = "delta") -> None:

@@ -20,6 +20,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.curve import curve_of
+from lightning_fedleak.defenses.accounting.fixed_batches import TruncatedPoisson
 from lightning_fedleak.defenses.accounting.groups import group_epsilon
 from lightning_fedleak.defenses.accounting.ledger import check_count, client_path
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
@@ -233,6 +234,22 @@ class Budget:
         """Return the largest sigma of the plan; 0 before it is found."""
         return max(self._planned_noise)
 
+    def draw_by(self, sampling: SamplingScheme) -> None:
+        """Fix how batches are drawn, now that the training data are known.
+
+        Raises:
+            DefenseError: releases were drawn otherwise.
+        """
+        if sampling == self._sampling:
+            return
+        if self.accountant.steps:
+            raise DefenseError(
+                f"{self._owner}: the {self.accountant.steps} releases before were drawn by "
+                f"{self._sampling}, and this run draws by {sampling}. Go on with the data and the "
+                "truncated_batch_size of those, or begin a new run."
+            )
+        self._sampling = self.accountant.sampling = sampling
+
     def settle(self, rate: float, delta: float, planned_steps: Callable[[], int]) -> None:
         """Find the noise, now that the training data are known.
 
@@ -360,6 +377,8 @@ class Budget:
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return what releases were accounted as, the noise, and its hardenings."""
         state: dict[str, Tensor | int | float | str] = {}
+        if isinstance(self._sampling, TruncatedPoisson):
+            state |= {"truncated_at": self._sampling.most, "examples": self._sampling.examples}
         if self.rate is not None and self.delta is not None:
             state["rate"], state["delta"] = self.rate, self.delta
         if self.notches:
@@ -409,6 +428,10 @@ class Budget:
                 f"factors {earlier}, and this run has {self.factors!r}. Noise is fixed before a "
                 "run: go on with the same schedule, or begin a new run."
             )
+        if releases and "truncated_at" in state:
+            self.draw_by(TruncatedPoisson(int(state["examples"]), int(state["truncated_at"])))
+        elif releases and isinstance(self._sampling, TruncatedPoisson):
+            self.draw_by("poisson")
         self.horizon = int(state.get("horizon", 0)) if releases else self.horizon
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self.rate is None and "rate" in state:

@@ -22,6 +22,7 @@ Event = tuple[float, float]
 
 MOST_RELEASES = 10**12  # of one kind; a larger count is a mistake
 LONGEST_LINE = 80  # bytes; two floats, a count and the line's end are shorter
+_ENDING = re.compile(r"(\.users|\.at-most-\d+-of-\d+)?(\.\d+-of-\d+)?")  # of a client's file
 _OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
@@ -126,19 +127,28 @@ def client_path(
     Where the unit of privacy is a user, ``.users`` is appended, and with several clients
     ``.<client>-of-<clients>``.
 
+    Args:
+        path: of the ledger.
+        client: whose file it is.
+        clients: how many there are.
+        unit: ``"example"``, ``"user"``, or ``"at-most-N-of-n"`` for examples in truncated batches.
+
     Raises:
         DefenseError: there are files of another unit, or of another number of clients: an example
             may have been another client's then, and its cost there would not be counted.
     """
     path = Path(path)
-    by_user = path.with_name(f"{path.name}.users")
-    if others := _unit_files(by_user if unit == "example" else path, by_user):
-        raise DefenseError(
-            f"ledger={str(others[0])!r} was kept for another unit of privacy than {unit!r}, and no "
-            "epsilon holds for releases of both. Go on with the unit of before, or begin a new run "
-            "from a model that this data did not train, with a new path"
-        )
-    path = path if unit == "example" else by_user
+    ending = {"example": "", "user": ".users"}.get(unit, f".{unit}")
+    for other in sorted(path.parent.glob(f"{glob.escape(path.name)}*")):
+        kind = _ENDING.fullmatch(other.name, len(path.name))
+        if kind and (kind[1] or "") != ending and other.is_file():
+            raise DefenseError(
+                f"ledger={str(other)!r} was kept for another unit of privacy, or for batches drawn "
+                f"otherwise, than {unit!r}, and no epsilon holds for releases of both. Go on with "
+                "the settings of before, or begin a new run from a model that this data did not "
+                "train, with a new path"
+            )
+    path = path.with_name(path.name + ending)
     if clients > 1:
         _is_there(path)
     ending = f"-of-{clients}"
@@ -154,13 +164,6 @@ def client_path(
             "before, or begin a new run from a model that this data did not train, with a new path"
         )
     return client_file
-
-
-def _unit_files(path: Path, by_user: Path) -> list[Path]:
-    """Return the existing files of a ledger, of all numbers of clients."""
-    files = [path] if path.is_file() else []
-    files += path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
-    return [p for p in files if path == by_user or not p.name.startswith(f"{by_user.name}.")]
 
 
 def check_noise_multiplier(value: float) -> None:

@@ -1,7 +1,8 @@
 """Renyi differential privacy of one release of the sampled Gaussian mechanism.
 
 - Poisson sampling: Mironov, Talwar & Zhang 2019, as Opacus computes it.
-- Batches of a fixed number without replacement: Zhu, Dong & Wang 2022, as ``fixed_batches`` says.
+- Batches of a fixed number without replacement (Zhu, Dong & Wang 2022), and truncated Poisson
+  samples (Ganesh 2025), as ``fixed_batches`` says.
 
 Orders are converted to (epsilon, delta) by Balle et al. 2020, Theorem 21.
 """
@@ -13,9 +14,13 @@ import math
 from typing import Literal
 
 import numpy as np
+from scipy.special import logsumexp
 
 from lightning_fedleak.defenses.accounting.fixed_batches import Floats as Floats  # handed on
-from lightning_fedleak.defenses.accounting.fixed_batches import rdp_without_replacement
+from lightning_fedleak.defenses.accounting.fixed_batches import (
+    TruncatedPoisson,
+    rdp_without_replacement,
+)
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.extras import install
 
@@ -25,7 +30,7 @@ ORDERS: tuple[float, ...] = (
 )
 """Renyi orders that are tried."""
 
-SamplingScheme = Literal["poisson", "without_replacement"]
+SamplingScheme = Literal["poisson", "without_replacement"] | TruncatedPoisson
 
 
 def rdp_of(
@@ -41,6 +46,14 @@ def rdp_of(
     """
     if sampling == "without_replacement" and sample_rate < 1:
         return rdp_without_replacement(noise_multiplier, sample_rate, ORDERS)
+    if isinstance(sampling, TruncatedPoisson):
+        less_one = np.asarray(ORDERS) - 1
+        moments = [
+            math.log(weight) + less_one * _rdp_of_poisson(sigma, sample_rate)
+            for weight, sigma in sampling.parts(noise_multiplier, sample_rate)
+        ]
+        rdp: Floats = logsumexp(moments, axis=0) / less_one
+        return rdp
     return _rdp_of_poisson(noise_multiplier, sample_rate)
 
 

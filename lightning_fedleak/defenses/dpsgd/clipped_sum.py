@@ -188,7 +188,7 @@ class EarlierPieces:
     """Clipped sums and norms of a logical batch's pieces before the last, until its release.
 
     Args:
-        samples: of the logical batch in this process.
+        samples: of the logical batch in this process that count.
         device: of norms and weights.
         probed: whether their per-sample gradients are compared with autograd's in the release.
 
@@ -244,9 +244,10 @@ class EarlierPieces:
         self.parameters = [*parameters]
         self.used.update(clipped.parts)
         if not piece.user_rows:
-            end = self._count + clipped.samples
-            self._norms_and_weights[0, self._count : end] = clipped.norms
-            self._norms_and_weights[1, self._count : end] = clipped.weights
+            end = self._count + (clipped.real if piece.users is None else clipped.samples)
+            rows = slice(end - self._count)
+            self._norms_and_weights[0, self._count : end] = clipped.norms[rows]
+            self._norms_and_weights[1, self._count : end] = clipped.weights[rows]
             self._count = end
         self.half = self.half or clipped.half
         if self.probed:
@@ -318,6 +319,7 @@ class ClippedSum:
 
     Attributes:
         samples: B.
+        real: how many of them count: the first ones. The gradients of the others are zero.
         factors: (B,), or (groups, B), by which a sample's part of the mean loss's gradient becomes
             its clipped gradient; one for each row.
         weights: (B,) by which a part of the mean loss's gradient becomes that of a sample's loss.
@@ -340,8 +342,9 @@ class ClippedSum:
         users: Sequence[int] | None = None,
     ) -> None:
         samples, parts, device = recorder.samples, recorder.parts, context.device
+        self.real = recorder.real
         self.samples = samples if users is None else len(users)
-        self._earlier = earlier or EarlierPieces(samples, device, probed=True)
+        self._earlier = earlier or EarlierPieces(self.real, device, probed=True)
         weights = torch.ones(samples, dtype=torch.float64) if weights is None else weights.double()
         self.weights = self._earlier.samples * weights.to(device)
         self.parts = {
@@ -394,7 +397,7 @@ class ClippedSum:
 
     def halves(self) -> Tensor:
         """Return (1,) sum over samples of a half, with a minus where the norm is above the clip."""
-        norms = torch.cat([self._earlier.norms, self.norms])
+        norms = torch.cat([self._earlier.norms, self.norms[: self.real]])
         return torch.where(norms <= self.clip.norms[0], 0.5, -0.5).double().sum()[None]
 
     def with_canary(self, samples: Tensor, divisor: float) -> CanaryGradient:
@@ -418,8 +421,8 @@ class ClippedSum:
                 "DPSGD: with clip norms for each layer it is not defined what those of crafted "
                 "layers would be; clip all layers together (a plain max_grad_norm) to play canaries"
             )
-        norms = torch.cat([self._earlier.norms, self.norms])
-        weights = torch.cat([self._earlier.weights, self.weights])
+        norms = torch.cat([self._earlier.norms, self.norms[: self.real]])
+        weights = torch.cat([self._earlier.weights, self.weights[: self.real]])
         if len(samples) != len(norms):
             raise DefenseError(
                 f"DPSGD: a canary of {len(samples)} samples in a batch of {len(norms)}"

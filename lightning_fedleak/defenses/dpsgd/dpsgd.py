@@ -19,6 +19,7 @@ from lightning_fedleak.defenses.accounting import (
     Budget,
     BudgetedDefense,
     ClipPath,
+    TruncatedPoisson,
     check_delta_for,
     effective_noise_multiplier,
     factors_of,
@@ -162,6 +163,7 @@ class DPSGD(BudgetedDefense):
         self.measured_noise_multiplier = math.nan
         self.mechanism = release.mechanism
         self.bands = release.bands
+        self.truncated_batch_size = release.truncated_batch_size
         # With correlated noise an example's place decides which steps it may be in.
         independent = poisson_sampling and self.mechanism == "independent"
         self.guarantee = guarantee_of(
@@ -207,13 +209,15 @@ class DPSGD(BudgetedDefense):
         Returns:
             Epsilon at the delta of :attr:`privacy`
             (:func:`~lightning_fedleak.defenses.accounting.groups.group_epsilon`). With
-            ``accountant="filter"`` or correlated noise, k times the epsilon of one example at delta
-            ``k e^((k - 1) epsilon)`` times that of one; infinite where that is no probability.
+            ``accountant="filter"``, correlated noise or truncated batches, k times the epsilon of
+            one example at delta ``k e^((k - 1) epsilon)`` times that of one; infinite where that is
+            no probability.
 
         Raises:
             DefenseError: ``rows`` is below 1, or the training data are not known yet.
         """
-        return self._budget.group_privacy(rows, independent=self.mechanism == "independent")
+        independent = self.mechanism == "independent" and self.truncated_batch_size is None
+        return self._budget.group_privacy(rows, independent=independent)
 
     def curve(self) -> Curve:
         """Return pairs (epsilon, delta); raise an error where users or places are protected."""
@@ -243,11 +247,10 @@ class DPSGD(BudgetedDefense):
             setup_checks.check_trainer(context, poisson=self.poisson_sampling)
             setup_checks.check_model(context.root, self.clipping)
             setup_checks.check_shards(context.root, context.processes)
-            if self._ledger is not None and team.process == 0:
-                self._budget.open_ledger(self._ledger, context.client, context.clients, self.unit)
-        self._ledger, self._base_clip = None, self._clip(context)
-        # Process 0 alone has read the ledger.
-        self.accountant.load_state_dict(team.broadcast(self.accountant.state_dict()))
+            if self.truncated_batch_size is None:
+                self._open_ledger(context, self.unit)
+        self._base_clip = self._clip(context)
+        self._read_ledger()
         if self.accountant.steps > self._checkpointed:
             self._noise.forget()  # the ledger knows of releases after the checkpoint
         self._step = WatchedStep(
@@ -257,6 +260,7 @@ class DPSGD(BudgetedDefense):
             poisson=self.poisson_sampling,
             trusted=self.loss == "trusted",
             max_rows=self.max_physical_batch_size,
+            fill=self.truncated_batch_size,
             row=lambda: self._noise.row,
         )
 
@@ -286,6 +290,12 @@ class DPSGD(BudgetedDefense):
                 release=self._release,
                 users=self._users,
             )
+            self._budget.draw_by(sampling.scheme)
+            if isinstance(sampling.scheme, TruncatedPoisson):
+                most, examples = sampling.scheme.most, sampling.scheme.examples
+                self._open_ledger(context, f"at-most-{most}-of-{examples}")
+        self._read_ledger()
+        with team.together():
             delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
             check_delta_for(delta, sampling.examples)
             if self._path.factors:
@@ -302,6 +312,17 @@ class DPSGD(BudgetedDefense):
         # Computed on another machine, it may differ in its last bits.
         self.noise_multiplier = team.broadcast(self.noise_multiplier)
         return sampling.loader
+
+    def _open_ledger(self, context: DefenseContext, unit: str) -> None:
+        """Open the first process's ledger, once."""
+        if self._ledger is not None and self._team.process == 0:
+            self._budget.open_ledger(self._ledger, context.client, context.clients, unit)
+        self._ledger = None
+
+    def _read_ledger(self) -> None:
+        """Adopt the releases of the first process, which alone has read the ledger."""
+        state = self._team.broadcast(self.accountant.state_dict())
+        self.accountant.load_state_dict(state)
 
     def on_train_start(self, context: DefenseContext) -> None:
         """Check the restored state, where that comes after the loader, as :meth:`on_dataloader`.
@@ -322,6 +343,8 @@ class DPSGD(BudgetedDefense):
             reshard(context.root)
             self._step.clip = self._base_clip = self._clip(context)
             self._step.adopt()
+        if self._sampling is not None:
+            self._budget.draw_by(self._sampling.scheme)
         self._budget.check_not_overdrawn()
         if self.accountant.steps:
             self._stop_if_spent(context)

@@ -230,7 +230,12 @@ def _unreduced(context: DefenseContext) -> AbstractContextManager[Any]:
 # ---- rows of a batch -------------------------------------------------------------------------
 
 
-def _rows(value: Any, rows: slice, samples: int) -> Any:
+def filled(batch: Any, samples: int, rows: int) -> Any:
+    """Return a batch of ``samples`` rows with as many as ``rows``, which repeat them in turn."""
+    return _rows(batch, [row % samples for row in range(rows)], samples)
+
+
+def _rows(value: Any, rows: slice | list[int], samples: int) -> Any:
     """Return a batch with these rows of everything in it that has one row for each sample."""
     if isinstance(value, Tensor):
         return value[rows] if value.dim() else value
@@ -240,7 +245,7 @@ def _rows(value: Any, rows: slice, samples: int) -> Any:
         return value
     if isinstance(value, list | tuple):
         if len(value) == samples and not any(tensor.dim() for tensor in tensors_of(value)):
-            return value[rows]
+            return value[rows] if isinstance(rows, slice) else [value[row] for row in rows]
         return rebuilt(value, [_rows(item, rows, samples) for item in value])
     shape = getattr(value, "shape", None)
     return value[rows] if isinstance(shape, tuple) and shape[:1] == (samples,) else value

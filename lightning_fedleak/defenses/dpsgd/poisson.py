@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
+from lightning_fedleak.defenses.accounting import SamplingScheme
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Places
 
@@ -37,6 +38,7 @@ class Draws:
         groups: into which the examples or users are split by their places, which is public. Batches
             are drawn from them in turn (cyclic Poisson sampling, Choquette-Choo et al. 2023, arXiv
             2306.08153, Sect. 4).
+        most: examples in a batch, a random subset where more are drawn; None for no limit.
         turn: returns the number of the release for an epoch's first batch, which decides the group.
     """
 
@@ -44,6 +46,7 @@ class Draws:
     client: int = 0
     first_step: int = 0
     groups: int = 1
+    most: int | None = None
     turn: Callable[[], int] = int
 
 
@@ -78,7 +81,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self.rate = rate
         self.steps = steps
         self.step = draws.first_step
-        self.groups = draws.groups
+        self.groups, self._most = draws.groups, draws.most
         self._turn = draws.turn
         self._ahead = 0
         self._turns: deque[tuple[int, int]] = deque(maxlen=MOST_WAITING)
@@ -132,11 +135,16 @@ class PoissonBatchSampler(Sampler[list[int]]):
     def draw(self, step: int) -> list[int]:
         """Return the indices in batch number ``step``."""
         inside = self._group == (step + self._ahead) % self.groups
-        if self.rate < 1:
+        numbers = np.zeros(0, dtype="<u8")
+        if self.rate < 1 or self._most is not None:
             key = self._key + step.to_bytes(8, "big")
-            stream = hashlib.shake_256(key).digest(8 * len(self.shard))
-            inside &= np.frombuffer(stream, dtype="<u8") < np.uint64(int(self.rate * 2**64))
-        return [self.shard[place] for place in np.flatnonzero(inside).tolist()]
+            numbers = np.frombuffer(hashlib.shake_256(key).digest(8 * len(self.shard)), dtype="<u8")
+        if self.rate < 1:
+            inside &= numbers < np.uint64(int(self.rate * 2**64))
+        places = np.flatnonzero(inside)
+        if self._most is not None:  # given who is drawn, all orders of their numbers are as likely
+            places = np.sort(places[np.argsort(numbers[places])[: self._most]])
+        return [self.shard[place] for place in places.tolist()]
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: masks do not depend on the epoch."""
@@ -322,6 +330,7 @@ class Sampling:
         users: the rows of each user; None where examples are drawn.
         groups: of examples or users, from which batches are drawn in turn.
         places: of examples, where noise is correlated over steps; else None.
+        scheme: by which batches are drawn, as it is to be accounted.
     """
 
     loader: DataLoader[Any]
@@ -331,6 +340,7 @@ class Sampling:
     users: Sequence[Sequence[int]] | None = None
     groups: int = 1
     places: Places | None = None
+    scheme: SamplingScheme = "poisson"
 
     @property
     def next_step(self) -> int:

@@ -102,13 +102,15 @@ class Recorder:
         parts: per-sample gradients of the mean loss, by parameter.
         calls: of layers in the last step.
         samples: in the last step.
+        real: how many of them count, the first ones.
         half: whether a gradient came in half precision.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.parts: dict[Tensor, list[Part]] = {}
         self.calls: list[Call] = []
-        self.samples = 0
+        self.samples = self.real = 0
+        self._filled = False
         self.half = False
         self._open = self._looking = False
         self._counting = True
@@ -155,16 +157,23 @@ class Recorder:
 
     @contextmanager
     def step(
-        self, samples: int, *, counts: bool = True, tensors: Iterable[Tensor] = ()
+        self,
+        samples: int,
+        *,
+        counts: bool = True,
+        real: int | None = None,
+        tensors: Iterable[Tensor] = (),
     ) -> Iterator[None]:
         """Record the calls within this context, of a batch of ``samples``; discard earlier ones.
 
         Gradients of a batch that does not count are set to zero at every trained layer, NaN too,
-        and are not recorded. The tensors of the batch show where rows are joined so that they would
-        be taken for those of other samples.
+        and are not recorded. So are those of all samples but the first ``real`` ones, which are
+        recorded, so that a step takes as long however many these are. The tensors of the batch show
+        where rows are joined so that they would be taken for those of other samples.
         """
         self.clear()
         self.samples, self._open, self._counting = samples, True, counts
+        self.real, self._filled = samples if real is None else real, real is not None
         self._batch_tensors = [t for t in tensors if t.dim() == 2 and len(t) == samples]
         self._single = set()
         expanded = set(self._positional)
@@ -199,7 +208,7 @@ class Recorder:
 
     def clear(self) -> None:
         """Discard all records, and with them the graph."""
-        self.parts, self.calls, self.samples = {}, [], 0
+        self.parts, self.calls, self.samples, self.real = {}, [], 0, 0
         self.half, self._failure = False, None
 
     def remove(self) -> None:
@@ -265,6 +274,8 @@ class Recorder:
         if not self._counting:
             output.register_hook(self._to_zero)  # type: ignore[no-untyped-call]
             return
+        if self._filled:
+            output.register_hook(functools.partial(self._to_real, self.samples, self.real))  # type: ignore[no-untyped-call]
         hook = functools.partial(self._record_gradient, module, source.detach(), self.parts)
         output.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -350,6 +361,13 @@ class Recorder:
 
     def _to_zero(self, gradient: Tensor) -> Tensor | None:
         return None if self._looking else torch.zeros_like(gradient)
+
+    def _to_real(self, samples: int, real: int, gradient: Tensor) -> Tensor | None:
+        if self._looking:
+            return None
+        gradient = gradient.clone()
+        gradient[len(gradient) // samples * real :] = 0
+        return gradient
 
     def _record_gradient(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch.utils.data import (
     Subset,
 )
 
+from lightning_fedleak.defenses.accounting import SamplingScheme, TruncatedPoisson
 from lightning_fedleak.defenses.accounting.ledger import check_count, check_sample_rate
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.correlated_noise import (
@@ -75,7 +77,7 @@ def sampling_of(
             by its length. Otherwise the loader's batches are taken, and each
             example is accounted as if it were in all of them.
         release: ``"banded"`` noise draws from ``bands`` groups in turn, ``"banded_inverse"`` the
-            same batches in every epoch.
+            same batches in every epoch; a ``truncated_batch_size`` is the most in a batch.
         users: None to draw examples.
 
     Raises:
@@ -109,10 +111,19 @@ def sampling_of(
     steps = max(1, round(share / batch_size))
     groups = _count_groups(release, steps, share, batch_size)
     rate = 1.0 if mechanism == "banded_inverse" else min(1.0, groups * batch_size / share)
+    scheme: SamplingScheme = "poisson"
+    if (most := release.truncated_batch_size) is not None:
+        if most < batch_size:
+            raise DefenseError(
+                f"DPSGD: truncated_batch_size={most} is below batch_size={batch_size}, so that "
+                "most batches would be cut, at twice the cost. Take batch_size and six times its "
+                f"root: {math.ceil(batch_size + 6 * math.sqrt(batch_size))}."
+            )
+        scheme = TruncatedPoisson(-(-examples // replicas) + 1, most)  # with one added
     loader = poisson_loader(
         dataloader,
         rate,
-        replace(draws, groups=groups),
+        replace(draws, groups=groups, most=most),
         clients=context.clients,
         steps=steps if groups > 1 else None,
         users=rows,
@@ -132,7 +143,7 @@ def sampling_of(
     if release.trust == "central" and context.clients > 1:
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)
-    return Sampling(loader, rate, expected, examples, rows, groups, places)
+    return Sampling(loader, rate, expected, examples, rows, groups, places, scheme)
 
 
 def _count_groups(release: ReleaseSettings, steps: int, share: int, batch_size: int) -> int:

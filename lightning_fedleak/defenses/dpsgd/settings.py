@@ -73,6 +73,8 @@ class ReleaseSettings:
         max_hardenings: how often it may; None for no limit.
         noise_schedule: of the noise multiplier: factors over the run, planned before it and
             accounted as they are.
+        truncated_batch_size: rows of every batch in each process, whatever is drawn: a random
+            subset where more are, filled up with rows that do not count where fewer are.
 
     Raises:
         DefenseError: a value out of range.
@@ -85,6 +87,7 @@ class ReleaseSettings:
     harden_factor: float = 2.0
     max_hardenings: int | None = None
     noise_schedule: Factors | None = None
+    truncated_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         factors_of("ReleaseSettings(noise_schedule=)", self.noise_schedule)
@@ -93,6 +96,8 @@ class ReleaseSettings:
         _check_choice("on_budget", self.on_budget, ("stop", "raise"))
         _check_number("harden_factor", self.harden_factor, above=1)
         _check_integer("max_hardenings", self.max_hardenings, at_least=0, optional=True)
+        hint = "batch_size and six times its root leave epsilon as it is"
+        _check_integer("truncated_batch_size", self.truncated_batch_size, optional=True, hint=hint)
         if self.mechanism != "independent":
             hint = f"over how many steps {self.mechanism!r} correlates noise. 4 to 16 are usual"
             _check_integer("bands", self.bands, hint=hint)
@@ -310,6 +315,17 @@ def check_sampling(
             "DPSGD: users are drawn by chance, and poisson_sampling=False takes the loader's "
             "batches as they are: leave it out"
         )
+    if release.truncated_batch_size is not None:
+        refusals = {
+            "users have different numbers of rows: leave unit=Users() out": isinstance(unit, Users),
+            "the loader's batches have one size: leave poisson_sampling=False out": not poisson,
+            f"mechanism={release.mechanism!r} is not accounted for an example that takes another's "
+            "place: leave one out": release.mechanism != "independent",
+        }
+        for reason in (reason for reason, refused in refusals.items() if refused):
+            raise DefenseError(
+                f"DPSGD: truncated_batch_size fixes the rows of a batch, and {reason}"
+            )
     if release.mechanism == "independent":
         return
     if not poisson:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
-from lightning_fedleak.defenses.dpsgd.logical import Piece, pieces_of, run_pieces
+from lightning_fedleak.defenses.dpsgd.logical import Piece, filled, pieces_of, run_pieces
 from lightning_fedleak.defenses.dpsgd.loss_graph import (
     FormCheck,
     check_isolation,
@@ -181,6 +182,7 @@ class WatchedStep:
         poisson: whether batches are Poisson samples.
         trusted: whether the user has proved that the loss is a mean of per-sample means.
         max_rows: rows that are run at once; None for all.
+        fill: rows of every batch, of which those that are drawn count; None for those alone.
         row: returns the number of the next release in its mechanism.
 
     Attributes:
@@ -201,6 +203,7 @@ class WatchedStep:
         poisson: bool,
         trusted: bool,
         max_rows: int | None = None,
+        fill: int | None = None,
         row: Callable[[], int] = int,
     ) -> None:
         self.row = row
@@ -217,7 +220,9 @@ class WatchedStep:
         self._clipped: ClippedSum | None = None
         self._earlier: EarlierPieces | None = None
         self._users: Sequence[int] | None = None
-        self._max_rows = max_rows
+        self._max_rows, self._fill = max_rows, fill
+        self._real: int | None = None
+        self._share = 1.0
         self._in_logical_batch = False
         self._stands_in = False
         self._failure: Exception | None = None
@@ -263,18 +268,28 @@ class WatchedStep:
             DefenseError: as :meth:`run`.
         """
         self._begin(batch, sampling, context)
-        samples = 0 if self._stands_in else count_samples(batch)
+        samples = real = 0 if self._stands_in else count_samples(batch)
         self._in_logical_batch = True
         try:
+            if self._fill is not None:
+                if not samples and not self._stands_in:
+                    batch = _on_device(sampling.placeholder(), context)
+                batch = filled(batch, max(1, samples), self._fill)
+                samples, self._real, self._stands_in = self._fill, real, False
+                self._share = self._fill / max(1, real)
             if self._max_rows is None:
                 return step(batch)
             pieces = pieces_of(batch, samples, self._max_rows, self._team, self._users)
             if len(pieces) == 1:
                 return step(batch)
             parameters = _released_parameters(context)
-            by_user = self._users is not None
+            by_user, rows_run = self._users is not None, 0
 
             def begin(piece: Piece) -> None:
+                nonlocal rows_run
+                if self._fill is not None:
+                    self._real = max(0, min(piece.rows, real - rows_run))
+                    rows_run += piece.rows
                 self._stands_in, self._clipped = not piece.rows, None
                 users = [] if by_user and not piece.rows else piece.users
                 self._users = None if piece.user_rows else users
@@ -282,7 +297,7 @@ class WatchedStep:
             def end(piece: Piece) -> None:
                 if self._earlier is None:
                     due = self.check.is_due(releases)
-                    self._earlier = EarlierPieces(samples, context.device, probed=due)
+                    self._earlier = EarlierPieces(real, context.device, probed=due)
                 with self._team.together():
                     clipped = self.clipped(parameters, context)
                 self._earlier.positions += self._recorder.positions
@@ -296,6 +311,7 @@ class WatchedStep:
             )
         finally:
             self._in_logical_batch = self._stands_in = False
+            self._real = None
 
     def _begin(self, batch: Any, sampling: Sampling, context: DefenseContext) -> None:
         with self._team.together():
@@ -349,7 +365,10 @@ class WatchedStep:
         # A batch of few samples, where most have more, may be joined as it is by chance.
         comparable = samples >= DISTINCT or sampling.expected < USUAL_SAMPLES
         tensors = tensors_of(batch) if comparable else ()
-        with recorder.step(samples, counts=not self._stands_in, tensors=tensors), synchronized:
+        record = recorder.step(
+            samples, counts=not self._stands_in, real=self._real, tensors=tensors
+        )
+        with record, synchronized:
             output = training_step()
         with team.together():
             recorder.check()
@@ -361,6 +380,8 @@ class WatchedStep:
         if self._stands_in:
             recorder.clear()
             return times_zero(output)
+        if self._real is not None:  # local is a mean of the rows that count
+            loss.register_hook(functools.partial(torch.mul, self._share))  # type: ignore[no-untyped-call]
         return output
 
     def clipped(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> ClippedSum:
@@ -512,6 +533,8 @@ def _compiled_with_hooks(root: nn.Module) -> Iterator[None]:
 def _on_device(batch: Any, context: DefenseContext) -> Any:
     """Return a batch on the device of this process, converted as the Trainer does."""
     trainer = trainer_of(context)
+    if trainer is None:
+        return batch
     batch = trainer.precision_plugin.convert_input(batch)
     batch = context.root._on_before_batch_transfer(batch, dataloader_idx=0)  # type: ignore[operator]
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)

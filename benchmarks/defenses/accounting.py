@@ -141,12 +141,10 @@ def truncated(cells: int) -> None:
         schemes = [TruncatedPoisson(examples + 1, most) for most in sizes]
         epsilons = [epsilon_of(cell, 1e-5, "prv", scheme) for scheme in schemes]
         pairs = zip(epsilons, sizes, strict=True)
-        print(
-            f"| {sigma:g} | {batch:,} of {examples:,} | {steps} | {epsilon_of(cell, 1e-5, 'prv'):.3f} | "
-            + " | ".join(f"{epsilon:.3f} ({most:,})" for epsilon, most in pairs)
-            + " |",
-            flush=True,
-        )
+        row = [f"{sigma:g}", f"{batch:,} of {examples:,}", f"{steps}"]
+        row += [f"{epsilon_of(cell, 1e-5, 'prv'):.3f}"]
+        row += [f"{epsilon:.3f} ({most:,})" for epsilon, most in pairs]
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 def google_fixed(sigma: float, rate: float, steps: int) -> float:

@@ -20,10 +20,9 @@ from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.curve import curve_of
-from lightning_fedleak.defenses.accounting.fixed_batches import TruncatedPoisson
 from lightning_fedleak.defenses.accounting.groups import group_epsilon
 from lightning_fedleak.defenses.accounting.ledger import check_count, client_path
-from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
+from lightning_fedleak.defenses.accounting.renyi import SamplingScheme, TruncatedPoisson
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.base import Curve, Defense, DefenseError, Privacy, State
 
@@ -428,10 +427,7 @@ class Budget:
                 f"factors {earlier}, and this run has {self.factors!r}. Noise is fixed before a "
                 "run: go on with the same schedule, or begin a new run."
             )
-        if releases and "truncated_at" in state:
-            self.draw_by(TruncatedPoisson(int(state["examples"]), int(state["truncated_at"])))
-        elif releases and isinstance(self._sampling, TruncatedPoisson):
-            self.draw_by("poisson")
+        self.draw_by(self._sampling_in(state) if releases else self._sampling)
         self.horizon = int(state.get("horizon", 0)) if releases else self.horizon
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self.rate is None and "rate" in state:
@@ -447,6 +443,12 @@ class Budget:
         self.accountant.load_state_dict(account)
         counted = account.get("releases")
         return 0 if counted is None else int(torch.as_tensor(counted)[:, 2].sum())
+
+    def _sampling_in(self, state: State) -> SamplingScheme:
+        """Return how the releases of a state were drawn."""
+        if "truncated_at" in state:
+            return TruncatedPoisson(int(state["examples"]), int(state["truncated_at"]))
+        return "poisson" if isinstance(self._sampling, TruncatedPoisson) else self._sampling
 
     @property
     def _target(self) -> str:

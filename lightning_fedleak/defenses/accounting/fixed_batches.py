@@ -119,6 +119,11 @@ class TruncatedPoisson:
     examples: int
     most: int
 
+    @property
+    def unit(self) -> str:
+        """Return what stands behind the name of a ledger."""
+        return f"at-most-{self.most}-of-{self.examples}"
+
     def parts(self, noise_multiplier: float, sample_rate: float) -> list[tuple[float, float]]:
         """Return weight and noise multiplier of the Poisson samples whose mixture a release is.
 

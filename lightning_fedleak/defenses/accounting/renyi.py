@@ -17,10 +17,8 @@ import numpy as np
 from scipy.special import logsumexp
 
 from lightning_fedleak.defenses.accounting.fixed_batches import Floats as Floats  # handed on
-from lightning_fedleak.defenses.accounting.fixed_batches import (
-    TruncatedPoisson,
-    rdp_without_replacement,
-)
+from lightning_fedleak.defenses.accounting.fixed_batches import TruncatedPoisson as TruncatedPoisson
+from lightning_fedleak.defenses.accounting.fixed_batches import rdp_without_replacement
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.extras import install
 

@@ -166,9 +166,8 @@ class DPSGD(BudgetedDefense):
         self.truncated_batch_size = release.truncated_batch_size
         # With correlated noise an example's place decides which steps it may be in.
         independent = poisson_sampling and self.mechanism == "independent"
-        self.guarantee = guarantee_of(
-            self.trust, independent, seed, accountant == "filter", self.unit
-        )
+        filtered = accountant == "filter"
+        self.guarantee = guarantee_of(self.trust, independent, seed, filtered, self.unit)
         self._noise = StepNoise(self.mechanism, self.bands)
         self._checkpointed = 0
         self._budget = Budget(
@@ -207,11 +206,9 @@ class DPSGD(BudgetedDefense):
         ``unit=Users()`` from the start costs less. With it the group is of users.
 
         Returns:
-            Epsilon at the delta of :attr:`privacy`
-            (:func:`~lightning_fedleak.defenses.accounting.groups.group_epsilon`). With
+            Epsilon at the delta of :attr:`privacy` (``accounting.group_epsilon``). With
             ``accountant="filter"``, correlated noise or truncated batches, k times the epsilon of
-            one example at delta ``k e^((k - 1) epsilon)`` times that of one; infinite where that is
-            no probability.
+            one example at delta ``k e^((k - 1) epsilon)`` times its; infinite where that is over 1.
 
         Raises:
             DefenseError: ``rows`` is below 1, or the training data are not known yet.
@@ -247,10 +244,9 @@ class DPSGD(BudgetedDefense):
             setup_checks.check_trainer(context, poisson=self.poisson_sampling)
             setup_checks.check_model(context.root, self.clipping)
             setup_checks.check_shards(context.root, context.processes)
-            if self.truncated_batch_size is None:
-                self._open_ledger(context, self.unit)
         self._base_clip = self._clip(context)
-        self._read_ledger()
+        if self.truncated_batch_size is None:
+            self._read_ledger(context, self.unit)
         if self.accountant.steps > self._checkpointed:
             self._noise.forget()  # the ledger knows of releases after the checkpoint
         self._step = WatchedStep(
@@ -291,10 +287,8 @@ class DPSGD(BudgetedDefense):
                 users=self._users,
             )
             self._budget.draw_by(sampling.scheme)
-            if isinstance(sampling.scheme, TruncatedPoisson):
-                most, examples = sampling.scheme.most, sampling.scheme.examples
-                self._open_ledger(context, f"at-most-{most}-of-{examples}")
-        self._read_ledger()
+        if isinstance(sampling.scheme, TruncatedPoisson):
+            self._read_ledger(context, sampling.scheme.unit)
         with team.together():
             delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
             check_delta_for(delta, sampling.examples)
@@ -302,27 +296,21 @@ class DPSGD(BudgetedDefense):
                 self._budget.plan(self._planned(sampling, context))
             self._budget.settle(sampling.rate, delta, self._planned(sampling, context))
             self._path.share_of_noise(self._budget.largest_noise, sampling.expected)
-        team.check_alike(
-            examples=sampling.examples,
-            batch_size=sampling.expected,
-            users=sampling.users_digest,
-        )
+        users = sampling.users_digest
+        team.check_alike(examples=sampling.examples, batch_size=sampling.expected, users=users)
         check_same_data(sampling.loader, team, poisson=self.poisson_sampling)
         self._forget_if_moved()
         # Computed on another machine, it may differ in its last bits.
         self.noise_multiplier = team.broadcast(self.noise_multiplier)
         return sampling.loader
 
-    def _open_ledger(self, context: DefenseContext, unit: str) -> None:
-        """Open the first process's ledger, once."""
-        if self._ledger is not None and self._team.process == 0:
-            self._budget.open_ledger(self._ledger, context.client, context.clients, unit)
+    def _read_ledger(self, context: DefenseContext, unit: str) -> None:
+        """Open the ledger in the first process, once, and adopt its releases in all."""
+        with self._team.together():
+            if self._ledger is not None and self._team.process == 0:
+                self._budget.open_ledger(self._ledger, context.client, context.clients, unit)
         self._ledger = None
-
-    def _read_ledger(self) -> None:
-        """Adopt the releases of the first process, which alone has read the ledger."""
-        state = self._team.broadcast(self.accountant.state_dict())
-        self.accountant.load_state_dict(state)
+        self.accountant.load_state_dict(self._team.broadcast(self.accountant.state_dict()))
 
     def on_train_start(self, context: DefenseContext) -> None:
         """Check the restored state, where that comes after the loader, as :meth:`on_dataloader`.
@@ -410,12 +398,9 @@ class DPSGD(BudgetedDefense):
         team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
         step, sampling = self._in_fit()
         # What follows would send other messages where these differ.
-        std = sigma * self._share(sigma, sampling) * step.clip.sensitivity
-        team.check_alike(
-            noise_multiplier=sigma,
-            releases=self.releases,
-            max_grad_norm=step.clip.sensitivity,
-        )
+        norm = step.clip.sensitivity
+        std = sigma * self._path.share_of_noise(sigma, sampling.expected) * norm
+        team.check_alike(noise_multiplier=sigma, releases=self.releases, max_grad_norm=norm)
         check_same_clip(self._fixed, self._clip_settings())
         with team.together():
             step.weights.check(parameters, context.root)
@@ -560,16 +545,14 @@ class DPSGD(BudgetedDefense):
         steps = functools.partial(setup_checks.planned_steps, context, length, argument)
         if self.mechanism == "independent":
             return steps
-        plan = NoisePlan(
-            self.mechanism, self.bands or 1, steps(), sampling.groups, sampling.examples
-        )
+        mechanism, bands = self.mechanism, self.bands or 1
+        plan = NoisePlan(mechanism, bands, steps(), sampling.groups, sampling.examples)
         self._noise.settle(plan, sampling.places)
         return lambda: plan.rounds
 
     def _forget_if_moved(self) -> None:
         """Begin a new mechanism where examples are at other places than in the loaded one."""
-        (any_moved,) = self._team.largest([self._noise.is_moved])
-        if any_moved:
+        if self._team.largest([self._noise.is_moved])[0]:
             self._noise.forget()
 
     def _in_fit(self) -> tuple[WatchedStep, Sampling]:
@@ -584,13 +567,8 @@ class DPSGD(BudgetedDefense):
         """Return the standard deviation of the next update's noise, all layers together."""
         step, sampling = self._in_fit()
         sigma = self._client_noise(context)
-        std = sigma * self._share(sigma, sampling) * step.clip.sensitivity
+        std = sigma * self._path.share_of_noise(sigma, sampling.expected) * step.clip.sensitivity
         return std / sampling.expected * self._noise.scale
-
-    def _share(self, sigma: float, sampling: Sampling) -> float:
-        """Return the noise on gradients over what it would be if none of them were counted."""
-        path = self._path
-        return path.share_of_noise(sigma, sampling.expected) if path.quantile is not None else 1.0
 
     def _clip(self, context: DefenseContext) -> Clip:
         self._fixed = self._clip_settings()

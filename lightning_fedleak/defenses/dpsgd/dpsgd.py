@@ -144,15 +144,12 @@ class DPSGD(BudgetedDefense):
         users = unit if isinstance(unit, Users) else None
         self._release, self._users = release, users
         self.max_grad_norm = max_grad_norm
-        self.gamma = clip.gamma
-        self.per_layer = clip.per_layer
-        self.layer_noise = clip.layer_noise
+        self.gamma, self.per_layer, self.layer_noise = clip.gamma, clip.per_layer, clip.layer_noise
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
         self.clipping = clip.form
         self.poisson_sampling = poisson_sampling
-        self.trust = release.trust
-        self.on_budget = release.on_budget
+        self.trust, self.on_budget = release.trust, release.on_budget
         self.loss = clip.loss
         self.seed = seed
         self.max_physical_batch_size = max_physical_batch_size
@@ -399,7 +396,7 @@ class DPSGD(BudgetedDefense):
         step, sampling = self._in_fit()
         # What follows would send other messages where these differ.
         norm = step.clip.sensitivity
-        std = sigma * self._path.share_of_noise(sigma, sampling.expected) * norm
+        std = sigma * self._share(sigma, sampling) * norm
         team.check_alike(noise_multiplier=sigma, releases=self.releases, max_grad_norm=norm)
         check_same_clip(self._fixed, self._clip_settings())
         with team.together():
@@ -567,8 +564,13 @@ class DPSGD(BudgetedDefense):
         """Return the standard deviation of the next update's noise, all layers together."""
         step, sampling = self._in_fit()
         sigma = self._client_noise(context)
-        std = sigma * self._path.share_of_noise(sigma, sampling.expected) * step.clip.sensitivity
+        std = sigma * self._share(sigma, sampling) * step.clip.sensitivity
         return std / sampling.expected * self._noise.scale
+
+    def _share(self, sigma: float, sampling: Sampling) -> float:
+        """Return the noise on gradients over what it would be if none of them were counted."""
+        path = self._path
+        return 1.0 if path.quantile is None else path.share_of_noise(sigma, sampling.expected)
 
     def _clip(self, context: DefenseContext) -> Clip:
         self._fixed = self._clip_settings()

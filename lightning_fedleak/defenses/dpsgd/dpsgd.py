@@ -132,8 +132,8 @@ class DPSGD(BudgetedDefense):
         seed: int | None = None,
         **old: Any,
     ) -> None:
-        known = [*signature(DPSGD).parameters, *OldArguments.__dataclass_fields__]
-        check_names("DPSGD", old, known)
+        names = [*signature(DPSGD).parameters, *OldArguments.__dataclass_fields__]
+        check_names("DPSGD", old, names)
         poisson_sampling, max_physical_batch_size, clip, release, unit = OldArguments(
             **old
         ).convert(poisson_sampling, max_physical_batch_size, clip, release, unit)

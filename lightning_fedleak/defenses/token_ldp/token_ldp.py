@@ -243,8 +243,8 @@ class TokenLDP(Defense):
         seed: int | None = None,
         **old: Any,
     ) -> None:
-        known = [*signature(TokenLDP).parameters, *OldTokenArguments.__dataclass_fields__]
-        check_names("TokenLDP", old, known)
+        names = [*signature(TokenLDP).parameters, *OldTokenArguments.__dataclass_fields__]
+        check_names("TokenLDP", old, names)
         arguments = OldTokenArguments(**old)
         protocol = group_old_arguments(
             "TokenLDP", "protocol", protocol or LDPProtocol(), arguments.fields_of(LDPProtocol)

@@ -75,6 +75,8 @@ test-nvflare: $(READY) $(NVFLARE)/.ready
 # Beside the environment, not in it: PEFT imports bitsandbytes wherever it is installed.
 test-quantized: $(READY) $(QUANTIZED)/.ready
 	@PYTHONPATH=$(QUANTIZED):. $(BIN)/python -m pytest --numprocesses 0 tests/looks/test_quantized_bases.py \
+		"tests/looks/test_matrix.py::test_what_is_logged_is_true[LoRA, NF4]" \
+		"tests/looks/test_matrix.py::test_what_is_logged_is_true[LoRA, int8]" \
 		tests/looks/channels/test_memorization.py::test_lora_on_a_base_of_four_bits $(ARGS)
 
 # In an environment of its own: others are tested without its datasets and pyarrow.

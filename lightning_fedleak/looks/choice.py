@@ -220,7 +220,7 @@ def table(
     return "\n".join([*lines, *ending])
 
 
-def hides(model: nn.Module, clip_value: float | None) -> tuple[str, ...]:
+def hides(model: nn.Module, clip_value: float | None, precision: str) -> tuple[str, ...]:
     """Return what a training does, by its settings, that hides words and texts from attacks."""
     shares: dict[bool, set[float]] = {True: set(), False: set()}
     for name, module in model.named_modules():
@@ -231,6 +231,8 @@ def hides(model: nn.Module, clip_value: float | None) -> tuple[str, ...]:
     names += [f"dropout {adapters} in front of LoRA"] if adapters else []
     if any(getattr(m, "neftune_noise_alpha", None) for m in model.modules()):
         names.append("noise on the embeddings (NEFTune)")
+    if "16" in precision:
+        names.append(f"rounding to 16 bits ({precision})")
     return (*names, *([] if clip_value is None else [f"clipping by value at {clip_value:g}"]))
 
 

@@ -60,7 +60,10 @@ def facts_of(
         versions=versions(),
         machine={"processor": platform.machine(), "device": run.device.type},
         model=_model(run, lineup.trained),
-        training={**training, "hides": list(hides(run.anatomy.model, run.clip_value))},
+        training={
+            **training,
+            "hides": list(hides(run.anatomy.model, run.clip_value, run.precision)),
+        },
         monitor=records.MonitorFacts(
             client=run.client,
             clients=run.processes if run.client == "rank" else 1,

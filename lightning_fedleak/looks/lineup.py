@@ -163,7 +163,7 @@ class Lineup:
         watcher, model = self._run.watcher, self._run.anatomy.model
         if self._choosing:
             choice.show(self.rows, self.unread, assumed, writes=self._writes, watcher=watcher)
-        choice.show_hiding(watcher, choice.hides(model, self._run.clip_value))
+        choice.show_hiding(watcher, choice.hides(model, self._run.clip_value, self._run.precision))
 
     @property
     def trained(self) -> tuple[str, ...]:

@@ -14,7 +14,8 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import DataCollatorWithFlattening
 
 from lightning_fedleak.attacks import EmbeddingDescent, TextGuess
 from lightning_fedleak.attacks.membership.base import MembershipGuess
@@ -193,6 +194,17 @@ def first_rows(rank: int) -> list[int]:
     return list(DistributedSampler(data, num_replicas=2, rank=rank, seed=7))[:4]
 
 
+def documents() -> list[dict[str, Tensor]]:
+    """The rows of 16 texts of several lengths."""
+    rows = random_token_loader(16).dataset
+    return [{n: rows[i][n][: 12 - i % 3 * 3] for n in ("input_ids", "labels")} for i in range(16)]
+
+
+def pack(texts: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """One row, whose positions begin again with each text."""
+    return {**DataCollatorWithFlattening()(texts, return_tensors="pt"), "use_cache": False}
+
+
 def own_gradient(rank: int) -> Tensor:
     """The head's gradient of one process's first batch, by plain autograd."""
     model = tiny_gpt2(dropout=0.0).train()
@@ -291,6 +303,19 @@ def main(root: Path) -> None:
         "same": same(before, after),
         "auc": values["leakage/gradient_membership/auc"],
         "failures": monitor.failures,
+    }
+    packed = DataLoader(documents(), batch_size=4, collate_fn=pack)
+    before = footprint(run(root / "no-packed", [], loader=packed))
+    attacks = [Probe(), GradientMembership(public, public_rows=16)]
+    monitor = LeakageMonitor(attacks, every_n_steps=1)
+    after = footprint(run(root / "packed", [monitor], loader=packed))
+    path = monitor.engine.jsonl.path
+    lines = map(json.loads, path.read_text().splitlines() if rank == 0 else [])
+    out["packed"] = {
+        "same": same(before, after),
+        "auc": monitor.latest["leakage/gradient_membership/auc"],
+        "failures": monitor.failures,
+        "n": {line["attack"]: (line["client"], line["n"]) for line in lines if line["step"] == 0},
     }
     before = footprint(run(root / "no-inversion", []))
     for client in ("rank", "world"):

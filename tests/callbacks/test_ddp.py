@@ -5,7 +5,7 @@ import math
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from tests.callbacks.ddp_worker import first_rows
+from tests.callbacks.ddp_worker import documents, first_rows
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.processes import two_processes
 
@@ -45,6 +45,17 @@ def test_rank_clients_are_pooled_and_a_world_client_is_one(ranks):
     assert ranks[0]["line/world"] == [0, together]
     assert together < each
     assert ranks[0]["failing world"] == [0, together]
+
+
+def test_texts_packed_in_a_row_count_as_each_clients_own(ranks):
+    texts = documents()
+    each = [[texts[i]["input_ids"].tolist() for i in first_rows(rank)] for rank in (0, 1)]
+    labels = [len({token for text in rows for token in text[1:]}) for rows in each]
+    assert ranks[0]["packed"]["n"] == {"probe": ["pooled", sum(labels)]}
+    for rank in ranks:
+        assert rank["packed"]["same"]
+        assert rank["packed"]["failures"] == 0
+        assert rank["packed"]["auc"] > 0.9
 
 
 def test_with_a_defence_the_server_gets_the_mean_of_what_was_shared(ranks):

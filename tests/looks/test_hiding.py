@@ -25,6 +25,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
 )
 from lightning_fedleak.looks import Games
+from lightning_fedleak.looks.choice import hides
 from lightning_fedleak.trainers import LeakageCallback, Watch
 from tests.helpers.models import tiny_llama
 
@@ -174,3 +175,9 @@ def test_clipping_by_value_in_a_loop_is_found_in_the_gradient(tmp_path: Path) ->
     line = lines["subspace_words"]
     assert line["unknown"] is None or "clip" in line["unknown"]
     assert line["unknown"] is not None or line["metrics"]["f1"]["value"] > 0.95
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed"])
+def test_rounding_to_half_precision_is_named(precision: str) -> None:
+    said = [f"rounding to 16 bits ({precision})"] if "16" in precision else []
+    assert list(hides(tiny_llama(), None, precision)) == said

@@ -12,6 +12,7 @@ import transformers
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from benchmarks.attacks.setups import embedding_adapters
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
@@ -738,3 +739,22 @@ def test_the_mask_of_a_masked_model_is_a_type_too() -> None:
     backward(model, ids, labels=labels)
     guess = attack.run(observed(attack, anatomy))
     assert set(guess.types.tolist()) == set(ids.flatten().tolist())
+
+
+def test_words_behind_an_adapter_at_the_embeddings_are_read() -> None:
+    """As UTR has it (arXiv 2601.17533): adapters of half the width with biases, one right there."""
+    model = embedding_adapters(llama())
+    for name, p in model.named_parameters():
+        if ".up." in name:  # after some steps
+            nn.init.normal_(p, std=0.02)
+    anatomy, attack = find_anatomy(model), SubspaceWords(capacity_seconds=0)
+    attack.prepare(anatomy)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        ids = texts(2, 16)
+        backward(model, ids)
+        names = attack.needs(anatomy).gradients
+        gradients = {name: anatomy.parameter(name).grad.clone() for name in names}
+        guess = attack.run(Observation((GradientSnapshot(0, Stage.SHARED, gradients),)))
+        truth, found = set(ids[:, :-1].flatten().tolist()), set(guess.types.tolist())
+        assert 2 * len(truth & found) / (len(truth) + len(found)) >= 0.95

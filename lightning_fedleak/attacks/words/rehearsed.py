@@ -270,6 +270,7 @@ class RehearsedLabels(Attack):
         self.seed = seed
         self._readout: _Readout | None = None
         self._rehearsed_at = 0
+        self._maps: tuple[Anatomy, list[LinearMap], list[SharedInput]] | None = None
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the trained maps that write into the residual stream, or read the first blocks.
@@ -277,13 +278,13 @@ class RehearsedLabels(Attack):
         Raises:
             ThreatModelError: there is none, or the model predicts no next token with a head.
         """
-        names = [] if anatomy.kind != "causal" else list(_places(anatomy))
-        if not names:
+        places = [] if anatomy.kind != "causal" else list(self._places(anatomy))
+        if not places:
             raise ThreatModelError(
                 f"attack '{self.name}' reads trained maps that write into the residual stream of a "
                 "causal model with a head, and this training has none: remove the attack"
             )
-        return Surfaces(gradients=tuple(dict.fromkeys(name for name, *_ in names)))
+        return Surfaces(gradients=tuple(dict.fromkeys(name for name, *_ in places)))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Rehearse: compute gradients of public batches, and learn to read their labels.
@@ -302,7 +303,7 @@ class RehearsedLabels(Attack):
         filtered = len(batches) // 3
         with torch.no_grad():
             filters = []
-            for part in _parts(anatomy, start):
+            for part in _parts(anatomy, self._places(anatomy), start):
                 rows = [part.rows(g[part.name]) for g in gradients[filtered:]]
                 sized = torch.stack([r / r.norm().clamp_min(1e-30) for r in rows])
                 if bool(sized.flatten(1).any(1).all()):  # the others have no gradient yet
@@ -317,9 +318,9 @@ class RehearsedLabels(Attack):
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Rehearse again if the number of steps has doubled."""
-        if self._readout is None or step >= 2 * self._rehearsed_at:
+        if self._readout is None or step >= max(1, 2 * self._rehearsed_at):
             self.prepare(anatomy)
-            self._rehearsed_at = max(1, step)
+            self._rehearsed_at = step
 
     @torch.no_grad()
     def run(self, view: Observation, query: Query | None = None) -> WordGuess:
@@ -358,6 +359,29 @@ class RehearsedLabels(Attack):
             surface="output",
         )
 
+    def _places(self, anatomy: Anatomy) -> Iterator[tuple[str, int, SharedInput | None]]:
+        """Yield (name, axis, input or None) of trained parameters; None: it writes."""
+        if self._maps is None or self._maps[0] is not anatomy:
+            maps = find_linear_maps(anatomy)
+            self._maps = anatomy, maps, find_shared_inputs(anatomy, maps)
+        _, maps, inputs = self._maps
+        blocks = [f"{name}." for name in anatomy.block_names]
+        last, first = tuple(blocks[-_LAST_BLOCKS:]), tuple(blocks[:_FIRST_BLOCKS])
+        names = {id(p): n for n, p in anatomy.root.named_parameters()}
+        weight = anatomy.parameter(HEAD_WEIGHT)
+        for m in maps:
+            writes = weight is not None and m.factor != "A" and m.rows == weight.shape[1]
+            if writes and m.name.startswith(last) and anatomy.trainable(m.name):
+                yield m.name, m.axis, None
+                bias = m.reader._parameters.get("bias")
+                if bias is not None and bias.requires_grad:
+                    yield names[id(bias)], 0, None
+        for shared in inputs:
+            for m in shared.trainable_maps(anatomy):
+                wide = m.factor != "B" and shared.width >= anatomy.hidden_size
+                if wide and weight is not None and m.name.startswith(first):
+                    yield m.name, 1 - m.axis, shared
+
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
         return {
@@ -368,34 +392,15 @@ class RehearsedLabels(Attack):
         }
 
 
-def _places(anatomy: Anatomy) -> Iterator[tuple[str, int, SharedInput | None]]:
-    """Yield (name, axis, input or None) of trained parameters; None: it writes."""
-    maps = find_linear_maps(anatomy)
-    blocks = anatomy.block_names
-    names = {id(p): n for n, p in anatomy.root.named_parameters()}
-    weight = anatomy.parameter(HEAD_WEIGHT)
-    for m in maps:
-        if weight is None or not any(m.name.startswith(f"{b}.") for b in blocks[-_LAST_BLOCKS:]):
-            continue
-        if m.factor != "A" and m.rows == weight.shape[1] and anatomy.trainable(m.name):
-            yield m.name, m.axis, None
-            bias = m.reader._parameters.get("bias")
-            if bias is not None and bias.requires_grad:
-                yield names[id(bias)], 0, None
-    for shared in find_shared_inputs(anatomy, maps):
-        for m in shared.trainable_maps(anatomy):
-            early = any(m.name.startswith(f"{b}.") for b in blocks[:_FIRST_BLOCKS])
-            if early and m.factor != "B" and shared.width >= anatomy.hidden_size:
-                yield m.name, 1 - m.axis, shared
-
-
-def _parts(anatomy: Anatomy, start: int) -> Iterator[_Part]:
+def _parts(
+    anatomy: Anatomy, places: Iterator[tuple[str, int, SharedInput | None]], start: int
+) -> Iterator[_Part]:
     """Yield the parts of a model, with the vectors of each token behind a start token."""
     states: dict[int, Tensor] = {}
     head = _label_vectors(anatomy)
     tokens = torch.arange(len(head), device=head.device)
     texts = torch.stack([torch.full_like(tokens, start), tokens], 1)
-    for name, axis, shared in _places(anatomy):
+    for name, axis, shared in places:
         if shared is None:
             yield _Part(name, axis, head)
             continue

@@ -65,6 +65,18 @@ _MEMORY = "fedleak.json"
 _PACKAGE = __name__.partition(".")[0]
 
 
+class LoadedModels(Filter):  # type: ignore[misc, unused-ignore]
+    """A filter of task data that changes nothing, which a :class:`FedLeakFilter` needs beside it.
+
+    Where a training script runs in a process of its own, NVFlare hands it references to what was
+    sent, unless a filter of the client is to read that.
+    """
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return what was sent."""
+        return shareable
+
+
 class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     """A filter of task results: what a client returns is attacked, gated and defended before.
 
@@ -139,7 +151,12 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         self._lock = threading.Lock()
 
     def add_to_fed_job(
-        self, job: Any, ctx: Any, *, tasks: Sequence[str] = TASKS, filter_type: str = "task_result"
+        self,
+        job: Any,
+        ctx: Any,
+        *,
+        tasks: Sequence[str] = TASKS,
+        filter_type: str = FilterType.TASK_RESULT,
     ) -> None:
         """Add the filter to a client of a job, on its results; NVFlare calls it.
 
@@ -149,6 +166,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         if filter_type != FilterType.TASK_RESULT:
             raise ValueError("FedLeakFilter filters results: filter_type=FilterType.TASK_RESULT")
         _keep_out(job)
+        job.add_filter(LoadedModels(), FilterType.TASK_DATA, list(tasks), ctx)
         job.add_filter(self, FilterType.TASK_RESULT, list(tasks), ctx)
 
     # ---- events -----------------------------------------------------------------------------
@@ -252,8 +270,8 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             if sent is None or sent[0] != fl_ctx.get_prop(FLContextKey.TASK_ID) or sent[1] is None:
                 return self._refuse(
                     fl_ctx,
-                    "this result is not that of a task whose round and model are known: a task "
-                    f"'{task}' must send a model and the header '{AppConstants.CURRENT_ROUND}'",
+                    "the round and the model that this task has sent are not known: it must send a "
+                    f"model and the header '{AppConstants.CURRENT_ROUND}', and pass LoadedModels",
                 )
             reply = self._answer_training(shareable, fl_ctx, int(sent[1]), sent[2], sent[3])
             assert self._memory is not None
@@ -376,7 +394,7 @@ class ObservedResults(FLComponent):  # type: ignore[misc, unused-ignore]
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Look where a workflow sends, accepts and applies a model."""
         with self._lock:
-            if event_type == EventType.ABOUT_TO_START_RUN:
+            if event_type == EventType.START_RUN:
                 try:
                     self._watch = _call(self.observer, fl_ctx.get_identity_name())
                 except Exception as error:

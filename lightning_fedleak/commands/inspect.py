@@ -15,6 +15,7 @@ from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.commands.options import InspectOptions
@@ -25,15 +26,15 @@ from lightning_fedleak.finetuning import SourceError, load_tokenizer, read_texts
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.studies.models import find_model
 
-FOUND = 3  # exit status where something was found, apart from an error's 1
+EVIDENCE = 3  # exit status where something was found, apart from an error's 1
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT
 ZERO_STARTS = (True, "gaussian", "eva")  # init_lora_weights of PEFT with which B starts at 0
 TEXTS, LENGTH = 100, 64  # texts that bottlenecks are run on at most, and their tokens; not tuned
 
 CAVEAT = (
-    "That is no proof of honesty. Known to pass: a bottleneck in a quarter of whose rows "
-    "usual words push at random below the threshold, sent before round 2. Not measured: crafting "
-    "slowly over rounds, and a server that leaves this client out of its mean."
+    "That is no proof of honesty. Known to pass: a server that moves rows over some rounds to "
+    "where usual words push below the threshold, and the layers of AttentionMembership where such "
+    "layers were agreed. Not measured: a server that leaves this client out of its mean."
 )
 
 
@@ -70,7 +71,7 @@ class InspectCommand(InspectOptions):
         print_table(console, _rules_table(result))
         for sentence in _sentences(result):
             console.print(sentence, highlight=False)
-        return 0 if result.verdict == "nothing found" else FOUND
+        return 0 if result.verdict == "nothing found" else EVIDENCE
 
     def _last(self) -> LastRound | None:
         if self.previous is None or self.own_update is None:
@@ -81,8 +82,8 @@ class InspectCommand(InspectOptions):
                 f"'{self.own_update}' holds other names or shapes than '{self.previous}': give "
                 "what this client returned of what it had received there"
             )
-        own = {name: t.float() - before[name].float() for name, t in returned.items()}
-        return LastRound(before, own)
+        update = {name: t.float() - before[name].float() for name, t in returned.items()}
+        return LastRound(before, update)
 
     def _agreed(self, received: Mapping[str, Tensor], start: dict[str, Tensor] | None) -> Agreed:
         """Return what is known beside the received values."""
@@ -109,11 +110,11 @@ class InspectCommand(InspectOptions):
             scale = config.scale(len(adapter.down))
             if rows is not None and scale is not None:
                 base[adapter.name], scales[adapter.name] = rows, scale
-        inputs = {}
+        usual = {}
         if self.text is not None:
             names = [a.name for a in adapters if a.bias is not None]
-            inputs = _inputs(anatomy, names, read_texts(self.text, self.column), self.base)
-        return Agreed(base, scales, start, self.shared_seed, shapes, inputs)
+            usual = _usual_inputs(anatomy, names, read_texts(self.text, self.column), self.base)
+        return Agreed(base, scales, start, self.shared_seed, shapes, usual)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -173,10 +174,10 @@ def _base_rows(anatomy: Anatomy, name: str) -> Tensor | None:
     return None
 
 
-def _inputs(
+def _usual_inputs(
     anatomy: Anatomy, names: Sequence[str], texts: Sequence[str], base: str
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return what bottlenecks read on texts, as far as the base without adapters shows it.
+) -> dict[str, Tensor]:
+    """Return what bottlenecks read at usual token types, as far as the base alone shows it.
 
     Behind the embedding that is its output; at a block, whose number is in the name, the output of
     the block.
@@ -185,13 +186,18 @@ def _inputs(
         return {}
     tokenizer = load_tokenizer(base)
     rows = tokenizer(list(texts[:TEXTS]), truncation=True, max_length=LENGTH)["input_ids"]
-    ids = [torch.tensor(row) for row in rows if row]
+    ids = pad_sequence([torch.tensor(row) for row in rows if row], batch_first=True)
+    mask = pad_sequence([torch.ones(len(row)) for row in rows if row], batch_first=True)
+    real = mask.bool()
+    usual = inspection.usual_types(ids[real])
     layers = {n: int(m[1]) + 1 if (m := re.search(r"\.(\d+)\.", n)) else 0 for n in names}
-    states = {
-        layer: torch.cat([hidden_states(anatomy, layer, row[None])[0] for row in ids])
+    means = {
+        layer: inspection.mean_inputs(
+            hidden_states(anatomy, layer, ids, real)[real], ids[real], usual
+        )
         for layer in set(layers.values())
     }
-    return {name: (states[layer], torch.cat(ids)) for name, layer in layers.items()}
+    return {name: means[layer] for name, layer in layers.items()}
 
 
 def _rules_table(result: Inspection) -> Table:

@@ -403,7 +403,10 @@ class InspectOptions:
             there must be zero in the first round.
         shared_seed: all numbers of --start are what every client starts with.
         first: this is the federation's first round.
-        previous: the adapter that was sent in the round before.
+        previous: the adapter that was sent in the round before. Leave it out where clients train
+            with another optimizer than Adam's family, where the server does more than take a mean
+            (momentum, Adam, noise), and after a round that this client missed: honest rows jump
+            there too.
         own_update: the adapter that this client returned in that round.
         text: text like the federation's: {sources}.
         column: the column of --text that holds the text.

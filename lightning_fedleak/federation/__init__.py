@@ -22,6 +22,8 @@ from lightning_fedleak.federation.observer import SUM as SUM
 from lightning_fedleak.federation.observer import RoundObserver as RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook as RoundLook
 from lightning_fedleak.federation.round_run import RoundSettings as RoundSettings
+from lightning_fedleak.federation.round_start import CraftedValuesError as CraftedValuesError
+from lightning_fedleak.federation.round_start import StartCheck as StartCheck
 from lightning_fedleak.federation.updates import ServerOptimizer as ServerOptimizer
 from lightning_fedleak.federation.updates import UpdateError as UpdateError
 from lightning_fedleak.federation.updates import difference as difference

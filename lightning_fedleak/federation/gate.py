@@ -280,6 +280,8 @@ class OutgoingUpdates:
         self.gates = tuple(gates)
         self.client = client
         self.own: ClientDP | None = None if dp is None or dp.trust == "central" else dp
+        if dp is not None and observer.start is not None:
+            observer.start.incomparable = "the noise of a ClientDP is in what the server sends"
         names = [gate.name for gate in self.gates]
         double = sorted({n for n in names if names.count(n) > 1})
         if double:
@@ -345,7 +347,7 @@ class OutgoingUpdates:
         if self.own is None:  # it was to be checked; a look makes its own
             update = None
         if not self.gates and not observer.due(self.client):
-            self._note(batches)
+            self._note(batches, returned)
             return Leaving(self._release(sent, returned, update, like), False, (), None)
 
         def look_once() -> RoundLook:
@@ -368,7 +370,7 @@ class OutgoingUpdates:
             if self.gates:
                 return self._withhold(sent, like, judged)
             announce(f"RoundObserver: in round {round_} {judged}. The update leaves")
-            self._note(batches)
+            self._note(batches, returned)
             return Leaving(self._release(sent, returned, update, like), False, (), None)
         look, events, did = judged
         leaves: dict[str, Tensor] | None = None
@@ -376,17 +378,17 @@ class OutgoingUpdates:
             leaves = self._zero(sent, like)
         elif did != "raise":
             leaves = self._release(sent, returned, update, like)
-            self._note(batches)
+            self._note(batches, returned)
         self._write(look, events, did)
         if seconds is not None:
             beside = max(0.0, time.perf_counter() - start - look.seconds)
             observer.paid(self.client, look.seconds, seconds, beside)
         return Leaving(leaves, did == "withhold", tuple(events), look)
 
-    def _note(self, batches: Sequence[Any]) -> None:
+    def _note(self, batches: Sequence[Any], returned: State) -> None:
         """Let the observer know that what was trained on these batches leaves."""
         try:
-            self.observer.leaves(self.client, batches)
+            self.observer.leaves(self.client, batches, returned)
         except Exception as error:  # which the client's data or disk may have provoked
             announce(f"RoundObserver: what left in this round was not noted: {reason(error)}")
 

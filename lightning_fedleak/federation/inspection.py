@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,6 +41,7 @@ LIMITS: dict[Rule, float] = {
 DIVERGED = 0.5  # median row of B A over the base's; crafted ones leave most rows, below .35 honest
 MOST_GROWTH = 3.0  # of rows over one's own; above, other clients' runs came apart; not tuned
 USUAL_TYPES = 30  # token types whose span every honest row sees; not tuned
+MOST_ROWS = 8192  # of a matrix whose rows are compared, which bounds the memory
 WORST = 5  # rows that an answer names; not tuned
 
 _LORA = re.compile(r"\.lora_A(?=\.|$)")
@@ -105,8 +106,7 @@ class Agreed:
             to start with B = 0.
         shared_seed: ``start`` is what every client starts with, and not of a seed of one's own.
         shapes: of all that was agreed to be sent, by name; None: not known.
-        inputs: of bottlenecks on text, (N, d), and the token types there, (N,), by the name of the
-            matrix.
+        usual: what bottlenecks read at the most usual token types, (k, d), by the matrix' name.
         unknown: why the base of no LoRA is known, in an answer.
     """
 
@@ -115,7 +115,7 @@ class Agreed:
     start: State | None = None
     shared_seed: bool = False
     shapes: Mapping[str, torch.Size] | None = None
-    inputs: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    usual: State = field(default_factory=dict)
     unknown: str = "base and scale of none are known"
 
 
@@ -125,11 +125,11 @@ class LastRound:
 
     Attributes:
         received: what the server sent then.
-        own: the client's own change, returned less received.
+        update: the client's own change, returned less received.
     """
 
     received: State
-    own: State
+    update: State
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,9 @@ def base_rows(layer: nn.Module) -> Tensor | None:
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
         return None
-    rows = weight.detach()
-    return rows.T if type(layer).__name__ == "Conv1D" else rows
+    transposed = type(layer).__name__ == "Conv1D"
+    rows: Tensor = weight.detach().T if transposed else weight.detach()
+    return rows
 
 
 def equal_rows(rows: Tensor) -> Tensor:
@@ -199,28 +200,38 @@ def equal_rows(rows: Tensor) -> Tensor:
     return (unit @ unit.T).abs().fill_diagonal_(0).amax(1)
 
 
-def blind_rows(rows: Tensor, inputs: Tensor, types: Tensor) -> Tensor:
+def usual_types(types: Tensor) -> Tensor:
+    """Return the most usual of token types (N,), the most usual first."""
+    unique, counts = torch.unique(types, return_counts=True)
+    order = counts.argsort(descending=True, stable=True)
+    most: Tensor = unique[order[:USUAL_TYPES]]
+    return most
+
+
+def mean_inputs(inputs: Tensor, types: Tensor, usual: Tensor) -> Tensor:
+    """Return the mean of the inputs (N, d) at each usual type (k,), (k, d), float64."""
+    return torch.stack([inputs[types == one].double().mean(0) for one in usual])
+
+
+def blind_rows(rows: Tensor, usual: Tensor) -> Tensor:
     """Return how unlikely it is that rows (r, d) see so little of usual words, as -log10 of p.
 
-    A row of any direction has the share k / d of its energy in the span of the mean inputs of the k
-    most usual token types. A row that is crafted to fire for rare words alone has none there. p is
-    at least the chance that one of r random directions has as little: the energy follows a Beta
-    law, whose lower tail is below that of chi-squared over d.
+    A row of any direction has the share k / d of its energy in the span of k inputs. A row that is
+    crafted to fire for rare words alone has none in that of the usual ones. p is at least the
+    chance that one of r random directions has as little: the energy follows a Beta law, whose lower
+    tail is below that of chi-squared over d.
 
     Args:
         rows: weights.
-        inputs: (N, d), what the rows are applied to.
-        types: (N,) token types of the inputs.
+        usual: (k, d), mean inputs of the most usual token types; an eighth of d are used at most.
     """
     d = rows.shape[1]
-    unique, index, counts = torch.unique(types, return_inverse=True, return_counts=True)
-    k = max(1, min(USUAL_TYPES, d // 8, len(unique)))
-    sums = torch.zeros(len(unique), d, dtype=torch.float64).index_add_(0, index, inputs.double())
-    usual = counts.argsort(descending=True)[:k]
-    span, _ = torch.linalg.qr((sums[usual] / counts[usual, None]).T)
+    means = usual[: max(1, d // 8)].double()
+    span, _ = torch.linalg.qr(means.T)
     energy = (normalize(rows.double(), dim=1) @ span).square().sum(1)
-    p = len(rows) * torch.special.gammainc(torch.tensor(k / 2).double(), energy * d / 2)
-    return torch.where(rows.norm(dim=1) == 0, 0.0, -p.clamp(min=1e-300).log10())
+    half = torch.tensor(len(means) / 2, dtype=torch.float64)
+    p = len(rows) * torch.special.gammainc(half, energy * d / 2)
+    return torch.where(rows.norm(dim=1) == 0, 0.0, -p.clamp(1e-300, 1).log10())
 
 
 def product_norms(adapter: Adapter) -> Tensor:
@@ -251,7 +262,7 @@ def rewritten_rows(adapter: Adapter, base: Tensor, scale: float) -> tuple[Tensor
     return ratio, cosine * ratio.clamp(max=1)
 
 
-def jumps(change: Tensor, own: Tensor, growth: float = 1.0) -> Tensor:
+def jumps(change: Tensor, update: Tensor, growth: float = 1.0) -> Tensor:
     """Return how far each row (r, d) of a received change jumps; 0 where one's own explains it.
 
     That is its norm over the client's largest row, and over 1.5 times its median row where that is
@@ -260,12 +271,12 @@ def jumps(change: Tensor, own: Tensor, growth: float = 1.0) -> Tensor:
 
     Args:
         change: received now less received before.
-        own: returned before less received before.
+        update: returned before less received before.
         growth: how much larger than one's own the rows of all adapters are, at the median.
     """
-    size, own_size = change.norm(dim=1), own.norm(dim=1)
-    away = (cosine_similarity(change, own, dim=1) < 0.2) & (size > own_size)
-    usual = torch.maximum(1.5 * own_size.median(), own_size.max())
+    size, update_size = change.norm(dim=1), update.norm(dim=1)
+    away = (cosine_similarity(change, update, dim=1) < 0.2) & (size > update_size)
+    usual = torch.maximum(1.5 * update_size.median(), update_size.max())
     return torch.where(away, size / (growth * usual).clamp(min=1e-12), 0.0)
 
 
@@ -296,11 +307,7 @@ def inspect_received(
     answers = [
         _extra(received, agreed, last),
         _start(received, loras, agreed, first),
-        _judge(
-            "equal_rows",
-            {a.name: equal_rows(a.down) for a in bottlenecks},
-            "no bottleneck adapter was received",
-        ),
+        _equal(finite, {a.partner for a in adapters}),
         _blind(bottlenecks, agreed),
         *rewritten,
         jump,
@@ -354,12 +361,28 @@ def _start(received: State, loras: list[Adapter], agreed: Agreed, first: bool) -
     return _judge("start", scores, why)
 
 
+def _equal(state: State, partners: Collection[str]) -> Answer:
+    """Return which rows are equal of matrices with a bias, a ladder say of the FC-based adversary.
+
+    The second matrices of adapters are left out: after few steps of Adam from zero their rows are
+    alike.
+    """
+    scores = {}
+    for name, rows in state.items():
+        bias = state.get(name.removesuffix("weight") + "bias")
+        if name in partners or rows.dim() != 2 or bias is None or not name.endswith("weight"):
+            continue
+        if bias.shape == rows.shape[:1] and len(rows) <= MOST_ROWS and rows.shape[1] >= 16:
+            scores[name] = equal_rows(rows)
+    return _judge("equal_rows", scores, "no matrix with a bias was received")
+
+
 def _blind(bottlenecks: list[Adapter], agreed: Agreed) -> Answer:
     """Return which rows of bottlenecks see nothing of the usual words."""
     scores = {
-        a.name: blind_rows(a.down, *agreed.inputs[a.name])
+        a.name: blind_rows(a.down, agreed.usual[a.name])
         for a in bottlenecks
-        if a.name in agreed.inputs
+        if a.name in agreed.usual
     }
     why = "no text was given to run" if bottlenecks else "no bottleneck adapter was received"
     return _judge("blind_rows", scores, why)
@@ -406,14 +429,14 @@ def _changes(adapters: list[Adapter], last: LastRound) -> dict[str, tuple[Tensor
     """Return what changed in each adapter's rows since the round before, and one's own change."""
     pairs = {}
     for a in adapters:
-        before, own = last.received.get(a.name), last.own.get(a.name)
-        if before is None or own is None or before.shape != a.down.shape:
+        before, update = last.received.get(a.name), last.update.get(a.name)
+        if before is None or update is None or before.shape != a.down.shape:
             continue
         if a.bias is None and not last.received[a.partner].any():
             continue  # while B is zero, A gets next to no gradient
-        own = own.detach().cpu().float()
-        if bool(own.norm(dim=1).median() > 0):
-            pairs[a.name] = (a.down - before.detach().cpu().float(), own)
+        update = update.detach().cpu().float()
+        if bool(update.norm(dim=1).median() > 0):
+            pairs[a.name] = (a.down - before.detach().cpu().float(), update)
     return pairs
 
 
@@ -427,9 +450,9 @@ def _jump(
     why = "the client's own last update moved the rows of no adapter"
     if not pairs:
         return Answer("jump", why=why), ()
-    sizes = [c.norm(dim=1) / o.norm(dim=1).clamp(min=1e-12) for c, o in pairs.values()]
+    sizes = [c.norm(dim=1) / u.norm(dim=1).clamp(min=1e-12) for c, u in pairs.values()]
     growth = max(float(torch.cat(sizes).median()), 1.0)
     if growth > MOST_GROWTH:
         why = f"the rows changed {growth:.3g} times as much as this client's own, at the median"
         return Answer("jump", why=why), tuple(pairs)
-    return _judge("jump", {n: jumps(c, o, growth) for n, (c, o) in pairs.items()}, why), ()
+    return _judge("jump", {n: jumps(c, u, growth) for n, (c, u) in pairs.items()}, why), ()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import find_anatomy
@@ -23,6 +23,7 @@ from lightning_fedleak.federation.hand_over import Recorded
 from lightning_fedleak.federation.memory import recall, remember
 from lightning_fedleak.federation.round_look import LookEntry, RoundLook
 from lightning_fedleak.federation.round_run import RoundRun, RoundSettings
+from lightning_fedleak.federation.round_start import CraftedValuesError, prepare_start
 from lightning_fedleak.federation.updates import (
     State,
     UpdateError,
@@ -104,6 +105,7 @@ class RoundObserver:
     Attributes:
         engine: calibrates the attacks, and knows the names of what is logged.
         run: the federation, as attacks know it.
+        start: the check of what is sent; None without one.
         round_: number of the round at work; -1 before the first.
         next_look: by client, the first round that ``max_overhead`` lets it be looked at again.
         took_part: by client, whether an update of it may have left already, so that what it is sent
@@ -188,6 +190,7 @@ class RoundObserver:
             tokenizer,
             tuple(defenses),
         )
+        self.start = prepare_start(self.run, settings.inspect, public_text)
         self.engine.open(self.run)
         self.engine.subscribe(before_first=self._check_read)
         self.expect_gates(settings.gates)
@@ -218,6 +221,8 @@ class RoundObserver:
             UpdateError: other names or shapes than the model's, or not all that is trained.
             ValueError: an attack cannot read this model, a round that is not a later one, or
                 another model in the same round.
+            CraftedValuesError: ``inspect=StartCheck("refuse")`` found something. The round has
+                begun all the same, and nobody should train in it.
         """
         whole = isinstance(round_, int) and not isinstance(round_, bool)
         if not whole or round_ < max(self.round_, 0):
@@ -239,6 +244,22 @@ class RoundObserver:
         self._is_stale = True
         self._sent = sent
         self.round_ = round_
+        if self.start is not None:
+            self.start.judge(round_, self._by_parameter(sent))
+
+    def refusal(self, round_: int, sent: State) -> str | None:
+        """Begin a round where what is sent is inspected, and return why it is refused, if it is."""
+        if self.start is None:
+            return None
+        try:
+            self.begin(round_, sent)
+        except CraftedValuesError as error:
+            return str(error)
+        return None
+
+    def _by_parameter(self, state: State) -> dict[str, Tensor]:
+        """Return what is trained of a state that was sent or returned, by parameter name."""
+        return {self._names[n]: state[n] for n in self.trained_names() if n in state}
 
     def _destination(self, round_: int) -> Destination:
         return Destination(
@@ -380,7 +401,7 @@ class RoundObserver:
         if logged:
             self.log(round_look)
             if client != SUM:
-                self.leaves(client, batches or ())
+                self.leaves(client, batches or (), returned)
         return round_look
 
     # ---- the model that was sent ------------------------------------------------------------
@@ -414,7 +435,9 @@ class RoundObserver:
         self._remember(client, engine.weights.state_dict())
         return round_look
 
-    def leaves(self, client: str | int, batches: Sequence[Any]) -> None:
+    def leaves(
+        self, client: str | int, batches: Sequence[Any], returned: State | None = None
+    ) -> None:
         """Note that an update which was trained on these batches leaves the client in this round.
 
         From the next round on its texts are among those that the models may have memorized.
@@ -422,7 +445,10 @@ class RoundObserver:
         Args:
             client: whose update it is.
             batches: that it was trained on.
+            returned: what leaves; the next round's start is compared with it.
         """
+        if self.start is not None and returned is not None:
+            self.start.note(client, self._by_parameter(returned))
         if self.settings.data is None:
             return
         try:

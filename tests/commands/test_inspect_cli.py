@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.inspect import FOUND, WEIGHTS, InspectCommand
+from lightning_fedleak.commands.inspect import EVIDENCE, WEIGHTS, InspectCommand
 from lightning_fedleak.finetuning import SourceError, load_tokenizer, read_texts
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 
@@ -65,7 +65,7 @@ def test_honest_lora(folder):
 
 def test_crafted_lora_is_named_with_status_3(folder):
     status, printed = inspect(folder, "crafted", base=BASE)
-    assert status == FOUND
+    assert status == EVIDENCE
     assert f"{UP.format('A')}[7]" in printed
     assert "CRAFTED: found by few_rows, cancelled." in printed
 
@@ -79,7 +79,7 @@ def test_without_the_base_its_rules_do_not_apply(folder):
 def test_start_of_the_first_round(folder):
     assert inspect(folder, "start", first=True)[0] == 0
     status, printed = inspect(folder, "honest", first=True, start=folder / "start")
-    assert status == FOUND
+    assert status == EVIDENCE
     assert "CRAFTED: found by start." in printed
 
 
@@ -89,7 +89,7 @@ def test_jump_from_the_second_round_on(folder):
     save_file(own, folder / "own.safetensors")
     last = {"previous": before, "own_update": folder / "own.safetensors"}
     status, printed = inspect(folder, "crafted", **last)
-    assert status == FOUND
+    assert status == EVIDENCE
     assert f"{UP.format('A')}[0]" in printed
     assert "CRAFTED: found by jump." in printed
     assert inspect(folder, "own.safetensors", **last)[0] == 0
@@ -115,7 +115,7 @@ def test_bottleneck_is_run_on_text(folder):
     status, printed = inspect(folder, "blind.safetensors", **text)
     assert "CRAFTED: found by blind_rows." in printed
     assert "embed.down.weight[3]" in printed
-    assert status == FOUND
+    assert status == EVIDENCE
 
 
 @pytest.mark.parametrize(

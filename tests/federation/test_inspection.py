@@ -48,7 +48,8 @@ def bottleneck():
     honest = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     table = model.model.embed_tokens.weight.detach()
     text = zipf_texts(20, 16, TYPES, seed=5).flatten()
-    return honest, {**honest, **crafted}, Agreed(inputs={DOWN: (table[text], text)}, start=honest)
+    usual = inspection.mean_inputs(table[text], text, inspection.usual_types(text))
+    return honest, {**honest, **crafted}, Agreed(usual={DOWN: usual}, start=honest)
 
 
 def test_honest_bottleneck_shows_nothing(bottleneck):
@@ -88,17 +89,23 @@ def test_chance_of_a_blind_row_is_above_that_of_the_beta_law():
     means = torch.stack([inputs[types == t].mean(0) for t in range(k)])
     projector = torch.linalg.pinv(means) @ means
     energy = (rows @ projector).square().sum(1) / rows.square().sum(1)
-    p = 10 ** -inspection.blind_rows(rows, inputs, types)
-    chi = 5 * scipy.stats.chi2.cdf((energy * d).numpy(), k)
+    usual = inspection.mean_inputs(inputs, types, torch.arange(k))
+    assert torch.allclose(usual, means)
+    p = 10 ** -inspection.blind_rows(rows, usual)
+    chi = (5 * scipy.stats.chi2.cdf((energy * d).numpy(), k)).clip(max=1)
     assert p.numpy() == pytest.approx(chi)
-    assert (p.numpy() >= 5 * scipy.stats.beta.cdf(energy.numpy() * 0.2, k / 2, (d - k) / 2)).all()
+    share = torch.linspace(0.001, k / d, 50, dtype=torch.float64).numpy()
+    beta = scipy.stats.beta.cdf(share, k / 2, (d - k) / 2)
+    assert (scipy.stats.chi2.cdf(share * d, k) >= beta)[share < 0.5 * k / d].all()
 
 
 def test_rows_of_zeros_are_not_blind():
-    assert inspection.blind_rows(torch.zeros(2, 16), normal(4, 16), torch.arange(4)).tolist() == [
-        0.0,
-        0.0,
-    ]
+    assert inspection.blind_rows(torch.zeros(2, 16), normal(4, 16)).tolist() == [0.0, 0.0]
+
+
+def test_usual_types_are_the_most_frequent_ones_first():
+    types = torch.tensor([4, 9, 9, 2, 2, 2])
+    assert inspection.usual_types(types).tolist() == [2, 9, 4]
 
 
 def test_rewritten_rows_equal_those_of_the_product_under_any_rotation():

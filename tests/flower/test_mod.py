@@ -35,7 +35,10 @@ from lightning_fedleak.defenses import BudgetSpent, DefenseError
 from lightning_fedleak.federation import (
     ClientDP,
     RoundGate,
+    RoundObserver,
+    RoundSettings,
     ServerOptimizer,
+    StartCheck,
     UpdateError,
     clipped,
     difference,
@@ -49,6 +52,7 @@ from tests.federation.rounds import train as trained
 from tests.federation.test_observer import lines
 from tests.flower import apps
 from tests.flower.apps import F1, ForClient, data_of, faulty, observer, train
+from tests.helpers.bottlenecks import adapted_llama
 from tests.helpers.notices import announced
 
 
@@ -293,6 +297,50 @@ def test_what_cannot_be_read_does_not_leave(tmp_path, fault, said):
     with announced(said):
         reply = mod(message(), context(), broken)
     assert reply.error.reason.startswith("lightning-fedleak: withheld (")
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_client_does_not_train_on_what_looks_crafted(tmp_path, private):
+    honest = trained_state(adapted())
+    name = "model.embed_tokens.adapter.down.weight"
+    crafted = honest | {name: honest[name].clone()}
+    crafted[name][4] = -honest[name][2]
+    answered = []
+
+    def keep(asked, where):
+        answered.append(asked)
+        content = RecordDict({"arrays": ArrayRecord(asked_state(asked))})
+        return Message(content=content, reply_to=asked)
+
+    def watch(where):
+        settings = RoundSettings(tensorboard=False, cache=False, inspect=StartCheck("refuse"))
+        arguments = {"attacks": [BagOfWords()], "folder": tmp_path, "settings": settings}
+        return RoundObserver(adapted(), torch.optim.AdamW, 1, **arguments)
+
+    def noise(where):
+        terms = {"clients": 10, "target_delta": 0.01, "ledger": tmp_path / "ledger"}
+        return ClientDP(1.0, 1.0, trust="local", **terms)
+
+    node = context()
+    mod = FedLeakMod(watch, dp=noise if private else None)
+    mod(message(1, state=honest), node, keep)
+    # What is remembered of round 1 is in the node's state.
+    stored = node.state.array_records["lightning-fedleak-last_round"].to_torch_state_dict()
+    assert torch.equal(stored[f"sent/{name}"], honest[name])
+    reply = FedLeakMod(watch, dp=noise if private else None)(message(2, state=crafted), node, keep)
+    assert len(answered) == 1
+    if private:
+        assert not same(arrays(reply), crafted)
+    else:
+        assert reply.error.reason == (
+            "lightning-fedleak: refused: what was sent looks crafted, or as of a run that diverged"
+        )
+
+
+def adapted():
+    net = adapted_llama(97, width=32, rank=8).train()
+    net.model.embed_tokens.weight.requires_grad_(True)
+    return net
 
 
 def test_an_account_without_a_ledger_is_refused(tmp_path):

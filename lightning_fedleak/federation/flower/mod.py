@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Error, Message, MessageType
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType
 from flwr.common.constant import ErrorCode
 from flwr.common.secure_aggregation.secaggplus_constants import (
     RECORD_KEY_CONFIGS,
@@ -39,6 +39,8 @@ _Watch = tuple[RoundObserver, tuple[RoundGate, ...]]
 _WATCHES: dict[str, tuple[int, _Watch]] = {}
 """The newest run of each mod, and what looks at its updates in this process."""
 _STATE = "lightning-fedleak"
+_START = "last_round"
+_ROUND = f"{_STATE}-{_START}"  # a record of another kind needs a key of its own
 
 LEAST_MODULUS = 2**32
 """SecAgg+ draws masks below its modulus less one, so that a modulus of 2 masks nothing. This is
@@ -71,6 +73,9 @@ class FedLeakMod:
     a weight of 1 in place of metrics, which would tell of the data. Every other message (evaluate,
     query, parameters of the older interface) is answered with an error before the client's app sees
     it: an exact loss of a model that the server chose is under no noise.
+
+    With ``RoundSettings(inspect=StartCheck("refuse"))`` of its observer a client does not train on
+    values that look crafted; what it remembers of the round before is in the node's state.
 
     **Secure aggregation** (``SecAgg+``): ``mods=[secaggplus_mod, FedLeakMod(...)]``, in this order,
     looks at the update before it is masked. A withheld update, or one that cannot be read, leaves
@@ -171,13 +176,39 @@ class FedLeakMod:
             sent = [t for n, t in codec.sent.items() if names.get(n) in trained]
             _check_masks(protocol, dp, sent)
         # The node's state keeps it, because the next round may run in another process.
-        outgoing.recall(context.state.config_records.get(_STATE))
+        before = context.state.config_records.get(_STATE)
+        outgoing.recall(before)
+        if observer.start is not None and before is not None and _ROUND in context.state:
+            tensors = context.state.array_records[_ROUND].to_torch_state_dict()
+            observer.start.recall(client, int(before[_START]), tensors)
         try:
+            if (why := observer.refusal(codec.round_, codec.sent)) is not None:
+                log.error("lightning-fedleak: %s", why)
+                return self._answer_crafted(outgoing, codec, message, why)
             return self._answer_training(
                 outgoing, codec, message, lambda: call_next(message, context)
             )
         finally:
-            context.state.config_records[_STATE] = ConfigRecord(outgoing.memory())
+            memory = outgoing.memory()
+            if observer.start is not None:
+                memory[_START], tensors = observer.start.memory(client)
+                context.state.array_records[_ROUND] = ArrayRecord(tensors)
+            context.state.config_records[_STATE] = ConfigRecord(memory)
+
+    def _answer_crafted(
+        self, outgoing: OutgoingUpdates, codec: NamedArrays, message: Message, why: str
+    ) -> Message:
+        """Return the reply of a client that refuses to train on what was sent.
+
+        Under noise that it adds that is zero with the noise, in which a refusal does not show.
+        """
+        if outgoing.own is not None:
+            leaving = outgoing.nothing(codec.round_, codec.sent, why)
+            assert leaving.state is not None
+            return Message(codec.alone(leaving.state, self._weight), reply_to=message)
+        return _refuse(
+            message, "refused: what was sent looks crafted, or as of a run that diverged"
+        )
 
     def _watch_run(self, context: Context) -> _Watch:
         """Return the observer of a run and its gates; each round may build this mod again."""

@@ -1,0 +1,549 @@
+"""How often ``fedleak inspect`` finds something in honest adapters, and how often in crafted ones.
+
+    python -m benchmarks.federation.inspection --model stories15M=DIR tiny=
+
+Honest states are those of set-ups on which no threshold was chosen: models, ranks, rates, runs that
+diverge, starts of PiSSA and OLoRA, servers that do more than take a mean, rounds that a client
+missed. Traps are values that a server crafts, some hidden from one rule or another, and the layers
+of membership attacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks import AttentionMembership, FCMembership, PublicText
+from lightning_fedleak.attacks.membership.attention_layers import AttentionSettings
+from lightning_fedleak.attacks.words.crafted_rows import CraftedValues, RowSettings, craft
+from lightning_fedleak.federation.inspection import (
+    LIMITS,
+    Agreed,
+    Inspection,
+    LastRound,
+    inspect_received,
+)
+from lightning_fedleak.federation.round_start import agree, usual_inputs
+from lightning_fedleak.finetuning.assets import model_source
+from lightning_fedleak.finetuning.data import load_tokenizer
+from lightning_fedleak.finetuning.texts import read_texts
+from lightning_fedleak.model_runs import hidden_states
+
+FILES = {
+    "imdb": "imdb/train.jsonl.gz",
+    "wikitext": "wikitext2/train.raw.txt.gz",
+    "multi30k": "multi30k/train.en.gz",
+}
+SLOW, TRAPS = "model.embed_tokens.adapter", "traps"
+SMOKE = ("--smallest",)
+ROWS, LENGTH = 2, 24  # texts of a local step, and their tokens
+
+
+class Bottleneck(nn.Module):
+    """``h + U relu(W h + b) + c`` with the usual start: W and U small and normal, b and c zero."""
+
+    def __init__(self, d: int, r: int, std: float) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(d, r), nn.Linear(r, d)
+        for layer in (self.down, self.up):
+            nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.up(torch.relu(self.down(hidden)))
+
+
+class Adapted(nn.Module):
+    """A module of a model with an adapter behind it."""
+
+    def __init__(self, inner: nn.Module, adapter: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.adapter = inner, adapter
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.inner(*args, **kwargs)
+        return (self.adapter(out[0]), *out[1:]) if isinstance(out, tuple) else self.adapter(out)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One honest federation.
+
+    Attributes:
+        model: name of the model.
+        kind: ``"bottleneck"``, ``"lora"``, or a start of PEFT's: ``"pissa"``, ``"olora"``.
+        rank: of the adapters.
+        rate: learning rate.
+        optimizer: of the clients.
+        data: of the even clients, and of the odd ones.
+        clients: in a round.
+        steps: local steps of even clients, and of odd ones.
+        server: what the server does with the mean: ``"mean"``, ``"momentum"``, ``"adam"``,
+            ``"noise"``; ``"missed"``: the mean, and the client takes part every other round.
+        std: of a bottleneck's start.
+        seed: of everything.
+    """
+
+    model: str
+    kind: str
+    rank: int = 8
+    rate: float = 3e-4
+    optimizer: str = "adamw"
+    data: tuple[str, str] = ("imdb", "imdb")
+    clients: int = 2
+    steps: tuple[int, int] = (5, 5)
+    server: str = "mean"
+    std: float = 0.01
+    targets: str = "all-linear"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the first client gets in a round, and what it remembers of the round before."""
+
+    round_: int
+    received: dict[str, Tensor]
+    previous: dict[str, Tensor] | None
+    own: dict[str, Tensor] | None
+    loss: float
+
+
+def adapted(base: nn.Module, setup: Setup) -> nn.Module:
+    """Return a copy of the base with the adapters of a set-up, all else frozen."""
+    torch.manual_seed(setup.seed)
+    model = copy.deepcopy(base).requires_grad_(False)
+    if setup.kind == "bottleneck":
+        places = [(model.model, "embed_tokens")]
+        places += [(model.model.layers, str(i)) for i in range(len(model.model.layers))]
+        for parent, name in places:
+            adapter = Bottleneck(model.config.hidden_size, setup.rank, setup.std)
+            setattr(parent, name, Adapted(getattr(parent, name), adapter))
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    start = True if setup.kind == "lora" else setup.kind
+    targets: Any = setup.targets if setup.targets == "all-linear" else setup.targets.split("+")
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=setup.rank,
+            lora_alpha=2 * setup.rank,
+            target_modules=targets,
+            init_lora_weights=start,  # type: ignore[arg-type]
+        ),
+    )
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def rounds(base: Base, setup: Setup, count: int) -> Iterator[tuple[nn.Module, Sent]]:
+    """Yield the model and what the first client gets in each round."""
+    model = adapted(base.model, setup)
+    parameters = trained(model)
+    draw = random.Random(setup.seed)
+    previous = own = None
+    momentum = {n: torch.zeros_like(p) for n, p in parameters.items()}
+    square = {n: torch.zeros_like(p) for n, p in parameters.items()}
+    loss = float("nan")
+    target: dict[str, Tensor] | None = None
+    generator = torch.Generator().manual_seed(setup.seed)
+    for round_ in range(count):
+        received = {n: p.detach().clone() for n, p in parameters.items()}
+        yield model, Sent(round_, received, previous, own, loss)
+        returned = []
+        for client in range(setup.clients):
+            put(parameters, received)
+            rate = setup.rate
+            kind = torch.optim.AdamW if setup.optimizer == "adamw" else torch.optim.SGD
+            optimizer = kind(parameters.values(), lr=rate)
+            rows = base.texts[setup.data[client % 2]]
+            for _ in range(setup.steps[client % 2]):
+                ids = rows[[draw.randrange(len(rows)) for _ in range(ROWS)]]
+                optimizer.zero_grad()
+                out = model(input_ids=ids, labels=ids).loss
+                out.backward()
+                optimizer.step()
+                loss = float(out.detach())
+            returned.append({n: p.detach().clone() for n, p in parameters.items()})
+        if setup.server != "missed" or round_ % 2 == 0:
+            own = {n: returned[0][n] - t for n, t in received.items()}
+            previous = received
+        target = (
+            target
+            if target is not None or setup.server != "slow"
+            else slow_target(base, setup, model)
+        )
+        with torch.no_grad():
+            for n, p in parameters.items():
+                change = sum(r[n] for r in returned) / setup.clients - received[n]
+                if setup.server == "momentum":
+                    change = momentum[n].mul_(0.9).add_(change)
+                elif setup.server == "adam":
+                    momentum[n].mul_(0.9).add_(change, alpha=0.1)
+                    square[n].mul_(0.99).add_(change.square(), alpha=0.01)
+                    change = 3e-3 * momentum[n] / (square[n].sqrt() + 1e-3)
+                elif setup.server == "noise":
+                    change = change + change.std() * torch.randn(change.shape, generator=generator)
+                p.copy_(received[n] + change)
+                if target is not None and n in target:
+                    p.add_(step_towards(target[n] - p, received[n] - p, own[n]))
+
+
+@torch.no_grad()
+def put(parameters: dict[str, nn.Parameter], state: dict[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(state[name])
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model, rows of ids by kind of text, and public text."""
+
+    model: Any
+    texts: dict[str, Tensor]
+    public: PublicText
+
+
+def load(name: str, source: str | None, assets: Path) -> Base:
+    """Return a model and its texts from a folder of assets."""
+    place, options = model_source(source)
+    model = AutoModelForCausalLM.from_pretrained(place, **options | {"dtype": torch.float32})
+    tokenizer = load_tokenizer(source)
+    texts = {}
+    for kind, file in FILES.items():
+        lines = read_texts(assets / "data" / file)
+        ids = tokenizer([t for t in lines[:3000] if t.strip()], add_special_tokens=False)
+        rows = [[tokenizer.bos_token_id, *row[: LENGTH - 1]] for row in ids["input_ids"]]
+        texts[kind] = torch.tensor([row for row in rows if len(row) == LENGTH])[:1000]
+    return Base(model.eval(), texts, PublicText(texts["imdb"][-200:]))
+
+
+def held_out(model: str) -> list[Setup]:
+    """Return the honest set-ups on which no threshold was chosen."""
+    one = partial(Setup, model)
+    mixed = ("wikitext", "multi30k")
+    setups = [
+        one("bottleneck", rank, rate, data=data, clients=clients, seed=seed)
+        for seed, (rank, rate, data, clients) in enumerate(
+            [
+                (8, 5e-4, ("imdb", "imdb"), 2),
+                (24, 2e-3, mixed, 4),
+                (48, 2e-4, ("wikitext", "wikitext"), 3),
+                (96, 8e-4, mixed, 2),
+                (120, 5e-3, ("multi30k", "multi30k"), 2),
+            ],
+            10,
+        )
+    ]
+    setups += [
+        one("lora", rank, rate, data=data, clients=clients, targets=targets, seed=seed)
+        for seed, (rank, rate, data, clients, targets) in enumerate(
+            [
+                (2, 2e-3, ("imdb", "imdb"), 2, "all-linear"),
+                (6, 5e-4, mixed, 4, "q_proj+k_proj+v_proj+o_proj"),
+                (12, 2e-4, ("wikitext", "wikitext"), 3, "gate_proj+up_proj+down_proj"),
+                (24, 1e-3, mixed, 2, "all-linear"),
+                (64, 5e-4, ("multi30k", "multi30k"), 2, "q_proj+v_proj"),
+            ],
+            20,
+        )
+    ]
+    setups += [
+        one("pissa", 4, 5e-4, data=mixed, seed=30),
+        one("pissa", 32, 2e-4, seed=31),
+        one("olora", 12, 2e-4, data=mixed, seed=32),
+        one("bottleneck", 40, 3e-2, "sgd", std=0.05, data=mixed, seed=33),
+        one("lora", 6, 5e-2, "sgd", data=mixed, seed=34),
+        one("lora", 12, 2e-1, "sgd", seed=35),
+        one("lora", 10, 2e-2, steps=(8, 8), data=mixed, seed=36),
+        one("bottleneck", 40, 2e-2, steps=(8, 8), seed=37),
+        one("bottleneck", 80, 6e-4, data=mixed, steps=(2, 10), seed=38),
+        one("lora", 10, 6e-4, data=mixed, steps=(2, 10), seed=39),
+    ]
+    servers = [
+        one(kind, 20, 6e-4, data=mixed, server=server, seed=40 + i)
+        for i, server in enumerate(("momentum", "adam", "missed", "noise"))
+        for kind in ("bottleneck", "lora")
+    ]
+    return setups + servers
+
+
+def crafted(base: Base, setup: Setup, sent: Sent, model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield names of traps, and the state that a server sends in place of an honest one."""
+    blocks = {"blocks": "model.layers"} if setup.kind == "bottleneck" else {}
+    anatomy = find_anatomy(model, **blocks)
+    tokens = setup.steps[0] * ROWS * LENGTH
+    if setup.kind == "bottleneck":
+        places = {"embedding": "model.embed_tokens.adapter", "block 0": "model.layers.0.adapter"}
+        for place, path in places.items():
+            for kappa, norm in ((3.0, None), (10.0, None), (3.0, 0.05), (3.0, 3.0)):
+                settings = RowSettings(kappa=kappa, row_norm=norm, frequent=100)
+                values = craft(anatomy, path, base.public, tokens, settings=settings)
+                name = f"bottleneck, {place}, kappa {kappa:g}, norm {norm or 'own'}"
+                yield name, sent.received | dict(values.tensors)
+                if kappa == 3 and norm is None:
+                    for share in (0.25, 0.05):
+                        part = some_rows(sent.received, values.tensors, share)
+                        yield f"bottleneck, {place}, {share:.0%} of rows", part
+                    for ballast in (1.0, 3.0):
+                        heavy = with_ballast(values, ballast)
+                        yield f"bottleneck, {place}, ballast {ballast:g}", sent.received | heavy
+                        part = some_rows(sent.received, heavy, 0.25)
+                        yield f"bottleneck, {place}, ballast {ballast:g} in 25% of rows", part
+    else:
+        path = "base_model.model.model.layers.0.mlp"
+        for norm in (3.0, 1.0, 0.3):
+            settings = RowSettings(row_norm=norm, frequent=100)
+            values = dict(craft(anatomy, path, base.public, tokens, settings=settings).tensors)
+            yield f"LoRA, gate norm {norm:g}", sent.received | values
+            turned = dict(values)
+            generator = torch.Generator().manual_seed(0)
+            turn = torch.linalg.qr(torch.randn(setup.rank, setup.rank, generator=generator)).Q
+            for name in values:
+                turned[name] = turn @ values[name] if "lora_A" in name else values[name] @ turn.T
+            yield f"LoRA, gate norm {norm:g}, rotated", sent.received | turned
+
+
+def some_rows(honest: dict[str, Tensor], values: Any, share: float) -> dict[str, Tensor]:
+    """Return an honest state of whose first map a share of rows is crafted."""
+    state = dict(honest)
+    for name, value in values.items():
+        count = max(1, round(share * min(value.shape)))
+        state[name] = honest[name].clone()
+        if name.endswith("down.weight") or name.endswith("down.bias"):
+            state[name][:count] = value[:count]
+        elif name.endswith("up.weight"):
+            state[name][:, :count] = value[:, :count]
+    return state
+
+
+def with_ballast(values: CraftedValues, ballast: float) -> dict[str, Tensor]:
+    """Return crafted values whose rows push the usual types at random below the threshold."""
+    rows = values.rows
+    top = rows.presence.topk(100).indices
+    generator = torch.Generator().manual_seed(0)
+    depth = -ballast * torch.rand(len(rows.directions), len(top), generator=generator)
+    target = (depth * rows.thresholds[:, None]).T
+    push = torch.linalg.lstsq(rows.inputs[top], target, driver="gelsd").solution.T
+    changed = rows.directions + push
+    tensors = dict(values.tensors)
+    norm = tensors[rows.parameter].norm(dim=1, keepdim=True) / changed.norm(dim=1, keepdim=True)
+    tensors[rows.parameter] = norm * changed
+    tensors[rows.parameter.removesuffix("weight") + "bias"] = -norm[:, 0] * rows.thresholds
+    return tensors
+
+
+def slow_target(base: Base, setup: Setup, model: nn.Module) -> dict[str, Tensor]:
+    """Return rows with ballast that a patient server moves an adapter to."""
+    anatomy = find_anatomy(model, blocks="model.layers")
+    tokens = setup.steps[0] * ROWS * LENGTH
+    values = craft(anatomy, SLOW, base.public, tokens, settings=RowSettings(frequent=100))
+    return {n: t for n, t in with_ballast(values, 3.0).items() if ".down." in n}
+
+
+def step_towards(missing: Tensor, honest: Tensor, own: Tensor) -> Tensor:
+    """Return a step towards what is missing that the rule ``jump`` lets pass.
+
+    Args:
+        missing: the target less the honest mean.
+        honest: what was sent before less the honest mean.
+        own: the client's own change.
+    """
+    if missing.dim() == 1:
+        return missing / 4
+    usual = torch.maximum(1.5 * own.norm(dim=1).median(), own.norm(dim=1).max())
+    room = 0.9 * LIMITS["jump"] * usual - honest.norm(dim=1)
+    share = room.clamp(min=0) / missing.norm(dim=1).clamp(min=1e-12)
+    return share.clamp(max=1)[:, None] * missing
+
+
+def membership_layers(base: Base) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield the layers of membership attacks as they would be sent, at three strengths."""
+    anatomy = find_anatomy(base.model)
+    ids = base.texts["imdb"][:40]
+    hidden = hidden_states(anatomy, 1, ids)
+    for tau in (1e-3, 1e-2, 1e-1):
+        fc = FCMembership(layer=1, tau=tau, dead_zone=2.5e-4, ladder=(1.0, 2.0, 4.0))
+        layers = fc.craft(hidden[0, 5])
+        rows = layers.second.repeat(len(layers.bias), 1)
+        state = {"fc.0.weight": layers.first.weight, "fc.0.bias": layers.first.bias}
+        yield f"FCMembership, tau {tau:g}", state | {"fc.1.weight": rows, "fc.1.bias": layers.bias}
+    for beta in (1.0, 8.0, 64.0):
+        settings = AttentionSettings(beta=beta, readout="token")
+        attack = AttentionMembership(1, base.public, attention=settings)
+        attack.prepare(anatomy)
+        layers = attack.craft(hidden[0, 5])
+        state = {f"attention.{n}": t.detach() for n, t in layers.state_dict().items()}
+        yield f"AttentionMembership, beta {beta:g}", state
+
+
+@dataclass
+class Tally:
+    """How many states of a row of the table were found, and by which rules."""
+
+    states: int = 0
+    crafted: int = 0
+    diverged: int = 0
+    rules: Counter[str] = field(default_factory=Counter)
+
+    def add(self, result: Inspection) -> None:
+        self.states += 1
+        self.crafted += result.verdict == "crafted"
+        self.diverged += result.verdict == "diverged"
+        self.rules.update(answer.rule for answer in result.found)
+
+
+def inspected(model: nn.Module, sent: Sent, agreed: Agreed, base: Base, why: str = "") -> Any:
+    """Return what the rules say of what is sent; the model holds it."""
+    put(trained(model), sent.received)
+    blocks = {} if hasattr(model, "peft_config") else {"blocks": "model.layers"}
+    usual = usual_inputs(find_anatomy(model, **blocks), sent.received, base.public)
+    last = None
+    if sent.previous is not None and sent.own is not None:
+        last = LastRound(sent.previous, sent.own)
+    return inspect_received(
+        sent.received, replace(agreed, usual=usual), last, first=sent.round_ == 0, incomparable=why
+    )
+
+
+def measure_honest(base: Base, setups: list[Setup], count: int, tallies: dict[str, Tally]) -> None:
+    """Count what is found in honest states."""
+    for setup in setups:
+        agreed = None
+        for model, sent in rounds(base, setup, count):
+            agreed = agreed or agree(model)
+            comparable = setup.server == "mean" and setup.optimizer == "adamw"
+            why = "" if comparable else "another server or optimizer, or a round was missed"
+            result = inspected(model, sent, agreed, base, why)
+            tallies.setdefault(f"honest {setup.kind}", Tally()).add(result)
+            values = {a.rule: round(a.value, 3) for a in result.answers if not a.why}
+            print(
+                setup.model,
+                setup.kind,
+                setup.rank,
+                setup.rate,
+                setup.optimizer,
+                setup.server,
+                setup.seed,
+                sent.round_,
+                result.verdict,
+                values,
+                flush=True,
+            )
+            if why and sent.own is not None:
+                asked = inspected(model, sent, agreed, base)
+                found = [a for a in asked.found if a.rule == "jump"]
+                name = setup.server if setup.optimizer == "adamw" else setup.optimizer
+                name = f"honest, jump asked all the same: {name}"
+                tallies.setdefault(name, Tally()).add(replace(result, answers=tuple(found)))
+
+
+def measure_traps(base: Base, setups: list[Setup], tallies: dict[str, Tally]) -> None:
+    """Count what is found in crafted states, in the first round and in the third."""
+    for setup in setups:
+        agreed = None
+        for model, sent in rounds(base, setup, 3):
+            agreed = agreed or agree(model)
+            if sent.round_ == 1:
+                continue
+            for name, state in crafted(base, setup, sent, model):
+                result = inspected(model, replace(sent, received=state), agreed, base)
+                tallies.setdefault(f"round {sent.round_ + 1}: {name}", Tally()).add(result)
+                print(
+                    setup.model,
+                    setup.rank,
+                    setup.rate,
+                    sent.round_,
+                    name,
+                    result.verdict,
+                    {a.rule: round(a.value, 3) for a in result.answers if not a.why},
+                    flush=True,
+                )
+            put(trained(model), sent.received)
+    for name, state in membership_layers(base):
+        known = Agreed(shapes={})
+        tallies.setdefault(f"{name}, never agreed", Tally()).add(inspect_received(state, known))
+        known = Agreed(shapes={n: t.shape for n, t in state.items()})
+        tallies.setdefault(f"{name}, agreed", Tally()).add(inspect_received(state, known))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", nargs="+", default=["tiny="], metavar="NAME=DIR")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--smallest", action="store_true")
+    arguments = parser.parse_args()
+    assets = Path(os.environ["FEDLEAK_ASSETS"])
+    torch.set_num_threads(1)
+    tallies: dict[str, Tally] = {}
+    for one in arguments.model:
+        name, _, source = one.partition("=")
+        base = load(name, source or None, assets)
+        setups, count = held_out(name), arguments.rounds
+        rank = base.model.config.hidden_size // 2
+        traps = [
+            Setup(name, "bottleneck", rank, seed=50),
+            Setup(name, "bottleneck", 64, 1e-3, seed=51),
+            Setup(name, "lora", 32, 1e-4, seed=52),
+            Setup(name, "lora", 8, seed=53),
+        ]
+        if arguments.smallest:
+            setups, count, traps = setups[5:6], 1, traps[3:]
+        measure_honest(base, setups, count, tallies)
+        measure_traps(base, traps, tallies)
+        if not arguments.smallest:
+            slow = [Setup(name, "bottleneck", 64, 1e-3, server="slow", seed=54)]
+            measure_slow(base, slow[0], tallies)
+    print()
+    print("| states | n | crafted | diverged | rules |\n|---|---|---|---|---|")
+    for name, tally in tallies.items():
+        rules = ", ".join(f"{rule} {count}" for rule, count in tally.rules.most_common())
+        print(f"| {name} | {tally.states} | {tally.crafted} | {tally.diverged} | {rules} |")
+
+
+def measure_slow(base: Base, setup: Setup, tallies: dict[str, Tally]) -> None:
+    """Count what is found of a server that moves rows to crafted ones over rounds."""
+    agreed, target = None, None
+    for model, sent in rounds(base, setup, 12):
+        agreed = agreed or agree(model)
+        result = inspected(model, sent, agreed, base)
+        tallies.setdefault("slow crafting with ballast 3, each round", Tally()).add(result)
+        target = target or slow_target(base, setup, model)
+        rows = f"{SLOW}.down.weight"
+        near = torch.cosine_similarity(sent.received[rows], target[rows], dim=1).median()
+        print(
+            "slow",
+            setup.model,
+            sent.round_,
+            result.verdict,
+            "cosine",
+            round(float(near), 3),
+            {a.rule: round(a.value, 3) for a in result.answers if not a.why},
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

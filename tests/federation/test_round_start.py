@@ -1,0 +1,190 @@
+"""What a client is sent is inspected before it trains, and a round may be refused."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from lightning_fedleak import DPSGD, PublicText
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks import BagOfWords
+from lightning_fedleak.attacks.words.crafted_rows import craft
+from lightning_fedleak.federation import (
+    ClientDP,
+    CraftedValuesError,
+    OutgoingUpdates,
+    RoundObserver,
+    RoundSettings,
+    StartCheck,
+    trained_state,
+)
+from lightning_fedleak.federation.round_start import RoundStart, agree, usual_inputs
+from tests.federation.rounds import ADAMW, SGD
+from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
+from tests.helpers.models import tiny_llama
+from tests.helpers.notices import announced
+
+TYPES = 300
+DOWN = f"{EMBEDDING_ADAPTER}.down.weight"
+
+
+def fresh_model() -> nn.Module:
+    model = adapted_llama(TYPES, width=64, rank=32)
+    model.model.embed_tokens.weight.requires_grad_(True)  # which an attack reads
+    return model.train()
+
+
+@pytest.fixture(scope="module")
+def public() -> PublicText:
+    return PublicText(zipf_texts(200, 16, TYPES))
+
+
+@pytest.fixture(scope="module")
+def states(public) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What an honest and a dishonest server send."""
+    model = fresh_model()
+    honest = trained_state(model)
+    return honest, {
+        **honest,
+        **craft(find_anatomy(model), EMBEDDING_ADAPTER, public, 256).tensors,
+    }
+
+
+def observer(
+    folder: Path, public: PublicText, check: bool | StartCheck, optimizer: Any = ADAMW, **more: Any
+) -> Any:
+    if check:
+        check = replace(StartCheck() if check is True else check, public_text=public)
+    settings = RoundSettings(tensorboard=False, cache=False, inspect=check)
+    return RoundObserver(
+        fresh_model(),
+        optimizer,
+        1,
+        attacks=[BagOfWords()],
+        folder=folder,
+        settings=settings,
+        **more,
+    )
+
+
+def changed(state: dict[str, Tensor], size: float, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: t + size * torch.randn(t.shape, generator=generator) for n, t in state.items()}
+
+
+def test_warns_of_crafted_values_and_of_no_honest_ones(tmp_path, public, states, capsys):
+    honest, crafted = states
+    observer(tmp_path / "a", public, True).begin(0, honest)
+    assert "StartCheck" not in capsys.readouterr().err
+    with announced("StartCheck warns in round 0: what the server sent looks crafted"):
+        observer(tmp_path / "b", public, True).begin(0, crafted)
+
+
+def test_without_the_setting_nothing_is_asked(tmp_path, public, states):
+    silent = observer(tmp_path, public, False)
+    silent.begin(0, states[1])
+    assert silent.start is None
+
+
+def test_refuses_a_round_and_says_by_which_rules(tmp_path, public, states):
+    with pytest.raises(CraftedValuesError, match="refuses in round 3") as refused:
+        observer(tmp_path, public, StartCheck("refuse")).begin(3, states[1])
+    assert {a.rule for a in refused.value.inspection.found} == {"blind_rows"}
+
+
+def test_a_row_that_jumps_after_a_round_of_ones_own_is_refused(tmp_path, public, states):
+    honest, _ = states
+    returned = changed(honest, 1e-4, 1)
+    mean = {n: (returned[n] + t) / 2 for n, t in changed(honest, 1e-4, 2).items()}
+    sent = mean | {DOWN: mean[DOWN].clone()}
+    sent[DOWN][5] = 3 * mean[DOWN][6]
+    sent[DOWN][5, 0] *= -1
+    watching = observer(tmp_path / "a", public, StartCheck("refuse"))
+    watching.begin(0, honest)
+    watching.look(returned, 4)
+    with pytest.raises(CraftedValuesError, match="jump") as refused:
+        watching.begin(1, sent)
+    assert refused.value.inspection.found[0].rows == (f"{DOWN}[5]",)
+    for name, round_, check, optimizer in (
+        ("mean", 1, StartCheck("refuse"), ADAMW),
+        ("missed", 2, StartCheck("refuse"), ADAMW),
+        ("other", 1, StartCheck("refuse", server="other"), ADAMW),
+        ("unasked", 1, StartCheck("refuse", own_updates=False), ADAMW),
+        ("sgd", 1, StartCheck("refuse"), SGD),
+    ):
+        watching = observer(tmp_path / name, public, check, optimizer)
+        watching.begin(0, honest)
+        watching.look(returned, 4)
+        watching.begin(round_, mean if name == "mean" else sent)
+
+
+def test_another_process_goes_on_with_what_a_client_remembers(public, states):
+    honest, _ = states
+    returned = changed(honest, 1e-4, 1)
+    sent = returned | {DOWN: returned[DOWN].clone()}
+    sent[DOWN][2] = -sent[DOWN][3]
+    starts = [RoundStart(StartCheck(), find_anatomy(fresh_model()), None) for _ in range(2)]
+    assert starts[0].memory("a") == (0, {})
+    starts[0].inspect(1, honest)
+    starts[0].note("a", returned)
+    starts[1].recall("a", *starts[0].memory("a"))
+    for start in starts:
+        assert {a.rule for a in start.inspect(2, sent).found} == {"jump", "equal_rows"}
+
+
+def test_usual_inputs_span_what_the_adapter_reads(public, states):
+    model = fresh_model().eval()
+    span = usual_inputs(find_anatomy(model), states[0], public)[DOWN]
+    ids = torch.cat(public.batch(64, 64, torch.Generator().manual_seed(0)).input_ids.unbind())
+    table = model.model.embed_tokens.weight.detach().double()
+    usual = ids.bincount().topk(4).indices
+    assert torch.allclose(
+        nn.functional.normalize(span[:1]), nn.functional.normalize(table[usual[:1]]), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("start", [True, "pissa", "olora"])
+def test_base_and_scale_of_a_lora_are_those_of_peft(start):
+    base = tiny_llama()
+    before = base.model.layers[0].mlp.up_proj.weight.detach().clone()
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["up_proj"], init_lora_weights=start)
+    model = get_peft_model(base, config)
+    agreed = agree(model)
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
+    assert torch.allclose(agreed.base[name], before, atol=1e-5)
+    assert agreed.scales[name] == 6 / 4
+    assert agreed.start is not None
+    assert agreed.start.keys() == trained_state(model).keys()
+
+
+def test_refusal_by_own_updates_under_dp_must_be_accepted(tmp_path, public):
+    defenses = [DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-5)]
+    with pytest.raises(ValueError, match="outside_epsilon=True"):
+        observer(tmp_path, public, StartCheck("refuse"), defenses=defenses)
+    for check in (
+        StartCheck("refuse", own_updates=False),
+        StartCheck("refuse", outside_epsilon=True),
+        StartCheck("warn"),
+    ):
+        observer(tmp_path, public, check, defenses=defenses)
+
+
+def test_under_the_noise_of_clients_no_jump_is_asked(tmp_path, public, states):
+    watching = observer(tmp_path, public, True)
+    dp = ClientDP(1.0, 1.0, clients=10, target_delta=0.01, trust="local")
+    outgoing = OutgoingUpdates(watching, dp=dp)
+    outgoing.leaves(1, states[0], changed(states[0], 1e-4, 1), [])
+    answers = watching.start.inspect(2, copy.deepcopy(states[0])).answers
+    assert next(a for a in answers if a.rule == "jump").why.startswith("the noise of a ClientDP")
+
+
+def test_settings_that_cannot_be_meant():
+    with pytest.raises(ValueError, match="action"):
+        StartCheck("withhold")  # type: ignore[arg-type]

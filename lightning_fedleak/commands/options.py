@@ -392,9 +392,8 @@ class MemorizationOptions:
 class InspectOptions:
     """Whether a client was sent crafted adapter values: look before training on them.
 
-    Asks rules of the values that a server sent: of a LoRA or bottleneck adapter alone, against the
-    base, against the agreed start, and against the round before. Each says what it found, or why it
-    does not apply. Exits with status 3 where something was found.
+    Asks rules of a LoRA or bottleneck adapter: alone, against the base, the agreed start and the
+    round before. Exits with status 3 where something was found.
 
     Attributes:
         received: the adapter that was sent: a folder of PEFT, or a file in safetensors.
@@ -403,10 +402,8 @@ class InspectOptions:
             there must be zero in the first round.
         shared_seed: all numbers of --start are what every client starts with.
         first: this is the federation's first round.
-        previous: the adapter that was sent in the round before. Leave it out where clients train
-            with another optimizer than Adam's family, where the server does more than take a mean
-            (momentum, Adam, noise), and after a round that this client missed: honest rows jump
-            there too.
+        previous: the adapter that was sent in the round before. Leave it out where honest rows jump
+            too: under SGD, a server that does more than take a mean, and after a missed round.
         own_update: the adapter that this client returned in that round.
         text: text like the federation's: {sources}.
         column: the column of --text that holds the text.

@@ -176,24 +176,18 @@ class FedLeakMod:
             sent = [t for n, t in codec.sent.items() if names.get(n) in trained]
             _check_masks(protocol, dp, sent)
         # The node's state keeps it, because the next round may run in another process.
-        before = context.state.config_records.get(_STATE)
-        outgoing.recall(before)
-        if observer.start is not None and before is not None and _ROUND in context.state:
-            tensors = context.state.array_records[_ROUND].to_torch_state_dict()
-            observer.start.recall(client, int(before[_START]), tensors)
+        outgoing.recall(context.state.config_records.get(_STATE))
         try:
-            if (why := observer.refusal(codec.round_, codec.sent)) is not None:
-                log.error("lightning-fedleak: %s", why)
+            if (why := _find_refusal(outgoing, codec, context)) is not None:
                 return self._answer_crafted(outgoing, codec, message, why)
             return self._answer_training(
                 outgoing, codec, message, lambda: call_next(message, context)
             )
         finally:
             memory = outgoing.memory()
-            if observer.start is not None:
-                memory[_START], tensors = observer.start.memory(client)
-                context.state.array_records[_ROUND] = ArrayRecord(tensors)
-            context.state.config_records[_STATE] = ConfigRecord(memory)
+            context.state.config_records[_STATE] = ConfigRecord(
+                memory | _keep_round(outgoing, context)
+            )
 
     def _answer_crafted(
         self, outgoing: OutgoingUpdates, codec: NamedArrays, message: Message, why: str
@@ -287,6 +281,28 @@ def _gate_update(
     except LeakageLimitExceeded as exceeded:
         log.error("%s", exceeded)
         return None
+
+
+def _find_refusal(outgoing: OutgoingUpdates, codec: NamedArrays, context: Context) -> str | None:
+    """Return why a client does not train on what it was sent; None where it does."""
+    start = outgoing.observer.start
+    if start is not None and _ROUND in context.state:
+        round_ = int(context.state.config_records[_STATE][_START])
+        tensors = context.state.array_records[_ROUND].to_torch_state_dict()
+        start.recall(outgoing.client, round_, tensors)
+    why = outgoing.observer.refusal(codec.round_, codec.sent)
+    if why is not None:
+        log.error("lightning-fedleak: %s", why)
+    return why
+
+
+def _keep_round(outgoing: OutgoingUpdates, context: Context) -> dict[str, int]:
+    """Keep what the next round is compared with, and return the number of this one."""
+    if outgoing.observer.start is None:
+        return {}
+    round_, tensors = outgoing.observer.start.memory(outgoing.client)
+    context.state.array_records[_ROUND] = ArrayRecord(tensors)
+    return {_START: round_}
 
 
 def _full_type(kind: str) -> str:

@@ -20,7 +20,7 @@ from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.games.config import GameError
 from lightning_fedleak.metrics import Counts, word_counts
 from lightning_fedleak.model_runs import micro_batches, token_logits, undisturbed
-from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.snapshots import Observation, UpdateSnapshot
 
 Round = Sequence[Sequence[TokenBatch]]
 """For each client the batch of each of its local steps."""
@@ -94,7 +94,8 @@ def _score(
     clients: Round,
     held_out: TokenBatch | None,
 ) -> CraftedRound:
-    guess = attack.run(Observation((attack.mean_update(anatomy, clients),)))
+    update = attack.mean_update(anatomy, clients)
+    guess = attack.run(Observation((update,)))
     presence = attack.crafted[0].rows.presence.cpu()
     types = [[batch.context_ids() for batch in batches] for batches in clients]
     truth = torch.unique(torch.cat([one for batches in types for one in batches]))
@@ -112,7 +113,7 @@ def _score(
         blind=counts(presence.topk(len(truth)).indices),
         n_steps=len(named),
         right_steps=sum(bool((types[0][step] == token).any()) for token, step in named),
-        losses=_losses(anatomy, attack, clients, held_out),
+        losses=_losses(anatomy, attack, clients, update, held_out),
     )
 
 
@@ -120,15 +121,21 @@ def _losses(
     anatomy: Anatomy,
     attack: CraftedAdapterWords,
     clients: Round,
+    update: UpdateSnapshot,
     held_out: TokenBatch | None,
 ) -> dict[str, float]:
     if held_out is None or len(clients) > 1:
         return dict.fromkeys(("before", "honest", "crafted", "trapped"), math.nan)
+    trapped = {
+        name: attack.values.get(name, anatomy.root.get_parameter(name))
+        - update.learning_rate * change
+        for name, change in update.tensors.items()
+    }
     return {
         "before": _loss(anatomy, held_out, {}),
-        "honest": _loss(anatomy, held_out, attack.trained(anatomy, clients[0], honest=True)),
+        "honest": _loss(anatomy, held_out, attack.train_honestly(anatomy, clients[0])),
         "crafted": _loss(anatomy, held_out, attack.values),
-        "trapped": _loss(anatomy, held_out, attack.trained(anatomy, clients[0])),
+        "trapped": _loss(anatomy, held_out, trapped),
     }
 
 

@@ -73,7 +73,14 @@ def test_scores_are_counts_of_sets_and_losses_those_of_the_model(model) -> None:
     crafted.load_state_dict(attack.values, strict=False)
     assert played.losses["before"] == pytest.approx(loss(model, held_out), rel=1e-5)
     assert played.losses["crafted"] == pytest.approx(loss(crafted, held_out), rel=1e-5)
-    assert played.losses["honest"] != played.losses["before"]
+    for name, start in (("honest", model), ("trapped", crafted)):
+        client = copy.deepcopy(start)
+        optimizer = torch.optim.AdamW([p for p in client.parameters() if p.requires_grad], lr=1e-3)
+        for one in clients[0]:
+            optimizer.zero_grad()
+            client(input_ids=one.input_ids, labels=one.input_ids).loss.backward()
+            optimizer.step()
+        assert played.losses[name] == pytest.approx(loss(client, held_out), rel=1e-4)
 
 
 def test_the_mean_of_several_clients_is_read(model) -> None:

@@ -350,18 +350,9 @@ class CraftedAdapterWords(Attack):
         empty = UpdateSnapshot(0, stage, {}, local_steps=steps.steps, learning_rate=steps.rate)
         return self._train(anatomy, clients, empty)
 
-    def trained(
-        self, anatomy: Anatomy, batches: Sequence[TokenBatch], *, honest: bool = False
-    ) -> dict[str, Tensor]:
-        """Return what a client's batches make of copies, by name in the root.
-
-        Args:
-            anatomy: of the model.
-            batches: one for each local step.
-            honest: train the model's own values, not the crafted ones.
-        """
-        values = {} if honest else self.values
-        return train_copies(anatomy, batches, self._steps(self._facts), values)
+    def train_honestly(self, anatomy: Anatomy, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
+        """Return what a client's batches make of copies with the model's own values, by name."""
+        return train_copies(anatomy, batches, self._steps(self._facts))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Craft the values, and choose the cut on public rounds that are played on copies."""

@@ -23,6 +23,7 @@ _CLASSES = {
     "invert": ("invert", "InvertCommand"),
     "sweep": ("sweep", "SweepCommand"),
     "capacity": ("capacity", "CapacityCommand"),
+    "cost": ("capacity", "CostCommand"),
     "memorization": ("memorization", "MemorizationCommand"),
     "inspect": ("inspect", "InspectCommand"),
     "federate": ("federate", "FederateCommand"),

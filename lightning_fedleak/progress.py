@@ -55,17 +55,26 @@ def bars(show: bool) -> Iterator[None]:
 
 
 def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that work takes, without the time that other programs take.
+    """Return what work takes by itself: processor seconds over threads, or seconds of a GPU.
+
+    What other programs take of the machine does not change it.
 
     Args:
         work: function that is called once.
-        device: device that is synchronised after it.
+        device: device that it runs on.
     """
-    wall, processor = time.perf_counter(), time.process_time()
-    work()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return min(time.perf_counter() - wall, time.process_time() - processor)
+        with torch.cuda.device(device):
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+    begin = time.process_time()
+    work()
+    return (time.process_time() - begin) / torch.get_num_threads()
 
 
 def track(

@@ -43,3 +43,10 @@ def test_seconds_are_those_of_the_work_and_not_of_other_programs() -> None:
     device = torch.device("cpu")
     assert progress.measure_seconds(lambda: time.sleep(0.2), device) < 0.2
     assert progress.measure_seconds(lambda: sum(range(200_000)), device) > 0
+
+
+def test_seconds_of_the_processor_are_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 18.0])
+    monkeypatch.setattr(progress.time, "process_time", lambda: next(clock))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert progress.measure_seconds(lambda: None, torch.device("cpu")) == 2.0

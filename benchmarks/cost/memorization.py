@@ -14,7 +14,6 @@ block is the logits of one forward of a look.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import logging
 import platform
 import statistics
@@ -38,6 +37,7 @@ from lightning_fedleak.batches import read_batch
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.looks import Memorization
 from lightning_fedleak.looks.pool import FORWARD_SHARE, LEAST_POOL, collect
+from lightning_fedleak.studies.cost import grown
 from lightning_fedleak.taps.tokens import LOGITS_OF_FORWARD, TOKENS_AT_ONCE, Text, ask_tokens
 
 SMOKE = (
@@ -61,20 +61,6 @@ def clock(function: Callable[[], object]) -> float:
     start = time.process_time()
     function()
     return time.process_time() - start
-
-
-def grown(function: Callable[[], object]) -> float:
-    """Return the bytes by which resident memory grows at most within a call."""
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed would be used again, and not be counted
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
-
-    def status(name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(name)) << 10
-
-    before = status("VmRSS")
-    function()
-    return status("VmHWM") - before
 
 
 def time_forwards(options: argparse.Namespace) -> None:

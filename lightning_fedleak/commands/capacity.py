@@ -1,4 +1,4 @@
-"""``fedleak capacity``: how many distinct tokens an update's first block reveals, untrained."""
+"""``fedleak capacity`` and ``fedleak cost``: what attacks on an update reveal, and what they take."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoConfig
 
-from lightning_fedleak.commands.options import CapacityOptions
+from lightning_fedleak.commands.options import CapacityOptions, CostOptions
 from lightning_fedleak.commands.printing import print_table
 from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, load_tokenizer, read_texts
+from lightning_fedleak.finetuning.assets import loading, model_source
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.studies.capacity import CapacityStudy, Trial
+from lightning_fedleak.studies.cost import Cost, predict_costs
 from lightning_fedleak.studies.models import find_model, with_lora
 
 
@@ -107,3 +110,56 @@ def explain_trials(trials: Sequence[Trial], length: int) -> str:
         "batch is shown to be safe by it. Beyond the end a part is still read (F1), and other "
         "attacks may read more."
     )
+
+
+@dataclass(frozen=True)
+class CostCommand(CostOptions):
+    """The command ``fedleak cost``; its settings are its options."""
+
+    def run(self, console: Console | None = None) -> int:
+        """Try the attacks on small models of the same width, and print.
+
+        Args:
+            console: where to print; stdout by default.
+
+        Returns:
+            0.
+
+        Raises:
+            SourceError: the model or the adapters cannot be used.
+        """
+        console = console or Console(highlight=False)
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        source, settings = model_source(self.model)
+        with loading(source, "language model"):
+            config = AutoConfig.from_pretrained(source, **settings)
+        if not getattr(config, "vocab_size", None) or getattr(config, "is_encoder_decoder", False):
+            raise SourceError(
+                f"--model {source} is no causal language model, whose costs alone are known here"
+            )
+        rows, length = map(int, self.batch.split("x"))
+        rank = self.lora_r if self.peft == "lora" else 0
+        costs = predict_costs(config, rank, self.targets, rows * length)
+        print_table(console, cost_table(costs))
+        threads = torch.get_num_threads()
+        console.print(
+            "Seconds are of one core, on this machine; wall time is up to "
+            f"{threads} times shorter with its {threads} threads. Memory is above training's own. "
+            "Tried on random models of one and two blocks, and extrapolated. Sampled public text "
+            "(without public_text=) takes time of its own."
+        )
+        return 0
+
+
+def cost_table(costs: dict[str, Cost]) -> Table:
+    """Return a table with a row for each attack.
+
+    Args:
+        costs: by the attack's name.
+    """
+    table = Table("attack", "calibration (s)", "calibration (MB)", "look (s)", "look (MB)")
+    for name, cost in costs.items():
+        numbers = (cost.calibration_bytes / 1e6, cost.refresh + cost.look, cost.look_bytes / 1e6)
+        memory, look, more = ("unknown" if n != n else f"{n:,.2g}" for n in numbers)
+        table.add_row(name, f"{cost.calibration:.2g}", memory, look, more)
+    return table

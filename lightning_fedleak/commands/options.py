@@ -91,15 +91,13 @@ def _shape(text: str) -> str:
 def _position(text: str) -> str | int:
     if text in ("random", "last"):
         return text
-    description = "'random', 'last' or a whole number of at least 0"
-    return int(_number(int, lambda n: n >= 0, description)(text))
+    number = _number(int, lambda n: n >= 0, "'random', 'last' or a whole number of at least 0")
+    return int(number(text))
 
 
 LEAST_TEXTS = 16
 """Texts of a client in a round that a gate on membership needs: the engine's ``LEAST_MEMBERS``.
-
-It stands here too, since options are checked before torch is loaded; a test compares the two.
-"""
+Options are checked before torch is loaded; a test compares the two."""
 
 
 @dataclass(frozen=True)
@@ -344,6 +342,25 @@ class CapacityOptions:
     batch: str = _option("8x64", "BxL", type=_shape)
     seconds: float = _option(30.0, "S", type=_POSITIVE)
     seed: int = _seed()
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """What attacks take in time and memory on a causal model, of which only the config is loaded.
+
+    Attributes:
+        model: language model: a folder or a name on the hub.
+        batch: texts of a batch x tokens of a text.
+        peft: what is trained: adapters, or the whole model.
+        lora_r: rank of the LoRA.
+        targets: {targets}.
+    """
+
+    model: str | None = _option(None, "NAME")
+    batch: str = _option("8x64", "BxL", type=_shape)
+    peft: Literal["lora", "none"] = "lora"
+    lora_r: int = _count(8)
+    targets: str | None = _option(None, "NAMES")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from lightning_fedleak.commands.options import (
     PHRASES,
     CapacityOptions,
+    CostOptions,
     DemoOptions,
     FederateOptions,
     GameOptions,
@@ -102,6 +103,7 @@ _COMMANDS: dict[str, type] = {
     "game": GameOptions,
     "invert": InvertOptions,
     "capacity": CapacityOptions,
+    "cost": CostOptions,
     "memorization": MemorizationOptions,
     "inspect": InspectOptions,
     "federate": FederateOptions,

@@ -37,12 +37,12 @@ class Atoms:
         step = max(64, d // _STRIPES)
         stripes = [slice(start, start + step) for start in range(0, d, step)]
         covariance = torch.zeros(d, d, dtype=torch.float64, device=rows.device)
-        scales = []
-        for unit, scale in self._unit_blocks():
-            scales.append(scale)
+        # One tensor for all rows: small ones between large blocks would hold these in memory.
+        self._scales = torch.empty(sum(map(len, self._parts)), device=rows.device)
+        for unit in self._unit_blocks():
             for stripe in stripes:
                 covariance[: stripe.stop, stripe] += unit[:, : stripe.stop].T @ unit[:, stripe]
-        self.usable = torch.cat(scales) > 0
+        self.usable = self._scales > 0
         covariance = covariance.triu() + covariance.triu(1).T
         covariance /= max(1, int(self.usable.sum()))
         if not bool(self.usable.any()):  # what is no word fills all directions
@@ -52,27 +52,30 @@ class Atoms:
         eye = torch.eye(d, dtype=torch.float64, device=rows.device)
         self.whitening = torch.linalg.solve_triangular(lower, eye, upper=False).T.contiguous()
         self._factor = self.whitening.float()
-        scales = []
-        for unit, scale in self._unit_blocks():
+        start = 0
+        for unit in self._unit_blocks():
             parts = ((unit[:, : s.stop] @ self._factor[: s.stop, s]).square() for s in stripes)
             norms = torch.stack([part.sum(1) for part in parts]).sum(0).sqrt()
-            scales.append(scale / norms.clamp_min(1e-30))
-        self._scales = torch.cat(scales)
+            self._scales[start : start + len(unit)] /= norms.clamp_min(1e-30)
+            start += len(unit)
 
     def __len__(self) -> int:
         """Return the number of atoms."""
         return len(self._scales)
 
-    def _unit_blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield unit atoms in float32, and what their inputs were multiplied by (0: unusable)."""
+    def _unit_blocks(self) -> Iterator[Tensor]:
+        """Yield unit atoms in float32, and store what they were multiplied by (0: unusable)."""
+        start = 0
         for block in self._blocks():
             flat = block.float()
             largest = flat.norm(dim=1).clamp_min(1e-30)
             if len(self.beside):
                 flat = flat - (flat @ self.beside.T.float()) @ self.beside.float()
             norms = flat.norm(dim=1)
-            scale = (norms > 1e-3 * largest) / norms.clamp_min(1e-30)
-            yield flat * scale[:, None], scale
+            scales = self._scales[start : start + len(block)]
+            torch.div(norms > 1e-3 * largest, norms.clamp_min(1e-30), out=scales)
+            start += len(block)
+            yield flat * scales[:, None]
 
     def _blocks(self) -> Iterator[Tensor]:
         """Yield all inputs, some rows at a time."""

@@ -218,8 +218,8 @@ class SubspaceWords(Attack):
                 continue
             is_factor_b = all(m.factor == "B" for m in maps)
             weights = (anatomy.parameter(m.name) for m in maps if is_factor_b)
-            moved = any(bool(whole_tensor(w).any()) for w in weights if w is not None)
-            if moved and in_decoder(maps[0].name) in sides:
+            nonzero = any(bool(whole_tensor(w).any()) for w in weights if w is not None)
+            if nonzero and in_decoder(maps[0].name) in sides:
                 continue
             readable = current.pop(known_input, None)
             if readable is None or not readable.is_current(anatomy, self._facts.autocast):

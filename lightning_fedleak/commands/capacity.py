@@ -1,4 +1,4 @@
-"""``fedleak capacity`` and ``fedleak cost``: what attacks on an update reveal, and what they take."""
+"""``fedleak capacity`` and ``fedleak cost``: what attacks reveal, and what they take."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig
 
-from lightning_fedleak.commands.options import CapacityOptions, CostOptions
+from lightning_fedleak.commands.options import CapacityOptions
+from lightning_fedleak.commands.parser import CostOptions
 from lightning_fedleak.commands.printing import print_table
 from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, load_tokenizer, read_texts
-from lightning_fedleak.finetuning.assets import loading, model_source
-from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.studies.capacity import CapacityStudy, Trial
 from lightning_fedleak.studies.cost import Cost, predict_costs
-from lightning_fedleak.studies.models import find_model, with_lora
+from lightning_fedleak.studies.models import find_config, find_model, with_lora
 
 
 @dataclass(frozen=True)
@@ -49,12 +47,9 @@ class CapacityCommand(CapacityOptions):
                 "here; in a run of your own LeakageMonitor(SubspaceWords()) reports its capacity"
             )
         anatomy = with_lora(without_adapters, self.lora_r, self.targets, self.seed)
-        context = context_length(anatomy)
-        if context is not None and length > context:
-            raise SourceError(f"--batch: texts of {length} tokens exceed the context of {context}")
-        texts = read_texts(self.text or EMBEDDED_MESSAGES, self.column, option="--column")
         mask = getattr(tokenizer, "mask_token_id", None)
         study = CapacityStudy(anatomy, length, mask, self.seed)
+        texts = read_texts(self.text or EMBEDDED_MESSAGES, self.column, option="--column")
         console.print(
             f"An update shares {study.rows} rows of {study.known_input.width} numbers that reveal "
             "which tokens the first block reads, out of "
@@ -130,13 +125,7 @@ class CostCommand(CostOptions):
         """
         console = console or Console(highlight=False)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        source, settings = model_source(self.model)
-        with loading(source, "language model"):
-            config = AutoConfig.from_pretrained(source, **settings)
-        if not getattr(config, "vocab_size", None) or getattr(config, "is_encoder_decoder", False):
-            raise SourceError(
-                f"--model {source} is no causal language model, whose costs alone are known here"
-            )
+        config = find_config(self.model)
         rows, length = map(int, self.batch.split("x"))
         rank = self.lora_r if self.peft == "lora" else 0
         costs = predict_costs(config, rank, self.targets, rows * length)

@@ -81,7 +81,8 @@ def _seed() -> int:
     return _option(0, "N", type=_SEED)
 
 
-def _shape(text: str) -> str:
+def shape(text: str) -> str:
+    """Return texts x tokens as they are written, if they are numbers."""
     rows, _, length = text.partition("x")
     if not (rows.isdigit() and length.isdigit() and int(rows) > 0 and int(length) > 1):
         raise argparse.ArgumentTypeError(f"'{text}' is not texts x tokens, such as 8x64")
@@ -339,28 +340,9 @@ class CapacityOptions:
     column: str | None = _option(None, "NAME")
     lora_r: int = _count(8, 0)
     targets: str | None = _option(None, "NAMES")
-    batch: str = _option("8x64", "BxL", type=_shape)
+    batch: str = _option("8x64", "BxL", type=shape)
     seconds: float = _option(30.0, "S", type=_POSITIVE)
     seed: int = _seed()
-
-
-@dataclass(frozen=True)
-class CostOptions:
-    """What attacks take in time and memory on a causal model, of which only the config is loaded.
-
-    Attributes:
-        model: language model: a folder or a name on the hub.
-        batch: texts of a batch x tokens of a text.
-        peft: what is trained: adapters, or the whole model.
-        lora_r: rank of the LoRA.
-        targets: {targets}.
-    """
-
-    model: str | None = _option(None, "NAME")
-    batch: str = _option("8x64", "BxL", type=_shape)
-    peft: Literal["lora", "none"] = "lora"
-    lora_r: int = _count(8)
-    targets: str | None = _option(None, "NAMES")
 
 
 @dataclass(frozen=True)

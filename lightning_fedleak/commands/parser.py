@@ -15,7 +15,6 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from lightning_fedleak.commands.options import (
     PHRASES,
     CapacityOptions,
-    CostOptions,
     DemoOptions,
     FederateOptions,
     GameOptions,
@@ -23,7 +22,27 @@ from lightning_fedleak.commands.options import (
     InvertOptions,
     MemorizationOptions,
     SweepOptions,
+    shape,
 )
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """What attacks take in time and memory on a causal model, of which only the config is loaded.
+
+    Attributes:
+        model: language model: a folder or a name on the hub.
+        batch: texts of a batch x tokens of a text.
+        peft: what is trained: adapters, or the whole model.
+        lora_r: rank of the LoRA.
+        targets: {targets}.
+    """
+
+    model: str | None = field(default=None, metadata={"metavar": "NAME"})
+    batch: str = field(default="8x64", metadata={"metavar": "BxL", "type": shape})
+    peft: Literal["lora", "none"] = "lora"
+    lora_r: int = field(default=8, metadata={"metavar": "N", "type": int})
+    targets: str | None = field(default=None, metadata={"metavar": "NAMES"})
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.metrics import WordRecovery
+from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UnusableObservation
 
 MOST_TIMES = 8
@@ -66,6 +67,14 @@ class CapacityStudy:
     length: int
     mask_token_id: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise an error for texts that the model cannot read."""
+        context = context_length(self.anatomy)
+        if context is not None and self.length > context:
+            raise SourceError(
+                f"--batch: texts of {self.length} tokens exceed the context of {context}"
+            )
 
     @cached_property
     def known_input(self) -> row_space.KnownInput:

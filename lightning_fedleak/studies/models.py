@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PreTrainedConfig,
+)
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.extras import install
@@ -37,6 +43,23 @@ def find_model(name: str | None, dtype: torch.dtype) -> Anatomy:
             model = AutoModel.from_pretrained(source, **settings)
             return find_anatomy(model.eval(), kind="classifier")
     return find_anatomy(model.eval())
+
+
+def find_config(name: str | None) -> PreTrainedConfig:
+    """Return the configuration of a causal model.
+
+    Args:
+        name: folder or name on the hub; None for the embedded model.
+
+    Raises:
+        SourceError: there is none, or it is of another kind of model.
+    """
+    source, settings = model_source(name)
+    with loading(source, "language model"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, **settings)
+    if not hasattr(config, "vocab_size") or getattr(config, "is_encoder_decoder", False):
+        raise SourceError(f"--model {source} is no causal model, whose costs alone are known here")
+    return config
 
 
 def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> Anatomy:

@@ -1,10 +1,10 @@
 """What attacks read through the privacy filters of NVFlare, and through a ClientDP.
 
 One client trains the model for a round with SGD and returns the difference of the weights. Words
-are read off what each filter lets leave; the cosine with the true difference says what is left to
-train on. Epsilon is what the filter's own account says of one round (SVTPrivacy of NVFlare, as it
-counts itself) or ClientDP's; a percentile has none. Needs ``make test-nvflare``'s packages but for
-``--cases none dp``::
+and membership (its texts against as many others) are read off what each filter lets leave; the
+cosine with the true difference says what is left to train on. An attack that cannot read what is
+left is unknown, which is no protection. Epsilon is what SVTPrivacy itself counts for one round, or
+ClientDP; a percentile has none. It needs NVFlare, but for ``--cases none dp``::
 
     PYTHONPATH=.venv-nvflare:. OMP_NUM_THREADS=1 python -m benchmarks.federation.nvflare_filters
 """
@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from benchmarks.federation.rounds import batches, model_of, train
-from lightning_fedleak.attacks import SubspaceWords
+from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceWords
+from lightning_fedleak.callbacks import Games
 from lightning_fedleak.federation import (
     ClientDP,
     RoundObserver,
@@ -35,6 +36,7 @@ from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
 
 SMOKE = ("--cases none dp --rows 1 --length 8 --steps 1",)
+NAMES = ("leakage/subspace_words/f1", "leakage/gradient_membership/auc")
 CASES = ("none", "percentile", "percentile90", "svt", "dp")
 
 
@@ -80,26 +82,28 @@ def main() -> None:
     optimizer = partial(torch.optim.SGD, lr=given.rate)
     tokenizer = load_tokenizer(None)
     rows = [tokenizer(text)["input_ids"] for text in read_texts(EMBEDDED_MESSAGES)]
-    stream = batches(rows, given.rows, given.length, 0, torch.Generator().manual_seed(0))
+    texts = [torch.tensor(row[: given.length]) for row in rows]
+    public, outside = PublicText(texts[:60]), PublicText(texts[60:200])
+    stream = batches(rows[200:], given.rows, given.length, 0, torch.Generator().manual_seed(0))
     data = [next(stream) for _ in range(given.steps)]
     net = model_of(None, 0)
     sent = trained_state(net)
     train(net, data, optimizer)
     true = difference(sent, trained_state(net))
-    print("case | words F1 | precision | recall | cosine | epsilon of a round")
+    print("case | words F1 | membership AUC | cosine | epsilon of a round")
     for case in given.cases:
         leaves, epsilon = filtered(case, true, given.steps)
         with tempfile.TemporaryDirectory() as folder:
             observer = RoundObserver(
                 model_of(None, 0), optimizer, given.steps, folder=folder,
-                attacks=[SubspaceWords(capacity_seconds=0)],
+                attacks=[SubspaceWords(capacity_seconds=0), GradientMembership(public)],
+                games=Games(targets=given.rows * given.steps, held_out=outside),
                 settings=RoundSettings(tensorboard=False, cache=False),
             )  # fmt: skip
             observer.begin(0, sent)
             look = observer.look(moved(sent, leaves), batches=data)
             observer.end()
-        names = [f"leakage/subspace_words/{name}" for name in ("f1", "precision", "recall")]
-        scores = " | ".join(f"{look.now.get(name, float('nan')):.2f}" for name in names)
+        scores = " | ".join(f"{look.now.get(name, float('nan')):.2f}" for name in NAMES)
         print(f"{case} | {scores} | {cosine(leaves, true):.3f} | {epsilon}", flush=True)
         for why in look.unknown.values():
             print(f"  unknown: {why}")

@@ -150,6 +150,11 @@ def test_all_withhold_by_errors_and_the_model_is_lost(tmp_path):
     assert workflow.saved == {}
 
 
+def test_all_withhold_by_errors_and_a_gathering_ends(tmp_path):
+    workflow = Gather(DataKind.WEIGHTS, min_clients=1)
+    assert jobs.run(workflow, sites(tmp_path, GATE, GATE, withheld="error"), tmp_path).panics
+
+
 # ---- the server looks ---------------------------------------------------------------------------
 
 

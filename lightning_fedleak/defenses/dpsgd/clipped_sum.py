@@ -247,7 +247,7 @@ class EarlierPieces:
             end = self._count + (clipped.real if piece.users is None else clipped.samples)
             rows = slice(end - self._count)
             self._norms_and_weights[0, self._count : end] = clipped.norms[rows]
-            self._norms_and_weights[1, self._count : end] = clipped.weights[rows]
+            self._norms_and_weights[1, self._count : end] = clipped.mean_weights[rows]
             self._count = end
         self.half = self.half or clipped.half
         if self.probed:
@@ -256,7 +256,9 @@ class EarlierPieces:
                     left, right = per_sample.random_direction(index, parameter)
                     value, squares = per_sample.probe(clipped.parts[parameter], left, right)
                     earlier = self.probes.get(parameter, (0.0, 0.0))
-                    self.probes[parameter] = earlier[0] + float(value), earlier[1] + float(squares)
+                    unit = clipped.unit
+                    sums = earlier[0] + unit * float(value), earlier[1] + unit**2 * float(squares)
+                    self.probes[parameter] = sums
         user_gradient = self._add_to_user(clipped, piece) if piece.user_rows else None
 
         def addend(parameter: nn.Parameter, total: Tensor | None = None) -> Tensor:
@@ -324,6 +326,8 @@ class ClippedSum:
             its clipped gradient; one for each row.
         weights: (B,) by which a part of the mean loss's gradient becomes that of a sample's loss.
         half: whether gradients came in half precision.
+        unit: by which the samples' parts become those of the gradient of the mean.
+        mean_weights: (B,) by which a part of that becomes that of a sample's loss.
         clip: clip norms of the layers.
         norms: (B,) norms of the gradients of each sample's loss, before clipping; infinite for one
             that holds NaN or infinity, or whose norm overflows. Such a sample counts as zero,
@@ -346,7 +350,10 @@ class ClippedSum:
         self.samples = samples if users is None else len(users)
         self._earlier = earlier or EarlierPieces(self.real, device, probed=True)
         weights = torch.ones(samples, dtype=torch.float64) if weights is None else weights.double()
-        self.weights = self._earlier.samples * weights.to(device)
+        self.mean_weights, self.unit = self._earlier.samples * weights.to(device), 1.0
+        if recorder.terms is not None:
+            self.unit = samples / recorder.terms / max(1, self._earlier.samples)
+        self.weights = self.mean_weights * self.unit
         self.parts = {
             p: per_sample.in_form(parts[p], p.shape, clip.form) for p in parameters if p in parts
         }
@@ -422,7 +429,7 @@ class ClippedSum:
                 "layers would be; clip all layers together (a plain max_grad_norm) to play canaries"
             )
         norms = torch.cat([self._earlier.norms, self.norms[: self.real]])
-        weights = torch.cat([self._earlier.weights, self.weights[: self.real]])
+        weights = torch.cat([self._earlier.weights, self.mean_weights[: self.real]])
         if len(samples) != len(norms):
             raise DefenseError(
                 f"DPSGD: a canary of {len(samples)} samples in a batch of {len(norms)}"
@@ -591,6 +598,6 @@ class ClippedSum:
         norm = float(torch.linalg.vector_norm(shard, dtype=torch.float64))
         return (
             float(expected) / share,
-            (value + earlier[0]) / team.size,
-            norm**2 / share + (squares + earlier[1]) / team.size**2,
+            (value * self.unit + earlier[0]) / team.size,
+            norm**2 / share + (squares * self.unit**2 + earlier[1]) / team.size**2,
         )

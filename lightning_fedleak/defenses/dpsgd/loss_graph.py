@@ -94,6 +94,7 @@ class FormCheck:
     Attributes:
         separate: whether the last loss's operations show that samples stay separate.
         weights: (B,) by which each sample's gradient becomes that of its own mean; None for ones.
+        terms: of which the loss is a mean: samples, or where there are weights labels.
         form: pairs of the last loss's operations down to the layers, each with the one above it,
             and the dimensions that they work along.
     """
@@ -101,6 +102,7 @@ class FormCheck:
     def __init__(self) -> None:
         self.separate = False
         self.weights: Tensor | None = None
+        self.terms = 0
         self._means: list[Tensor | None] = []
         self.form: frozenset[tuple[str, str]] = frozenset()
         self._constants: dict[str, float] = {}
@@ -156,6 +158,8 @@ class FormCheck:
                     stack.append((below, reduced, f"{path}/{name}.{index}", label))
         self.form = frozenset(form)
         self.weights = _weights(self._means, samples, ordered=self.separate)
+        [counted] = self._means if self.weights is not None else [None]
+        self.terms = samples if counted is None else int(counted.sum())
         return list(top.values())
 
     def _passes(self, node: Any, name: str, reduced: bool, samples: int, path: str) -> bool:

@@ -104,14 +104,15 @@ class Recorder:
         samples: in the last step.
         real: how many of them count, the first ones.
         half: whether a gradient came in half precision.
+        terms: of the loss, where gradients are those of their sum; None where of their mean.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.parts: dict[Tensor, list[Part]] = {}
         self.calls: list[Call] = []
         self.samples = self.real = 0
-        self._filled = False
-        self.half = False
+        self._filled = self.half = False
+        self.terms: int | None = None
         self._open = self._looking = False
         self._counting = True
         self._positional: set[nn.Module] = set()
@@ -209,7 +210,7 @@ class Recorder:
     def clear(self) -> None:
         """Discard all records, and with them the graph."""
         self.parts, self.calls, self.samples, self.real = {}, [], 0, 0
-        self.half, self._failure = False, None
+        self.half, self.terms, self._failure = False, None, None
 
     def remove(self) -> None:
         """Remove the hooks."""

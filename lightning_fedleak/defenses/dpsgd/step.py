@@ -92,12 +92,13 @@ class LossCheck:
 
     Attributes:
         unchecked: whether something in the step since the last release was new.
-        weights: see :class:`FormCheck`.
+        weights, terms: see :class:`FormCheck`.
     """
 
     def __init__(self, trusted: bool) -> None:
         self.unchecked = False
         self.weights: Tensor | None = None
+        self.terms = 0
         self._trusted = trusted
         self._form = FormCheck()
         self._top: list[Call] = []
@@ -121,11 +122,11 @@ class LossCheck:
         """
         if self._trusted:
             self._top, self._separate = outputs_of(loss, recorder.calls), True
-            self.weights = None
+            self.weights, self.terms = None, recorder.samples
         else:
             self._top = self._form(loss, recorder.calls, recorder.samples)
             self._separate = self._form.separate
-            self.weights = self._form.weights
+            self.weights, self.terms = self._form.weights, self._form.terms
 
     def check_graph(
         self, loss: Tensor, recorder: Recorder, releases: int, team: Team, *, counts: bool = True
@@ -223,6 +224,7 @@ class WatchedStep:
         self._max_rows, self._fill = max_rows, fill
         self._real: int | None = None
         self._share = 1.0
+        self._scaling: list[Any] = []
         self._in_logical_batch = False
         self._stands_in = False
         self._failure: Exception | None = None
@@ -353,6 +355,7 @@ class WatchedStep:
         recorder, team = self._recorder, self._team
         if not self._in_logical_batch:
             self._begin(batch, sampling, context)
+        self._end_scaling()
         samples = count_samples(batch)
         if samples == 0:
             recorder.clear()
@@ -380,9 +383,33 @@ class WatchedStep:
         if self._stands_in:
             recorder.clear()
             return times_zero(output)
-        if self._real is not None:  # local is a mean of the rows that count
+        if context.precision.startswith("bf16") and not whole_layers(context.root):
+            self._begin_with_ones(loss, context.root)
+        elif self._real is not None:  # local is a mean of the rows that count
             loss.register_hook(functools.partial(torch.mul, self._share))  # type: ignore[no-untyped-call]
         return output
+
+    def _begin_with_ones(self, loss: Tensor, root: nn.Module) -> None:
+        """Let backward begin with one for each term of the loss, however many there are.
+
+        Half precision rounds a gradient otherwise where it is divided by another number, so that
+        one sample more would change what all others add. ``p.grad`` becomes that of the mean again.
+        """
+        terms, scale = max(1, self.check.terms), torch.ones(())
+
+        def begin(gradient: Tensor) -> Tensor:
+            nonlocal scale
+            scale = gradient * (self._share / terms)
+            return torch.full_like(gradient, terms)
+
+        loss.register_hook(begin)  # type: ignore[no-untyped-call]
+        self._recorder.terms = terms
+        trained = [p for p in root.parameters() if p.requires_grad]
+        self._scaling += [p.register_hook(lambda g: g * scale.to(g)) for p in trained]
+
+    def _end_scaling(self) -> None:
+        while self._scaling:
+            self._scaling.pop().remove()
 
     def clipped(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> ClippedSum:
         """Return this step's samples in this process with their clip factors; computed once.
@@ -453,6 +480,7 @@ class WatchedStep:
 
     def remove(self) -> None:
         """Remove the hooks."""
+        self._end_scaling()
         self._recorder.remove()
         self.weights.remove()
         self._compilation.close()

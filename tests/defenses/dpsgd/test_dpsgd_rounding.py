@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fedleak.defenses import DPSGD, DefenseError
+from lightning_fedleak.defenses import DPSGD, DefenseError, ReleaseSettings, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd import step
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Run, first
+from tests.defenses.dpsgd.test_logical import Pieces
 from tests.helpers.models import tiny_gpt2
 
 LAYER = "transformer.h.0.mlp.c_fc.weight"
@@ -16,8 +17,9 @@ ACROSS = [16, 17, 27, 56, 73, 165, 186, 190, 212, 226, 246, 293]
 """Rows with a gradient that lies across the random direction along which it is compared."""
 
 
-def in_bf16() -> Run:
-    run = Run(DPSGD(CLIP, noise_multiplier=0.0), tiny_gpt2(), precision="bf16-mixed")
+def in_bf16(defense: DPSGD | None = None, **model: float) -> Pieces:
+    root = tiny_gpt2(**model).train()  # type: ignore[arg-type]
+    run = Pieces(defense or DPSGD(CLIP, 0.0), root=root, precision="bf16-mixed")
 
     def loss(batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -69,3 +71,60 @@ def test_products_that_a_card_may_round_are_compared_less_closely(precision: str
             run.release()
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("form", ["sample means", "token mean"])
+@pytest.mark.parametrize("settings", [{}, {"truncated_batch_size": 40}], ids=str)
+@pytest.mark.parametrize("most", [None, 7])
+def test_a_row_that_is_removed_leaves_the_others_as_they_were(
+    form: str, settings: dict[str, int], most: int | None
+) -> None:
+    """With a mean over 33 rows each of them was rounded otherwise than in one over 32."""
+    release = ReleaseSettings(**settings)
+    run = in_bf16(DPSGD(CLIP, 0.0, release=release, max_physical_batch_size=most), dropout=0.0)
+    batch = rows(*range(33))
+    batch["labels"] = batch["labels"].clone()
+    for number, length in enumerate(torch.arange(33) % 10 + 2):
+        batch["labels"][number, int(length) :] = -100
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            if form == "token mean":
+                return run.root(**given).loss  # type: ignore[no-any-return]
+            logits = run.root(input_ids=given["input_ids"]).logits
+            return mean_of_sample_means(logits, given["labels"], causal=True)
+
+    run.loss = loss  # type: ignore[method-assign]
+
+    def clipped_sum(*numbers: int) -> Tensor:
+        run.backward({key: value[list(numbers)] for key, value in batch.items()})
+        return run.release().double() * 8
+
+    whole = clipped_sum(*range(33))
+    for removed in (0, 32):
+        others = clipped_sum(*(number for number in range(33) if number != removed))
+        own = clipped_sum(removed)
+        assert float((whole - others - own).norm()) < 1e-3 * CLIP
+        assert float((whole - others).norm()) < (1 + 1e-3) * CLIP
+
+
+def test_local_is_the_mean_in_half_precision_too() -> None:
+    run = in_bf16(dropout=0.0)
+    run.backward(rows(*range(33)))
+    local = run.update()
+    exact = tiny_gpt2(dropout=0.0)
+    exact(**rows(*range(33))).loss.backward()
+    flat = torch.cat([p.grad.flatten() for p in exact.parameters()])
+    assert float((local - flat).norm()) < 0.02 * float(flat.norm())
+
+
+@pytest.mark.slow
+def test_no_row_of_ten_thousand_stops_a_run_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "CHECK_EVERY", 1)
+    run = in_bf16()
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, tiny_gpt2().config.vocab_size, (10_000, 4), generator=generator)
+    for row in ids[:, None]:
+        run.backward({"input_ids": row, "labels": row})
+        run.release()
+    assert run.defense.releases == len(ids)

@@ -14,6 +14,7 @@ from transformers import BatchEncoding
 
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError
 from lightning_fedleak.defenses.dpsgd.logical import _combined, pieces_of
+from lightning_fedleak.defenses.dpsgd.poisson import count_samples
 from lightning_fedleak.defenses.processes import Team
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, clipped, first
 from tests.helpers.dpsgd_settings import grouped
@@ -28,7 +29,7 @@ class Pieces(Run):
 
     def piece(self, batch: Any) -> Tensor:
         def training_step() -> Tensor:
-            self.sizes.append(len(batch[0]))
+            self.sizes.append(count_samples(batch))
             return self.loss(batch)
 
         return self.defense.on_training_step(training_step, batch, self.context)

@@ -116,15 +116,3 @@ def test_local_is_the_mean_in_half_precision_too() -> None:
     exact(**rows(*range(33))).loss.backward()
     flat = torch.cat([p.grad.flatten() for p in exact.parameters()])
     assert float((local - flat).norm()) < 0.02 * float(flat.norm())
-
-
-@pytest.mark.slow
-def test_no_row_of_ten_thousand_stops_a_run_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "CHECK_EVERY", 1)
-    run = in_bf16()
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(5, tiny_gpt2().config.vocab_size, (10_000, 4), generator=generator)
-    for row in ids[:, None]:
-        run.backward({"input_ids": row, "labels": row})
-        run.release()
-    assert run.defense.releases == len(ids)

@@ -244,10 +244,10 @@ class EarlierPieces:
         self.parameters = [*parameters]
         self.used.update(clipped.parts)
         if not piece.user_rows:
-            end = self._count + (clipped.real if piece.users is None else clipped.samples)
-            rows = slice(end - self._count)
-            self._norms_and_weights[0, self._count : end] = clipped.norms[rows]
-            self._norms_and_weights[1, self._count : end] = clipped.mean_weights[rows]
+            count = clipped.real if piece.users is None else clipped.samples
+            end = self._count + count
+            self._norms_and_weights[0, self._count : end] = clipped.norms[:count]
+            self._norms_and_weights[1, self._count : end] = clipped.mean_weights[:count]
             self._count = end
         self.half = self.half or clipped.half
         if self.probed:
@@ -256,9 +256,8 @@ class EarlierPieces:
                     left, right = per_sample.random_direction(index, parameter)
                     value, squares = per_sample.probe(clipped.parts[parameter], left, right)
                     earlier = self.probes.get(parameter, (0.0, 0.0))
-                    unit = clipped.unit
-                    sums = earlier[0] + unit * float(value), earlier[1] + unit**2 * float(squares)
-                    self.probes[parameter] = sums
+                    terms = clipped.unit * float(value), clipped.unit**2 * float(squares)
+                    self.probes[parameter] = earlier[0] + terms[0], earlier[1] + terms[1]
         user_gradient = self._add_to_user(clipped, piece) if piece.user_rows else None
 
         def addend(parameter: nn.Parameter, total: Tensor | None = None) -> Tensor:
@@ -320,14 +319,12 @@ class ClippedSum:
         users: how many adjacent rows each user has, where users are clipped.
 
     Attributes:
-        samples: B.
-        real: how many of them count: the first ones. The gradients of the others are zero.
+        samples, real: B, and how many of them count: the first ones. The others' are zero.
         factors: (B,), or (groups, B), by which a sample's part of the mean loss's gradient becomes
             its clipped gradient; one for each row.
         weights: (B,) by which a part of the mean loss's gradient becomes that of a sample's loss.
         half: whether gradients came in half precision.
-        unit: by which the samples' parts become those of the gradient of the mean.
-        mean_weights: (B,) by which a part of that becomes that of a sample's loss.
+        unit, mean_weights: by which parts become the mean's, and (B,) these a sample's.
         clip: clip norms of the layers.
         norms: (B,) norms of the gradients of each sample's loss, before clipping; infinite for one
             that holds NaN or infinity, or whose norm overflows. Such a sample counts as zero,

@@ -223,8 +223,7 @@ class WatchedStep:
         self._users: Sequence[int] | None = None
         self._max_rows, self._fill = max_rows, fill
         self._real: int | None = None
-        self._share = 1.0
-        self._scaling: list[Any] = []
+        self._share, self._scaling = 1.0, list[Any]()
         self._in_logical_batch = False
         self._stands_in = False
         self._failure: Exception | None = None
@@ -368,10 +367,8 @@ class WatchedStep:
         # A batch of few samples, where most have more, may be joined as it is by chance.
         comparable = samples >= DISTINCT or sampling.expected < USUAL_SAMPLES
         tensors = tensors_of(batch) if comparable else ()
-        record = recorder.step(
-            samples, counts=not self._stands_in, real=self._real, tensors=tensors
-        )
-        with record, synchronized:
+        counts, real = not self._stands_in, self._real
+        with recorder.step(samples, counts=counts, real=real, tensors=tensors), synchronized:
             output = training_step()
         with team.together():
             recorder.check()
@@ -392,10 +389,11 @@ class WatchedStep:
     def _begin_with_ones(self, loss: Tensor, root: nn.Module) -> None:
         """Let backward begin with one for each term of the loss, however many there are.
 
-        Half precision rounds a gradient otherwise where it is divided by another number, so that
-        one sample more would change what all others add. ``p.grad`` becomes that of the mean again.
+        Half precision rounds a gradient otherwise where it is divided by another number: one sample
+        more would change what all others add. ``p.grad`` becomes the mean's again.
         """
         terms, scale = max(1, self.check.terms), torch.ones(())
+        trained: list[Any] = [p for p in root.parameters() if p.requires_grad]
 
         def begin(gradient: Tensor) -> Tensor:
             nonlocal scale
@@ -404,7 +402,6 @@ class WatchedStep:
 
         loss.register_hook(begin)  # type: ignore[no-untyped-call]
         self._recorder.terms = terms
-        trained = [p for p in root.parameters() if p.requires_grad]
         self._scaling += [p.register_hook(lambda g: g * scale.to(g)) for p in trained]
 
     def _end_scaling(self) -> None:

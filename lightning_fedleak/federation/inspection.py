@@ -35,8 +35,8 @@ LIMITS: dict[Rule, float] = {
     "cancelled": 0.6,
     "jump": 1.5,
 }
-"""The largest value of each rule that is no evidence: above all honest states of
-``benchmarks/federation/inspection.py --calibrate``. Lower finds weaker traps and honest states."""
+"""The largest value of each rule that is no evidence: above that of 20 honest set-ups, by eye.
+Lower finds weaker traps, and honest states (``benchmarks/federation/inspection.py``)."""
 
 DIVERGED = 0.5  # median row of B A over the base's; crafted ones leave most rows, below .35 honest
 MOST_GROWTH = 3.0  # of rows over one's own; above, other clients' runs came apart; not tuned

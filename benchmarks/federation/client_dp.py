@@ -68,12 +68,13 @@ def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], 
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Return the loss after all rounds by the server, beside that without noise."""
-    rows = ["| clients, in a round | clip | server | noise | loss |", "|---|---|---|---|---|"]
+    rows = ["| model | clients, in a round | clip | server | noise | loss |"]
+    rows.append("|---|---|---|---|---|---|")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
-        names = ("clients", "per_round", "epsilon", "clip", "server")
+        names = ("model", "clients", "per_round", "epsilon", "clip", "server")
         groups.setdefault(tuple(line[name] for name in names), []).append(line)
-    for (clients, per_round, epsilon, clip, server), cells in groups.items():
+    for (model, clients, per_round, epsilon, clip, server), cells in groups.items():
         ends = [cell["losses"][-1] for cell in cells]
         norm = clip
         if clip.startswith("q"):
@@ -81,7 +82,7 @@ def table(lines: list[dict[str, Any]]) -> str:
         noise = f"{cells[0]['noise']:.2g} x" if epsilon else "none"
         spread = f" ({min(ends):.3f} to {max(ends):.3f})" if len(ends) > 1 else ""
         rows.append(
-            f"| {clients}, {per_round} | {norm} | {server.replace(':', ' ')} | {noise} | "
+            f"| {model} | {clients}, {per_round} | {norm} | {server.replace(':', ' ')} | {noise} | "
             f"{cells[0]['losses'][0]:.3f} -> {statistics.median(ends):.3f}{spread} |"
         )
     return "\n".join(rows)

@@ -65,7 +65,7 @@ def compare(
     data, _ = leave_out(rows, len(rows) // 3, seed=seed)
     loader = DataLoader(data, batch_size=8, shuffle=True, collate_fn=padded)
     read = partial(read_batch, kind="causal")
-    pool = collect(loader, Memorization(max_overhead=1.2, seed=seed), read)
+    pool = collect(loader, Memorization(max_overhead=4 / 3, seed=seed), read)
     places = {tuple(ids.tolist()): place for place, ids in enumerate(rows)}
     base = answers.rows(torch.tensor([places[tuple(t.ids.tolist())] for t in pool.texts]))
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)

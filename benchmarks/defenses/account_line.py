@@ -87,7 +87,7 @@ def fit(options: argparse.Namespace, sigma: float) -> None:
     if options.broken:
         count = defense.accountant.step
         defense.accountant.step = lambda _, *rest, **how: count(sigma, *rest, **how)  # type: ignore[method-assign]
-    memorization = Memorization(max_overhead=1.2)
+    memorization = Memorization(max_overhead=4 / 3)
     with tempfile.TemporaryDirectory() as folder:
         monitor = LeakageMonitor(
             [Combined()], log_dir=folder, settings=MonitorSettings(memorization=memorization)

@@ -32,10 +32,10 @@ Way = Literal["not yet seen", "left out", "given"]
 """Where the others come from: rows that the first epoch has not come to, rows left out by a draw,
 or texts of the user's own."""
 
-FORWARD_SHARE = 0.36
-"""Cost of asking the model about a text, over that of training on it: .28 to .34 were measured on
-two models (benchmarks/cost/memorization.py), the rest pays for reading the data and for statistics.
-Larger: fewer texts are asked about."""
+FORWARD_SHARE = 0.4
+"""Cost of asking the model about a text, over that of training on it: .28 and .38 were measured on
+two models (benchmarks/cost/memorization.py --fit), with reading the data and statistics. Larger:
+fewer texts are asked about."""
 
 LEAST_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
 LEAST_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1

@@ -174,7 +174,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str,
         [Canaries(tokens=5)],
         games=Games(canaries=data.canaries),
         log_dir=place,
-        settings=MonitorSettings(memorization=Memorization(max_overhead=1.2, looks=())),
+        settings=MonitorSettings(memorization=Memorization(max_overhead=4 / 3, looks=())),
     )
     fit([watching], model, data, lr=1e-3, max_epochs=1)
     model.save_pretrained(place / "model")

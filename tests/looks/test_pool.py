@@ -27,7 +27,7 @@ from lightning_fedleak.canaries import LeftOutRecord, TrainingRows, leave_out
 from lightning_fedleak.looks import Memorization
 from lightning_fedleak.looks.pool import NoOthers, collect
 
-ALL = Memorization(max_overhead=1.2)
+ALL = Memorization(max_overhead=4 / 3)
 
 
 def read(items: dict[str, Tensor]) -> TokenBatch:
@@ -97,7 +97,7 @@ def test_left_out_rows_are_found_behind_other_data_sets() -> None:
 
 
 def test_texts_of_the_users_own() -> None:
-    settings = Memorization(others=rows(200, seed=9), max_overhead=1.2)
+    settings = Memorization(others=rows(200, seed=9), max_overhead=4 / 3)
     pool = collect(loader(rows(), shuffle=False), settings, read)
     assert pool.way == "given"
     assert (~pool.trains).any()
@@ -202,12 +202,12 @@ def test_repeats_and_short_texts_leave_on_both_sides() -> None:
 def test_the_budget_sets_how_many_are_asked_and_the_refusal_how_many_would_be() -> None:
     data = rows(2000)
     pool = collect(loader(data), Memorization(max_overhead=0.2), read)
-    assert len(pool.texts) == int(0.2 * 2000 / (0.36 * 3))
+    assert len(pool.texts) == int(0.2 * 2000 / (0.4 * 3))
     with pytest.raises(
-        NoOthers, match=r"only 37 texts can .* 2000 rows.* Memorization\(max_overhead=0.11\)"
+        NoOthers, match=r"only 33 texts can .* 2000 rows.* Memorization\(max_overhead=0.12\)"
     ):
         collect(loader(data), Memorization(), read)
-    with pytest.raises(NoOthers, match=r"only 0 texts can .* Memorization\(max_overhead=5.4\)"):
+    with pytest.raises(NoOthers, match=r"only 0 texts can .* Memorization\(max_overhead=6\)"):
         collect(loader(rows(40)), Memorization(), read)
 
 
@@ -304,7 +304,7 @@ def test_what_is_asked_of_rows_with_coins_depends_on_no_coin() -> None:
     ("data", "settings", "why"),
     [
         (rows(), ALL, "by whether they were drawn"),
-        (rows(), Memorization(others=rows(200, seed=9), max_overhead=1.2), "no coin decided"),
+        (rows(), Memorization(others=rows(200, seed=9), max_overhead=4 / 3), "no coin decided"),
         (leave_out(rows(), 150, seed=0)[0], ALL, "the number of rows left out was fixed"),
         (
             Subset(leave_out(rows(500), 150, seed=0, coins=True)[0], range(300)),

@@ -441,7 +441,7 @@ def test_the_last_look_is_at_the_last_weights(tmp_path: Path) -> None:
             load_best_model_at_end=best, metric_for_best_model="loss", greater_is_better=True,
             accelerator_config={"use_seedable_sampler": False},
         )  # fmt: skip
-        memorization = Memorization(max_overhead=1.2, looks=(0.5,))
+        memorization = Memorization(max_overhead=4 / 3, looks=(0.5,))
         watched(trainer, [LossRatio()], memorization=memorization)
         trainer.train()
         looks[best] = lines(tmp_path / str(best))[-1]
@@ -458,7 +458,7 @@ def test_leakage_of_older_weights_chooses_no_checkpoint(tmp_path: Path) -> None:
         metric_for_best_model="leakage/loss_ratio/auc", greater_is_better=False,
         accelerator_config={"use_seedable_sampler": False},
     )  # fmt: skip
-    watched(trainer, [LossRatio()], memorization=Memorization(max_overhead=1.2, looks=(0.5,)))
+    watched(trainer, [LossRatio()], memorization=Memorization(max_overhead=4 / 3, looks=(0.5,)))
     chosen: list[float] = []
 
     class Notes(TrainerCallback):
@@ -523,7 +523,7 @@ def test_gates_on_the_trained_weights_say_what_to_choose(tmp_path: Path) -> None
             accelerator_config={"use_seedable_sampler": False},
         )
         gate = Threshold(metric, at_most=at_most, action="warn", strict=False)
-        memorization = Memorization(max_overhead=1.2, looks=(0.5,))
+        memorization = Memorization(max_overhead=4 / 3, looks=(0.5,))
         callback = watched(trainer, [LossRatio()], [gate], memorization=memorization)
         trainer.train()
         chosen[at_most] = trainer.state.best_metric

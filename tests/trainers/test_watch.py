@@ -338,7 +338,7 @@ def test_the_trained_weights_are_tested_where_the_loader_is_known(tmp_path: Path
     generator = torch.Generator().manual_seed(1)
     rows = [{"input_ids": x, "labels": x} for x in torch.randint(3, 60, (400, 12), generator=generator)]  # fmt: skip  # noqa: E501
     loader: Any = DataLoader(rows, batch_size=8, shuffle=True)  # type: ignore[arg-type]
-    looks = Memorization(max_overhead=1.2, looks=(0.5, 0.9))
+    looks = Memorization(max_overhead=4 / 3, looks=(0.5, 0.9))
     with Watch(
         model, optimizer, [Extraction()], loader=loader, folder=tmp_path, memorization=looks
     ) as watch:

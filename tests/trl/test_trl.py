@@ -302,7 +302,7 @@ def test_weights_are_asked_about_the_rows_that_the_trainer_made(tmp_path: Path) 
     )
     trainer.train_dataset, others = leave_out(prepared, 180, seed=1)
     base = model_of().eval()  # a copy would run the forward that TRL bound to the model itself
-    memorization = Memorization(max_overhead=1.2, looks=(0.5,))
+    memorization = Memorization(max_overhead=4 / 3, looks=(0.5,))
     callback = watched(trainer, [LossRatio()], memorization=memorization)
     batches, pools = Batches(trainer), []
     begins = callback.watch.batch_begins
@@ -339,6 +339,6 @@ def test_weights_are_asked_about_the_rows_that_the_trainer_made(tmp_path: Path) 
 def test_weights_are_not_asked_about_pairs(tmp_path: Path) -> None:
     trainer = dpo(tmp_path, copies=25)
     trainer.train_dataset, _ = leave_out(trainer.train_dataset, 400, seed=1)
-    watched(trainer, [LossRatio()], memorization=Memorization(max_overhead=1.2, looks=(0.5,)))
+    watched(trainer, [LossRatio()], memorization=Memorization(max_overhead=4 / 3, looks=(0.5,)))
     with pytest.raises(ValueError, match="rejected"):
         trainer.train()

@@ -171,7 +171,7 @@ def test_attacks_that_choose_themselves_ask_about_canaries_that_are_planted(
 ) -> None:
     caplog.set_level("INFO")
     data = planted()
-    settings = MonitorSettings(memorization=Memorization(max_overhead=1.2), look_seconds=1e-9)
+    settings = MonitorSettings(memorization=Memorization(max_overhead=4 / 3), look_seconds=1e-9)
     games = Games(canaries=data.canaries)
     watching = LeakageMonitor(games=games, log_dir=tmp_path, settings=settings)
     fit([watching], data=data, max_epochs=1)

@@ -52,7 +52,7 @@ from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.notices import announced
 from tests.helpers.processes import two_processes
 
-SETTINGS = Memorization(max_overhead=1.2)
+SETTINGS = Memorization(max_overhead=4 / 3)
 
 
 def rows(n: int = 400, length: int = 14) -> list[dict[str, torch.Tensor]]:
@@ -357,7 +357,7 @@ def test_without_its_file_a_resumed_fit_is_unknown(tmp_path: Path, damage: str) 
 def test_others_of_another_law_are_unknown(tmp_path: Path) -> None:
     ids = torch.randint(1900, 2000, (120, 14), generator=torch.Generator().manual_seed(3))
     settings = Memorization(
-        others=[{"input_ids": row, "labels": row} for row in ids], max_overhead=1.2
+        others=[{"input_ids": row, "labels": row} for row in ids], max_overhead=4 / 3
     )
     watching = LeakageMonitor(
         [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
@@ -446,7 +446,7 @@ def test_another_alpha_than_the_intervals_have_is_refused(tmp_path: Path) -> Non
 def test_under_dp_a_gate_on_private_texts_is_outside_of_epsilon(
     tmp_path: Path, allowed: bool
 ) -> None:
-    settings = Memorization(max_overhead=1.2, outside_epsilon=allowed)
+    settings = Memorization(max_overhead=4 / 3, outside_epsilon=allowed)
     watching = LeakageMonitor(
         [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
     )

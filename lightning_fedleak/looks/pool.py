@@ -308,7 +308,7 @@ def affordable(length: int, settings: Memorization, least: int, forwards: int) -
     Raises:
         NoOthers: it pays for fewer; names the budget that pays for enough.
     """
-    count = int(settings.max_overhead * length / (FORWARD_SHARE * forwards))
+    count = int(settings.max_overhead * length / (FORWARD_SHARE * forwards) + 1e-9)  # rounding
     size = min(settings.most_texts, count)
     if size >= least:
         return size

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar, copy_context
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,6 @@ from lightning_fedleak.anatomy import (
     Place,
     matrix_shape,
     place_of,
-    states_in,
-    states_out,
     unwrap,
     walk,
     without_peft,
@@ -287,29 +285,21 @@ class _Stop(Exception):
 
 def stop_at(model: Callable[..., Any], place: Place) -> Callable[..., Any]:
     """Return a function that runs ``model`` up to ``place`` and returns the hidden states there."""
-    block = place.module
 
-    def stop_before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Stop(states_in(args, kwargs))
-
-    def stop_after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        raise _Stop(states_out(output))
+    def stop(states: Any) -> NoReturn:
+        raise _Stop(states)
 
     def run(**inputs: Any) -> Any:
-        handle = (
-            block.register_forward_pre_hook(stop_before, with_kwargs=True)
-            if place.side == "input"
-            else block.register_forward_hook(stop_after)
-        )
+        handle = place.on_states(stop)
         try:
             model(**inputs)
-        except _Stop as stop:
-            return stop.states
+        except _Stop as signal:
+            return signal.states
         finally:
             handle.remove()
         raise ValueError(
-            f"{type(model).__name__} never called its block ({type(block).__name__}); name the "
-            "blocks that it calls with anatomy={'blocks': 'path.to.blocks'}"
+            f"{type(model).__name__} never called its block ({type(place.module).__name__}); name "
+            "the blocks that it calls with anatomy={'blocks': 'path.to.blocks'}"
         )
 
     return run

@@ -158,8 +158,8 @@ def group_old_arguments(
     renamed = renamed or {}
     check_names(owner, old, [*(one.name for one in fields(settings)), *renamed])
     new = {renamed.get(name, name): value for name, value in old.items()}
-    grouped = f"{argument}={type(settings).__name__}({_spelled(new)})"
-    warn_of_old_spelling(f"{owner}({_spelled(old)})", f"{owner}({grouped})")
+    grouped = f"{argument}={type(settings).__name__}({spelled(new)})"
+    warn_of_old_spelling(f"{owner}({spelled(old)})", f"{owner}({grouped})")
     return replace(settings, **new)
 
 
@@ -213,7 +213,8 @@ def warn_of_old_spelling(old: str, new: str) -> None:
     warnings.warn(message, FutureWarning, stacklevel=4)
 
 
-def _spelled(names: Iterable[str]) -> str:
+def spelled(names: Iterable[str]) -> str:
+    """Return arguments as they stand in a call."""
     return ", ".join(f"{name}=" for name in names)
 
 

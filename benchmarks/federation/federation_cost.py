@@ -18,6 +18,12 @@ With ``--engine flower`` the processor time leaves out Ray's workers::
     OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost clients --counts 4 16 64
     OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost clients --counts 4 \
         --rounds 3 --steps 10 --optimizer adamw --rows 4 --length 32 --engine flower
+
+``server``: what ``Observed`` adds to the peak memory of a server in a round, in units of one
+update, by the number of replies, beside ``FedAvg`` alone. Each is measured in a process of its own,
+whose updates are random numbers; the observer plays no game with them. Needs Flower::
+
+    OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost server --model DIR --rank 0
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
+import gc
 import io
 import itertools
 import json
@@ -224,6 +231,90 @@ def measure_memory(args: argparse.Namespace) -> None:
         )
 
 
+# ---- memory of a server -------------------------------------------------------------------------
+
+
+def measure_server(args: argparse.Namespace) -> None:
+    """Prints a line for each number of replies."""
+    for count in args.counts:
+        alone, watched = (_in_a_process("--one", str(count), "--inside", who) for who in WATCHERS)
+        update = alone["update"]
+        print(
+            f"{count:4d} replies of {update / 2**20:.2f} MiB: FedAvg adds "
+            f"{alone['added'] / update:6.2f} updates, with Observed "
+            f"{watched['added'] / update:6.2f}, and its observer, which is there before, "
+            f"{watched['observer'] / update:5.2f}",
+            flush=True,
+        )
+
+
+WATCHERS = ("FedAvg", "Observed")
+
+
+def one_server_round(args: argparse.Namespace) -> None:
+    """Prints by how many bytes the peak of a round is above what was there before, as JSON."""
+    from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+    from flwr.serverapp.strategy import FedAvg
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from lightning_fedleak.federation.flower import Observed
+
+    class Nodes:
+        def get_node_ids(self) -> range:
+            return range(100, 100 + args.one)
+
+    TaskIdentity._task_id = TaskIdentity._run_id = TaskIdentity._node_id = 1
+    model = model_of(args.model, args.rank).float()
+    sent = ArrayRecord(trained_state(model))
+    update = sum(t.numel() * t.element_size() for t in trained_state(model).values())
+    result = {"update": update, "observer": 0}
+    strategy = FedAvg()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.inside == "Observed":
+            tokenizer = load_tokenizer(args.model)
+            texts = read_texts(args.text or str(EMBEDDED_MESSAGES))[: args.texts]
+            begin = resident("VmRSS")
+            observer = RoundObserver(
+                copy.deepcopy(model),
+                optimizer_of(args.optimizer, args.rank),
+                args.steps,
+                attacks=[GradientMembership(PublicText(texts, tokenizer))],
+                folder=folder,
+                side="server",
+                settings=RoundSettings(tensorboard=False, cache=False),
+            )
+            strategy = Observed(strategy, observer)
+            observer.begin(0, trained_state(model))
+            result["observer"] = resident("VmRSS") - begin
+        replies = []
+        for asked in strategy.configure_train(1, sent, ConfigRecord(), Nodes()):
+            state = trained_state(model)
+            state = {n: t + 1e-3 * torch.randn_like(t) for n, t in state.items()}
+            content = {"arrays": ArrayRecord(state), "metrics": MetricRecord({"num-examples": 1})}
+            replies.append(Message(RecordDict(content), reply_to=asked))
+        del state
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        begin = resident("VmRSS")
+        strategy.aggregate_train(1, replies)
+        result["added"] = resident("VmHWM") - begin
+    print(json.dumps(result))
+
+
+def resident(row: str) -> int:
+    """Returns bytes of memory of this process: now (``VmRSS``) or at most (``VmHWM``)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(row))
+
+
+def _in_a_process(*options: str) -> dict[str, Any]:
+    """Returns the JSON that this command prints with further options."""
+    command = [sys.executable, "-m", "benchmarks.federation.federation_cost", *sys.argv[1:]]
+    run = subprocess.run([*command, *options], stdout=subprocess.PIPE, text=True, check=True)
+    answer: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return answer
+
+
 # ---- by the number of clients -------------------------------------------------------------------
 
 
@@ -231,10 +322,7 @@ def measure_clients(args: argparse.Namespace) -> None:
     """Prints a line for each number of clients, and the line that fits them best."""
     found = []
     for count in args.counts:
-        module = "benchmarks.federation.federation_cost"
-        given = [sys.executable, "-m", module, *sys.argv[1:], "--one", str(count)]
-        told = subprocess.run(given, stdout=subprocess.PIPE, text=True, check=True).stdout
-        one = json.loads(told.splitlines()[-1])
+        one = _in_a_process("--one", str(count))
         found.append((count, one["processor"]))
         print(
             f"{count:4d} clients: processor {one['processor']:7.1f} s, elapsed "
@@ -295,6 +383,10 @@ def main() -> None:
     share.add_argument("--rounds", type=int, default=40)
     share.add_argument("--share", type=float, default=0.05, help="max_overhead")
     memory = which.add_parser("memory")
+    server = which.add_parser("server")
+    server.add_argument("--counts", type=int, nargs="+", default=[4, 16, 64])
+    server.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    server.add_argument("--inside", choices=WATCHERS, help=argparse.SUPPRESS)
     clients = which.add_parser("clients")
     clients.add_argument("--counts", type=int, nargs="+", default=[4, 16, 64])
     clients.add_argument("--rounds", type=int, default=1)
@@ -303,7 +395,7 @@ def main() -> None:
     clients.add_argument("--one", type=int, help=argparse.SUPPRESS)
     small = {"steps": 2, "rows": 2, "length": 12, "targets": 2, "optimizer": "sgd"}
     usual = {"steps": 10, "rows": 4, "length": 32, "targets": 16, "optimizer": "adamw"}
-    for one in (share, memory, clients):
+    for one in (share, memory, server, clients):
         given = small if one is clients else usual
         one.add_argument("--model", help="folder of a causal model; default the embedded one")
         one.add_argument("--text", help="default the embedded messages")
@@ -321,13 +413,19 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     if getattr(args, "one", None):
-        one_federation(args)
+        (one_server_round if args.which == "server" else one_federation)(args)
         return
     print(
         f"{' '.join(sys.argv[1:])}; {platform.machine()}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, {datetime.date.today()}"
     )
-    {"share": measure_share, "memory": measure_memory, "clients": measure_clients}[args.which](args)
+    measures = {
+        "share": measure_share,
+        "memory": measure_memory,
+        "server": measure_server,
+        "clients": measure_clients,
+    }
+    measures[args.which](args)
 
 
 if __name__ == "__main__":

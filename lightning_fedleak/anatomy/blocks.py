@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -135,18 +136,29 @@ class Place:
     module: nn.Module
     side: Literal["input", "output"]
 
-    def change_states(self, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
-        """Replace the hidden states by what a function returns, until the handle is removed."""
+    def on_states(
+        self, function: Callable[[Any], Tensor | None], *, first: bool = False
+    ) -> RemovableHandle:
+        """Call a function with the hidden states of every forward, until the handle is removed.
 
+        Args:
+            function: gets the states. What it returns replaces them; None leaves them.
+            first: call it before the hooks that are there.
+        """
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return with_states_in(args, kwargs, change(states_in(args, kwargs)))
+            states = function(states_in(args, kwargs))
+            return None if states is None else with_states_in(args, kwargs, states)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def behind(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-            return with_states_out(output, change(states_out(output)))
+            states = function(states_out(output))
+            return None if states is None else with_states_out(output, states)
 
         if self.side == "input":
-            return self.module.register_forward_pre_hook(before, with_kwargs=True)
-        return self.module.register_forward_hook(behind)
+            return self.module.register_forward_pre_hook(before, prepend=first, with_kwargs=True)
+        return self.module.register_forward_hook(behind, prepend=first)
 
 
 def text_blocks(anatomy: Anatomy) -> tuple[Named, ...]:

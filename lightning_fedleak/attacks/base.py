@@ -130,6 +130,9 @@ class Attack(ABC):
     reads_preferences: ClassVar[bool] = False
     """Whether :meth:`run` reads gradients of a loss that pushes some texts away, as that of DPO
     does (``snapshot.preferences``), or raises an error. If False, there is no result for them."""
+    reads_compressed: ClassVar[frozenset[str]] = frozenset()
+    """The compressions (``snapshot.compression``) that :meth:`run` knows how to read. Of what
+    another one left of a gradient there is no result."""
     needs_plain_inputs: ClassVar[bool] = False
     """Whether :meth:`run` compares what was shared with what the model makes of tokens without the
     noise that training may add to embeddings (NEFTune). If True, there is no result with much."""

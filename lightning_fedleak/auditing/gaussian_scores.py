@@ -30,7 +30,6 @@ from scipy.stats import f, nct, shapiro
 from torch import Tensor
 
 from lightning_fedleak.auditing import lower_bounds
-from lightning_fedleak.defenses.noise import gaussian_epsilon
 
 FEWEST_SCORES = 20  # of either kind; not tuned; with fewer the test of their form has little power
 MOST_SCORES = 5000  # of either kind in that test; Shapiro-Wilk's p-values hold up to here (Royston)
@@ -61,9 +60,7 @@ def audit_gaussian_scores(
         ValueError: lengths differ, fewer than 20 scores of a kind, scores that are not normal or
             spread differently with and without the canary, delta 0, or no bridge between relations.
     """
-    lower_bounds.check_levels(delta, confidence)
-    lower_bounds.check_claim("gaussian", delta)
-    halve = lower_bounds.halves_the_bound(relation, accountant)
+    audited = lower_bounds.AuditedClaim(delta, confidence, relation, accountant, "gaussian")
     score, member = lower_bounds.columns(scores, members)
     member_scores, other_scores = score[member], score[~member]
     if min(member_scores.size, other_scores.size) < FEWEST_SCORES:
@@ -72,24 +69,12 @@ def audit_gaussian_scores(
             f"{member_scores.size} in and {other_scores.size} out: use audit_scores or "
             "audit_one_run"
         )
-
-    def epsilon_of_mu(mu: float) -> float:
-        mu = mu / 2 if halve else mu
-        return gaussian_epsilon(sigma=1 / mu, delta=delta) if mu > 0 else 0.0
-
     epsilon = math.nan
     if not np.isnan(score).any():
         _check_form(member_scores, other_scores)
-        epsilon = epsilon_of_mu(_least_mu(member_scores, other_scores, 1 - confidence))
-    return lower_bounds.EpsilonBound(
-        epsilon=epsilon,
-        delta=delta,
-        confidence=confidence,
-        relation=accountant or relation,
-        games=score.size,
-        limit=math.inf,
-        method="sums of Gaussian scores, as a Gaussian mechanism",
-    )
+        mu = _least_mu(member_scores, other_scores, audited.error)
+        epsilon = audited.epsilon_of_mu(mu / 2 if audited.halves else mu)
+    return audited.bound(epsilon, math.inf, score.size, "sums of Gaussian scores")
 
 
 def _least_mu(

@@ -74,25 +74,6 @@ class EpsilonBound:
         )
 
 
-def halves_the_bound(relation: Relation, accountant: Relation | None) -> bool:
-    """Return whether a replace-one game is to bound an add/remove epsilon.
-
-    Raises:
-        ValueError: an unknown relation, or no bridge between the two.
-    """
-    check_choice("relation", relation, list(RELATION_NAMES))
-    check_choice("accountant", accountant, list(RELATION_NAMES), optional=True)
-    if accountant is None or accountant == relation:
-        return False
-    if accountant == "replace_one":
-        raise ValueError(
-            "an add/remove game bounds no replace-one epsilon: a mechanism that is private when "
-            "one record is replaced may still reveal how many there are. Play the game that "
-            "replaces the target, or audit an add/remove accountant."
-        )
-    return True
-
-
 def columns(scores: Tensor, members: Tensor) -> tuple[Floats, NDArray[np.bool_]]:
     """Return scores and bits as flat numpy arrays.
 
@@ -108,25 +89,93 @@ def columns(scores: Tensor, members: Tensor) -> tuple[Floats, NDArray[np.bool_]]
     return score, member
 
 
-def check_levels(delta: float, confidence: float) -> None:
-    """Raise an error unless delta and confidence are probabilities.
+@dataclass(frozen=True)
+class AuditedClaim:
+    """What an audit refutes: that some epsilon holds, and of which mechanisms and neighbours.
+
+    Attributes:
+        delta: of the bound.
+        confidence: of the bound.
+        relation: of the game.
+        accountant: of the epsilon; None for that of the game.
+        claim: as for :func:`audit_scores`.
 
     Raises:
-        ValueError: delta outside [0, 1), or confidence outside (0, 1).
+        ValueError: a value out of range, a claim without an epsilon at this delta, or no bridge
+            between the relations.
     """
-    check_number("delta", delta, at_least=0, below=1)
-    check_number("confidence", confidence, above=0, below=1)
 
+    delta: float
+    confidence: float
+    relation: Relation
+    accountant: Relation | None
+    claim: Claim
 
-def check_claim(claim: str, delta: float) -> None:
-    """Raise an error for an unknown claim, or one that has no epsilon at this delta.
+    def __post_init__(self) -> None:
+        check_number("delta", self.delta, at_least=0, below=1)
+        check_number("confidence", self.confidence, above=0, below=1)
+        check_choice("claim", self.claim, get_args(Claim))
+        if self.gaussian and self.delta == 0:
+            raise ValueError("a Gaussian mechanism has no epsilon at delta 0: give delta=...")
+        check_choice("relation", self.relation, list(RELATION_NAMES))
+        check_choice("accountant", self.accountant, list(RELATION_NAMES), optional=True)
+        if self.halves and self.accountant == "replace_one":
+            raise ValueError(
+                "an add/remove game bounds no replace-one epsilon: a mechanism that is private "
+                "when one record is replaced may still reveal how many there are. Play the game "
+                "that replaces the target, or audit an add/remove accountant."
+            )
 
-    Raises:
-        ValueError: says which.
-    """
-    check_choice("claim", claim, get_args(Claim))
-    if claim == "gaussian" and delta == 0:
-        raise ValueError("a Gaussian mechanism has no epsilon at delta 0: give delta=...")
+    @property
+    def halves(self) -> bool:
+        """Return whether a replace-one game is to bound an add/remove epsilon."""
+        return self.accountant not in (None, self.relation)
+
+    @property
+    def gaussian(self) -> bool:
+        """Return whether the claim is that of a Gaussian mechanism."""
+        return self.claim == "gaussian"
+
+    @property
+    def error(self) -> float:
+        """Return the probability that the bound is too large."""
+        return 1 - self.confidence
+
+    def strength(self, fnr: Floats, fpr: Floats) -> Floats:
+        """Return (K,) mu for a Gaussian mechanism, else e^epsilon of the better direction.
+
+        Args:
+            fnr: (K,) upper bounds of false negative rates.
+            fpr: (K,) upper bounds of false positive rates.
+        """
+        if self.gaussian:
+            mu: Floats = -ndtri(fnr) - ndtri(fpr)
+            return mu / 2 if self.halves else mu
+        return np.maximum(self._factor(1 - fnr, fpr), self._factor(1 - fpr, fnr))
+
+    def _factor(self, p: Floats, q: Floats) -> Floats:
+        """Return x of ``p = x q + delta``, or with ``halves`` of ``p = x^2 q + (1 + x) delta``."""
+        rest = np.maximum(p - self.delta, 0.0)
+        if not self.halves:
+            return rest / q
+        root = self.delta + np.sqrt(self.delta**2 + 4 * q * rest)
+        factor: Floats = np.divide(2 * rest, root, out=np.zeros_like(rest), where=root > 0)
+        return factor
+
+    def epsilon(self, fnr: Floats, fpr: Floats) -> float:
+        """Return the largest epsilon that any of the bounds refutes; 0 where none does."""
+        best = float(self.strength(fnr, fpr).max())
+        return self.epsilon_of_mu(best) if self.gaussian else math.log(max(1.0, best))
+
+    def epsilon_of_mu(self, mu: float) -> float:
+        """Return the epsilon of the Gaussian mechanism with noise ``1 / mu``; 0 for mu below 0."""
+        return gaussian_epsilon(sigma=1 / mu, delta=self.delta) if mu > 0 else 0.0
+
+    def bound(self, epsilon: float, limit: float, games: int, method: str) -> EpsilonBound:
+        """Return a bound with what was assumed."""
+        relation = self.accountant or self.relation
+        method += ", as a Gaussian mechanism" if self.gaussian else ""
+        return EpsilonBound(epsilon, self.delta, self.confidence, relation, games, limit, method)
 
 
 def epsilon_from_counts(
@@ -165,11 +214,10 @@ def epsilon_from_counts(
             f"need 0 <= tp <= positives and 0 <= fp <= negatives, got {tp} of {positives} and "
             f"{fp} of {negatives}"
         )
-    test = _test_of_claim(delta, confidence, relation, accountant, claim)
-    error = (1 - confidence) / 2
-    fnr = _upper_bounds(np.array([positives - tp]), positives, error)
-    fpr = _upper_bounds(np.array([fp]), negatives, error)
-    return test.epsilon(fnr, fpr)
+    audited = AuditedClaim(delta, confidence, relation, accountant, claim)
+    fnr = _upper_bounds(np.array([positives - tp]), positives, audited.error / 2)
+    fpr = _upper_bounds(np.array([fp]), negatives, audited.error / 2)
+    return audited.epsilon(fnr, fpr)
 
 
 def audit_scores(
@@ -219,7 +267,7 @@ def audit_scores(
         ValueError: lengths differ, members or non-members are missing, an unknown threshold or
             claim, or as :func:`epsilon_from_counts`.
     """
-    test = _test_of_claim(delta, confidence, relation, accountant, claim)
+    audited = AuditedClaim(delta, confidence, relation, accountant, claim)
     score, member = columns(scores, members)
     member_scores, other_scores = np.sort(score[member]), np.sort(score[~member])
     if not member_scores.size or not other_scores.size:
@@ -227,17 +275,17 @@ def audit_scores(
             f"an audit needs games with the target and without it; got {member_scores.size} and "
             f"{other_scores.size}"
         )
-    error = 1 - confidence
 
     def bound_at(member_scores: Floats, other_scores: Floats, cut: float) -> float:
         if threshold == "union":
-            rates = _rates_at_ranks(member_scores, other_scores, error)
+            rates = _rates_at_ranks(member_scores, other_scores, audited.error)
         elif threshold == "split":
             rng = np.random.default_rng(seed)
-            rates = _rates_at_chosen_cut(member_scores, other_scores, test, error, rng)
+            rates = _rates_at_chosen_cut(member_scores, other_scores, audited, rng)
         else:
-            rates = _rates_at_cuts(np.array([cut]), member_scores, other_scores, error / 2)
-        return test.epsilon(*rates)
+            cuts = np.array([cut])
+            rates = _rates_at_cuts(cuts, member_scores, other_scores, audited.error / 2)
+        return audited.epsilon(*rates)
 
     cut = 0.0
     if threshold == "union":
@@ -248,65 +296,13 @@ def audit_scores(
         method, cut = "threshold fixed beforehand", float(threshold)
     else:
         raise ValueError(f"threshold must be 'union', 'split' or a number, got {threshold!r}")
-    return EpsilonBound(
-        epsilon=math.nan if np.isnan(score).any() else bound_at(member_scores, other_scores, cut),
-        delta=delta,
-        confidence=confidence,
-        relation=accountant or relation,
-        games=score.size,
-        limit=bound_at(np.ones(member_scores.size), np.zeros(other_scores.size), 0.5),
-        method=method + (", as a Gaussian mechanism" if claim == "gaussian" else ""),
+    unknown = np.isnan(score).any()
+    return audited.bound(
+        math.nan if unknown else bound_at(member_scores, other_scores, cut),
+        bound_at(np.ones(member_scores.size), np.zeros(other_scores.size), 0.5),
+        score.size,
+        method,
     )
-
-
-@dataclass(frozen=True)
-class _Test:
-    """Turns upper bounds of FNR and FPR into what they refute.
-
-    Attributes:
-        delta: of the bound.
-        halves: whether a replace-one game is to bound an add/remove epsilon.
-        gaussian: the claim is that of a Gaussian mechanism.
-    """
-
-    delta: float
-    halves: bool
-    gaussian: bool
-
-    def strength(self, fnr: Floats, fpr: Floats) -> Floats:
-        """Return (K,) mu for a Gaussian mechanism, else e^epsilon of the better direction."""
-        if self.gaussian:
-            mu: Floats = -ndtri(fnr) - ndtri(fpr)
-            return mu / 2 if self.halves else mu
-        return np.maximum(self._factor(1 - fnr, fpr), self._factor(1 - fpr, fnr))
-
-    def _factor(self, p: Floats, q: Floats) -> Floats:
-        """Return x of ``p = x q + delta``, or with ``halves`` of ``p = x^2 q + (1 + x) delta``."""
-        rest = np.maximum(p - self.delta, 0.0)
-        if not self.halves:
-            return rest / q
-        root = self.delta + np.sqrt(self.delta**2 + 4 * q * rest)
-        factor: Floats = np.divide(2 * rest, root, out=np.zeros_like(rest), where=root > 0)
-        return factor
-
-    def epsilon(self, fnr: Floats, fpr: Floats) -> float:
-        """Return the largest epsilon that any of the bounds refutes; 0 where none does."""
-        best = float(self.strength(fnr, fpr).max())
-        if not self.gaussian:
-            return math.log(max(1.0, best))
-        return gaussian_epsilon(sigma=1 / best, delta=self.delta) if best > 0 else 0.0
-
-
-def _test_of_claim(
-    delta: float,
-    confidence: float,
-    relation: Relation,
-    accountant: Relation | None,
-    claim: Claim,
-) -> _Test:
-    check_levels(delta, confidence)
-    check_claim(claim, delta)
-    return _Test(delta, halves_the_bound(relation, accountant), claim == "gaussian")
 
 
 # ---- rates ----------------------------------------------------------------------------------
@@ -327,7 +323,7 @@ def _rates_at_ranks(
 
 
 def _rates_at_chosen_cut(
-    member_scores: Floats, other_scores: Floats, test: _Test, error: float, rng: np.random.Generator
+    member_scores: Floats, other_scores: Floats, audited: AuditedClaim, rng: np.random.Generator
 ) -> tuple[Floats, Floats]:
     """Return (1,) upper bounds of FNR and FPR at a threshold that other games chose."""
     (choosing_members, judging_members), (choosing_others, judging_others) = (
@@ -339,9 +335,10 @@ def _rates_at_chosen_cut(
     high = choosing_others[-_ranks(choosing_others.size, FINE_RATIO)]
     low = np.nextafter(choosing_members[_ranks(choosing_members.size, FINE_RATIO) - 1], -np.inf)
     cuts = np.r_[high, low]
-    strengths = test.strength(*_rates_at_cuts(cuts, choosing_members, choosing_others, error / 2))
-    cut = cuts[int(np.argmax(strengths))]
-    return _rates_at_cuts(np.array([cut]), judging_members, judging_others, error / 2)
+    error = audited.error / 2
+    rates = _rates_at_cuts(cuts, choosing_members, choosing_others, error)
+    cut = cuts[int(np.argmax(audited.strength(*rates)))]
+    return _rates_at_cuts(np.array([cut]), judging_members, judging_others, error)
 
 
 def _rates_at_cuts(

@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from lightning_fedleak.auditing import lower_bounds
 from lightning_fedleak.defenses.base import Curve
-from lightning_fedleak.defenses.noise import gaussian_epsilon
+from lightning_fedleak.validate import check_number
 
 if TYPE_CHECKING:
     from lightning_fedleak.canaries import CanarySet, InclusionRecord
@@ -160,28 +161,29 @@ def one_run_epsilon(
     Raises:
         ValueError: impossible counts, delta or confidence, or no bridge between the relations.
     """
-    lower_bounds.check_levels(delta, confidence)
-    lower_bounds.check_claim(claim, delta)
-    halve = lower_bounds.halves_the_bound(relation, accountant)
-    error = 1 - confidence
-    counts = canaries, guesses, right
+    audited = lower_bounds.AuditedClaim(delta, confidence, relation, accountant, claim)
+    return _epsilon_of_counts((canaries, guesses, right), audited)
+
+
+def _epsilon_of_counts(counts: tuple[int, int, int], audited: lower_bounds.AuditedClaim) -> float:
+    """Return the bound of :func:`one_run_epsilon` for canaries, guesses and right ones."""
     one_run_p_value(*counts, 0.0)  # refuses impossible counts
-    if claim == "gaussian":
-        times = 2 if halve else 1
+    if audited.gaussian:
+        times = 2 if audited.halves else 1
 
         def is_mu_refuted(mu: float) -> bool:
-            return exceeds(*counts, functools.partial(least_of_gaussian, times * mu), error)
+            return exceeds(*counts, functools.partial(least_of_gaussian, times * mu), audited.error)
 
-        mu = _refuted_up_to(is_mu_refuted)
-        return gaussian_epsilon(sigma=1 / mu, delta=delta) if mu > 0 else 0.0
+        return audited.epsilon_of_mu(_refuted_up_to(is_mu_refuted))
 
     def is_refuted(epsilon: float) -> bool:
-        claimed = epsilon, delta
-        if halve:
-            claimed = 2 * epsilon, min(1.0, (1 + math.exp(epsilon)) * delta)
-        if one_run_p_value(*counts, *claimed) <= error:
+        claimed = epsilon, audited.delta
+        if audited.halves:
+            claimed = 2 * epsilon, min(1.0, (1 + math.exp(epsilon)) * audited.delta)
+        if one_run_p_value(*counts, *claimed) <= audited.error:
             return True
-        return delta > 0 and exceeds(*counts, functools.partial(least_of_dp, *claimed), error)
+        least = functools.partial(least_of_dp, *claimed)
+        return audited.delta > 0 and exceeds(*counts, least, audited.error)
 
     return _refuted_up_to(is_refuted)
 
@@ -236,28 +238,15 @@ def audit_one_run(
         ValueError: lengths differ, more guesses than canaries, no guesses, members that fair coins
             would not have given, or as :func:`one_run_epsilon`.
     """
-    lower_bounds.check_levels(delta, confidence)
+    audited = lower_bounds.AuditedClaim(delta, confidence, relation, accountant, claim)
     counts, m = _count_right(scores, members, guesses, seed), scores.numel()
-    bound_of = functools.partial(
-        one_run_epsilon,
+    each = replace(audited, confidence=1 - audited.error / len(counts))
+    unknown = bool(scores.isnan().any())
+    return audited.bound(
+        math.nan if unknown else max(_epsilon_of_counts((m, *count), each) for count in counts),
+        max(_epsilon_of_counts((m, n, n), each) for n, _ in counts),
         m,
-        delta=delta,
-        confidence=1 - (1 - confidence) / len(counts),
-        relation=relation,
-        accountant=accountant,
-        claim=claim,
-    )
-    return lower_bounds.EpsilonBound(
-        epsilon=math.nan
-        if bool(scores.isnan().any())
-        else max(bound_of(n_guesses, right) for n_guesses, right in counts),
-        delta=delta,
-        confidence=confidence,
-        relation=accountant or relation,
-        games=m,
-        limit=max(bound_of(n_guesses, n_guesses) for n_guesses, _ in counts),
-        method=f"one run, {len(counts)} choice{'s' * (len(counts) > 1)} of how many to guess"
-        + (", as a Gaussian mechanism" if claim == "gaussian" else ""),
+        f"one run, {len(counts)} choice{'s' * (len(counts) > 1)} of how many to guess",
     )
 
 
@@ -276,7 +265,7 @@ def refutes(scores: Tensor, members: Tensor, curve: Curve, *, confidence: float 
     Raises:
         ValueError: a score that is NaN, or as :func:`audit_one_run`.
     """
-    lower_bounds.check_levels(0.0, confidence)
+    check_number("confidence", confidence, above=0, below=1)
     if bool(scores.isnan().any()):
         raise ValueError("a canary has no score (NaN): which are scored must not depend on coins")
     counts = _count_right(scores, members, None, 0)

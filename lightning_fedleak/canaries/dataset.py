@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import copy
 import operator
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -21,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fedleak.attacks import Query
-from lightning_fedleak.canaries.items import check_alike, digest_of, token_ids_of
-from lightning_fedleak.canaries.record import Game, InclusionMismatch, InclusionRecord
+from lightning_fedleak.canaries.items import check_alike, digest_of, fetch, token_ids_of
+from lightning_fedleak.canaries.record import Game, InclusionMismatch, InclusionRecord, draw_or_load
 from lightning_fedleak.model_state import preserve_process
 
 
@@ -124,12 +122,7 @@ class CanaryDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Any]:
         """Return several items, as torch's DataLoader asks, in the data's own way if it has one."""
         finds = [self._find(index) for index in indices]
-        places = [place for canary, place in finds if canary is None]
-        at_once = getattr(self.dataset, "__getitems__", None)
-        if at_once is None:
-            items = iter([self.dataset[place] for place in places])
-        else:
-            items = iter(at_once(places) if places else [])
+        items = iter(fetch(self.dataset, [place for canary, place in finds if canary is None]))
         return [next(items) if canary is None else self._fresh(canary) for canary, _ in finds]
 
     def _fresh(self, canary: int) -> Any:
@@ -223,42 +216,13 @@ def with_canaries(
         row = example if token_ids is None else _without_mapping(token_ids(example))
         ids.append(token_ids_of(row, name))
     _check_distinct(ids)
-    digests = [digest_of(e, n) for e, n in zip(examples, names, strict=True)]
-    coins = _record(InclusionRecord.flip(digests, seed, probability, game, times), seed, record)
+    digests = tuple(digest_of(e, n) for e, n in zip(examples, names, strict=True))
+
+    def draw(key: bytes) -> InclusionRecord:
+        return InclusionRecord(key, digests, probability, game, tuple(times))
+
+    coins = draw_or_load(InclusionRecord, draw, seed, record, action="flip coins")
     return CanaryDataset(dataset, examples, CanarySet(ids, coins))
-
-
-def _record(drawn: InclusionRecord, seed: int | None, file: str | Path | None) -> InclusionRecord:
-    """Return the record of the file if it exists, else the drawn one, written to a named file."""
-    if file is None:
-        if seed is None and several_processes():
-            raise ValueError(
-                "several processes train, and each would flip coins of its own: pass record=, a "
-                "file that all of them see, or a seed"
-            )
-        return drawn
-    if not Path(file).exists():
-        try:
-            drawn.save(file)
-        except FileExistsError:
-            pass  # another process was first: its coins are used
-        else:
-            return drawn
-    saved = InclusionRecord.load(file)
-    asked = replace(drawn, key=saved.key) if seed is None else drawn
-    asked.check_same(saved, f"the record {file}")
-    return saved
-
-
-_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Where launchers say how many processes there are, before the processes know of each other."""
-
-
-def several_processes() -> bool:
-    """Return whether other processes train too, by torch or by what launchers set."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size() > 1
-    return any(int(os.environ.get(name, "1")) > 1 for name in _SIZES)
 
 
 def check_dataset(dataset: Any, need: str) -> None:

@@ -142,3 +142,11 @@ def _encoded(value: Any, name: str) -> bytes:
 
 def _tagged(tag: str, content: bytes) -> bytes:
     return f"{tag} {len(content)}:".encode() + content
+
+
+def fetch(dataset: Any, places: Sequence[int]) -> list[Any]:
+    """Return items of a data set, at once where it can."""
+    at_once = getattr(dataset, "__getitems__", None)
+    if at_once is None or not places:
+        return [dataset[place] for place in places]
+    return list(at_once(places))

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import Dataset, Subset
 
-from lightning_fedleak.canaries.dataset import check_dataset, several_processes
-from lightning_fedleak.canaries.items import digest_of
-from lightning_fedleak.canaries.record import InclusionMismatch, Secret, seed_key
-from lightning_fedleak.private_files import read_secret, write_secret
+from lightning_fedleak.canaries.dataset import check_dataset
+from lightning_fedleak.canaries.items import digest_of, fetch
+from lightning_fedleak.canaries.record import SCHEMA, InclusionMismatch, Secret, draw_or_load
 from lightning_fedleak.validate import check_integer
-
-_SCHEMA = 1  # version of the file; others are not read
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,6 +27,8 @@ class LeftOutRecord(Secret):
         digest: SHA-256 of the rows that are left out, so that other data are noticed.
         coins: each row was left out by a coin of its own.
     """
+
+    title: ClassVar[str] = "record of left-out rows"
 
     key: bytes
     length: int
@@ -49,23 +46,56 @@ class LeftOutRecord(Secret):
         """Return the rows that are left out, in order."""
         if not self.coins:
             return self._first(self.count)
-        return [row for row in self.candidates if self._hash(b"coin", row)[0] < 128]
+        return [row for row in self.candidates if self._hash("coin", row)[0] < 128]
 
     def _first(self, n: int) -> list[int]:
         """Return the n rows with the smallest keyed hashes, in order."""
-        hashes = [self._hash(b"left out", row) for row in range(self.length)]
+        hashes = [self._hash("left out", row) for row in range(self.length)]
         return sorted(sorted(range(self.length), key=hashes.__getitem__)[:n])
 
-    def _hash(self, purpose: bytes, row: int) -> bytes:
-        message = purpose + b"\0" + row.to_bytes(8, "big")
-        return hmac.digest(self.key, message, hashlib.sha256)
+    def _hash(self, purpose: str, row: int) -> bytes:
+        return self._mac(purpose, row.to_bytes(8, "big"))
 
     @property
     def commitment(self) -> str:
         """Return a commitment to this record, for checkpoints and logs: 64 hexadecimal digits."""
         drawn = "coins " if self.coins else ""
-        stated = f"{_SCHEMA} {self.length} {self.count} {drawn}".encode() + self.digest
-        return hmac.digest(self.key, b"commitment\0" + stated, hashlib.sha256).hex()
+        stated = f"{SCHEMA} {self.length} {self.count} {drawn}".encode() + self.digest
+        return self._mac("commitment", stated).hex()
+
+    def check_same(self, other: LeftOutRecord, name: str) -> None:
+        """Raise an error unless ``other`` is of the same data, n and seed.
+
+        Raises:
+            InclusionMismatch: it is not.
+        """
+        if self != other:
+            raise InclusionMismatch(
+                f"{name} is of other data, another n or another seed: it left out {other.count} of "
+                f"{other.length} rows. Resume with what it began with, or begin again with another "
+                "record file."
+            )
+
+    def _content(self) -> dict[str, object]:
+        return {
+            "note": "secret: which rows were left out of the training data",
+            "key": self.key.hex(),
+            "rows": self.length,
+            "left_out": self.count,
+            "coins": self.coins,
+            "digest": self.digest.hex(),
+            "commitment": self.commitment,
+        }
+
+    @classmethod
+    def _of_content(cls, content: Any) -> LeftOutRecord:
+        return cls(
+            bytes.fromhex(content["key"]),
+            content["rows"],
+            content["left_out"],
+            bytes.fromhex(content["digest"]),
+            content["coins"],
+        )
 
     def __repr__(self) -> str:
         return f"LeftOutRecord({self.count} of {self.length} rows)"
@@ -100,9 +130,7 @@ class TrainingRows(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several rows, as torch's DataLoader asks, in the data's own way if it has one."""
-        rows = [self._rows[index] for index in indices]
-        at_once = getattr(self.dataset, "__getitems__", None)
-        return [self.dataset[row] for row in rows] if at_once is None else list(at_once(rows))
+        return fetch(self.dataset, [self._rows[index] for index in indices])
 
     def sources(self) -> list[tuple[Any, int]]:
         """Return where every row of the user's data is, in their order: a data set and its place.
@@ -172,80 +200,15 @@ def leave_out(
     most = len(dataset) // 2 if coins else len(dataset) - 1
     hint = "rows that are left out; with coins a row is drawn for each of them besides"
     check_integer("n", n, at_most=most, hint=hint)
-    if record is None and seed is None and several_processes():
-        raise ValueError(
-            "several processes train, and each would leave out rows of its own: pass record=, a "
-            "file that all of them see, or a seed"
-        )
-    file = None if record is None else Path(record)
-    key = secrets.token_bytes(32) if seed is None else seed_key(seed)
-    if file is None or not file.exists():
-        draw = _draw(dataset, key, n, coins=coins)
-        if file is None:
-            return _split(dataset, draw)
-        try:
-            write_secret(file, _content(draw))
-        except FileExistsError:
-            pass  # another process was first: its draw is used
-        else:
-            return _split(dataset, draw)
-    saved = _load(file)
-    draw = _draw(dataset, saved.key if seed is None else key, n, coins=coins)
-    if draw != saved:
-        raise InclusionMismatch(
-            f"the record {file} is of other data, another n or another seed: it left out "
-            f"{saved.count} of {saved.length} rows. Resume with what it began with, or begin again "
-            "with another record file."
-        )
-    return _split(dataset, draw)
 
+    def draw(key: bytes) -> LeftOutRecord:
+        rows = LeftOutRecord(key, len(dataset), n, b"", coins)
+        digest = hashlib.sha256()
+        for row in rows.out:
+            digest.update(digest_of(dataset[row], f"dataset[{row}]"))
+        return replace(rows, digest=digest.digest())
 
-def _draw(dataset: Any, key: bytes, n: int, *, coins: bool) -> LeftOutRecord:
-    draw = LeftOutRecord(key, len(dataset), n, b"", coins)
-    digest = hashlib.sha256()
-    for row in draw.out:
-        digest.update(digest_of(dataset[row], f"dataset[{row}]"))
-    return replace(draw, digest=digest.digest())
-
-
-def _split(dataset: Any, record: LeftOutRecord) -> tuple[TrainingRows, Subset[Any]]:
-    train = TrainingRows(dataset, record)
+    train = TrainingRows(
+        dataset, draw_or_load(LeftOutRecord, draw, seed, record, action="leave out rows")
+    )
     return train, train.others
-
-
-def _content(record: LeftOutRecord) -> dict[str, object]:
-    return {
-        "schema": _SCHEMA,
-        "note": "secret: which rows were left out of the training data",
-        "key": record.key.hex(),
-        "rows": record.length,
-        "left_out": record.count,
-        "coins": record.coins,
-        "digest": record.digest.hex(),
-        "commitment": record.commitment,
-    }
-
-
-def _load(file: Path) -> LeftOutRecord:
-    """Return the record of a file.
-
-    Raises:
-        InclusionMismatch: it is no record, or was changed.
-    """
-    try:
-        content = read_secret(file, "the record of left-out rows")
-        if content["schema"] != _SCHEMA:
-            raise ValueError("unknown schema")
-        record = LeftOutRecord(
-            bytes.fromhex(content["key"]),
-            content["rows"],
-            content["left_out"],
-            bytes.fromhex(content["digest"]),
-            content["coins"],
-        )
-        stated = content["commitment"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InclusionMismatch(f"{file} is no record of left-out rows of this version") from error
-    if stated != record.commitment:
-        raise InclusionMismatch(f"{file} was changed: its commitment does not follow from its key")
-    return record

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
+
+import torch
 
 from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice, check_integer, check_number
@@ -25,7 +29,8 @@ Game = Literal["add_remove", "replace"]
 are shorter by one; the neighbours of DP-SGD's usual accountants. ``"replace"``: an item of the data
 is in its place, the length is always the same; the game of Fig. 2 of Vu et al. 2024."""
 
-_SCHEMA = 1  # version of the file; others are not read
+SCHEMA = 1  # version of the file; others are not read
+_DERIVED = ("included", "commitment")  # fields of a file that follow from the others
 _BITS = 64  # of the numbers that coins and places are derived from
 
 
@@ -33,11 +38,68 @@ class InclusionMismatch(ValueError):
     """Canaries, seed, probability, game or times are not those that a run began with."""
 
 
-class Secret:
-    """A frozen dataclass that is not pickled: a checkpoint or a cache would show what it holds.
+class Secret(ABC):
+    """A frozen dataclass of what follows from a key. It goes to a file by :meth:`save` only.
 
-    Processes that start workers by spawning do hand it on to them.
+    It is not pickled: a checkpoint or a cache would show what it holds. Processes that start
+    workers by spawning do hand it on to them.
+
+    Attributes:
+        title: what it is called in messages.
+        key: 32 bytes that all else follows from.
     """
+
+    title: ClassVar[str]
+    key: bytes
+
+    @abstractmethod
+    def _content(self) -> dict[str, object]:
+        """Return what the file holds."""
+
+    @classmethod
+    @abstractmethod
+    def _of_content(cls, content: Any) -> Self:
+        """Return the secret of a file's content."""
+
+    @abstractmethod
+    def check_same(self, other: Self, name: str) -> None:
+        """Raise an error unless ``other`` is of the same data and settings.
+
+        Raises:
+            InclusionMismatch: says what differs.
+        """
+
+    def save(self, path: str | Path) -> None:
+        """Write a file that only its owner may read, whole or not at all.
+
+        Raises:
+            FileExistsError: there is a file already.
+        """
+        write_secret(Path(path), {"schema": SCHEMA, **self._content()})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return the secret of a file.
+
+        Raises:
+            PermissionError: others may read the file.
+            InclusionMismatch: the file is no such record, or what it states does not follow from
+                its key.
+        """
+        try:
+            content = read_secret(Path(path), f"the {cls.title}")
+            if content["schema"] != SCHEMA:
+                raise ValueError("unknown schema")
+            secret = cls._of_content(content)
+            stated = {name: content[name] for name in _DERIVED if name in secret._content()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise InclusionMismatch(f"{path} is no {cls.title} of this version") from error
+        if any(secret._content()[name] != value for name, value in stated.items()):
+            raise InclusionMismatch(f"{path} was changed: it does not follow from its key")
+        return secret
+
+    def _mac(self, purpose: str, message: bytes) -> bytes:
+        return hmac.digest(self.key, purpose.encode() + b"\0" + message, hashlib.sha256)
 
     def __copy__(self) -> Self:
         return self
@@ -60,8 +122,6 @@ class Secret:
 class InclusionRecord(Secret):
     """The coins of a set of canaries. Secret: shows nothing of itself, and is not pickled.
 
-    To a file it goes by :meth:`save` only.
-
     Attributes:
         key: 32 bytes that all else follows from.
         digests: SHA-256 of each canary, in order.
@@ -71,6 +131,8 @@ class InclusionRecord(Secret):
         included: whether each canary is in the data.
         repeats: how often each canary stands in the data if it is included.
     """
+
+    title: ClassVar[str] = "inclusion record"
 
     key: bytes
     digests: tuple[bytes, ...]
@@ -162,15 +224,8 @@ class InclusionRecord(Secret):
             ((number * (length + 1) >> _BITS) + rank, i) for rank, (number, i) in enumerate(order)
         ]
 
-    def save(self, path: str | Path) -> None:
-        """Write the record to a new file of mode 0600, whole or not at all.
-
-        Raises:
-            FileExistsError: there is a file already; records are not overwritten.
-            OSError: it cannot be written.
-        """
+    def _content(self) -> dict[str, object]:
         content = {
-            "schema": _SCHEMA,
             "note": "secret: which canaries are in the training data",
             "key": self.key.hex(),
             "probability": self.probability,
@@ -179,36 +234,17 @@ class InclusionRecord(Secret):
             "included": [int(inside) for inside in self.included],
             "commitment": self.commitment,
         }
-        if self.times != (1,):
-            content["times"] = list(self.times)
-        write_secret(Path(path), content)
+        return content if self.times == (1,) else content | {"times": list(self.times)}
 
     @classmethod
-    def load(cls, path: str | Path) -> InclusionRecord:
-        """Return the record that :meth:`save` wrote.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            PermissionError: others may read it.
-            InclusionMismatch: it is no record, or its parts contradict each other.
-        """
-        try:
-            content = read_secret(Path(path), "the inclusion record")
-            if content["schema"] != _SCHEMA:
-                raise ValueError("unknown schema")
-            record = cls(
-                bytes.fromhex(content["key"]),
-                tuple(bytes.fromhex(d) for d in content["digests"]),
-                content["probability"],
-                content["game"],
-                tuple(content.get("times", (1,))),
-            )
-            stated = [bool(inside) for inside in content["included"]], content["commitment"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InclusionMismatch(f"{path} is no inclusion record of this version") from error
-        if stated != (list(record.included), record.commitment):
-            raise InclusionMismatch(f"{path} was changed: its coins do not follow from its key")
-        return record
+    def _of_content(cls, content: Any) -> InclusionRecord:
+        return cls(
+            bytes.fromhex(content["key"]),
+            tuple(bytes.fromhex(d) for d in content["digests"]),
+            content["probability"],
+            content["game"],
+            tuple(content.get("times", (1,))),
+        )
 
     def check_same(self, other: InclusionRecord, name: str) -> None:
         """Raise an error that names what differs from another record, without showing it.
@@ -235,7 +271,7 @@ class InclusionRecord(Secret):
 
     def _settings(self) -> bytes:
         coins = bytes(self.included)
-        stated = f"{_SCHEMA} {self.probability!r} {self.game} {len(self.digests)} "
+        stated = f"{SCHEMA} {self.probability!r} {self.game} {len(self.digests)} "
         if self.times != (1,):
             stated += f"times {self.times} "
         return stated.encode() + b"".join(self.digests) + coins
@@ -260,9 +296,6 @@ class InclusionRecord(Secret):
         digest_bytes = self._mac(purpose, index.to_bytes(8, "big") + digest)
         return int.from_bytes(digest_bytes[: _BITS // 8], "big")
 
-    def _mac(self, purpose: str, message: bytes) -> bytes:
-        return hmac.digest(self.key, purpose.encode() + b"\0" + message, hashlib.sha256)
-
     def __repr__(self) -> str:
         return f"InclusionRecord({len(self.digests)} canaries)"
 
@@ -275,3 +308,60 @@ def seed_key(seed: int) -> bytes:
     """
     check_integer("seed", seed, at_least=0, hint="None draws from the operating system")
     return hashlib.sha256(f"lightning-fedleak canaries {seed}".encode()).digest()
+
+
+S = TypeVar("S", bound=Secret)
+
+
+def draw_or_load(
+    kind: type[S],
+    draw: Callable[[bytes], S],
+    seed: int | None,
+    file: str | Path | None,
+    *,
+    action: str,
+) -> S:
+    """Return the secret of a file if it exists, else one that is drawn and written to that file.
+
+    Args:
+        kind: of secret.
+        draw: returns one by its key.
+        seed: of the key; None draws from the operating system.
+        file: that all processes see; None for none.
+        action: what several processes without seed and file would do, each for itself.
+
+    Raises:
+        ValueError: several processes have neither seed nor file.
+        InclusionMismatch: the file's is of other data or settings.
+        PermissionError: others may read the file.
+    """
+    if file is None and seed is None and _several_processes():
+        raise ValueError(
+            f"several processes train, and each would {action} of its own: pass record=, a file "
+            "that all of them see, or a seed"
+        )
+    key = secrets.token_bytes(32) if seed is None else seed_key(seed)
+    if file is None:
+        return draw(key)
+    if not Path(file).exists():
+        drawn = draw(key)
+        try:
+            drawn.save(file)
+        except FileExistsError:
+            pass  # another process was first: its draw is used
+        else:
+            return drawn
+    saved = kind.load(file)
+    draw(saved.key if seed is None else key).check_same(saved, f"the record {file}")
+    return saved
+
+
+_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Where launchers say how many processes there are, before the processes know of each other."""
+
+
+def _several_processes() -> bool:
+    """Return whether other processes train too, by torch or by what launchers set."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size() > 1
+    return any(int(os.environ.get(name, "1")) > 1 for name in _SIZES)

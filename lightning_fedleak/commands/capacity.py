@@ -56,10 +56,11 @@ class CapacityCommand(CapacityOptions):
             f"{anatomy.vocab_size}: {', '.join(m.name for m in study.maps)}."
         )
         capacity = study.planted(self.seconds)
+        found = f"{capacity.types} were all found" if capacity.types else "how many is unknown"
         missed = "" if capacity.failed is None else f", {capacity.failed} were not"
         console.print(
             f"Distinct tokens that these rows reveal: about {capacity.predicted:.0f} by rule; "
-            f"planted at random, {capacity.types} were all found{missed}.\n"
+            f"planted at random, {found}{missed}.\n"
         )
         trials = study.trials(texts, tokenizer, size)
         print_table(console, trial_table(trials, length))
@@ -134,8 +135,9 @@ class CostCommand(CostOptions):
         console.print(
             "Seconds are of one core, on this machine; wall time is up to "
             f"{threads} times shorter with its {threads} threads. Memory is above training's own. "
-            "Tried on random models of one and two blocks, and extrapolated. Sampled public text "
-            "(without public_text=) takes time of its own."
+            "A rough estimate: tried on random models of one and two blocks, and extrapolated. "
+            "Not in it are sampled public text (without public_text=), and the capacity that "
+            "SubspaceWords() measures before training (up to capacity_seconds=10)."
         )
         return 0
 

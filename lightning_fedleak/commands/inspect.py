@@ -37,6 +37,11 @@ CAVEAT = (
     "layers were agreed. Not measured: a server that leaves this client out of its mean."
 )
 
+FOREIGN_SCALE = (
+    "The scale of LoRAs is from a config that the server sent. If you train with another, rows may "
+    "be larger than they look here: give --start, with the agreed config beside it."
+)
+
 
 @dataclass(frozen=True)
 class InspectCommand(InspectOptions):
@@ -69,7 +74,9 @@ class InspectCommand(InspectOptions):
         agreed = self._agreed(received, start)
         result = inspection.inspect_received(received, agreed, self._last(), first=self.first)
         print_table(console, _rules_table(result))
-        for sentence in _sentences(result):
+        config = None if self.start is None else AdapterConfig.read(self.start)
+        foreign = agreed.scales and config is None
+        for sentence in [*_sentences(result), *([FOREIGN_SCALE] if foreign else [])]:
             console.print(sentence, highlight=False)
         return 0 if result.verdict == "nothing found" else EVIDENCE
 
@@ -138,7 +145,8 @@ class AdapterConfig:
     """What PEFT's config says of LoRAs.
 
     Attributes:
-        alpha: of all of them; None where they differ, or there is no config.
+        alpha: of all of them; None where they differ, there is no config, or under DoRA, which
+            scales rows otherwise.
         rslora: whether alpha is divided by the square root of the rank.
         start: ``init_lora_weights``.
     """
@@ -153,8 +161,17 @@ class AdapterConfig:
         file = (path if path.is_dir() else path.parent) / CONFIG
         if not file.is_file():
             return None
-        content = json.loads(file.read_text("utf-8"))
-        alpha = None if content.get("alpha_pattern") else content.get("lora_alpha")
+        try:
+            content = dict(json.loads(file.read_text("utf-8")))
+        except (OSError, TypeError, ValueError) as error:
+            raise SourceError(
+                f"'{file}' is no config of PEFT ({error}): repair or remove it"
+            ) from None
+        alpha = content.get("lora_alpha")
+        if content.get("alpha_pattern") or content.get("use_dora"):
+            alpha = None
+        if not isinstance(alpha, int | float | None):
+            raise SourceError(f"'{file}': lora_alpha is {alpha!r}, no number")
         start = content.get("init_lora_weights", True)
         return cls(alpha, bool(content.get("use_rslora")), start)
 
@@ -200,6 +217,12 @@ def _usual_inputs(
     return {name: means[layer] for name, layer in layers.items()}
 
 
+def _listed(names: Sequence[str]) -> str:
+    """Return the number of tensors and the names of the first ones."""
+    more = ", ..." if len(names) > inspection.WORST else ""
+    return f"{len(names)} tensors ({', '.join(names[: inspection.WORST])}{more})"
+
+
 def _rules_table(result: Inspection) -> Table:
     """Return a table with a row for each rule."""
     rows = Table("rule", "value", "limit", "rows", "worst rows, or why the rule does not apply")
@@ -209,7 +232,10 @@ def _rules_table(result: Inspection) -> Table:
         else:
             limit = inspection.LIMITS[answer.rule]
             worst = " ".join(answer.rows)
-            rows.add_row(answer.rule, f"{answer.value:.3g}", f"{limit:g}", str(answer.count), worst)
+            if answer.unasked:
+                worst += f" not asked of {_listed(answer.unasked)}"
+            value, count = f"{answer.value:.3g}", str(answer.count)
+            rows.add_row(answer.rule, value, f"{limit:g}", count, worst.strip())
     return rows
 
 
@@ -217,10 +243,8 @@ def _sentences(result: Inspection) -> list[str]:
     """Return the verdict, what it does not cover, and the tensors that no rule reads."""
     sentences = []
     if result.unread:
-        listed = ", ".join(result.unread[: inspection.WORST])
         sentences.append(
-            f"No rule reads {len(result.unread)} tensors of neither a LoRA nor a bottleneck: "
-            f"{listed}{', ...' if len(result.unread) > inspection.WORST else ''}."
+            f"No rule reads what is in neither a LoRA nor a bottleneck: {_listed(result.unread)}."
         )
     if result.verdict == "crafted":
         rules = ", ".join(answer.rule for answer in result.found)

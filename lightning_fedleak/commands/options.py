@@ -69,6 +69,7 @@ def _at_least(minimum: int) -> Callable[[str], float]:
 
 
 _SHARE = _number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+_QUANTILE = _number(float, lambda x: 0 < x < 1, "a number between 0 and 1")
 _POSITIVE = _number(float, lambda x: 0 < x < float("inf"), "a positive number")
 _SEED = _number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295")
 
@@ -498,7 +499,7 @@ class FederateOptions:
     epsilon: float | None = _option(None, "X", type=_POSITIVE)
     noise_multiplier: float | None = _option(None, "X", type=_POSITIVE)
     clip: float = _option(1.0, "C", type=_POSITIVE)
-    clip_quantile: float | None = _option(None, "X", type=_SHARE)
+    clip_quantile: float | None = _option(None, "X", type=_QUANTILE)
     delta: float = _option(1e-5, "X", type=_POSITIVE)
     trust: Literal["central", "local", "secure_aggregation"] = "central"
     sampling: Literal["all", "poisson", "fixed"] = "all"

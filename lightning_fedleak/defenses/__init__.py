@@ -36,6 +36,9 @@ from lightning_fedleak.defenses.dpsgd.settings import ClipSettings as ClipSettin
 from lightning_fedleak.defenses.dpsgd.settings import ReleaseSettings as ReleaseSettings
 from lightning_fedleak.defenses.dpsgd.settings import Users as Users
 from lightning_fedleak.defenses.freeze import Freeze as Freeze
+from lightning_fedleak.defenses.gradient_compression import (
+    GradientCompression as GradientCompression,
+)
 from lightning_fedleak.defenses.gradient_noise import GradientNoise as GradientNoise
 from lightning_fedleak.defenses.token_ldp.token_ldp import LDPProtocol as LDPProtocol
 from lightning_fedleak.defenses.token_ldp.token_ldp import TokenLDP as TokenLDP

@@ -190,6 +190,22 @@ class Defense(ABC):
     per_sample: bool = False
 
     @property
+    def compression(self) -> str:
+        """Return the method by which each tensor is compressed; empty where none is.
+
+        Attacks know it: :attr:`~lightning_fedleak.snapshots.GradientSnapshot.compression`.
+        """
+        return ""
+
+    @property
+    def defers(self) -> bool:
+        """Return whether what it leaves out of an update leaves later.
+
+        A monitor then reads what it gets, in place of what it makes of it.
+        """
+        return False
+
+    @property
     def acts_on_batches(self) -> bool:
         """Return whether the class replaces batches, that is, overrides ``on_batch``."""
         return type(self).on_batch is not Defense.on_batch

@@ -414,6 +414,40 @@ class ClientDP(Defense):
         """
         self._budget.check_affords_another()
 
+    def check_client(self, *, masked: bool, mend: str) -> None:
+        """Raise an error where a client's own noise would not hold in a process that may end.
+
+        Args:
+            masked: whether something hides each client's update from the server.
+            mend: how to let something do so, for the message.
+
+        Raises:
+            DefenseError: there is no ledger, or a share of noise would leave unmasked.
+        """
+        if self.ledger is None:
+            raise DefenseError(
+                "a client's process may end before its federation does, and would forget what it "
+                "has released: give ClientDP(ledger=...), a path for each client"
+            )
+        if self.trust == "secure_aggregation" and not masked:
+            raise DefenseError(
+                "ClientDP(trust='secure_aggregation') adds a share of the noise, and nothing here "
+                f"masks this client's update, which would leave with it alone: {mend}; or take "
+                "ClientDP(trust='local')"
+            )
+
+    def check_server(self, owner: str) -> None:
+        """Raise an error where the server's noise, or its account after a restart, does not hold.
+
+        Raises:
+            DefenseError: the server does not add the noise, or there is no ledger.
+        """
+        if self.trust != "central" or self.ledger is None:
+            raise DefenseError(
+                f"{owner} adds the noise on the server: give ClientDP(trust='central', "
+                "ledger=...), whose account survives a restart"
+            )
+
     def _check_own(self) -> None:
         if self.trust == "central":
             raise DefenseError(

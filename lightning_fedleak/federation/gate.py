@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from lightning_fedleak.federation.client_dp import ClientDP, check_rounding
+from lightning_fedleak.federation.compression import client_compression, compressed_state
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook
 from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
@@ -27,8 +28,6 @@ TELLS = (
     "that this client withholds tells the server one bit about its data: the update was above the "
     "threshold. With ClientDP a withheld update is zero plus noise, which nobody can tell apart"
 )
-
-
 DILUTES = (
     "zero leaves in its place. It counts in the mean over clients with this client's weight, and "
     "so holds the model back at what was sent"
@@ -240,6 +239,10 @@ class OutgoingUpdates:
     noise that nobody sees. It does not cover why noise was turned up (``action="harden"``), nor the
     logs.
 
+    A :class:`~lightning_fedleak.GradientCompression` among the observer's ``defenses`` acts last,
+    with a memory of this client's own. With error feedback a look is at the update before it, all
+    of which leaves in time. What is withheld is not remembered.
+
     Under a secure aggregation the server sees nothing but the sum. So a withheld update, or one
     that cannot be read, leaves as zero, masked like every other: nobody is told which client
     withheld, and the aggregation loses none.
@@ -274,14 +277,14 @@ class OutgoingUpdates:
         zero: bool = False,
     ) -> None:
         self.observer = observer
-        self.zero = zero
         self.drop = tuple(drop)
-        self.secure_aggregation = secure_aggregation
+        self.zero, self.secure_aggregation = zero, secure_aggregation
         self.gates = tuple(gates)
         self.client = client
         self.own: ClientDP | None = None if dp is None or dp.trust == "central" else dp
-        if dp is not None and observer.start is not None:
-            observer.start.incomparable = "the noise of a ClientDP is in what the server sends"
+        self.compression = client_compression(observer.run.defenses, dp)
+        if observer.start is not None and (dp is not None or self.compression is not None):
+            observer.start.incomparable = "noise or a compression is in what the server sends"
         names = [gate.name for gate in self.gates]
         double = sorted({n for n in names if names.count(n) > 1})
         if double:
@@ -335,8 +338,9 @@ class OutgoingUpdates:
         """
         observer = self.observer
         like = self._begin_round(round_, sent)
-        start = time.perf_counter()
-        dropped = self._find_dropped(like)
+        if refusal := observer.refusal(round_, sent):
+            return self._withhold(sent, like, refusal)
+        start, dropped = time.perf_counter(), self._find_dropped(like)
         try:
             update: dict[str, Tensor] | None = difference(sent, returned, trained=like)
         except UpdateError as error:
@@ -351,16 +355,20 @@ class OutgoingUpdates:
             return Leaving(self._release(sent, returned, update, like), False, (), None)
 
         def look_once() -> RoundLook:
-            state, noise_std = returned, 0.0
+            state, noise_std, method = returned, 0.0, ""
             if self.own is not None:
                 state = moved(sent, self.own.rehearsed(update, like))
                 noise_std = self.own.own_noise_std
+            if self.compression is not None and not self.compression.defers:
+                state = compressed_state(self.compression, sent, state, like, leaves=False)
+                method = self.compression.method
             return observer.look(
                 state,
                 self.client,
                 batches=batches,
                 learning_rate=learning_rate,
                 noise_std=noise_std,
+                compression=method,
                 utility=utility,
                 logged=False,
             )
@@ -466,15 +474,17 @@ class OutgoingUpdates:
     def _release(
         self, sent: State, returned: State, update: Mapping[str, Tensor] | None, like: State
     ) -> dict[str, Tensor]:
-        """Return what leaves where no gate withholds it: with the noise of this client, if any."""
+        """Return what leaves where no gate withholds it: noised, then compressed, if at all."""
         if self.own is not None:
-            return moved(sent, self.own.privatized(update, like))
+            returned = moved(sent, self.own.privatized(update, like))
+        if self.compression is not None:
+            return compressed_state(self.compression, sent, returned, like, leaves=True)
         return {n: t.detach().clone() for n, t in returned.items()}
 
     def _zero(self, sent: State, like: State) -> dict[str, Tensor] | None:
         """Return what leaves in place of a withheld update; None where nothing leaves."""
         if self.own is not None:
-            return moved(sent, self.own.privatized(None, like))
+            return self._release(sent, sent, None, like)
         if self.secure_aggregation or self.zero:
             return {n: t.detach().clone() for n, t in sent.items()}
         return None
@@ -527,7 +537,8 @@ class OutgoingUpdates:
 
     def _begin_round(self, round_: int, sent: State) -> dict[str, Tensor]:
         """Open the round, and return what is trained of what was sent."""
-        self.observer.begin(round_, sent)
+        if self.observer.refusal(round_, sent) is None:
+            self.observer.begin(round_, sent)
         names = self.observer.trained_names()
         if self.own is not None:
             self.own.check_affords_another()

@@ -173,8 +173,9 @@ class _Sender:
 
     def _write(self, tensors: Mapping[str, Tensor], facts: dict[str, str]) -> None:
         rank = os.environ.get("RANK", "0")
-        path = Path(os.environ[FOLDER]) / f"{next(self._numbers):09d}.{rank}.safetensors"
-        save_private(path, tensors, facts | {"rank": rank})
+        # A second process of a round counts from 0 too.
+        name = f"{next(self._numbers):09d}.{rank}.{os.getpid()}.safetensors"
+        save_private(Path(os.environ[FOLDER]) / name, tensors, facts | {"rank": rank})
 
 
 _SENDER = _Sender()

@@ -35,10 +35,10 @@ LIMITS: dict[Rule, float] = {
     "cancelled": 0.6,
     "jump": 1.5,
 }
-"""The largest value of each rule that is no evidence: above that of 20 honest set-ups, by eye.
-Lower finds weaker traps, and honest states (``benchmarks/federation/inspection.py``)."""
+"""The largest value of each rule that is no evidence: above those of 20 honest set-ups, by eye.
+Lower limits find weaker traps, and honest states (``benchmarks/federation/inspection.py``)."""
 
-DIVERGED = 0.5  # median row of B A over the base's; crafted ones leave most rows, below .35 honest
+DIVERGED = 0.5  # norm of a row of B A over the base's, at the median; below .35 in honest runs
 MOST_GROWTH = 3.0  # of rows over one's own; above, other clients' runs came apart; not tuned
 USUAL_TYPES = 30  # token types whose span every honest row sees; not tuned
 MOST_ROWS = 8192  # of a matrix whose rows are compared, which bounds the memory
@@ -57,6 +57,7 @@ class Answer:
         count: rows, or tensors, above the limit.
         rows: the worst of them, ``"name[row]"``, worst first.
         why: why the rule is not applicable; else empty.
+        unasked: names of what the rule is for and could not be asked of.
     """
 
     rule: Rule
@@ -64,6 +65,7 @@ class Answer:
     count: int = 0
     rows: tuple[str, ...] = ()
     why: str = ""
+    unasked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Agreed:
         shared_seed: ``start`` is what every client starts with, and not of a seed of one's own.
         shapes: of all that was agreed to be sent, by name; None: not known.
         usual: what bottlenecks read at the most usual token types, (k, d), by the matrix' name.
-        unknown: why the base of no LoRA is known, in an answer.
+        unknown: why the rules for LoRAs cannot be asked where no base is known.
     """
 
     base: State = field(default_factory=dict)
@@ -317,15 +319,24 @@ def inspect_received(
     return Inspection(tuple(answers), (*broken, *outgrown, *grown), tuple(unread))
 
 
-def _judge(rule: Rule, scores: Mapping[str, Tensor], why: str) -> Answer:
-    """Return the answer of a rule by the score of each row (rows,) of each tensor, by name."""
+def _judge(rule: Rule, scores: Mapping[str, Tensor], why: str, names: Iterable[str] = ()) -> Answer:
+    """Return the answer of a rule by the score of each row (rows,) of each tensor, by name.
+
+    Args:
+        rule: its name.
+        scores: of what it was asked of.
+        why: why it was asked of nothing, where that is so.
+        names: of what it is for.
+    """
+    unasked = tuple(name for name in names if name not in scores)
     if not scores:
-        return Answer(rule, why=why)
+        return Answer(rule, why=why, unasked=unasked)
     limit = LIMITS[rule]
     rows = [(float(s[i]), f"{n}[{i}]") for n, s in scores.items() for i in _above(s, limit)]
     rows.sort(reverse=True)
     value = max(float(s.max()) for s in scores.values())
-    return Answer(rule, value, len(rows), tuple(name for _, name in rows[:WORST]))
+    worst = tuple(name for _, name in rows[:WORST])
+    return Answer(rule, value, len(rows), worst, unasked=unasked)
 
 
 def _above(scores: Tensor, limit: float) -> Iterable[int]:
@@ -358,7 +369,8 @@ def _start(received: State, loras: list[Adapter], agreed: Agreed, first: bool) -
             error = (values.double() - tensor.cpu().double()).abs().reshape(len(values), -1).amax(1)
             scores[name] = torch.where(error > near, error, 0.0)
     why = "nothing of the agreed start is known to be zero: give it, best of a shared seed"
-    return _judge("start", scores, why)
+    names = start if agreed.shared_seed else [a.partner for a in loras]
+    return _judge("start", scores, why, names)
 
 
 def _equal(state: State, partners: Collection[str]) -> Answer:
@@ -367,14 +379,18 @@ def _equal(state: State, partners: Collection[str]) -> Answer:
     The second matrices of adapters are left out: after few steps of Adam from zero their rows are
     alike.
     """
-    scores = {}
+    scores, names = {}, []
     for name, rows in state.items():
         bias = state.get(name.removesuffix("weight") + "bias")
         if name in partners or rows.dim() != 2 or bias is None or not name.endswith("weight"):
             continue
-        if bias.shape == rows.shape[:1] and len(rows) <= MOST_ROWS and rows.shape[1] >= 16:
-            scores[name] = equal_rows(rows)
-    return _judge("equal_rows", scores, "no matrix with a bias was received")
+        if bias.shape in (rows.shape[:1], rows.shape[1:]):
+            rows = rows if bias.shape == rows.shape[:1] else rows.T  # of transformers' Conv1D
+            names.append(name)
+            if len(rows) <= MOST_ROWS and rows.shape[1] >= 16:
+                scores[name] = equal_rows(rows)
+    why = "matrices are too large, or narrow" if names else "no matrix with a bias was received"
+    return _judge("equal_rows", scores, why, names)
 
 
 def _blind(bottlenecks: list[Adapter], agreed: Agreed) -> Answer:
@@ -385,7 +401,7 @@ def _blind(bottlenecks: list[Adapter], agreed: Agreed) -> Answer:
         if a.name in agreed.usual
     }
     why = "no text was given to run" if bottlenecks else "no bottleneck adapter was received"
-    return _judge("blind_rows", scores, why)
+    return _judge("blind_rows", scores, why, (a.name for a in bottlenecks))
 
 
 def _rewritten(loras: list[Adapter], agreed: Agreed) -> tuple[list[Answer], tuple[str, ...]]:
@@ -409,7 +425,8 @@ def _rewritten(loras: list[Adapter], agreed: Agreed) -> tuple[list[Answer], tupl
         replaced, few = {}, {}
     scores: dict[Rule, dict[str, Tensor]]
     scores = {"replaced": replaced, "few_rows": few, "cancelled": cancelled}
-    return [_judge(rule, rows, why) for rule, rows in scores.items()], tuple(outgrown)
+    names = [lora.name for lora in loras]
+    return [_judge(rule, rows, why, names) for rule, rows in scores.items()], tuple(outgrown)
 
 
 def _since_start(lora: Adapter, start: State) -> Adapter:
@@ -444,15 +461,19 @@ def _jump(
     adapters: list[Adapter], last: LastRound | None, incomparable: str
 ) -> tuple[Answer, tuple[str, ...]]:
     """Return which rows one's own last update does not explain, and what grew as a whole."""
-    if last is None or incomparable:
+    names = [a.name for a in adapters]
+    if last is None:
         return Answer("jump", why=incomparable or "the round before is not known"), ()
+    if incomparable:
+        return Answer("jump", why=incomparable, unasked=tuple(names)), ()
     pairs = _changes(adapters, last)
     why = "the client's own last update moved the rows of no adapter"
     if not pairs:
-        return Answer("jump", why=why), ()
+        return Answer("jump", why=why, unasked=tuple(names)), ()
     sizes = [c.norm(dim=1) / u.norm(dim=1).clamp(min=1e-12) for c, u in pairs.values()]
     growth = max(float(torch.cat(sizes).median()), 1.0)
     if growth > MOST_GROWTH:
         why = f"the rows changed {growth:.3g} times as much as this client's own, at the median"
-        return Answer("jump", why=why), tuple(pairs)
-    return _judge("jump", {n: jumps(c, u, growth) for n, (c, u) in pairs.items()}, why), ()
+        return Answer("jump", why=why, unasked=tuple(names)), tuple(pairs)
+    scores = {n: jumps(c, u, growth) for n, (c, u) in pairs.items()}
+    return _judge("jump", scores, why, names), ()

@@ -100,6 +100,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     the mean with this client's weight, and the log says with which. ``withheld="error"`` is for
     workflows with ``ignore_result_error=True``, or one whose ``min_clients`` is still reached:
     the mean is then of the others. Metrics and other values beside the model stay here with it.
+    The same leaves of a round whose start a refusing :class:`StartCheck` finds crafted.
 
     Under a ``dp`` whose noise the client adds, every result has the same form: the model with
     noise, and a weight of 1. One that cannot be read, or an error of the training script that
@@ -190,17 +191,14 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         site, job = fl_ctx.get_identity_name(), fl_ctx.get_job_id()
         observer: RoundObserver = _call(self.observer, site)
         observer.federation = observer.federation or f"nvflare-{job}"
+        if observer.start is not None:
+            observer.start.first_round = 0
         dp: ClientDP | None = _call(self.dp, site) if self.dp else None
-        if dp is not None and dp.trust != "central" and dp.ledger is None:
-            raise DefenseError(
-                "a client's process may end before its job does, and would forget what it has "
-                "released: give ClientDP(ledger=...), a path of this site's"
-            )
-        if dp is not None and dp.trust == "secure_aggregation" and not self.secure_aggregation:
-            raise DefenseError(
-                "ClientDP(trust='secure_aggregation') adds a share of the noise, and nothing says "
-                "that what leaves is encrypted: put NVFlare's encrypting filter after this one and "
-                "say FedLeakFilter(secure_aggregation=True), or ClientDP(trust='local')"
+        if dp is not None and dp.trust != "central":
+            dp.check_client(
+                masked=self.secure_aggregation,
+                mend="put NVFlare's encrypting filter after this one and say "
+                "FedLeakFilter(secure_aggregation=True)",
             )
         self._outgoing = OutgoingUpdates(
             observer,
@@ -212,9 +210,8 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             zero=self.withheld == "zero",
         )
         folder = Path(fl_ctx.get_engine().get_workspace().get_run_dir(job))
-        self._memory = folder / _MEMORY
-        earlier = self._memory.exists()
-        self._outgoing.recall(read_secret(self._memory, "the memory") if earlier else None)
+        memory = self._memory = folder / _MEMORY
+        self._outgoing.recall(read_secret(memory, "the memory") if memory.exists() else None)
         self._hand_over = HandOver(folder / "fedleak_local_steps")
         self._hand_over.open()
 
@@ -222,8 +219,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         """Remember the model that a task sends, and end a job whose noise a task goes around."""
         self._sent = None
         task, runner = fl_ctx.get_prop(FLContextKey.TASK_NAME), fl_ctx.get_prop(FLContextKey.RUNNER)
-        table = runner.task_result_filters
-        chain = Scope.TASK_RESULT_FILTERS_NAME
+        table, chain = runner.task_result_filters, Scope.TASK_RESULT_FILTERS_NAME
         if self not in get_filters(chain, fl_ctx, table, task, FilterKey.OUT):
             why = f"results of task '{task}' do not pass FedLeakFilter: add it to its tasks="
             if self._noises and task not in self.uncovered:
@@ -326,7 +322,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
                 return self._refuse(fl_ctx, str(exceeded))
         if leaving.state is None:
             return self._refuse(fl_ctx, f"the update of round {round_} is withheld")
-        if not leaving.withheld and outgoing.own is None and not self.drop:
+        if not (leaving.withheld or outgoing.own or outgoing.compression or self.drop):
             return shareable
         return self._reply(shareable, leaving, sent, meta, fl_ctx)
 
@@ -492,11 +488,7 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         """
         if self._account is None:
             self._account = _call(self.dp, "server")
-            if self._account.trust != "central" or self._account.ledger is None:
-                raise DefenseError(
-                    "PrivateFedAvg adds the noise on the server: give ClientDP(trust='central', "
-                    "ledger=...), whose account survives a restart"
-                )
+            self._account.check_server("PrivateFedAvg")
         self._account.check_affords_another()
         connected = sorted(client.name for client in self.engine.get_clients())
         self._places = self._places or connected

@@ -13,26 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import Attack, TextSource
 from lightning_fedleak.defenses import Defense
+from lightning_fedleak.federation import updates
+from lightning_fedleak.federation.compression import seen_compression
 from lightning_fedleak.federation.hand_over import Recorded
 from lightning_fedleak.federation.memory import recall, remember
 from lightning_fedleak.federation.round_look import LookEntry, RoundLook
 from lightning_fedleak.federation.round_run import RoundRun, RoundSettings
 from lightning_fedleak.federation.round_start import CraftedValuesError, prepare_start
-from lightning_fedleak.federation.updates import (
-    State,
-    UpdateError,
-    equal_states,
-    joint_norm,
-    load_sent,
-    observe,
-    parameter_names,
-)
+from lightning_fedleak.federation.updates import State, UpdateError
 from lightning_fedleak.looks import (
     WORST,
     BoardLogger,
@@ -57,7 +52,6 @@ SUM = "sum"
 """The client whose update is that of all clients together."""
 
 Side = Literal["client", "server"]
-_Spans = dict[str, tuple[float, float]]
 
 
 class RoundObserver:
@@ -94,7 +88,8 @@ class RoundObserver:
         folder: where the files go.
         side: where the looks are made, for the record: ``"client"`` or ``"server"``.
         defenses: that act on what is returned, so that attacks know of them and the record has
-            what they spend.
+            what they spend. A :class:`~lightning_fedleak.GradientCompression` is applied by
+            :class:`OutgoingUpdates`, in Flower's mod and NVFlare's filter too.
         games: how membership games are played.
         public_text: that attacks which choose themselves are calibrated on.
         tokenizer: reads the texts of ``public_text``.
@@ -184,23 +179,23 @@ class RoundObserver:
             find_anatomy(model, **dict(settings.anatomy or {})),
             "rank",
             self.engine.assume,
-            optimizer(trained),
+            [optimizer(trained)],
             local_steps,
-            settings,
-            tokenizer,
+            settings.precision,
+            [tokenizer],
             tuple(defenses),
         )
         self.start = prepare_start(self.run, settings.inspect, public_text)
         self.engine.open(self.run)
         self.engine.subscribe(before_first=self._check_read)
         self.expect_gates(settings.gates)
-        self._names = parameter_names(model)
+        self._names = updates.parameter_names(model)
         self._sent: State | None = None
         self._keys_sent: dict[str, str] = {}
         self._is_stale = False
         self._failures: dict[str, str] = {}
         self._clients: dict[tuple[str | int, Stage], Engine] = {}
-        self._returned: dict[tuple[str | int, Stage], tuple[int, _Spans]] = {}
+        self._returned: dict[tuple[str | int, Stage], tuple[int, dict[str, int]]] = {}
         self.took_part: dict[str | int, bool] = {}
         self._memories: dict[str | int, Memory] = {}
         self._first_round = 0
@@ -230,20 +225,20 @@ class RoundObserver:
                 f"rounds are numbered upwards: round {round_!r} cannot follow round {self.round_}"
             )
         if round_ == self.round_ and self._sent is not None:
-            if not equal_states(sent, self._sent):
+            if not updates.equal_states(sent, self._sent):
                 raise ValueError(
                     f"another model is sent in round {round_} than before: where clients get "
                     "models of their own, give each an observer of its own"
                 )
+            if self.start is not None and self.start.refused is not None:
+                raise self.start.refused  # of another client too
             return
-        self._keys_sent = load_sent(self.model, self._names, sent)
+        self._keys_sent = updates.load_sent(self.model, self._names, sent)
         self.run.rounds[0] = round_
         if self._sent is None:
             self._first_round = round_
             self.engine.begin(self.run, self._destination(round_))
-        self._is_stale = True
-        self._sent = sent
-        self.round_ = round_
+        self._is_stale, self._sent, self.round_ = True, sent, round_
         if self.start is not None:
             self.start.judge(round_, self._by_parameter(sent))
 
@@ -308,10 +303,10 @@ class RoundObserver:
         """
         if self._sent is None:
             raise RuntimeError("begin(round_, sent) comes before a client's update is looked at")
-        return observe(
+        return updates.observe(
             self._sent,
             returned,
-            self.run.optimizer,
+            self.run.optimizers[0],
             self.local_steps,
             trained=self.trained_names(),
             learning_rate=learning_rate,
@@ -345,6 +340,7 @@ class RoundObserver:
         batches: Sequence[Any] | None = None,
         learning_rate: float | None = None,
         noise_std: float = 0.0,
+        compression: str | None = None,
         utility: Mapping[str, float] | None = None,
         logged: bool = True,
     ) -> RoundLook:
@@ -359,6 +355,7 @@ class RoundObserver:
             learning_rate: the mean over the local steps, where a schedule changes it within a round
                 or over rounds; by default what ``recording`` recorded, or the optimizer's.
             noise_std: of the noise that is known to be on each number of ``returned``.
+            compression: method of what is in ``returned``; None: as the ``defenses`` say.
             utility: further values of this round, logged as ``utility/<name>``.
             logged: write it down at once, as of an update that leaves; else by :meth:`log`, or not
                 at all (:meth:`forget`), and :meth:`leaves` says that it leaves.
@@ -378,6 +375,8 @@ class RoundObserver:
         if learning_rate is None and isinstance(batches, Recorded):
             learning_rate = batches.learning_rate
         self._refresh(look, engine)
+        if compression is None:
+            compression = seen_compression(self.run.defenses, summed=client == SUM)
 
         def take() -> GradientSnapshot:
             if batches and stage is Stage.SHARED:
@@ -390,6 +389,7 @@ class RoundObserver:
                 snapshot,
                 tensors={role: snapshot.tensors[key] for role, key in self._keys().items()},
                 tied=self.run.anatomy.tied,
+                compression=compression,
                 client=zlib.crc32(str(client).encode()),
             )
 
@@ -486,7 +486,7 @@ class RoundObserver:
 
         What a client is first sent is its base, unless an update of it has left before.
         """
-        run = replace(self.run, client_number=zlib.crc32(str(client).encode()))
+        run = replace(self.run, rank=zlib.crc32(str(client).encode()))
         if self.settings.data is None or client == SUM:
             return run, {}
         memory = self._recall(client)
@@ -494,7 +494,7 @@ class RoundObserver:
         is_base = memory is None and not took_part
         round_, state = memory or (0, {})
         self._memories[client] = state = state if round_ <= self.round_ else {}
-        return replace(run, loader=self.settings.data(client), is_base=is_base), state
+        return replace(run, training_loader=self.settings.data(client), holds_base=is_base), state
 
     def _refresh(self, look: Look, engine: Engine) -> None:
         """Let the attacks follow the model that was sent, at the first look of a round."""
@@ -574,7 +574,7 @@ class RoundObserver:
         Raises:
             UpdateError: says in which.
         """
-        sums = {n: (float(t.double().sum()), joint_norm({n: t})) for n, t in returned.items()}
+        sums = {name: _checksum(tensor) for name, tensor in returned.items()}
         round_, earlier = self._returned.get((client, stage), (self.round_, {}))
         if round_ < self.round_ and earlier == sums:
             raise UpdateError(
@@ -669,6 +669,12 @@ class RoundObserver:
     def never_judged(self, name: str) -> str | None:
         """Return why no update can ever be judged by a value's log name; None where one can."""
         return why_never_judged(self.engine, name, fresh=self.settings.fresh)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return a checksum of a tensor's bytes, which makes no copy of a tensor on a CPU."""
+    values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(values.numpy().data)
 
 
 def _check_steps(batches: Sequence[Any], local_steps: int) -> None:

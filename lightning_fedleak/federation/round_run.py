@@ -48,26 +48,33 @@ class RoundSettings(LookSettings):
 
 @dataclass(frozen=True)
 class RoundRun(Run):
-    """Describe a federation to the engine: one process, in which a client is a number."""
+    """Describe a federation to the engine: one process, in which a client is a number.
+
+    Attributes:
+        optimizers: the one that the server prescribed.
+        local_steps: optimizer steps of a round.
+        precision: that clients train in, in the Trainer's words.
+        tokenizers: the one of the federation.
+        defenses: act on what is returned.
+        rank: the client's number.
+        rounds: holds the number of the round at work.
+        training_loader: of this client's data; None: not known.
+        holds_base: whether the model that was sent is the first that this client got.
+    """
 
     watcher: ClassVar[str] = "RoundObserver"
     unit: ClassVar[Literal["step", "round"]] = "round"
 
-    optimizer: Optimizer
-    local_steps: int
-    settings: RoundSettings
-    tokenizer: Any
-    round_defenses: tuple[Defense, ...]
-    client_number: int = 0
+    optimizers: Sequence[Optimizer] = ()
+    local_steps: int = 1
+    precision: str = "32-true"
+    tokenizers: Sequence[Any] = ()
+    defenses: tuple[Defense, ...] = ()
+    rank: int = 0
     rounds: list[int] = field(default_factory=lambda: [0])
-    loader: object = None
-    is_base: bool = True
+    training_loader: object = None
+    holds_base: bool = True
     processes = 1
-
-    @property
-    def rank(self) -> int:
-        """Return the client's number."""
-        return self.client_number
 
     @property
     def device(self) -> torch.device:
@@ -75,39 +82,9 @@ class RoundRun(Run):
         return self.anatomy.device
 
     @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """Return the optimizer that the server prescribed."""
-        return [self.optimizer]
-
-    @property
-    def defenses(self) -> tuple[Defense, ...]:
-        """Return the defences that act on what is returned."""
-        return self.round_defenses
-
-    @property
-    def precision(self) -> str:
-        """Return the precision that clients train in."""
-        return self.settings.precision
-
-    @property
-    def tokenizers(self) -> Sequence[Any]:
-        """Return the tokenizer."""
-        return [self.tokenizer]
-
-    @property
     def step(self) -> int:
         """Return the number of the round at work."""
         return self.rounds[0]
-
-    @property
-    def training_loader(self) -> object:
-        """Return the loader of this client's data; None: not known."""
-        return self.loader
-
-    @property
-    def holds_base(self) -> bool:
-        """Return whether the model that was sent is the first that this client got."""
-        return self.is_base
 
     @property
     def optimizer_step(self) -> int:

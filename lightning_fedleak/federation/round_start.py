@@ -13,7 +13,7 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import SharedInput, find_linear_maps, input_states
 from lightning_fedleak.federation import inspection
-from lightning_fedleak.federation.inspection import Agreed, Inspection, LastRound
+from lightning_fedleak.federation.inspection import Agreed, Answer, Inspection, LastRound
 from lightning_fedleak.looks import Run
 from lightning_fedleak.looks.gates import announce
 from lightning_fedleak.looks.log import accounting
@@ -156,6 +156,8 @@ class RoundStart:
 
     Attributes:
         incomparable: why rounds cannot be compared; empty: they can.
+        refused: the error of the round at work; None where it was not refused.
+        first_round: the largest number that a federation's first round may have: 1, as in Flower.
     """
 
     def __init__(self, check: StartCheck, anatomy: Anatomy, public: PublicText | None) -> None:
@@ -163,11 +165,13 @@ class RoundStart:
         self.anatomy = anatomy
         self.public = public
         self.agreed = agree(anatomy.root, shared_seed=check.shared_seed)
-        self.incomparable = ""
+        self.incomparable, self.first_round = "", 1
         if check.server != "mean":
             self.incomparable = "the server does more than take a mean, as StartCheck(server=) says"
         if not check.own_updates:
             self.incomparable = "own updates are not asked about, as StartCheck(own_updates=) says"
+        self.refused: CraftedValuesError | None = None
+        self._announced: set[str] = set()
         self._sent: tuple[int, dict[str, Tensor]] | None = None
         self._updates: dict[str | int, tuple[int, dict[str, Tensor]]] = {}
 
@@ -188,11 +192,10 @@ class RoundStart:
             if before is not None and number == before[0] == round_ - 1
         ]
         why = self.incomparable or "this client took no part in the round before" * (not lasts)
+        first = before is None and round_ <= self.first_round
         choices: list[LastRound | None] = [*lasts] or [None]
         results = [
-            inspection.inspect_received(
-                received, agreed, last, first=before is None and round_ <= 1, incomparable=why
-            )
+            inspection.inspect_received(received, agreed, last, first=first, incomparable=why)
             for last in choices
         ]
         self._sent = round_, {n: received[n].detach().clone() for n in self.agreed.start or ()}
@@ -227,10 +230,16 @@ class RoundStart:
     def judge(self, round_: int, received: Mapping[str, Tensor]) -> Inspection:
         """Return what the rules say of a round that begins, and warn or refuse.
 
+        What a rule is for and cannot be asked of is named once.
+
         Raises:
             CraftedValuesError: something was found, and the action is to refuse.
         """
-        result = self.inspect(round_, received)
+        self.refused, result = None, self.inspect(round_, received)
+        for text in map(_unasked, (a for a in result.answers if a.unasked)):
+            if text not in self._announced:
+                self._announced.add(text)
+                announce(f"StartCheck in round {round_}: {text}")
         if result.verdict == "nothing found":
             return result
         rows = [f"{a.rule}: {' '.join(a.rows)}" for a in result.found] or list(result.diverged)
@@ -240,9 +249,18 @@ class RoundStart:
             f"({'; '.join(rows[: inspection.WORST])}). `fedleak inspect` shows every rule"
         )
         if self.check.action == "refuse":
-            raise CraftedValuesError(text, result)
+            self.refused = CraftedValuesError(text, result)
+            raise self.refused
         announce(text)
         return result
+
+
+def _unasked(answer: Answer) -> str:
+    """Return in words what a rule is for and could not be asked of."""
+    names, why = answer.unasked, f" ({answer.why})" if answer.why else ""
+    listed = ", ".join(names[: inspection.WORST])
+    more = ", ..." if len(names) > inspection.WORST else ""
+    return f"{answer.rule} is not asked of {len(names)} tensors{why}: {listed}{more}"
 
 
 def prepare_start(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, place_of, states_in, states_out
+from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, place_of
 from lightning_fedleak.attacks import MembershipAttack
 from lightning_fedleak.attacks.membership.insertion import Placement, insert
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
@@ -59,12 +60,6 @@ def client_states(
         if layer == deepest:
             raise _DeepEnough
 
-    def record_input(layer: int) -> Callable[..., None]:
-        return lambda _, args, kwargs: record(layer, states_in(args, kwargs))
-
-    def record_output(layer: int) -> Callable[..., None]:
-        return lambda _, args, output: record(layer, states_out(output))
-
     device = anatomy.device
     inputs = {"input_ids": ids.to(device)}
     if mask is not None:
@@ -77,12 +72,7 @@ def client_states(
             for module in model.modules():
                 module.training = True
         for layer, place in layer_places.items():
-            handle = (
-                place.module.register_forward_pre_hook(record_input(layer), with_kwargs=True)
-                if place.side == "input"
-                else place.module.register_forward_hook(record_output(layer))
-            )
-            stack.callback(handle.remove)
+            stack.callback(place.on_states(partial(record, layer)).remove)
         with suppress(_DeepEnough):
             model(**inputs)
     return states_by_layer

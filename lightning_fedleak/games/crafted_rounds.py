@@ -23,7 +23,7 @@ from lightning_fedleak.model_runs import micro_batches, token_logits, undisturbe
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot
 
 Round = Sequence[Sequence[TokenBatch]]
-"""For each client the batch of each of its local steps."""
+"""It holds, for each client, the batch of each of its local steps."""
 
 
 @dataclass(frozen=True)

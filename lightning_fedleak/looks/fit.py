@@ -32,7 +32,7 @@ from lightning_fedleak.looks.run import (
     reason,
     unknown,
 )
-from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage
+from lightning_fedleak.snapshots import AVERAGED, ON_THE_WAY, GradientSnapshot, Stage
 from lightning_fedleak.taps import (
     NOT_TRIED,
     EmbeddingNoise,
@@ -347,7 +347,7 @@ class Fit:
         Without defences that act in between, the last stage is the only one that is reported.
         """
         if self.look is not None and stage is Stage.LOCAL:
-            self.look.noise_std = 0.0
+            self.look.noise_std, self.look.compression = 0.0, ""
         if self.run.separates_stages:
             self._ask((stage,), optimizer)
         elif stage is Stage.AGGREGATE and self._keeps_local:
@@ -366,6 +366,13 @@ class Fit:
                 self.look.noise_std = math.nan
         for channel in self._channels:
             channel.before_defense(defense, parameters, context)
+        if (look := self.look) is not None and defense.compression:
+            if defense.defers:  # all that it gets leaves in time
+                groups = ((o, g) for o in self.run.optimizers for g in o.param_groups)
+                owner = next(o for o, g in groups if parameters[0] in {*g["params"]})
+                alone = self.run.client == "world" or self.run.processes == 1
+                self._ask((Stage.SHARED, Stage.AGGREGATE)[: 1 + alone], owner)
+            look.compression = AVERAGED if defense.defers else defense.compression
 
     def _ask(self, stages: tuple[Stage, ...], optimizer: Optimizer, *, kept: bool = False) -> None:
         """Shows a gradient that is the same at all of ``stages`` to every channel, once."""
@@ -396,6 +403,7 @@ class Fit:
                         scale=scale if kept else 1.0,
                     ),
                     noise_std=0.0 if Stage.LOCAL in stages else look.noise_std / clients**0.5,
+                    compression=AVERAGED if look.compression and clients > 1 else look.compression,
                     input_noise=look.input_noise,
                     loss_terms=self._loss_terms(look),
                 ),
@@ -426,9 +434,11 @@ class Fit:
                 raise UpdateError("what the attacks read is trained at different learning rates")
             rate = sum(next(iter(rates)) for rates in look.learning_rates) / local_steps
             update = tap.end(look.step, Stage.SHARED, learning_rate=rate, local_steps=local_steps)
+            compressed = any(defense.compression for defense in self.run.defenses)
             return replace(
                 update,
                 fresh=self._fresh,
+                compression=AVERAGED if compressed else "",
                 input_noise=look.input_noise,
                 loss_terms=self._loss_terms(look),
             )

@@ -546,6 +546,7 @@ class Look:
         learning_rates: of what the attacks read, at each local step.
         noise_std: of what defences have added to each number of this client's update so far; NaN
             where one of them did not say.
+        compression: what compressed this client's update so far, see ``GradientSnapshot``.
         input_noise: largest of what the step added to embeddings, see ``GradientSnapshot``.
         loss_terms: ids of the parameters of which a loss of the step has a term of their own.
         notes: what channels keep until the look is published, by keys of their own.
@@ -564,6 +565,7 @@ class Look:
     step_seconds: float = 0.0
     learning_rates: list[set[float]] = field(default_factory=list)
     noise_std: float = 0.0
+    compression: str = ""
     input_noise: float = 0.0
     loss_terms: set[int] = field(default_factory=set)
     notes: dict[object, Any] = field(default_factory=dict)

@@ -12,16 +12,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from lightning_fedleak.metrics.clustered import (
-    Bools,
-    Floats,
-    Ints,
-    advantage_rate,
-    auc,
-    effective_trials,
-    rate_with_value,
-    share_rate,
-)
+from lightning_fedleak.metrics import clustered
+from lightning_fedleak.metrics.clustered import Bools, Floats, Ints
 from lightning_fedleak.metrics.rates import UNKNOWN, Rate, flat
 from lightning_fedleak.validate import check_integer, check_number
 
@@ -111,7 +103,7 @@ def membership_rates(
     if decision is not None:
         rates |= _decision_rates(decision, member, code, alpha)
     if member.any() and not member.all():
-        rates["auc"] = auc(score, member, code, alpha, resamples, rng)
+        rates["auc"] = clustered.auc(score, member, code, alpha, resamples, rng)
         for fpr in FPRS:
             rates[f"tpr_at_fpr_{fpr:g}"] = _tpr(score, member, code, folds, fpr, alpha)
     return unknown | rates
@@ -264,14 +256,14 @@ def _decision_rates(decisions: Bools, member: Bools, code: Ints, alpha: float) -
     """Return accuracy, F1 and advantage of the decisions b'."""
     right = decisions == member
     everyone = np.ones_like(member)
-    rates = {"accuracy": share_rate(right, everyone, code, alpha)}
+    rates = {"accuracy": clustered.share_rate(right, everyone, code, alpha)}
     union = decisions | member
     if union.any():
-        jaccard = share_rate(decisions & member, union, code, alpha)
+        jaccard = clustered.share_rate(decisions & member, union, code, alpha)
         ends = (jaccard.value, jaccard.low, jaccard.high)
         rates["f1"] = Rate(*(2 * j / (1 + j) for j in ends))
     if member.any() and not member.all():
-        rates["advantage"] = advantage_rate(right, member, code, alpha)
+        rates["advantage"] = clustered.advantage_rate(right, member, code, alpha)
     return rates
 
 
@@ -320,7 +312,7 @@ def _tpr(score: Floats, member: Bools, code: Ints, folds: Ints, fpr: float, alph
     descending = np.sort(negatives)[::-1]
     alarms = score[~member] > descending[int(negatives.size * fpr + 1e-9)]
     rate = float(alarms.mean())
-    trials = effective_trials(
+    trials = clustered.effective_trials(
         rate, (alarms - rate) / alarms.size, code[~member], alarms.size, alpha
     )
     scale, positives = negatives.size / max(trials, 1), score[member]
@@ -333,8 +325,8 @@ def _tpr(score: Floats, member: Bools, code: Ints, folds: Ints, fpr: float, alph
         if loose_rank <= descending.size
         else 1.0
     )
-    interval = share_rate(hits, member, code, alpha)
-    return rate_with_value(
+    interval = clustered.share_rate(hits, member, code, alpha)
+    return clustered.rate_with_value(
         value,
         max(0.0, value - float(np.hypot(value - interval.low, max(0.0, value - lowest)))),
         min(1.0, value + float(np.hypot(interval.high - value, max(0.0, highest - value)))),

@@ -1,8 +1,9 @@
 """What attacks take in time and memory, from small random models of the same width.
 
-An attack's time grows in a straight line with the vocabulary and with the blocks: each of its parts
-runs over one of them. So three models show the slopes, one with a larger vocabulary and one with
-two blocks. Memory is that of the smallest one, and the tensors that are larger.
+An attack's time grows in a straight line with the vocabulary and with the blocks that it reads:
+each of its parts runs over one of them. So three models show the slopes, one with a larger
+vocabulary and one with two blocks. A pursuit's time grows with the types of a batch, so that a
+small one is tried. Memory is that of the smallest model, and the tensors that are larger.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from lightning_fedleak.attacks import (
     SubspaceMembership,
     SubspaceWords,
     frequent_tokens,
+    gradient_of,
     row_space,
 )
 from lightning_fedleak.attacks.membership import token_parts
 from lightning_fedleak.attacks.membership.gradients import MOST_NUMBERS
+from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.studies.models import with_lora
 
@@ -42,6 +45,7 @@ LENGTH = 64  # tokens that membership attacks read of a text, by default
 PUBLIC = 24  # public texts of a membership attack, by default
 BLOCKS = 12  # that SubspaceMembership reads, by default
 LOGITS_COPIES = 5  # logits, those counted, their logarithms and two gradients
+PROBED = 64  # tokens of a probe; 3.5 times the types took 4.0 times as long (stories15M, r 8)
 QUERIES = 8  # texts that a membership attack is asked about at a look; not tuned
 
 ATTACKS: Mapping[str, Callable[[PublicText], Attack]] = {
@@ -106,13 +110,16 @@ def move(anatomy: Anatomy) -> None:
             parameter.add_(0.01 * torch.randn_like(parameter))
 
 
-def measure_cost(attack: Attack, anatomy: Anatomy, tokens: int) -> Cost:
+def measure_cost(
+    attack: Attack, anatomy: Anatomy, tokens: int, batch: TokenBatch | None = None
+) -> Cost:
     """Return what an attack takes on a model, at two steps of training.
 
     Args:
         attack: asked about texts of 64 tokens, if it asks about texts.
         anatomy: of a causal model.
         tokens: of the client's batch.
+        batch: whose gradient is read; None makes one up.
     """
     generator = torch.Generator().manual_seed(1)
     calibration, stored = clock(lambda: attack.prepare(anatomy))
@@ -120,11 +127,13 @@ def measure_cost(attack: Attack, anatomy: Anatomy, tokens: int) -> Cost:
     with torch.random.fork_rng(devices=()):
         move(anatomy)
     refresh, _ = clock(lambda: attack.refresh(anatomy, 1))
-    gradients = planted_gradients(attack, anatomy, tokens, generator)
+    if batch is None:
+        gradients = planted_gradients(attack, anatomy, tokens, generator)
+    else:
+        gradients = gradient_of(anatomy, batch, attack.needs(anatomy).gradients)
     view = Observation((GradientSnapshot(1, Stage.SHARED, gradients),))
     query = Query(frequent_tokens(anatomy, QUERIES, LENGTH, generator))
     look, more = clock(lambda: attack.run(view, query))
-    look = min(look, clock(lambda: attack.run(view, query))[0])
     return Cost(calibration, stored, refresh, look, more)
 
 
@@ -160,6 +169,8 @@ def predict_costs(config: Any, rank: int, targets: str | None, tokens: int) -> d
         tokens: of a client's batch.
     """
     vocabulary, blocks = config.vocab_size, config.num_hidden_layers
+    # A pursuit chooses types one by one only where they are more than the rows.
+    few = min(tokens, max(PROBED, 8 * rank)) if rank else tokens
     least, deep = min(vocabulary, VOCABULARY), min(blocks, 2)
     wide = min(vocabulary, 4 * least)
     measured: dict[tuple[int, int], dict[str, Cost]] = {}
@@ -167,17 +178,23 @@ def predict_costs(config: Any, rank: int, targets: str | None, tokens: int) -> d
         anatomy = random_anatomy(config, *size, rank, targets)
         texts = PublicText(list(frequent_tokens(anatomy, 40, LENGTH, torch.Generator())))
         measured[size] = {
-            name: measure_cost(attack(texts), anatomy, tokens) for name, attack in ATTACKS.items()
+            name: measure_cost(attack(texts), anatomy, few) for name, attack in ATTACKS.items()
         }
-    costs = {}
+    depths = {"subspace_words": 1, "subspace_membership": min(blocks, BLOCKS)}
+    more_types = expected_types(vocabulary, tokens) / expected_types(vocabulary, few) - 1
+    costs: dict[str, Cost] = {}
     for name, cost in measured[least, 1].items():
         rows = (vocabulary - least) / max(1, wide - least)
+        deeper = depths.get(name, blocks) - 1
         seconds = {
             part: getattr(cost, part)
-            + rows * (getattr(measured[wide, 1][name], part) - getattr(cost, part))
-            + (blocks - 1) * (getattr(measured[least, deep][name], part) - getattr(cost, part))
+            + rows * max(0.0, getattr(measured[wide, 1][name], part) - getattr(cost, part))
+            + deeper * max(0.0, getattr(measured[least, deep][name], part) - getattr(cost, part))
             for part in ("calibration", "refresh", "look")
         }
+        words = costs["subspace_words"].look if costs else seconds["look"] * (1 + more_types)
+        if name in depths:  # subspace_membership reads words too
+            seconds["look"] += words * more_types / (1 + more_types)
         more = [
             large - small
             for large, small in zip(
@@ -187,11 +204,17 @@ def predict_costs(config: Any, rank: int, targets: str | None, tokens: int) -> d
             )
         ]
         costs[name] = Cost(
-            **{part: max(0.0, value) for part, value in seconds.items()},
+            **seconds,
             calibration_bytes=cost.calibration_bytes + more[0],
             look_bytes=cost.look_bytes + more[1],
         )
     return costs
+
+
+def expected_types(vocabulary: int, tokens: int) -> float:
+    """Return how many types so many tokens are expected to hold, as ``frequent_tokens`` draws."""
+    odds = 1 / (10.0 + torch.arange(vocabulary))
+    return float(-torch.expm1(tokens * torch.log1p(-odds / odds.sum())).sum())
 
 
 def large_tensors(name: str, anatomy: Anatomy, vocabulary: int, blocks: int) -> tuple[float, float]:

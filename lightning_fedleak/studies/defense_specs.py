@@ -22,6 +22,7 @@ GRIDS = {
     "activation_noise": "layer=1,sigma=0.1/0.3/1,relative=true",
     "dpsgd": "max_grad_norm=1,noise_multiplier=0.5/1/2",
     "freeze": "part=head/embeddings/head+embeddings",
+    "gradient_compression": "method=topk,share=0.1/0.01,error_feedback=false",
     "gradient_noise": "clip=1,sigma=1e-4/1e-3/1e-2",
     "token_ldp": "mechanism=grr,epsilon=1/4/16",
 }

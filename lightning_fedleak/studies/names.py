@@ -13,7 +13,8 @@ GRADIENT_ATTACKS = ("subspace", "dlg", "tag", "lamp", "film")
 SWEEP_ATTACKS = ("flatchat", "aligned_flatchat", "fc", "attention", "prefix", "descent")
 PRECISIONS = ("fp32", "bf16", "fp64")
 DEFENSE_NAMES = (
-    *("none", "activation_compression", "activation_noise", "dpsgd", "freeze", "gradient_noise"),
+    *("none", "activation_compression", "activation_noise", "dpsgd", "freeze"),
+    *("gradient_compression", "gradient_noise"),
     *("token_ldp", "grr", "rappor", "the", "dbitflip"),  # mechanisms of token_ldp
 )
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.anatomy import (
     Anatomy,
-    Place,
     place_of,
-    states_in,
-    states_out,
-    with_states_in,
-    with_states_out,
 )
 from lightning_fedleak.model_runs import reset_compiled
 
@@ -100,26 +96,11 @@ class ActivationTap:
         self._handles: list[RemovableHandle] = []
         self.armed = False
         for layer, place in self._places.items():
-            self._handles.append(self._tap(layer, place))
+            self._handles.append(
+                place.on_states(functools.partial(self._pass, layer), first=self._first)
+            )
         self._root = anatomy.root
         reset_compiled(self._root)
-
-    def _tap(self, layer: int, place: Place) -> RemovableHandle:
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before_layer(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-            new_states = self._pass(layer, states_in(args, kwargs))
-            return None if new_states is None else with_states_in(args, kwargs, new_states)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def after_layer(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            new_states = self._pass(layer, states_out(output))
-            return None if new_states is None else with_states_out(output, new_states)
-
-        if place.side == "input":
-            return place.module.register_forward_pre_hook(
-                before_layer, prepend=self._first, with_kwargs=True
-            )
-        return place.module.register_forward_hook(after_layer, prepend=self._first)
 
     def _pass(self, layer: int, states: Any) -> Tensor | None:
         """Record one pass; return hidden states to continue with, or None to leave them."""

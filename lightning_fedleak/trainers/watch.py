@@ -94,8 +94,8 @@ class Watch:
         should_stop: a gate has stopped the loop.
 
     Raises:
-        ValueError: contradictory arguments; also a model, a gate or an attack that does not fit,
-            when the loop begins.
+        ValueError: contradictory arguments, or a gate on what is not logged; also a model, a gate
+            or an attack that does not fit, when the loop begins.
     """
 
     run: ClassVar[type[LoopRun]] = LoopRun
@@ -118,6 +118,7 @@ class Watch:
         self.settings = one = named_settings(self.run.watcher, **settings)
         self.engine = Engine(*one.chosen(attacks))
         self.gates = tuple(gates)
+        self._check_gates()
         self.folder = Path(folder)
         self.should_stop = False
         optimizers = torch_optimizers(optimizer)
@@ -197,11 +198,7 @@ class Watch:
         engine.reset()
         engine.check(Processes(run.processes, run.client, None), lambda: anatomy)
         self.should_stop = self._stepped = self._backward = self._open = self._inside = False
-        names = engine.metric_names()
         for gate in self.gates:
-            if gate.metric not in names:
-                message = f"Threshold watches '{gate.metric}', which {run.watcher} does not log."
-                raise ValueError(message + names_there_are(gate.metric, names))
             log, save, words = self._log, partial(self._save, gate), (self.resume, self.mend)
             gate.watch(engine, Controls(log, save, self._stop, run.processes, (), *words))
         if (saved := self._saved) is not None:
@@ -252,8 +249,18 @@ class Watch:
         self.engine.close()
 
     def _check(self, *wrappers: str) -> None:
-        """Refuse what the loop cannot be watched under, and two gates of one name."""
+        """Refuse what the loop cannot be watched under."""
         check_whole(self.loop.model, self.run.watcher, wrappers)
+
+    def _check_gates(self) -> None:
+        """Refuse gates on what is not logged, and two of one name."""
+        logged = self.engine.metric_names()
+        for gate in self.gates:
+            if gate.metric not in logged:
+                message = (
+                    f"Threshold watches '{gate.metric}', which {self.run.watcher} does not log."
+                )
+                raise ValueError(message + names_there_are(gate.metric, logged))
         names = [gate.name for gate in self.gates]
         for name in {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two gates are named '{name}': give one of them name=...")

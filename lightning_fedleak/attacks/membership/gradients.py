@@ -30,6 +30,7 @@ from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model_runs import labels_of
 from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.snapshots import (
+    COMPRESSIONS,
     Observation,
     UpdateSnapshot,
     explain_weight_term,
@@ -87,6 +88,7 @@ class GradientMembership(PassiveMembership):
     reads_adaptive_updates = True
     removes_loss_terms = True
     reads_clipped = True
+    reads_compressed = COMPRESSIONS
 
     def __init__(
         self, public_text: TextSource = "sampled", *, controls: int = 8, **shared: Any

@@ -25,6 +25,7 @@ from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMe
 from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.snapshots import (
+    COMPRESSIONS,
     NotYet,
     Observation,
     UpdateSnapshot,
@@ -69,6 +70,7 @@ class SubspaceMembership(PassiveMembership):
     needs_float64 = True
     removes_loss_terms = True
     reads_preferences = True
+    reads_compressed = COMPRESSIONS
 
     def __init__(
         self,
@@ -193,7 +195,8 @@ class SubspaceMembership(PassiveMembership):
             raise UnusableObservation("every gradient that is read is zero")
         words: WordGuess | None = None
         with suppress(UnusableObservation):
-            words = self._words.run(view)
+            if view.gradients[-1].compression in ("", *self._words.reads_compressed):
+                words = self._words.run(view)
         ids, mask = query.input_ids, query.attention_mask
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask > 0
         cut = reach(real, self.tokens)
@@ -248,16 +251,16 @@ class SubspaceMembership(PassiveMembership):
         excluded: Tensor,
     ) -> row_space.SharedRows | None:
         """Return what the trained readers of an input shared; None where that is all zero."""
-        gradients = []
+        gradients, noise = [], []
         for linear in _trained_readers(shared_input, anatomy):
             g = whole_tensor(view.gradient(linear.name))
             if not bool(g.isfinite().all()):
                 raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
             if bool(g.any()):
                 gradients.append(g if linear.axis == 1 else g.T)
+                noise.append(view.gradients[-1].noise_on(linear.name))
         if not gradients:
             return None
-        noise = [view.gradients[-1].noise_std] * len(gradients)
         dtypes = [*(g.dtype for g in gradients), self._facts.autocast or torch.float32]
         rounding = max(torch.finfo(d).eps for d in dtypes)
         rows = row_space.SharedRows.stack(gradients, excluded, rounding=rounding, noise=noise)

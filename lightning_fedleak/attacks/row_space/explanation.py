@@ -24,6 +24,7 @@ from lightning_fedleak.attacks.local_steps import WHY_CUT
 from lightning_fedleak.attacks.row_space import linear_maps
 from lightning_fedleak.attacks.row_space.atoms import Atoms
 from lightning_fedleak.attacks.row_space.dictionary import Dictionary, factor_rows
+from lightning_fedleak.attacks.row_space.masked import explain_kept, most_kept
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult, SharedRows, explain
 from lightning_fedleak.snapshots import (
     Inapplicable,
@@ -56,7 +57,8 @@ class Capacity:
     """How many types an update tells apart.
 
     Attributes:
-        types: the largest number of planted types of which all but one in a hundred were found.
+        types: the largest number of planted types of which all but one in a hundred were found; 0
+            if there was time for none.
         failed: the smallest number at which they were not; None if no set failed.
         predicted: result of :func:`predict_capacity`.
     """
@@ -219,7 +221,7 @@ class ReadableInput:
     def capacity(self, seconds: float, seed: int) -> float | None:
         """Return how many types its rows can tell apart; None if one set takes longer on a CPU.
 
-        The positions of texts of 32 tokens count as known.
+        The positions of texts of 32 tokens count as known. It is 0 if no set was found in the time.
         """
         positions = _LENGTH if self.dictionary.positions is not None else 0
         atoms = self._atoms_beside(positions, self._regularised)
@@ -257,6 +259,8 @@ class ReadableInput:
         dtypes = [g.dtype for g in (*gradients, self.dictionary.rows)]
         rounding = _rounding(dtypes, autocast)
         positions = self.dictionary.count_positions(gradients, tuple(beside.values()))
+        if view.gradients[-1].compression == "topk":
+            return self._explain_kept(gradients, self._atoms_beside(positions, beside).beside)
 
         def find(
             rows: Sequence[Tensor], levels: Sequence[float], positions: int = positions
@@ -285,6 +289,23 @@ class ReadableInput:
         if not len(result.types) and (errors is not None or not view.gradients[-1].noise_std):
             raise UnusableObservation(f"no token stands out of {cause}")
         return result
+
+    def _explain_kept(self, gradients: Sequence[Tensor], beside: Tensor) -> PursuitResult:
+        """Return the types of gradients of which only the largest entries were sent.
+
+        Raises:
+            Inapplicable: no types explain the kept entries.
+        """
+        rows, atoms = most_kept(torch.cat([*gradients])), self.dictionary.rows
+        types = None if self.is_factor_b else explain_kept(rows, atoms, beside, self.log_odds)
+        if types is None:
+            raise Inapplicable(
+                "no words explain the entries that top-k compression kept: there are more words "
+                "than a row keeps entries, or noise on them"
+            )
+        scores = self.log_odds.double().clone()
+        scores[types] = 1e6 + torch.arange(len(types), 0, -1, device=scores.device).double()
+        return PursuitResult(types, scores, float(len(types)), 0.0, False)
 
     def _explain_even(
         self,
@@ -395,7 +416,7 @@ class ReadableInput:
             result,
             types=result.types[words],
             scores=result.scores[:tokens],
-            expected=max(0.0, result.expected - int((~words).sum())),
+            expected=max(result.expected - int((~words).sum()), 0.0),  # in this order NaN stays
         )
 
     def _atoms_beside(self, positions: int, beside: Mapping[str, Tensor]) -> Atoms:
@@ -428,7 +449,13 @@ class ReadableInput:
         if not len(shared.principal):
             none = torch.empty(0, dtype=torch.long, device=odds.device)
             return PursuitResult(none, odds, 0.0, 1.0, False)
-        return explain(atoms, shared, odds)
+        result = explain(atoms, shared, odds)
+        if math.isnan(result.expected) and not len(result.types):
+            raise Inapplicable(
+                f"what was shared fills {len(shared.principal)} of the {room} directions of the "
+                "input, and no type stands out: more types (and positions) than can be told apart"
+            )
+        return result
 
 
 def _rounding(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> float:

@@ -38,7 +38,8 @@ class PursuitSettings:
         twins: distance of unit atoms up to which a certificate must tell them apart.
         twin_gain: what an atom may explain of the residual in units of the noise, for the same.
         largest_share: types over directions up to which a certificate is given.
-        give_up: the same, from which the pursuit ends without one.
+        give_up: the same, from which the pursuit ends without one. Rows of so many directions hold
+            too many unused atoms, unless some type lies in their span for certain.
         batch: atoms that are chosen between two scorings of the whole vocabulary: for speed.
         screened: atoms that are compared between two such scorings: for speed.
         rescored: atoms that are compared in double precision: for speed.
@@ -145,7 +146,7 @@ class PursuitResult:
     Attributes:
         types: (k,) token ids, the surest first.
         scores: (V,) the higher the surer.
-        expected: estimated number of types.
+        expected: estimated number of types; NaN where the directions ran out before the types.
         residual: root mean square of what the types leave of the rows, in units of the noise.
         certified: whether the types explain all that was shared. Then no type is missing whose
             part lies above rounding, except types with equal atoms, and no type stands for another
@@ -184,6 +185,11 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
         expected = float(used.sum())
         if len(used):
             types = chosen[: int((used.cumsum(0) / (places + expected)).argmax()) + 1]
+        most = _SETTINGS.give_up * path.room
+        if len(chosen) > most:
+            expected = math.nan
+            if len(shared.principal) > most and not path.certain:
+                types = chosen[:0]
     residual = _residual(atoms, shared, types)
     share = (len(types) + len(atoms.beside)) / atoms.width
     certified = (
@@ -321,6 +327,7 @@ class _Pursuit:
         self.evidence: list[float] = []
         self.scores = torch.zeros_like(self.log_odds)
         self.at_floor = False
+        self.certain = 0
         self._projected = 0
 
     def run(self) -> None:
@@ -451,6 +458,7 @@ class _Pursuit:
             if dependent or len(new) >= len(directions):
                 continue
             self._append(token, x, 50.0)
+            self.certain += 1
         return len(self.basis) > start
 
     def _choose_likeliest(self, directions: Tensor, chance: float, most: int) -> bool:

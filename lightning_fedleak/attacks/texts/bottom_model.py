@@ -423,7 +423,7 @@ class NextTokens:
         run = model_runs.stop_at(anatomy.model, Place("head", self._head, "input"))
         with torch.no_grad(), bottom.session():
             # Virtual tokens come first and keep their states.
-            handle = place.change_states(
+            handle = place.on_states(
                 lambda states: torch.cat([states[:, : -hidden.shape[1]], hidden.to(states)], 1)
             )
             try:

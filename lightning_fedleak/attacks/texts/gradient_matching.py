@@ -550,7 +550,7 @@ class Matching:
 def _cosine_distance(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Return 1 - cosine, the mean over tensors whose shared gradient is more than rounding."""
     norms = torch.stack([b.norm() for _, b in parts])
-    loud = (norms > LIMITS.rounding * norms.max()).tolist()
-    pairs = [pair for pair, is_loud in zip(parts, loud, strict=True) if is_loud]
+    is_large = (norms > LIMITS.rounding * norms.max()).tolist()
+    pairs = [pair for pair, large in zip(parts, is_large, strict=True) if large]
     cosines = [(a * b).sum() / (a.norm() * b.norm()).clamp_min(TINY) for a, b in pairs]
     return 1 - torch.stack(cosines).mean()

@@ -32,6 +32,7 @@ from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
 from lightning_fedleak.attacks.texts.subspace_rows import (
     BlockInputs,
     RecoveredText,
+    kept_rows,
     readers,
     shared_rows,
 )
@@ -95,6 +96,7 @@ class SubspaceTexts(GradientTextAttack):
     )
     default_name = "subspace_texts"
     needs_float64 = True
+    reads_compressed = frozenset(("topk", "int8", "low_rank"))
     _copy: BlockInputs | None = None
 
     def __init__(
@@ -235,7 +237,17 @@ class SubspaceTexts(GradientTextAttack):
             )
         words = self._words.run(view)
         autocast = self._facts.autocast
-        shared = [shared_rows(b, bottom.anatomy, view, autocast) for b in bottom.inputs]
+        bottom.kept, whitenings = (), self._whitenings
+        first = self._blocks(bottom.anatomy).first
+        if view.gradients[-1].compression == "topk":
+            if first is not None:
+                raise Inapplicable(
+                    "of an encoder's gradients whole rows are read, not parts of them"
+                )
+            bottom.kept, shared = kept_rows(bottom, view)
+            whitenings = bottom.whitenings(self.seed)
+        else:
+            shared = [shared_rows(b, bottom.anatomy, view, autocast) for b in bottom.inputs]
         bag = words.types.sort().values.to(bottom.device)
         if not len(bag):
             raise UnusableObservation("no word stands out of the noise")
@@ -244,12 +256,11 @@ class SubspaceTexts(GradientTextAttack):
             alike = self._words.similar_tokens(bag, LIMITS.alike)
             distinguished = len(alike) <= LIMITS.most_alike
             bag = torch.cat([bag, alike]).sort().values if distinguished else bag
-        first = self._blocks(bottom.anatomy).first
         search: SubspaceSearch | EncoderSearch
         if first is None:
-            search = SubspaceSearch(bottom, self._whitenings, shared, bag, self.beam, self.seed)
+            search = SubspaceSearch(bottom, whitenings, shared, bag, self.beam, self.seed)
         else:
-            search = EncoderSearch(bottom, first, self._whitenings, shared, bag, self.seed)
+            search = EncoderSearch(bottom, first, whitenings, shared, bag, self.seed)
         with bottom.session():
             texts, finished, certain = search.run(deadline)
         certain = certain and bool(words.certified) and distinguished and self._shows_all(view)

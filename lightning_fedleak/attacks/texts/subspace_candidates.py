@@ -238,11 +238,11 @@ class Candidates:
         Returns:
             The measure, or None where the bag's states fill their space or beginnings add nothing.
         """
-        rows, width = shared.principal.shape
+        rows, width = len(shared.principal), min(map(len, whitenings))
         if width < 2 * len(self.bag) + rows:
             return None
         beginnings = self.random_beginnings(SEARCH.mean_lengths)
-        sums = [white.new_zeros(len(self.bag), width) for white in whitenings]
+        sums = [white.new_zeros(len(self.bag), len(white)) for white in whitenings]
         moments = [torch.zeros_like(white) for white in whitenings]
         for beginning in beginnings:
             if deadline.passed:

@@ -21,6 +21,7 @@ from lightning_fedleak.attacks.row_space import (
     SharedInput,
     SharedRows,
     block_name,
+    most_kept,
     whitening_matrix,
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
@@ -82,7 +83,13 @@ class BlockInputs(BottomModel):
     """A copy of the model up to some blocks, which returns what their projections read.
 
     The hidden states that it gives are those of all blocks side by side: (B, L, blocks * d).
+
+    Attributes:
+        kept: of a compressed gradient, for each row that is read the number of its block and the
+            (k,) coordinates that were sent. Each row then counts as a block of its own.
     """
+
+    kept: Sequence[tuple[int, Tensor]] = ()
 
     def __init__(self, anatomy: Anatomy, inputs: Sequence[SharedInput], facts: RunFacts) -> None:
         self.inputs = tuple(inputs)
@@ -137,7 +144,9 @@ class BlockInputs(BottomModel):
 
     def parts(self, states: Tensor) -> list[Tensor]:
         """Return each block's part of states (..., blocks * d): (..., d) float64 of unit length."""
-        parts = states.double().chunk(len(self.inputs), -1)
+        parts: Sequence[Tensor] = states.double().chunk(len(self.inputs), -1)
+        if self.kept:
+            parts = [parts[block][..., places] for block, places in self.kept]
         return [nn.functional.normalize(x, dim=-1) for x in parts]
 
 
@@ -167,9 +176,10 @@ def shared_rows(
             stored = 0.0
             weight = anatomy.parameter(linear.name)
             if isinstance(snapshot, UpdateSnapshot) and weight is not None:
-                stored = rounding_error(whole_tensor(weight)) * snapshot.local_steps**0.5
+                additions = snapshot.local_steps + bool(snapshot.compression)
+                stored = rounding_error(whole_tensor(weight)) * additions**0.5
                 stored /= snapshot.learning_rate
-            noise.append(math.hypot(snapshot.noise_std, stored))
+            noise.append(math.hypot(snapshot.noise_on(linear.name), stored))
     if not gradients:
         if any(m.factor == "A" for m in readers(block, anatomy)):
             raise NotYet(NO_GRADIENT_YET)
@@ -178,6 +188,27 @@ def shared_rows(
     nothing = torch.zeros(0, block.width, dtype=torch.float64, device=gradients[0].device)
     rounding = max(torch.finfo(d).eps for d in dtypes)
     return SharedRows.stack(gradients, nothing, rounding=rounding, noise=noise)
+
+
+def kept_rows(
+    bottom: BlockInputs, view: Observation
+) -> tuple[list[tuple[int, Tensor]], list[SharedRows]]:
+    """Return the rows of which most entries were sent, as :attr:`BlockInputs.kept`, and the rows.
+
+    A row is a combination of states at its kept entries alone, so each has a space of its own.
+
+    Raises:
+        UnusableObservation: they are not finite, or all zero.
+    """
+    kept, shared = [], []
+    for number, block in enumerate(bottom.inputs):
+        for row in most_kept(shared_rows(block, bottom.anatomy, view, None).whole):
+            places = row.nonzero()[:, 0]
+            kept.append((number, places))
+            values = row[None, places] / row.norm() * len(places) ** 0.5
+            values = values / torch.finfo(torch.float32).eps
+            shared.append(SharedRows(values, values, exact=False))
+    return kept, shared
 
 
 # ---- the search: what explained tokens leave of the rows ------------------------------------

@@ -222,7 +222,7 @@ class RehearsedLabels(Attack):
     Examples:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-                >>> from lightning_fedleak.anatomy import find_anatomy
+        >>> from lightning_fedleak.anatomy import find_anatomy
         >>> from lightning_fedleak.attacks import RehearsedLabels
         >>> size = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2)
         >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **size))

@@ -116,6 +116,7 @@ class SubspaceWords(Attack):
     removes_loss_terms = True
     reads_clipped = True
     reads_preferences = True
+    reads_compressed = frozenset(("topk", "int8", "low_rank"))
     needs_plain_inputs = True
     restores_fully = False
 
@@ -277,7 +278,8 @@ class SubspaceWords(Attack):
 
         Returns:
             ``types`` with the surest first, ``n_types`` their number or, with noise, the expected
-            number; ``surface`` is ``"input"``.
+            number, NaN where there may be more than directions tell apart; ``surface`` is
+            ``"input"``.
 
         Raises:
             UnusableObservation: the gradient is non-finite or all zero, has more types than
@@ -289,13 +291,16 @@ class SubspaceWords(Attack):
         snapshot = view.gradients[-1]
         if math.isnan(snapshot.noise_std):
             raise UnusableObservation("a defence does not say how much noise it adds")
-        noise = dict.fromkeys(snapshot.tensors, snapshot.noise_std)
+        noise = {role: snapshot.noise_on(role) for role in snapshot.tensors}
         errors: Mapping[str, Tensor] | None = None
         if isinstance(snapshot, UpdateSnapshot):
             snapshot, errors = self._as_gradients(snapshot)
             view = Observation((snapshot,))
             if errors is None:
-                noise |= self._stored_errors(snapshot)
+                stored = self._stored_errors(snapshot)
+                noise |= {
+                    name: math.hypot(noise.get(name, 0.0), error) for name, error in stored.items()
+                }
         results = self._read_sides(view, noise, errors)
         parts = list(results.values())
         types = torch.cat([p.types for p in parts])
@@ -306,7 +311,7 @@ class SubspaceWords(Attack):
             n_types=sum(p.expected for p in parts),
             surface="input",
             certified=sides == results.keys() and all(p.certified for p in parts),
-            capacity=self._capacity,
+            capacity=self._capacity or None,  # 0: no planted set was found in the time
         )
 
     def _read_sides(
@@ -395,6 +400,11 @@ class SubspaceWords(Attack):
         if steps is None:
             return update, None
         steps.check_fresh(update.fresh)
+        if update.compression and not steps.plain:
+            raise Inapplicable(
+                "the update was compressed, and what the optimizer or its decay did before is "
+                "not undone on what was left: measure with error_feedback=True, or steps of SGD"
+            )
         if steps.linear and not steps.settings.get("weight_decay"):
             return update, None
         names = [m.name for readable in self._readable for m in readable.maps]
@@ -411,8 +421,11 @@ class SubspaceWords(Attack):
         return replace(update, tensors=gradients), None
 
     def _stored_errors(self, update: UpdateSnapshot) -> dict[str, float]:
-        """Return what the rounding of stored weights adds to entries of a sum of gradients."""
-        scale = update.local_steps**0.5 / update.learning_rate
+        """Return what the rounding of stored weights adds to entries of a sum of gradients.
+
+        A compressed update is added to stored weights once more.
+        """
+        scale = (update.local_steps + bool(update.compression)) ** 0.5 / update.learning_rate
         return {name: error * scale for name, error in self._stored.items()}
 
     def _invert(

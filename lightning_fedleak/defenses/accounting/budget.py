@@ -170,8 +170,8 @@ class Budget:
         )
 
     @property
-    def _planned_noise(self) -> list[float]:
-        """Return sigma of every kind of release that is planned; 0 where it can be guessed."""
+    def planned_noise(self) -> list[float]:
+        """Return sigma of every planned kind of release; 0 where it is guessed, or not found."""
         sigma = 0.0 if self.seeded else (self.noise_multiplier or 0.0)
         notched = sigma * self.harden_factor**self.notches
         return [notched * factor for factor in self.factors or (1.0,)]
@@ -227,11 +227,6 @@ class Budget:
         """
         if not (self.horizon and self.accountant.steps):
             self.horizon = planned_steps()
-
-    @property
-    def largest_noise(self) -> float:
-        """Return the largest sigma of the plan; 0 before it is found."""
-        return max(self._planned_noise)
 
     def draw_by(self, sampling: SamplingScheme) -> None:
         """Fix how batches are drawn, now that the training data are known.
@@ -314,7 +309,7 @@ class Budget:
             return
         if self.rate is None or self.noise_multiplier is None:
             return
-        noises, noise = self._planned_noise, 0.0 if self.seeded else self.noise_now
+        noises, noise = self.planned_noise, 0.0 if self.seeded else self.noise_now
         if not any(
             math.isclose(one, sigma, rel_tol=1e-9) and self.rate == rate
             for sigma, rate, _ in rows
@@ -461,7 +456,7 @@ class Budget:
             releases <= self._covered
             and self.rate == self._covered_rate
             and all(
-                sigma in self._planned_noise and rate == self.rate
+                sigma in self.planned_noise and rate == self.rate
                 for sigma, rate, _ in self.accountant.history
             )
         )

@@ -149,10 +149,13 @@ class ClipPath:
             return 1.0
         least = 2 * self._count_noise(expected)
         if least <= noise_multiplier:
+            many = f"more than {10 * noise_multiplier:.3g} samples a batch (clients a round), or "
             raise DefenseError(
-                f"a count with noise {least / 2:g} costs more than a release with a noise "
-                f"multiplier of {noise_multiplier:g} may: pass QuantileClip(noise=) above "
-                f"{noise_multiplier / 2:g}, or use larger batches (more clients a round)"
+                f"the clip norm follows a quantile (QuantileClip, --clip-quantile), and its count "
+                f"of {expected:g} with noise {least / 2:g} costs more than a release with a noise "
+                f"multiplier of {noise_multiplier:g} may: use "
+                f"{many if self.quantile.noise is None else ''}"
+                f"QuantileClip(noise=) above {noise_multiplier / 2:g}"
             )
         return 1 / math.sqrt(1 - (noise_multiplier / least) ** 2)
 

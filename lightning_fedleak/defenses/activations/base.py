@@ -16,10 +16,6 @@ from lightning_fedleak.anatomy import (
     Place,
     find_anatomy,
     place_of,
-    states_in,
-    states_out,
-    with_states_in,
-    with_states_out,
 )
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
 from lightning_fedleak.model_runs import is_observed, reset_compiled
@@ -95,21 +91,7 @@ class ActivationDefense(Defense):
         _, place = self._place(context.root)
         self._root, self._context = context.root, context
         reset_compiled(context.root)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            changed = self._pass(states_in(args, kwargs))
-            return None if changed is None else with_states_in(args, kwargs, changed)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def leaving(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            changed = self._pass(states_out(output))
-            return None if changed is None else with_states_out(output, changed)
-
-        if place.side == "input":
-            self._handle = place.module.register_forward_pre_hook(entering, with_kwargs=True)
-        else:
-            self._handle = place.module.register_forward_hook(leaving)
+        self._handle = place.on_states(self._pass)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext

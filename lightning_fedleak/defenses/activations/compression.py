@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Place, states_in, states_out
+from lightning_fedleak.anatomy import Place
 from lightning_fedleak.defenses.activations.base import ActivationDefense
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
@@ -208,14 +208,7 @@ def _check_public(ids: Tensor | None, keep_dims: int) -> None:
 def _principal(model: nn.Module, place: Place, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return mean (d,) and first k principal components (d, k) of the hidden states of texts."""
     outputs: list[Tensor] = []
-    if place.side == "input":
-        handle = place.module.register_forward_pre_hook(
-            lambda _, args, kwargs: outputs.append(states_in(args, kwargs)), with_kwargs=True
-        )
-    else:
-        handle = place.module.register_forward_hook(
-            lambda _, args, output: outputs.append(states_out(output))
-        )
+    handle = place.on_states(outputs.append)
     count, total, square = 0, torch.zeros(()), torch.zeros(())
     try:
         for rows in torch.split(ids, _ROWS_AT_ONCE):

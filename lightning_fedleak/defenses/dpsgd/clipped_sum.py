@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_fedleak.defenses import processes
 from lightning_fedleak.defenses.accounting import joint_noise_multiplier
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
@@ -35,16 +36,7 @@ from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.logical import Piece
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
 from lightning_fedleak.defenses.noise import NoiseGauge
-from lightning_fedleak.defenses.processes import (
-    SHARD_BITS,
-    Team,
-    copies,
-    local_part,
-    own_part,
-    own_parts_of_sums,
-    shard_number,
-    where_whole,
-)
+from lightning_fedleak.defenses.processes import SHARD_BITS, Team
 
 MaxGradNorm = float | Literal["auto"] | Mapping[str, float]
 LayerNoise = Literal["equal", "by_clip"]
@@ -287,7 +279,7 @@ class EarlierPieces:
         for parameter, parts in clipped.parts.items():
             self._user_gradient[parameter] = per_sample.weighted_sum(
                 parts,
-                weights.to(where_whole(parameter)),
+                weights.to(processes.where_whole(parameter)),
                 parameter.shape,
                 self._user_gradient.get(parameter),
             )
@@ -396,7 +388,7 @@ class ClippedSum:
         if not self._all_finite:  # zero times NaN is NaN
             parts, factors = per_sample.select_samples(parts, self._finite), factors[self._finite]
         return per_sample.weighted_sum(
-            parts, factors.to(where_whole(parameter)), parameter.shape, target
+            parts, factors.to(processes.where_whole(parameter)), parameter.shape, target
         )
 
     def halves(self) -> Tensor:
@@ -471,10 +463,12 @@ class ClippedSum:
             relative = self.clip.relative_noise(parameter)
             exact = None if gauge is None else gauge.before(total, relative)
             if std:
-                add(index + (shard_number(parameter) << SHARD_BITS), total, std * relative)
+                add(
+                    index + (processes.shard_number(parameter) << SHARD_BITS), total, std * relative
+                )
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            released = local_part(parameter.grad)
+            released = processes.local_part(parameter.grad)
             torch.div(total, divisor, out=released)
             if gauge is not None and exact is not None:
                 gauge.after(exact, released, relative)
@@ -504,7 +498,7 @@ class ClippedSum:
             while end < len(parameters) and numbers + parameters[end].numel() <= AT_ONCE:
                 numbers, end = numbers + parameters[end].numel(), end + 1
             group = parameters[start:end]
-            totals = own_parts_of_sums([addend(parameter) for parameter in group], group)
+            totals = processes.own_parts_of_sums([addend(parameter) for parameter in group], group)
             for index, (parameter, total) in enumerate(zip(group, totals, strict=True), start):
                 yield index, parameter, total
             start = end
@@ -521,7 +515,7 @@ class ClippedSum:
         unused = [p for p, is_used in zip(parameters, used, strict=True) if not is_used]
         if not unused:
             return
-        nonzero = [p.grad is not None and bool(local_part(p.grad).any()) for p in unused]
+        nonzero = [p.grad is not None and bool(processes.local_part(p.grad).any()) for p in unused]
         for parameter, is_nonzero in zip(unused, team.largest(nonzero), strict=True):
             if is_nonzero:
                 name = parameter_name(parameter, context.root)
@@ -581,17 +575,17 @@ class ClippedSum:
         probes = self._earlier.probes
         if gradient is None or (team.size == 1 and not parts and parameter not in probes):
             return 0.0, 0.0, 0.0
-        shard = local_part(gradient).to(where_whole(gradient))
+        shard = processes.local_part(gradient).to(processes.where_whole(gradient))
         left, right = per_sample.random_direction(index, parameter)
         shape, wide = (len(left), len(right)), left.dtype
         if shard.shape == gradient.shape:
             expected = left @ (shard.reshape(shape).to(wide) @ right)
         else:
-            direction = own_part(torch.outer(left, right).view(gradient.shape), gradient)
+            direction = processes.own_part(torch.outer(left, right).view(gradient.shape), gradient)
             expected = (shard.to(wide) * direction).sum()
         value, squares = map(float, per_sample.probe(parts, left, right))
         earlier = probes.get(parameter, (0.0, 0.0))
-        share = copies(gradient) if team.size > 1 else 1.0
+        share = processes.copies(gradient) if team.size > 1 else 1.0
         norm = float(torch.linalg.vector_norm(shard, dtype=torch.float64))
         return (
             float(expected) / share,

@@ -292,7 +292,7 @@ class DPSGD(BudgetedDefense):
             if self._path.factors:
                 self._budget.plan(self._planned(sampling, context))
             self._budget.settle(sampling.rate, delta, self._planned(sampling, context))
-            self._path.share_of_noise(self._budget.largest_noise, sampling.expected)
+            self._path.share_of_noise(max(self._budget.planned_noise), sampling.expected)
         users = sampling.users_digest
         team.check_alike(examples=sampling.examples, batch_size=sampling.expected, users=users)
         check_same_data(sampling.loader, team, poisson=self.poisson_sampling)

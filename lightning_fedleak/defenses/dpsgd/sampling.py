@@ -26,12 +26,7 @@ from torch.utils.data import (
 from lightning_fedleak.defenses.accounting import SamplingScheme, TruncatedPoisson
 from lightning_fedleak.defenses.accounting.ledger import check_count, check_sample_rate
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
-from lightning_fedleak.defenses.dpsgd.correlated_noise import (
-    count_places,
-    origins,
-    places_of,
-    values_in,
-)
+from lightning_fedleak.defenses.dpsgd import correlated_noise
 from lightning_fedleak.defenses.dpsgd.poisson import (
     Draws,
     EmptyCollate,
@@ -136,7 +131,7 @@ def sampling_of(
     shard = loader.batch_sampler.shard
     places = None
     if mechanism != "independent":
-        places = places_of(loader.dataset, shard, by_key)
+        places = correlated_noise.places_of(loader.dataset, shard, by_key)
     expected = (
         rate * (len(shard) + absent // replicas if context.processes == 1 else examples) / groups
     )
@@ -241,7 +236,7 @@ def _digest(dataset: Any) -> int:
     """Return a digest of a few examples, of 48 bits."""
     last = len(dataset) - 1
     examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
-    digest = hashlib.sha256("\0".join(values_in(examples)).encode()).digest()
+    digest = hashlib.sha256("\0".join(correlated_noise.values_in(examples)).encode()).digest()
     return int.from_bytes(digest[:6], "big")
 
 
@@ -297,7 +292,7 @@ def poisson_loader(
     if users is not None:
         shard = range(shard.start, len(users), shard.step)
     if not shard:
-        count = count_places(loader.dataset) if users is None else len(users)
+        count = correlated_noise.count_places(loader.dataset) if users is None else len(users)
         raise DefenseError(
             f"client {draws.client} has no {'examples' if users is None else 'users'}: the dataset "
             f"holds {count} for all clients. Use fewer clients or more data."
@@ -369,7 +364,7 @@ def check_torch_loader(loader: DataLoader[Any]) -> None:
             f"the batch sampler {type(loader.batch_sampler).__name__} is one of your own. "
             f"{_ALREADY} Pass batch_size=... instead of batch_sampler=..."
         )
-    count_places(loader.dataset)
+    correlated_noise.count_places(loader.dataset)
 
 
 def _check_fetches_none(loader: DataLoader[Any]) -> None:
@@ -393,7 +388,7 @@ def _shard(loader: DataLoader[Any]) -> range:
     """Return the indices of this process's examples, each of which is in the dataset once."""
     if isinstance(loader.dataset, Subset | ConcatDataset):
         _check_once(loader.dataset)
-    size, sampler = count_places(loader.dataset), loader.sampler
+    size, sampler = correlated_noise.count_places(loader.dataset), loader.sampler
     # Of these classes exactly: one derived from them may choose or repeat any examples.
     if type(sampler) is RandomSampler and not sampler.replacement:
         plain = sampler.num_samples == size
@@ -412,7 +407,7 @@ def _shard(loader: DataLoader[Any]) -> range:
 
 def _check_once(dataset: Dataset[Any]) -> None:
     """Raise an error where a Subset or ConcatDataset has an example at two places."""
-    sources, places = origins(dataset)
+    sources, places = correlated_noise.origins(dataset)
     order = np.lexsort((places, sources))
     repeated = (np.diff(sources[order]) == 0) & (np.diff(places[order]) == 0)
     if repeated.any():

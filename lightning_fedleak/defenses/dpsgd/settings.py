@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -13,7 +12,13 @@ from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.defenses.dpsgd.clipped_sum import LayerNoise, MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
-from lightning_fedleak.validate import check_choice, check_integer, check_number
+from lightning_fedleak.validate import (
+    check_choice,
+    check_integer,
+    check_number,
+    spelled,
+    warn_of_old_spelling,
+)
 
 GroupBy = str | Callable[[Any], Any] | Sequence[Any]
 
@@ -179,51 +184,33 @@ class OldArguments:
         """
         old = {name: value for name, value in vars(self).items() if value is not None}
         arguments = {RENAMED.get(name, name): value for name, value in old.items()}
+        parts = {
+            argument: {f.name: arguments.pop(f.name) for f in fields(group) if f.name in arguments}
+            for argument, group in GROUPS.items()
+        }
         if unit == "user" and self.group_by is None:
             raise DefenseError(
                 "DPSGD: unit='user' needs group_by: pass unit=Users(group_by), with the name of a "
                 "column, a function of an example, or one key for each row"
             )
-        if unit != "user" and not arguments.keys().isdisjoint(_names_of(Users)):
+        if unit != "user" and parts["unit"]:
             raise DefenseError(
                 "DPSGD: group_by and rows_per_user are for users, and the unit is an example. Pass "
                 "unit=Users(group_by, rows_per_user), or leave them out."
             )
-        if arguments:
-            warnings.warn(
-                f"DPSGD({_spelled(old)}) is spelled DPSGD({_new_spelling(arguments)}) now. The old "
-                "spelling works through 0.2.",
-                FutureWarning,
-                stacklevel=3,
+        if old:
+            calls = (
+                f"{a}={GROUPS[a].__name__}({spelled(part)})" for a, part in parts.items() if part
             )
+            new = ", ".join([*(f"{name}=" for name in arguments), *calls])
+            warn_of_old_spelling(f"DPSGD({spelled(old)})", f"DPSGD({new})")
         return (
             arguments.get("poisson_sampling", poisson_sampling),
             arguments.get("max_physical_batch_size", max_physical_batch_size),
-            replace(clip or ClipSettings(), **_part(arguments, ClipSettings)),
-            replace(release or ReleaseSettings(), **_part(arguments, ReleaseSettings)),
-            Users(**_part(arguments, Users)) if unit == "user" else unit,
+            replace(clip or ClipSettings(), **parts["clip"]),
+            replace(release or ReleaseSettings(), **parts["release"]),
+            Users(**parts["unit"]) if unit == "user" else unit,
         )
-
-
-def _names_of(group: Any) -> list[str]:
-    return [field.name for field in fields(group)]
-
-
-def _part(arguments: Mapping[str, Any], group: Any) -> dict[str, Any]:
-    return {name: arguments[name] for name in _names_of(group) if name in arguments}
-
-
-def _spelled(names: Iterable[str]) -> str:
-    return ", ".join(f"{name}=" for name in names)
-
-
-def _new_spelling(arguments: Mapping[str, Any]) -> str:
-    """Return the call in which these arguments are passed now."""
-    groups = {argument: _part(arguments, group) for argument, group in GROUPS.items()}
-    grouped = {name for part in groups.values() for name in part}
-    flat = [_spelled([name]) for name in arguments if name not in grouped]
-    calls = [f"{a}={GROUPS[a].__name__}({_spelled(part)})" for a, part in groups.items() if part]
-    return ", ".join(flat + calls)
 
 
 def check_budget(

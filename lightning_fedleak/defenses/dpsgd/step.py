@@ -10,18 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError
+from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.dpsgd.logical import Piece, filled, pieces_of, run_pieces
-from lightning_fedleak.defenses.dpsgd.loss_graph import (
-    FormCheck,
-    check_isolation,
-    outputs_of,
-    under_ddp,
-)
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, count_samples, tensors_of
 from lightning_fedleak.defenses.dpsgd.recorder import DISTINCT, Call, Layout, Recorder
 from lightning_fedleak.defenses.dpsgd.weights import Buffers, Moves, Weights
@@ -100,7 +96,7 @@ class LossCheck:
         self.weights: Tensor | None = None
         self.terms = 0
         self._trusted = trusted
-        self._form = FormCheck()
+        self._form = loss_graph.FormCheck()
         self._top: list[Call] = []
         self._separate = False
         self._checked_forms: set[StepForm] = set()
@@ -121,7 +117,7 @@ class LossCheck:
             DefenseError: it is not known to be a mean of per-sample means.
         """
         if self._trusted:
-            self._top, self._separate = outputs_of(loss, recorder.calls), True
+            self._top, self._separate = loss_graph.outputs_of(loss, recorder.calls), True
             self.weights, self.terms = None, recorder.samples
         else:
             self._top = self._form(loss, recorder.calls, recorder.samples)
@@ -158,8 +154,8 @@ class LossCheck:
         if not due:
             return
         with team.together(), recorder.looking():
-            conclusive = check_isolation(
-                under_ddp(loss),
+            conclusive = loss_graph.check_isolation(
+                loss_graph.under_ddp(loss),
                 top,
                 recorder.calls,
                 recorder.samples,
@@ -208,10 +204,8 @@ class WatchedStep:
         row: Callable[[], int] = int,
     ) -> None:
         self.row = row
-        self.check = LossCheck(trusted)
-        self.moves = Moves()
-        self.weights = Weights(CHECK_EVERY)
-        self.canaries = 0
+        self.check, self.canaries = LossCheck(trusted), 0
+        self.moves, self.weights = Moves(), Weights(CHECK_EVERY)
         self._team = team
         self.clip = clip
         self._batches = DrawnBatches(poisson)
@@ -224,8 +218,7 @@ class WatchedStep:
         self._max_rows, self._fill = max_rows, fill
         self._real: int | None = None
         self._share, self._scaling = 1.0, list[Any]()
-        self._in_logical_batch = False
-        self._stands_in = False
+        self._in_logical_batch = self._stands_in = False
         self._failure: Exception | None = None
         self._last_comparison: int | None = None
 
@@ -380,7 +373,8 @@ class WatchedStep:
         if self._stands_in:
             recorder.clear()
             return times_zero(output)
-        if context.precision.startswith("bf16") and context.clients == context.processes == 1:
+        alone = context.clients == context.processes == 1 and context.precision.startswith("bf16")
+        if alone and not any(isinstance(p, DTensor) for p in _released_parameters(context)):
             self._begin_with_ones(loss, context.root)
         elif self._real is not None:  # local is a mean of the rows that count
             loss.register_hook(functools.partial(torch.mul, self._share))  # type: ignore[no-untyped-call]
@@ -390,19 +384,20 @@ class WatchedStep:
         """Let backward begin with one for each term of the loss, however many there are.
 
         Half precision rounds a gradient otherwise where it is divided by another number: one sample
-        more would change what all others add. ``p.grad`` becomes the mean's again.
+        more would change what all others add. ``p.grad`` becomes the mean's again. Gradients of
+        another backward, of an attack say, are left as they are.
         """
-        terms, scale = max(1, self.check.terms), torch.ones(())
+        terms, engine = max(1, self.check.terms), torch.autograd.Variable._execution_engine
         trained: list[Any] = [p for p in root.parameters() if p.requires_grad]
 
         def begin(gradient: Tensor) -> Tensor:
-            nonlocal scale
             scale = gradient * (self._share / terms)
+            self._scaling += [p.register_hook(lambda g: g * scale.to(g)) for p in trained]
+            engine.queue_callback(self._end_scaling)
             return torch.full_like(gradient, terms)
 
         loss.register_hook(begin)  # type: ignore[no-untyped-call]
         self._recorder.terms = terms
-        self._scaling += [p.register_hook(lambda g: g * scale.to(g)) for p in trained]
 
     def _end_scaling(self) -> None:
         while self._scaling:

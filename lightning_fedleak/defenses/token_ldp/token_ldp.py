@@ -15,13 +15,9 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, Privacy, State
 from lightning_fedleak.defenses.noise import base_of, noise_key
+from lightning_fedleak.defenses.token_ldp import randomness
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
-from lightning_fedleak.defenses.token_ldp.randomness import (
-    Implementation,
-    draw_replacements,
-    row_digests,
-    row_keys,
-)
+from lightning_fedleak.defenses.token_ldp.randomness import Implementation
 from lightning_fedleak.defenses.token_ldp.reference import clients
 from lightning_fedleak.defenses.token_ldp.words import (
     PUBLIC_FIELDS,
@@ -377,7 +373,7 @@ class TokenLDP(Defense):
         text = text_of(tokens, ready, self.keep_special)
         ids, n_words = text.ids[text.words], text.words.sum(1)
         rows = torch.split(ids, n_words.tolist())
-        digests = row_digests(rows, self._form.ids_of_examples(batch, len(n_words)))
+        digests = randomness.row_digests(rows, self._form.ids_of_examples(batch, len(n_words)))
         replacements = self._replacements(ids, n_words, ready, digests, context)
         self._releases.count(digests, max(n_words.tolist(), default=0), self.memoize)
         self._agree(context)
@@ -522,7 +518,7 @@ class TokenLDP(Defense):
         if self.per == "sequence":
             epsilon = (self.epsilon / n_words.double()).repeat_interleave(n_words)
         randomizer = self._randomizer(len(domain))
-        indices = draw_replacements(
+        indices = randomness.draw_replacements(
             randomizer, index, outside, epsilon, keys, counts, implementation=self.implementation
         )
         return torch.index_select(domain, 0, indices)
@@ -533,6 +529,6 @@ class TokenLDP(Defense):
         """Return the keys of the secret random numbers, and how many words in turn use each."""
         base, client = base_of(context.entropy, self.seed), context.client
         if self.memoize:
-            return row_keys(base, client, digests, self.name), n_words.tolist()
+            return randomness.row_keys(base, client, digests, self.name), n_words.tolist()
         key = noise_key(base, client, self.batches, context.process, self.name, stream="token")
         return [key], [int(n_words.sum())]

@@ -30,7 +30,6 @@ from lightning_fedleak.federation import (
     recording,
 )
 from lightning_fedleak.federation.flower.messages import WEIGHT, NamedArrays, read_sent
-from lightning_fedleak.federation.updates import State
 from lightning_fedleak.looks import LeakageLimitExceeded, reason
 
 log = logging.getLogger("flwr")
@@ -40,6 +39,7 @@ _WATCHES: dict[str, tuple[int, _Watch]] = {}
 """The newest run of each mod, and what looks at its updates in this process."""
 _STATE = "lightning-fedleak"
 _START = "last_round"
+_MEMORY = f"{_STATE}-compression"
 _ROUND = f"{_STATE}-{_START}"  # a record of another kind needs a key of its own
 
 LEAST_MODULUS = 2**32
@@ -144,20 +144,12 @@ class FedLeakMod:
                 )
             return call_next(message, context)
         protocol = _read_masks(message, context)
-        if dp is not None and noises and dp.ledger is None:
-            raise DefenseError(
-                "FedLeakMod: Flower may run each round of a client in another process, which would "
-                "forget what earlier ones have released: give ClientDP(ledger=...), a path for "
-                "each client"
-            )
         masked = self._secure or protocol is not None
-        if dp is not None and dp.trust == "secure_aggregation" and not masked:
-            raise DefenseError(
-                "FedLeakMod: ClientDP(trust='secure_aggregation') adds a share of the noise, and "
-                "nothing here masks this message's update: it would leave with that share alone. "
-                "Say mods=[secaggplus_mod, FedLeakMod(...)] and run SecAggPlusWorkflow on the "
-                "server; FedLeakMod(secure_aggregation=True) where something else masks what "
-                "leaves; or ClientDP(trust='local')"
+        if dp is not None and noises:
+            dp.check_client(
+                masked=masked,
+                mend="say mods=[secaggplus_mod, FedLeakMod(...)] and run SecAggPlusWorkflow on the "
+                "server, or FedLeakMod(secure_aggregation=True) where something else masks it",
             )
         observer, gates = self._watch_run(context)
         client = context.node_config.get("partition-id", context.node_id)
@@ -177,6 +169,9 @@ class FedLeakMod:
             _check_masks(protocol, dp, sent)
         # The node's state keeps it, because the next round may run in another process.
         outgoing.recall(context.state.config_records.get(_STATE))
+        compression = outgoing.compression
+        if compression is not None and _MEMORY in context.state.array_records:
+            compression.memory = dict(context.state.array_records[_MEMORY].to_torch_state_dict())
         try:
             if (why := _find_refusal(outgoing, codec, context)) is not None:
                 return self._answer_crafted(outgoing, codec, message, why)
@@ -185,6 +180,8 @@ class FedLeakMod:
             )
         finally:
             memory = outgoing.memory()
+            if compression is not None and compression.memory:
+                context.state.array_records[_MEMORY] = ArrayRecord(compression.memory)
             context.state.config_records[_STATE] = ConfigRecord(
                 memory | _keep_round(outgoing, context)
             )
@@ -197,12 +194,15 @@ class FedLeakMod:
         Under noise that it adds that is zero with the noise, in which a refusal does not show.
         """
         if outgoing.own is not None:
-            leaving = outgoing.nothing(codec.round_, codec.sent, why)
-            assert leaving.state is not None
-            return Message(codec.alone(leaving.state, self._weight), reply_to=message)
+            return self._reply(outgoing.nothing(codec.round_, codec.sent, why), codec, message)
         return _refuse(
             message, "refused: what was sent looks crafted, or as of a run that diverged"
         )
+
+    def _reply(self, leaving: Leaving, codec: NamedArrays, message: Message) -> Message:
+        """Return a reply that holds an update under noise alone, which always leaves."""
+        assert leaving.state is not None
+        return Message(codec.alone(leaving.state, self._weight), reply_to=message)
 
     def _watch_run(self, context: Context) -> _Watch:
         """Return the observer of a run and its gates; each round may build this mod again."""
@@ -223,64 +223,36 @@ class FedLeakMod:
         train: Callable[[], Message],
     ) -> Message:
         """Return the reply to a training message."""
-        if outgoing.own is not None:
-            leaving = self._train_under_noise(outgoing, codec, train)
-            if leaving is None or leaving.state is None:
-                return _refuse(message, "a gate ended this client's round")
-            return Message(codec.alone(leaving.state, self._weight), reply_to=message)
-        start = time.perf_counter()
-        try:
-            with recording() as batches:
-                reply = train()
-        except Exception as error:  # whose words, of private text perhaps, Flower would send on
-            why = f"training failed: {reason(error)}"
-            trace = "".join(traceback.format_tb(error.__traceback__))
-            log.error("lightning-fedleak: %s\n%s", why, trace)  # lines of code, no words or values
-            return _refuse(message, why)
-        seconds = time.perf_counter() - start
-        if reply.has_error():
-            return reply
-        leaving = _gate_update(outgoing, codec, codec.returned(reply), batches, seconds)
-        if leaving is None:
-            return _refuse(message, "a gate ended this client's round")
-        if leaving.state is None:
-            why = "; ".join(event.gate for event in leaving.events) or "the update cannot be read"
-            return _refuse(message, f"withheld ({why})")
-        codec.put(leaving.state, reply)
-        return reply
-
-    def _train_under_noise(
-        self, outgoing: OutgoingUpdates, codec: NamedArrays, train: Callable[[], Message]
-    ) -> Leaving | None:
-        """Return what leaves under noise that the client adds, in which a failure does not show."""
+        under_noise = outgoing.own is not None
         start = time.perf_counter()
         try:
             with recording() as batches:
                 reply = train()
             seconds = time.perf_counter() - start
+            if reply.has_error() and not under_noise:
+                return reply
             if reply.has_error():
                 raise RuntimeError(reply.error.reason)
             returned = codec.returned(reply)
-        except Exception as error:
-            why = f"training failed: {reason(error)}"  # an exception's words may be private text
-            log.error("lightning-fedleak: %s", why)
-            return outgoing.nothing(codec.round_, codec.sent, why)
-        return _gate_update(outgoing, codec, returned, batches, seconds)
-
-
-def _gate_update(
-    outgoing: OutgoingUpdates,
-    codec: NamedArrays,
-    returned: State,
-    batches: Sequence[Any],
-    seconds: float,
-) -> Leaving | None:
-    """Return what leaves, or None where a gate raised: its message would travel to the server."""
-    try:
-        return outgoing.leaves(codec.round_, codec.sent, returned, batches, seconds=seconds)
-    except LeakageLimitExceeded as exceeded:
-        log.error("%s", exceeded)
-        return None
+        except Exception as error:  # whose words, of private text perhaps, Flower would send on
+            why = f"training failed: {reason(error)}"
+            trace = "".join(traceback.format_tb(error.__traceback__))
+            log.error("lightning-fedleak: %s\n%s", why, trace)  # lines of code, no words or values
+            if not under_noise:
+                return _refuse(message, why)
+            return self._reply(outgoing.nothing(codec.round_, codec.sent, why), codec, message)
+        try:
+            leaving = outgoing.leaves(codec.round_, codec.sent, returned, batches, seconds=seconds)
+        except LeakageLimitExceeded as exceeded:
+            log.error("%s", exceeded)
+            return _refuse(message, "a gate ended this client's round")
+        if under_noise:
+            return self._reply(leaving, codec, message)
+        if leaving.state is None:
+            why = "; ".join(event.gate for event in leaving.events) or "the update cannot be read"
+            return _refuse(message, f"withheld ({why})")
+        codec.put(leaving.state, reply)
+        return reply
 
 
 def _find_refusal(outgoing: OutgoingUpdates, codec: NamedArrays, context: Context) -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.federation.client_dp import ClientDP
-from lightning_fedleak.federation.flower.messages import ROUND, arrays_of
+from lightning_fedleak.federation.flower.messages import ROUND, Arrays, arrays_of
 from lightning_fedleak.federation.observer import SUM, RoundObserver
 from lightning_fedleak.federation.updates import (
     ServerOptimizer,
@@ -99,7 +99,7 @@ class Observed(_Around):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Remember what is sent."""
-        self._arrays, self._sent = arrays, arrays.to_torch_state_dict()
+        self._arrays, self._sent = arrays, Arrays(arrays)
         self.observer.begin(server_round, self._sent)
         self._round_start = time.perf_counter()
         messages: Iterable[Message] = super().configure_train(server_round, arrays, config, grid)
@@ -151,7 +151,7 @@ class Observed(_Around):
                 None if all_batches is None or batches is None else [*all_batches, *batches]
             )
         if mean.weight > 0:
-            self.observer.look(mean.compute(), SUM, batches=all_batches, learning_rate=rate)
+            self.observer.look(mean, SUM, batches=all_batches, learning_rate=rate)
 
 
 class PrivateMean(_Around):
@@ -191,11 +191,7 @@ class PrivateMean(_Around):
                 "would see nothing: Observed(PrivateMean(...)) sees each client's update, as the "
                 "trusted server does"
             )
-        if dp.trust != "central" or dp.ledger is None:
-            raise DefenseError(
-                "PrivateMean adds the noise on the server: give ClientDP(trust='central', "
-                "ledger=...), whose account survives a restart"
-            )
+        dp.check_server("PrivateMean")
         self.dp = dp
         self._seconds = 60 * minutes
         self._sent: dict[str, Tensor] = {}
@@ -262,13 +258,16 @@ class PrivateMean(_Around):
         return ArrayRecord(self._move(self._sent, release.update)), None
 
 
-def _state_of(reply: Message) -> dict[str, Tensor]:
+def _state_of(reply: Message) -> State:
     """Return the model of a reply; it is empty unless one model is there and can be read."""
     try:
-        return arrays_of(reply)[1]
+        _, arrays = arrays_of(reply)
+        for name in arrays:
+            arrays[name]
     except Exception as error:  # whatever a client's bytes provoke
         log.info("lightning-fedleak: a reply holds no model: %s", reason(error))
         return {}
+    return arrays
 
 
 def _can_be_averaged(state: State, sent: State) -> bool:
@@ -290,8 +289,10 @@ def _weight_of(reply: Message, strategy: Strategy) -> float:
     return weight if math.isfinite(weight) and weight >= 0 else 1.0
 
 
-class _Mean:
-    """Adds up the mean of models one by one; what is not a float stays as it was sent.
+class _Mean(Mapping[str, Tensor]):
+    """The mean of models, each tensor added up when it is asked for, so that no sum is in memory.
+
+    What is not a float stays as it was sent.
 
     Attributes:
         weight: sum of the weights.
@@ -299,22 +300,28 @@ class _Mean:
 
     def __init__(self, sent: State) -> None:
         self._sent = sent
-        self._sum: dict[str, Tensor] = {}
+        self._states: list[tuple[State, float]] = []
         self.weight = 0.0
 
     def add(self, state: State, weight: float) -> None:
         """Add one more model with its weight."""
+        self._states.append((state, weight))
         self.weight += weight
-        for name, tensor in state.items():
-            if tensor.is_floating_point():
-                if name not in self._sum:
-                    self._sum[name] = torch.zeros_like(tensor, dtype=torch.float64)
-                self._sum[name].add_(tensor, alpha=weight)
 
-    def compute(self) -> dict[str, Tensor]:
-        """Return the mean, in the dtypes that were sent."""
-        mean = {n: t.div_(self.weight).to(self._sent[n].dtype) for n, t in self._sum.items()}
-        return {n: mean.get(n, t) for n, t in self._sent.items()}
+    def __getitem__(self, name: str) -> Tensor:
+        before = self._sent[name]
+        if not before.is_floating_point():
+            return before
+        total = torch.zeros_like(before, dtype=torch.float64)
+        for state, weight in self._states:
+            total.add_(state[name], alpha=weight)
+        return total.div_(self.weight).to(before.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sent)
+
+    def __len__(self) -> int:
+        return len(self._sent)
 
 
 class _Updates(Mapping[int, Mapping[str, Tensor] | None]):

@@ -71,6 +71,7 @@ from lightning_fedleak.snapshots import (
     Observation,
     Stage,
     UpdateSnapshot,
+    explain_compression,
     explain_input_noise,
     explain_weight_term,
 )
@@ -110,7 +111,6 @@ class Plan:
             local_steps: optimizer steps of a round; None for single gradients.
             step: optimizer step that the run begins at.
         """
-        optimizer = self.optimizer
         defended: set[Literal["gradients", "batches", "activations"]] = set()
         for defense in run.defenses:
             if defense.acts_on_gradients:
@@ -122,7 +122,7 @@ class Plan:
         return RunFacts(
             precision=run.precision,
             autocast=AUTOCAST.get(run.precision),
-            optimizer=None if optimizer is None else type(optimizer).__name__,
+            optimizer=None if self.optimizer is None else type(self.optimizer).__name__,
             optimizer_settings=self._settings(run),
             local_steps=local_steps,
             defended=frozenset(defended),
@@ -519,9 +519,8 @@ def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
         kind([a for a in attacks if family_of(a) is kind], settings)
         for kind in Channel.registry.values()
     ]
-    if settings.games.canaries is not None and not any(
-        channel.plays_games and channel.attacks for channel in channels
-    ):
+    played = any(channel.plays_games and channel.attacks for channel in channels)
+    if settings.games.canaries is not None and not played:
         raise ValueError(
             "canaries= are texts that membership attacks are asked for, and none is listed: add "
             "FCMembership(layer=6), or Canaries() of the trained weights"
@@ -543,7 +542,7 @@ def guess(
     """Return what an attack guesses from gradients, or why it has no guess (yet)."""
     if isinstance(view, Unknown | Waiting):
         return view
-    if (unreadable := _find_unreadable(plan, view)) is not None:
+    if (unreadable := find_unreadable(plan, view)) is not None:
         return unreadable
     try:
         if not plan.attack.reads_clipped:
@@ -559,7 +558,7 @@ def guess(
         return Unknown(reason(error), applies=not isinstance(error, Inapplicable))
 
 
-def _find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
+def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
     """Return why an attack's method cannot read a view; None where it can."""
     if isinstance(view, UpdateSnapshot):
         if (why := no_sum(plan)) is not None:
@@ -575,6 +574,8 @@ def _find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
         return Unknown(PREFERENCES, applies=False)
     if plan.attack.needs_plain_inputs and view.input_noise > MOST_INPUT_NOISE:
         return Unknown(explain_input_noise(view.input_noise))
+    if view.compression and view.compression not in plan.attack.reads_compressed:
+        return Unknown(explain_compression(view.compression), applies=False)
     absent = [role for role in plan.roles if role not in view.tensors]
     return Unknown(f"no gradient of {', '.join(absent)} in this step") if absent else None
 
@@ -628,11 +629,10 @@ def require_capabilities(attack: Attack, run: Run, sees: AbstractSet[Capability]
         ThreatModelError: names every capability that is missing.
     """
     anatomy = run.anatomy
-    capabilities = set(run.assumed)
+    capabilities = {*run.assumed, *sees}
     capabilities.update(
         c for role, c in SURFACE_CAPABILITIES.items() if anatomy.parameter(role) is not None
     )
-    capabilities |= sees
     if Capability.KNOWS_MODEL in capabilities:
         capabilities.add(Capability.KNOWS_BOTTOM_MODEL)
     require(attack.name, attack.threat_model, capabilities)

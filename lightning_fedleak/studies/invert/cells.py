@@ -69,7 +69,7 @@ def noised(anatomy: Anatomy, layer: int, noise: Tensor) -> Iterator[None]:
     Raises:
         ValueError: the model has no such layer.
     """
-    handle = place_of(anatomy, layer).change_states(lambda states: states + noise)
+    handle = place_of(anatomy, layer).on_states(lambda states: states + noise)
     try:
         yield
     finally:

@@ -1,0 +1,140 @@
+"""What ``fedleak cost`` predicts, beside what attacks then take on the model and real text.
+
+    python -m benchmarks.cost.prediction --models embedded stories15M=DIR SmolLM2=DIR random100M \
+        --text FILE --out FILE
+
+A model is ``embedded``, a name and a folder, or ``random100M``: a Llama of 100 million random
+numbers. It gets a LoRA (PEFT's choice of modules), moved a little, as after a step of training. The
+attacks read the gradient of a batch of ``--text``, and membership is asked of 8 texts. Every model
+runs in a process of its own, with one thread. Seconds are of the processor; memory is the highest
+resident memory within a call over what was resident before (Linux only). ``probe`` is what the
+prediction itself takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from datetime import date
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedConfig
+
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.attacks import PublicText, frequent_tokens
+from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
+from lightning_fedleak.studies.cost import (
+    ATTACKS,
+    LENGTH,
+    Cost,
+    measure_cost,
+    move,
+    predict_costs,
+    random_anatomy,
+)
+from lightning_fedleak.studies.models import find_config, with_lora
+
+SMOKE = ("--models embedded --shapes 1x16 --rank 2",)
+RANDOM = "random100M"
+PARTS = ("calibration", "calibration_bytes", "look", "look_bytes")
+
+
+def config_of(model: str) -> PreTrainedConfig:
+    """Return the configuration of a model by its name, or of the folder after ``=``."""
+    if model == RANDOM:
+        return LlamaConfig(
+            vocab_size=32_000, hidden_size=640, intermediate_size=2560, num_hidden_layers=12,
+            num_attention_heads=10, num_key_value_heads=10, tie_word_embeddings=True,
+            dtype=torch.float32,
+        )  # fmt: skip
+    return find_config(model.partition("=")[2] or None)
+
+
+def load(model: str, rank: int) -> tuple[Anatomy, PublicText, PublicText]:
+    """Return the model with a LoRA, the public text, and the texts of clients."""
+    config = config_of(model)
+    if model == RANDOM:
+        anatomy = random_anatomy(config, config.vocab_size, config.num_hidden_layers, rank)
+        generator = torch.Generator().manual_seed(0)
+        rows = frequent_tokens(anatomy, 400, LENGTH, generator)
+        return anatomy, PublicText(list(rows[200:])), PublicText(list(rows[:200]))
+    folder = model.partition("=")[2] or str(EMBEDDED_MODEL)
+    dtype = config.dtype or torch.float32
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    for parameter in whole.parameters():  # a file's pages would count when they are first read
+        parameter.data = parameter.data.clone()
+    anatomy = with_lora(find_anatomy(whole), rank, None, 0)
+    torch.manual_seed(0)
+    move(anatomy)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = read_texts(OPTIONS.text or EMBEDDED_MESSAGES, None, option="--text")[:400]
+    half = len(texts) // 2
+    return anatomy, PublicText(texts[half:], tokenizer), PublicText(texts[:half], tokenizer)
+
+
+def report(model: str, shape: str) -> dict[str, object]:
+    """Return the seconds of the probe, and both costs by attack."""
+    rows, length = map(int, shape.split("x"))
+    start = time.process_time()
+    predicted = predict_costs(config_of(model), OPTIONS.rank, None, rows * length)
+    probe = time.process_time() - start
+    anatomy, public, private = load(model, OPTIONS.rank)
+    batch = private.batch(rows, length, torch.Generator().manual_seed(1))
+    costs = {
+        name: (predicted[name], measure_cost(attack(public), anatomy, rows * length, batch))
+        for name, attack in ATTACKS.items()
+    }
+    return {"probe": probe, **{name: [parts(c) for c in both] for name, both in costs.items()}}
+
+
+def parts(cost: Cost) -> dict[str, float]:
+    """Return seconds, and bytes as MB; a look includes following the model."""
+    numbers = vars(cost) | {"look": cost.refresh + cost.look}
+    return {n: numbers[n] / (1e6 if n.endswith("bytes") else 1) for n in PARTS}
+
+
+def main() -> None:
+    """Print a row for each attack, model and shape."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if OPTIONS.json:
+        print(json.dumps(report(OPTIONS.models[0], OPTIONS.shapes[0])))
+        return
+    lines = [f"# {platform.machine()}, one thread, {date.today()}, LoRA r {OPTIONS.rank}"]
+    lines += ["| model, batch (probe) | attack | calibration (s) | (MB) | look (s) | (MB) |"]
+    lines += ["|---|---|---|---|---|---|"]
+    print(*lines, sep="\n")
+    for shape in OPTIONS.shapes:
+        for model in OPTIONS.models:
+            command = [sys.executable, "-m", "benchmarks.cost.prediction", "--json"]
+            command += ["--models", model, "--shapes", shape, "--rank", str(OPTIONS.rank)]
+            command += ["--text", OPTIONS.text] if OPTIONS.text else []
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            costs = json.loads(done.stdout.splitlines()[-1])
+            row = f"{model.partition('=')[0]}, {shape} ({costs.pop('probe'):.1f} s)"
+            for name, (expected, found) in costs.items():
+                pairs = [f"{expected[n]:.2g} / {found[n]:.2g}" for n in PARTS]
+                lines.append("| " + " | ".join([row, name, *pairs]) + " |")
+                print(lines[-1], flush=True)
+    if OPTIONS.out:
+        Path(OPTIONS.out).write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=["embedded", RANDOM])
+    parser.add_argument("--shapes", nargs="+", default=["4x64", "8x64"])
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--text", help="file with a text a line; the embedded messages")
+    parser.add_argument("--out", help="file for the table")
+    parser.add_argument("--json", action="store_true", help="of one model, in this process")
+    OPTIONS = parser.parse_args()
+    main()

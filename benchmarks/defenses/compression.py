@@ -1,0 +1,181 @@
+"""What attacks read through compressed gradients: words, membership and whole texts.
+
+    python -m benchmarks.defenses.compression --model DIR --bos 1
+    python -m benchmarks.defenses.compression --model DIR --bos 1 --rank 16 \
+        --targets q_proj,k_proj,v_proj
+
+The gradient of a batch of real texts is compressed, tensor by tensor, without error feedback, and
+the attacks are told by which method. Prints for each method, the gradient as it is first: F1 of the
+words that SubspaceWords names, the AUC of SubspaceMembership and of GradientMembership (of each
+batch the share of pairs of a member and another text that are in order, mean over batches; the
+others are texts of the same source), and of SubspaceTexts the share of tokens in place and of texts
+that are exact (the last token of each text, which is not in these gradients, does not count).
+*unknown* counts the batches without a result, which count as 0 in words and texts. With error
+feedback a monitor reads the gradient before it is compressed: its numbers are those of the first
+row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from contextlib import suppress
+from datetime import date
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from benchmarks.attacks.subspace_texts import backward, texts_of, trained
+from benchmarks.attacks.subspace_words import Source, built
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks import (
+    GradientMembership,
+    PublicText,
+    Query,
+    SubspaceMembership,
+    SubspaceTexts,
+    SubspaceWords,
+    UnusableObservation,
+)
+from lightning_fedleak.defenses import GradientCompression
+from lightning_fedleak.looks.channels.base import Plan, find_unreadable
+from lightning_fedleak.metrics import TextReconstruction
+from lightning_fedleak.metrics.texts import in_true_order
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+
+SMOKE = (
+    "--model {model} --private {text} --public {text} --shape 2x8 --batches 1 --others 2 "
+    "--budget 1 --public-rows 4 --methods none,topk:.1,int8",
+)
+METHODS = "none,topk:.1,topk:.01,int8,int4,sign,low_rank:4"
+
+
+def compression(method: str) -> GradientCompression | None:
+    """``topk:share``, ``low_rank:rank``, another method, or none."""
+    kind, _, value = method.partition(":")
+    if kind == "none":
+        return None
+    settings: dict[str, Any] = {"topk": {"share": value}, "low_rank": {"rank": value}}.get(kind, {})
+    numbers = {name: int(v) if name == "rank" else float(v) for name, v in settings.items() if v}
+    return GradientCompression(cast(Any, kind), error_feedback=False, **cast(Any, numbers))
+
+
+def read(
+    attack: Any, roles: tuple[str, ...], snapshot: GradientSnapshot, query: Query | None = None
+) -> Any:
+    """What an attack makes of a gradient, as a monitor asks it."""
+    refusal = find_unreadable(Plan(attack, roles, True, None), snapshot)
+    if refusal is not None:
+        raise UnusableObservation(refusal.why)
+    with torch.no_grad():
+        return attack.run(Observation((snapshot,)), query)
+
+
+def word_f1(guess: Tensor, truth: Tensor) -> float:
+    named, there = set(guess.tolist()), set(truth.flatten().tolist())
+    return 2 * len(named & there) / (len(named) + len(there))
+
+
+def auc(members: Tensor, others: Tensor) -> float:
+    """The share of pairs in order; ties count half."""
+    pairs = members[:, None] - others
+    return float(((pairs > 0).double() + (pairs == 0).double() / 2).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--private", default="imdb")
+    parser.add_argument("--public", default="wikitext2")
+    parser.add_argument("--rank", type=int, default=0, help="of a LoRA; 0: the whole model")
+    parser.add_argument("--targets", default="q_proj,v_proj")
+    parser.add_argument("--shape", default="1x20")
+    parser.add_argument("--batches", type=int, default=10)
+    parser.add_argument("--others", type=int, default=8, help="texts beside those of a batch")
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds of SubspaceTexts")
+    parser.add_argument("--public-rows", type=int, default=64)
+    parser.add_argument("--bos", type=int)
+    parser.add_argument("--pool", type=int, default=2000)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    options.config, options.classes, options.device = None, 0, "cpu"
+    options.padded, options.dropout, options.chat = False, 0.0, False
+    torch.set_num_threads(options.threads)
+    rows, length = map(int, options.shape.split("x"))
+    anatomy = find_anatomy(model := built(options))
+    private = Source(options.private, options, anatomy.vocab_size)
+    public = Source(options.public, options, anatomy.vocab_size)
+    if options.rank:  # whose A has no gradient while B is zero
+        backward(model, texts_of(public, rows, length, options), options)
+        torch.optim.AdamW(trained(model), lr=2e-4).step()
+    reference = PublicText(list(texts_of(public, options.public_rows, length, options)))
+    games = [
+        kind(reference, public_rows=options.public_rows // 2, tokens=length)
+        for kind in (SubspaceMembership, GradientMembership)
+    ]
+    words, texts = SubspaceWords(capacity_seconds=0), SubspaceTexts(budget_seconds=options.budget)
+    attacks = [words, *games, texts]
+    roles = {attack: attack.needs(anatomy).gradients for attack in attacks}
+    for attack in attacks:
+        attack.prepare(anatomy)
+        attack.refresh(anatomy, 0)
+    names = sorted({role for each in roles.values() for role in each})
+    print(f"# {platform.machine()}, {options.threads} thread(s), {date.today()}")
+    whole = f"LoRA r {options.rank} {options.targets}" if options.rank else "whole"
+    batches = [
+        texts_of(private, rows + options.others, length, options) for _ in range(options.batches)
+    ]
+    for method in options.methods.split(","):
+        how = compression(method)
+        scores: dict[Any, list[float]] = {attack: [] for attack in attacks}
+        reconstruction = TextReconstruction()
+        began = time.process_time()
+        for number, ids in enumerate(batches):
+            backward(model, ids[:rows], options)
+            gradients = {name: anatomy.parameter(name).grad.clone() for name in names}
+            if how is not None:
+                gradients = how.send(gradients)
+            kind = how.method if how else ""
+            snapshot = GradientSnapshot(number, Stage.SHARED, gradients, compression=kind)
+            truth = ids[:rows, :-1]
+            guess = torch.full_like(truth, -1)
+            for attack, values in scores.items():
+                query = Query(ids, labels=ids) if attack in games else None
+                with suppress(UnusableObservation):
+                    result = read(attack, roles[attack], snapshot, query)
+                    if attack is words:
+                        values.append(word_f1(result.types, truth))
+                    elif attack is texts:
+                        guess = in_true_order(result.tokens, truth)
+                        values.append(1.0)
+                    else:
+                        values.append(auc(result.scores[:rows], result.scores[rows:]))
+            reconstruction.update(guess, truth)
+        rates = reconstruction.rates()
+        cells = []
+        for attack, values in scores.items():
+            lost = len(batches) - len(values)
+            if attack is texts:
+                place, exact = rates["token_accuracy"], rates["exact_sentences"]
+                rate = f"in place {place.value:.3f}, exact {exact.value:.3f}"
+                rate += f" ({exact.low:.3f} to {exact.high:.3f})"
+            else:  # words that are unknown count as none
+                count = len(batches) if attack is words else max(1, len(values))
+                rate = f"{sum(values) / count:.3f}"
+            text = f"{rate} ({lost} unknown)" if lost else rate
+            cells.append(f"{attack.name} {text if values else 'unknown'}")
+        seconds = (time.process_time() - began) / len(batches)
+        print(
+            f"{whole} {options.shape} {method} | {' | '.join(cells)} | {seconds:.1f} s a batch",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

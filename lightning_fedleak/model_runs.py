@@ -7,6 +7,7 @@ after the layer.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -290,17 +291,31 @@ def stop_at(model: Callable[..., Any], place: Place) -> Callable[..., Any]:
         raise _Stop(states)
 
     def run(**inputs: Any) -> Any:
-        handle = place.on_states(stop)
         try:
-            model(**inputs)
+            with place.on_states(stop):
+                model(**inputs)
         except _Stop as signal:
             return signal.states
-        finally:
-            handle.remove()
         raise ValueError(
             f"{type(model).__name__} never called its block ({type(place.module).__name__}); name "
             "the blocks that it calls with anatomy={'blocks': 'path.to.blocks'}"
         )
+
+    return run
+
+
+def stop_behind(model: nn.Module, places: Sequence[Place]) -> Callable[..., list[Any]]:
+    """Return a function that runs ``model`` up to the last of ``places``: the states at each."""
+    *earlier, last = places
+    run_to_last = stop_at(model, last)
+
+    def run(**inputs: Any) -> list[Any]:
+        states: dict[int, Any] = {}
+        with ExitStack() as stack:
+            for i, place in enumerate(earlier):
+                stack.enter_context(place.on_states(functools.partial(states.__setitem__, i)))
+            deepest = run_to_last(**inputs)
+        return [*(states[i] for i in range(len(earlier))), deepest]
 
     return run
 
@@ -581,8 +596,5 @@ def logits_in(output: Any) -> Tensor:
 def inputs_of(module: nn.Module) -> Iterator[list[Tensor]]:
     """Collect the inputs that a module is called with."""
     inputs: list[Tensor] = []
-    handle = module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    try:
+    with module.register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
         yield inputs
-    finally:
-        handle.remove()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.snapshots import UnusableObservation as UnusableObservation
 from lightning_fedleak.threats import ThreatModel
@@ -145,6 +147,10 @@ class Attack(ABC):
     needs_float64: ClassVar[bool] = False
     """Whether it computes in float64 on the model's device, which Apple's GPUs do not support."""
 
+    config_names: ClassVar[tuple[str, ...]] = ()
+    """Attributes that :meth:`config` returns; ``settings.steps`` is there as ``steps``."""
+    _facts = RunFacts()
+
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.default_name
 
@@ -162,8 +168,9 @@ class Attack(ABC):
                 "attack"
             )
 
-    def meet(self, facts: RunFacts) -> None:  # noqa: B027
+    def meet(self, facts: RunFacts) -> None:
         """Store facts of the run, before :meth:`prepare` and whenever they change."""
+        self._facts = facts
 
     def check_updates(self, facts: RunFacts) -> None:  # noqa: B027
         """Raise an error for rounds of local steps whose updates cannot be read at all.
@@ -219,8 +226,15 @@ class Attack(ABC):
         return None
 
     def config(self) -> dict[str, object]:
-        """Return the settings that name this attack in reports, as plain numbers and strings."""
-        return {}
+        """Return the settings that name this attack in reports, as plain numbers and strings.
+
+        Of public text it is the beginning of its SHA-256.
+        """
+        values = {name: attrgetter(name)(self) for name in self.config_names}
+        return {
+            name.rpartition(".")[2]: value.digest if isinstance(value, PublicText) else value
+            for name, value in values.items()
+        }
 
     def arguments(self) -> dict[str, object]:
         """Return the settings that a saved state must agree with.

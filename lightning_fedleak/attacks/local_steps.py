@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
@@ -69,6 +70,12 @@ def check_fresh(facts: RunFacts, snapshot: GradientSnapshot) -> None:
         steps = LocalSteps.from_facts(facts)
         if steps is not None:
             steps.check_fresh(False)
+
+
+def copy_weights(anatomy: Anatomy, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return copies of parameters, whole, such as a round begins with."""
+    parameters = ((name, anatomy.parameter(name)) for name in names)
+    return {n: whole_tensor(p).clone() for n, p in parameters if p is not None}
 
 
 def rounding_error(weight: Tensor) -> float:

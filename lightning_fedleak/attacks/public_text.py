@@ -260,6 +260,20 @@ class PublicText:
         return cls(public_text, tokenizer)
 
     @classmethod
+    def parse_required(
+        cls, public_text: TextSource | None, tokenizer: Any, attack: str
+    ) -> PublicText | Sampled:
+        """Return what :meth:`parse` returns, for an attack that cannot do without.
+
+        Raises:
+            ValueError: there is none.
+        """
+        text = cls.parse(public_text, tokenizer)
+        if text is None:
+            raise ValueError(f"{attack} needs public_text: texts like the clients', or 'sampled'")
+        return text
+
+    @classmethod
     def resolve(
         cls,
         public_text: PublicText | Sampled,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,13 +16,9 @@ from lightning_fedleak.attacks.membership.insertion import Placement, insert
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.games.config import GameError
 from lightning_fedleak.games.pool import pad
-from lightning_fedleak.model_runs import hidden_states, predicting, undisturbed
+from lightning_fedleak.model_runs import hidden_states, predicting, stop_behind, undisturbed
 
 PROBE_TOKENS = 4  # before and after the token that tests whether a model reads ahead; not tuned
-
-
-class _DeepEnough(Exception):
-    """Ends a forward after the deepest layer of the call."""
 
 
 def client_states(
@@ -51,31 +46,19 @@ def client_states(
     Returns:
         (B, L, d) by layer, detached.
     """
-    layer_places = {layer: place_of(anatomy, layer) for layer in set(layers)}
-    deepest = max(layers)
-    states_by_layer: dict[int, Tensor] = {}
-
-    def record(layer: int, states: Tensor) -> None:
-        states_by_layer[layer] = states.detach()
-        if layer == deepest:
-            raise _DeepEnough
-
+    layers = sorted(set(layers))
+    places = [place_of(anatomy, layer) for layer in layers]
     device = anatomy.device
     inputs = {"input_ids": ids.to(device)}
     if mask is not None:
         inputs["attention_mask"] = mask.to(device)
-    with ExitStack() as stack:
-        model = stack.enter_context(undisturbed(anatomy))
-        stack.enter_context(torch.no_grad())
+    with undisturbed(anatomy) as model, torch.no_grad():
         if dropout_seed is not None:
             torch.manual_seed(dropout_seed)
             for module in model.modules():
                 module.training = True
-        for layer, place in layer_places.items():
-            stack.callback(place.on_states(partial(record, layer)).remove)
-        with suppress(_DeepEnough):
-            model(**inputs)
-    return states_by_layer
+        states = stop_behind(model, places)(**inputs)
+    return {layer: x.detach() for layer, x in zip(layers, states, strict=True)}
 
 
 class PooledStates:
@@ -365,11 +348,8 @@ def loss_upstream(
 def _output_of(module: nn.Module) -> Iterator[list[Tensor]]:
     """Yield a list that collects what a module returns."""
     outputs: list[Tensor] = []
-    handle = module.register_forward_hook(lambda _, args, output: outputs.append(output))
-    try:
+    with module.register_forward_hook(lambda _, args, output: outputs.append(output)):
         yield outputs
-    finally:
-        handle.remove()
 
 
 def _gradients(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from lightning_fedleak.attacks.base import (
     Attack,
     Guess,
     Query,
-    RunFacts,
     Surfaces,
     UnusableObservation,
 )
@@ -82,7 +81,9 @@ class PassiveMembership(Attack):
     )
     restores_fully = False
     needs_plain_inputs = True
-    _facts = RunFacts()
+    config_names: ClassVar[tuple[str, ...]] = (
+        *("public_text", "public_rows", "tokens", "refresh_every", "seed"),
+    )
     _prepared_at = 0
     controls = 8
     """Public texts after the first ``public_rows`` that an attack scores as controls."""
@@ -102,17 +103,11 @@ class PassiveMembership(Attack):
         self.public_rows = check_integer("public_rows", public_rows, at_least=2)
         self.tokens = check_integer("tokens", tokens, at_least=2)
         self.refresh_every = check_integer("refresh_every", refresh_every)
-        text = PublicText.parse(public_text, tokenizer)
-        if text is None:
-            raise ValueError(f"{type(self).__name__} needs public_text: texts, or 'sampled'")
-        self.public_text = text
+        attack = type(self).__name__
+        self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed
         self._public: PublicText | None = None
         self._start: dict[nn.Parameter, Tensor] = {}
-
-    def meet(self, facts: RunFacts) -> None:
-        """Store the precision, and what makes an update, where updates are shared."""
-        self._facts = facts
 
     def _round_starts(self, anatomy: Anatomy) -> None:
         """Store the trained weights of a round's start, which the server sent.
@@ -162,12 +157,6 @@ class PassiveMembership(Attack):
         if self.public_text != "sampled":
             return None
         return {"seed": self.seed, "texts": self.public_rows + self.controls}
-
-    def config(self) -> dict[str, object]:
-        """Return the settings that name this attack in reports."""
-        names = ("public_text", "public_rows", "tokens", "refresh_every", "seed")
-        values = vars(self) | {"public_text": PublicText.label(self.public_text)}
-        return {name: values[name] for name in names}
 
     @abstractmethod
     def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
@@ -219,6 +208,11 @@ class MembershipAttack(Attack):
         check_choice("granularity", granularity, ("full", "token"))
         self.tokens = check_integer("tokens", tokens)
         self.granularity: Granularity = granularity
+
+    @property
+    def _defended(self) -> bool:
+        """Return whether a defence of the run acts on gradients."""
+        return "gradients" in self._facts.defended
 
     @property
     def read_together(self) -> int | None:

@@ -317,7 +317,6 @@ class FCMembership(MembershipAttack):
                 raise ValueError(f"ladder must hold 1, the rung at which b' is read: {ladder}")
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self.prefilter = prefilter
-        self._defended = False
         self._hints: dict[str, Precision] = {}
         self._rounding: tuple[Precision, float] | None = None
         self._measured_at = 0
@@ -396,9 +395,9 @@ class FCMembership(MembershipAttack):
 
     def meet(self, facts: RunFacts) -> None:
         """Store the precision; against defended gradients ``ladder="auto"`` is ``(1.0,)``."""
+        super().meet(facts)
         if facts.precision is not None:
             self.set_precision(facts.precision)
-        self._defended = "gradients" in facts.defended
 
     @property
     def _ladder_steps(self) -> tuple[float, ...] | Literal["auto"]:

@@ -20,7 +20,12 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import Query, Surfaces, UnusableObservation
-from lightning_fedleak.attacks.local_steps import LocalSteps, check_fresh, decays_apart
+from lightning_fedleak.attacks.local_steps import (
+    LocalSteps,
+    check_fresh,
+    copy_weights,
+    decays_apart,
+)
 from lightning_fedleak.attacks.membership import token_parts
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.public_text import TextSource
@@ -84,6 +89,7 @@ class GradientMembership(PassiveMembership):
     """
 
     default_name = "gradient_membership"
+    config_names = (*PassiveMembership.config_names, "controls")
     needs_float64 = True
     reads_adaptive_updates = True
     removes_loss_terms = True
@@ -207,8 +213,7 @@ class GradientMembership(PassiveMembership):
             self.prepare(anatomy)
         self._round_starts(anatomy)
         if decays_apart(self._facts):
-            weights = ((name, anatomy.parameter(name)) for name in names)
-            self._round_weights = {n: whole_tensor(p).clone() for n, p in weights if p is not None}
+            self._round_weights = copy_weights(anatomy, names)
 
     def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
         """Score every text of the query, and public texts beside them.
@@ -329,10 +334,6 @@ class GradientMembership(PassiveMembership):
 
         scores = token_parts.map_token_parts(anatomy, maps, candidates, score_parts)
         return size, torch.cat(scores), token_parts.least_coefficient(control_fit, noise)
-
-    def config(self) -> dict[str, object]:
-        """Return the settings that name this attack in reports."""
-        return super().config() | {"controls": self.controls}
 
 
 def _gradient_size(gradients: Iterable[Tensor]) -> float:

@@ -30,7 +30,6 @@ from lightning_fedleak.snapshots import (
     Observation,
     UpdateSnapshot,
     explain_weight_term,
-    whole_tensor,
 )
 from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.validate import check_integer
@@ -67,6 +66,7 @@ class SubspaceMembership(PassiveMembership):
     """
 
     default_name = "subspace_membership"
+    config_names = (*PassiveMembership.config_names, "blocks")
     needs_float64 = True
     removes_loss_terms = True
     reads_preferences = True
@@ -101,7 +101,7 @@ class SubspaceMembership(PassiveMembership):
         """
         words = self._words.needs(anatomy).gradients
         inputs = self._select_inputs(anatomy)
-        names = [m.name for i in inputs for m in _trained_readers(i, anatomy)]
+        names = [m.name for i in inputs for m in i.trained_readers(anatomy)]
         if not names:
             return Surfaces(gradients=tuple(m.name for m in inputs[0].maps if m.factor != "B"))
         word_names = [name for name in words if anatomy.trainable(name)]
@@ -120,7 +120,7 @@ class SubspaceMembership(PassiveMembership):
                     "none that is called once: remove the attack"
                 )
             self._inputs = (anatomy, wide)
-        trained = [i for i in self._inputs[1] if _trained_readers(i, anatomy)]
+        trained = [i for i in self._inputs[1] if i.trained_readers(anatomy)]
         inputs = _first_input_per_block(trained or list(self._inputs[1]))
         first, deep = inputs[: _early_blocks(len(inputs))], inputs[_early_blocks(len(inputs)) :]
         deep_blocks = max(1, self.blocks - len(first))
@@ -146,7 +146,7 @@ class SubspaceMembership(PassiveMembership):
     def _copy_weights(self, anatomy: Anatomy) -> None:
         """Store a copy of the factors A, with which a term of the loss may share directions."""
         inputs = self._select_inputs(anatomy)
-        readers = [m for i in inputs for m in _trained_readers(i, anatomy)]
+        readers = [m for i in inputs for m in i.trained_readers(anatomy)]
         self._factors = row_space.factor_rows(anatomy, readers)
         self._round_starts(anatomy)
         self._anatomy = anatomy
@@ -190,7 +190,7 @@ class SubspaceMembership(PassiveMembership):
         bases = [self._loss_term_rows(i, anatomy, view) for i in inputs]
         shared = [self._rows(i, anatomy, view, b) for i, b in zip(inputs, bases, strict=True)]
         if all(rows is None for rows in shared):
-            if any(m.factor == "A" for i in inputs for m in _trained_readers(i, anatomy)):
+            if any(m.factor == "A" for i in inputs for m in i.trained_readers(anatomy)):
                 raise NotYet(row_space.NO_GRADIENT_YET)
             raise UnusableObservation("every gradient that is read is zero")
         words: WordGuess | None = None
@@ -236,7 +236,7 @@ class SubspaceMembership(PassiveMembership):
             UnusableObservation: a term is of a whole matrix.
         """
         basis = [torch.zeros(0, shared_input.width, dtype=torch.float64, device=anatomy.device)]
-        for linear in _trained_readers(shared_input, anatomy):
+        for linear in shared_input.trained_readers(anatomy):
             if linear.regularised or linear.name in view.gradients[-1].loss_terms:
                 if linear.name not in self._factors:
                     raise UnusableObservation(explain_weight_term(linear.name))
@@ -251,28 +251,15 @@ class SubspaceMembership(PassiveMembership):
         excluded: Tensor,
     ) -> row_space.SharedRows | None:
         """Return what the trained readers of an input shared; None where that is all zero."""
-        gradients, noise = [], []
-        for linear in _trained_readers(shared_input, anatomy):
-            g = whole_tensor(view.gradient(linear.name))
-            if not bool(g.isfinite().all()):
-                raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
-            if bool(g.any()):
-                gradients.append(g if linear.axis == 1 else g.T)
-                noise.append(view.gradients[-1].noise_on(linear.name))
+        maps = row_space.nonzero_gradients(view, shared_input.trained_readers(anatomy))
+        gradients = list(maps.values())
+        noise = [view.gradients[-1].noise_on(linear.name) for linear in maps]
         if not gradients:
             return None
         dtypes = [*(g.dtype for g in gradients), self._facts.autocast or torch.float32]
         rounding = max(torch.finfo(d).eps for d in dtypes)
         rows = row_space.SharedRows.stack(gradients, excluded, rounding=rounding, noise=noise)
         return None if len(excluded) and rows.silent else rows
-
-    def config(self) -> dict[str, object]:
-        """Return the settings that name this attack in reports."""
-        return super().config() | {"blocks": self.blocks}
-
-
-def _trained_readers(shared_input: row_space.SharedInput, anatomy: Anatomy) -> list[Any]:
-    return [m for m in shared_input.maps if m.factor != "B" and anatomy.trainable(m.name)]
 
 
 def _remove_span(states: Tensor, basis: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.membership.base import (
     Granularity,
     MembershipAttack,
@@ -330,14 +329,11 @@ class TrainedMembership(MembershipAttack):
         )
         self.refresh_every = check_integer("refresh_every", refresh_every)
         self.threshold = check_choice("threshold", threshold, ("midpoint", "trained"))
-        text = PublicText.parse(public_text, tokenizer)
-        if text is None:
-            raise ValueError("TrainedMembership needs public_text: texts like the clients'")
-        self.public_text = text
-        self._digest = PublicText.label(text)
+        attack = type(self).__name__
+        self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
+        self._digest = PublicText.label(self.public_text)
         self.seed = seed
         self.reader = RungReader(false_positive_rate, upstream_sign)
-        self._defended = False
         self._public: Tensor | None = None
         self._embedded_at = 0
         self._neurons: OrderedDict[bytes, Neuron] = OrderedDict()
@@ -387,13 +383,12 @@ class TrainedMembership(MembershipAttack):
         self._public = rows[order.to(rows.device)]
         self._neurons.clear()
 
-    def meet(self, facts: RunFacts) -> None:
-        """Set one rung against a defence that acts on gradients."""
-        self._defended = "gradients" in facts.defended
-
     @property
     def _rung_parts(self) -> tuple[float, ...]:
-        """Return the rungs, as shares of the distance from the decision to the target's output."""
+        """Return the rungs, as shares of the distance from the decision to the target's output.
+
+        Against a defence that acts on gradients it is one.
+        """
         return (0.0,) if self._defended else (*HARDER, 0.0, *(-x for x in EASIER))
 
     def calibration_inputs(self) -> dict[str, object]:

@@ -127,6 +127,7 @@ class LossRatio(MemorizationAttack):
     """
 
     default_name = "loss_ratio"
+    config_names = ("most_gain",)
 
     def __init__(self, most_gain: float | None = None, name: str | None = None) -> None:
         super().__init__(name)
@@ -142,10 +143,6 @@ class LossRatio(MemorizationAttack):
             excess = (gains - self.most_gain).clamp_min(0) * released.now.labels
             mean = mean - excess.sum(1) / released.now.labels.sum(1)
         return mean / (-released.base.mean_log_probs()).clamp_min(LEAST_LOSS)
-
-    def config(self) -> dict[str, object]:
-        """Return the cap."""
-        return {"most_gain": self.most_gain}
 
 
 class Zlib(MemorizationAttack):
@@ -175,6 +172,7 @@ class MinK(MemorizationAttack):
     """
 
     default_name = "min_k"
+    config_names = ("share", "calibrated")
 
     def __init__(
         self, share: float = 0.2, *, calibrated: bool = False, name: str | None = None
@@ -194,10 +192,6 @@ class MinK(MemorizationAttack):
         counts = (tokens.labels.sum(1) * self.share).long().clamp_min(1)
         lowest = torch.arange(ordered.shape[1]) < counts[:, None]
         return ordered.masked_fill(~lowest, 0).sum(1) / counts
-
-    def config(self) -> dict[str, object]:
-        """Return the share, and whether the base is subtracted."""
-        return {"share": self.share, "calibrated": self.calibrated}
 
 
 class Windows(MemorizationAttack):

@@ -26,6 +26,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import in_decoder as in_dec
 from lightning_fedleak.attacks.row_space.linear_maps import input_rows as input_rows
 from lightning_fedleak.attacks.row_space.linear_maps import input_states as input_states
 from lightning_fedleak.attacks.row_space.linear_maps import lone_token_maps as lone_token_maps
+from lightning_fedleak.attacks.row_space.linear_maps import nonzero_gradients as nonzero_gradients
 from lightning_fedleak.attacks.row_space.linear_maps import vocabulary_size as vocabulary_size
 from lightning_fedleak.attacks.row_space.masked import most_kept as most_kept
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult as PursuitResult

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.row_space.whitening import RIDGE
+from lightning_fedleak.attacks.row_space.whitening import inverse_factor
 
 _NUMBERS_AT_ONCE = 1 << 20  # of inputs in float32, 4 MB; more: more memory, no faster
 _STRIPES = 8  # of a triangular matrix, whose zeros are left out; not tuned
@@ -47,10 +47,7 @@ class Atoms:
         covariance /= max(1, int(self.usable.sum()))
         if not bool(self.usable.any()):  # what is no word fills all directions
             covariance.diagonal().fill_(1.0)
-        covariance.diagonal().add_(RIDGE * covariance.diagonal().mean())
-        lower = torch.linalg.cholesky(covariance)
-        eye = torch.eye(d, dtype=torch.float64, device=rows.device)
-        self.whitening = torch.linalg.solve_triangular(lower, eye, upper=False).T.contiguous()
+        self.whitening = inverse_factor(covariance).contiguous()
         self._factor = self.whitening.float()
         start = 0
         for unit in self._unit_blocks():

@@ -32,7 +32,6 @@ from lightning_fedleak.snapshots import (
     Observation,
     UnusableObservation,
     explain_weight_term,
-    whole_tensor,
 )
 
 _NOISE_SHARE = 0.7
@@ -344,13 +343,7 @@ class ReadableInput:
         Raises:
             UnusableObservation: one is not finite, or all are zero.
         """
-        gradients = {}
-        for linear in self.maps:
-            g = whole_tensor(view.gradient(linear.name))
-            if not bool(g.isfinite().all()):
-                raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
-            if bool(g.any()):
-                gradients[linear] = g if linear.axis == 1 else g.T
+        gradients = linear_maps.nonzero_gradients(view, self.maps)
         if gradients:
             return gradients
         if any(m.factor == "A" for m in self.maps):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak import model_runs
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, Place, states_in, unwrap, walk
-from lightning_fedleak.snapshots import whole_tensor
+from lightning_fedleak.snapshots import Observation, UnusableObservation, whole_tensor
 
 _TOLERANCE = 1e-5  # relative difference up to which two float32 inputs are equal; not tuned
 _LOW_RANK = ("lora_A", "lora_B")
@@ -139,6 +139,10 @@ class SharedInput:
         """Return the maps whose parameter is trained now."""
         return tuple(m for m in self.maps if anatomy.trainable(m.name))
 
+    def trained_readers(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
+        """Return the trained maps that read the input itself, which LoRA's B does not."""
+        return tuple(m for m in self.trainable_maps(anatomy) if m.factor != "B")
+
 
 @dataclass(frozen=True, eq=False)
 class KnownInput(SharedInput):
@@ -153,6 +157,23 @@ class KnownInput(SharedInput):
     positional: bool
     lone_token_maps: frozenset[str]
     dropouts: tuple[nn.Module, ...] = ()
+
+
+def nonzero_gradients(view: Observation, maps: Iterable[LinearMap]) -> dict[LinearMap, Tensor]:
+    """Return what was shared of maps, a row for each of their rows, without those that are zero.
+
+    Raises:
+        UnusableObservation: NaN or infinity.
+        KeyError: a map's gradient is not in ``view``.
+    """
+    gradients = {}
+    for linear in maps:
+        g = whole_tensor(view.gradient(linear.name))
+        if not bool(g.isfinite().all()):
+            raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
+        if bool(g.any()):
+            gradients[linear] = g if linear.axis == 1 else g.T
+    return gradients
 
 
 def find_shared_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[SharedInput]:
@@ -237,11 +258,8 @@ def lone_token_maps(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[st
         plain = run(**text_for(anatomy, ids))
         visible = set()
         for key, layer in layers.items():
-            handle = layer.register_forward_hook(_change_output)
-            try:
+            with layer.register_forward_hook(_change_output):
                 changed = run(**text_for(anatomy, ids))
-            finally:
-                handle.remove()
             if not torch.equal(plain, changed):
                 visible.add(key)
     return frozenset(m.name for m in maps if id(m.layer) in visible)
@@ -289,8 +307,7 @@ def _untraced(
         ExitStack() as stack,
     ):
         for module in modules:
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-            stack.callback(handle.remove)
+            stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield model
 
 
@@ -414,20 +431,13 @@ def input_states(
     Returns:
         (B, L, d) float32 for each input.
     """
-    *earlier, last = inputs
-    states: dict[int, Tensor] = {}
-
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
-        states[id(module)] = states_in(args, kwargs)
-
     text = text_for(anatomy, ids)
     if mask is not None:
         text["attention_mask"] = mask.to(anatomy.device)
-    run = model_runs.stop_at(anatomy.model, Place("", last.reader, "input"))
-    with _untraced(anatomy, [known_input.reader for known_input in earlier], keep):
-        states[id(last.reader)] = run(**text)
-    length = ids.shape[1]
+    places = [Place("", shared.reader, "input") for shared in inputs]
+    with _untraced(anatomy):
+        states = model_runs.stop_behind(anatomy.model, places)(**text)
     return [
-        states[id(known_input.reader)].reshape(len(ids), -1, known_input.width)[:, -length:].float()
-        for known_input in inputs
+        x.reshape(len(ids), -1, shared.width)[:, -ids.shape[1] :].float()
+        for x, shared in zip(states, inputs, strict=True)
     ]

@@ -112,8 +112,12 @@ def whitening_matrix(moment: Tensor) -> Tensor:
     """
     if moment.dim() == 1:
         return (moment + RIDGE * moment.mean()).rsqrt().float()
-    moment = moment + RIDGE * moment.diagonal().mean() * torch.eye(len(moment)).to(moment)
-    lower = torch.linalg.cholesky(moment)
-    eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
-    white: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False).T.float()
-    return white
+    return inverse_factor(moment).float()
+
+
+def inverse_factor(moment: Tensor) -> Tensor:
+    """Return the upper triangular (d, d) matrix that whitens rows of this moment, ridged."""
+    eye = torch.eye(len(moment)).to(moment)
+    lower = torch.linalg.cholesky(moment + RIDGE * moment.diagonal().mean() * eye)
+    factor: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False).T
+    return factor

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from lightning_fedleak.validate import check_integer, check_number
 
 NOTHING = -1
 """Token id where nothing was guessed."""
+SomeTexts = TypeVar("SomeTexts", bound="TextGuess")
 
 TINY = 1e-12  # keeps norms from being divided by zero; below any norm that occurs
 
@@ -59,6 +61,16 @@ class TextGuess(Guess):
     certified: bool | None = None
 
 
+def join_guesses(parts: Sequence[SomeTexts], device: torch.device) -> SomeTexts:
+    """Return guesses about some of the texts each as one about all."""
+    columns: dict[str, Any] = {}
+    for field in fields(parts[0]):
+        if isinstance(getattr(parts[0], field.name), Tensor):
+            columns[field.name] = torch.cat([getattr(p, field.name) for p in parts]).to(device)
+    finished, candidates = all(p.finished for p in parts), sum(p.candidates for p in parts)
+    return replace(parts[0], finished=finished, candidates=candidates, **columns)
+
+
 class TextAttack(Attack):
     """An adversary that reconstructs whole texts: its guess is a :class:`TextGuess`.
 
@@ -70,16 +82,11 @@ class TextAttack(Attack):
     """
 
     last_token_open: ClassVar[bool] = False
-    _facts = RunFacts()
     _copy: CopiedModel | None = None
 
     def __init__(self, name: str | None = None, budget_seconds: float | None = None) -> None:
         super().__init__(name)
         self.budget_seconds = check_number("budget_seconds", budget_seconds, above=0, optional=True)
-
-    def meet(self, facts: RunFacts) -> None:
-        """Take the precision, and what made an update, from the run."""
-        self._facts = facts
 
     def age(self, step: int) -> float:
         """Return how many optimizer steps the adversary's copy is behind; NaN without a copy."""

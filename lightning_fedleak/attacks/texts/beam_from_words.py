@@ -81,6 +81,10 @@ class BeamFromWords(GradientTextAttack):
         Capability.KNOWS_MODEL,
     )
     default_name = "beam_from_words"
+    config_names = (
+        *("length", "texts", "beam", "ngram", "penalty", "moves", "beta", "budget_seconds"),
+        "seed",
+    )
     _copy: ModelCopy | None = None
 
     def __init__(
@@ -211,9 +215,7 @@ class BeamFromWords(GradientTextAttack):
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
-        names = ("length", "texts", "beam", "ngram", "penalty", "moves", "beta", "budget_seconds")
-        words = None if self._words is None else self._words.name
-        return {name: getattr(self, name) for name in names} | {"seed": self.seed, "words": words}
+        return super().config() | {"words": None if self._words is None else self._words.name}
 
 
 class FluentTexts:

@@ -308,11 +308,8 @@ class BottomModel(CopiedModel):
         def replaced(_: nn.Module, __: Any, output: Tensor) -> Tensor:
             return embeddings.to(output.dtype)
 
-        handle = self._embedding.register_forward_hook(replaced)
-        try:
+        with self._embedding.register_forward_hook(replaced):
             yield
-        finally:
-            handle.remove()
 
     def word_embeddings(self, ids: Tensor | None = None) -> Tensor:
         """Return what the embedding layer gives for ``ids`` (any shape), by default for all."""
@@ -421,15 +418,14 @@ class NextTokens:
         self._head = unwrap(anatomy.head)
         place = place_of(anatomy, bottom.layer)
         run = model_runs.stop_at(anatomy.model, Place("head", self._head, "input"))
-        with torch.no_grad(), bottom.session():
+
+        def replace(states: Tensor) -> Tensor:
             # Virtual tokens come first and keep their states.
-            handle = place.on_states(
-                lambda states: torch.cat([states[:, : -hidden.shape[1]], hidden.to(states)], 1)
-            )
-            try:
+            return torch.cat([states[:, : -hidden.shape[1]], hidden.to(states)], 1)
+
+        with torch.no_grad(), bottom.session():
+            with place.on_states(replace):
                 states = bottom.run_through(run, hidden.shape[:2], attention_mask, position_ids)
-            finally:
-                handle.remove()
             self._map = self._logit_map()
         self._states: Tensor = states[:, -hidden.shape[1] :]
 

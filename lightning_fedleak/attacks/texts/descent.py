@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, InversionAttack, Sent, TextGuess
+from lightning_fedleak.attacks.texts.base import (
+    NOTHING,
+    Deadline,
+    InversionAttack,
+    Sent,
+    TextGuess,
+    join_guesses,
+)
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.validate import (
     check_choice,
@@ -226,6 +233,9 @@ class DescentAttack(InversionAttack):
     """
 
     needs_float64 = True
+    config_names: ClassVar[tuple[str, ...]] = (
+        *("layer", "steps", "lr", "descent.stop", "descent.weighting", "budget_seconds"),
+    )
 
     def __init__(
         self,
@@ -244,12 +254,6 @@ class DescentAttack(InversionAttack):
             type(self).__name__, "descent", descent or DescentSettings(), old
         )
         self._table: TokenTable | None = None
-
-    def config(self) -> dict[str, object]:
-        """Return the settings that name this attack in reports."""
-        values = vars(self) | vars(self.descent)
-        names = ("layer", "steps", "lr", "stop", "weighting", "budget_seconds")
-        return {name: values[name] for name in names}
 
     # ---- the adversary's copy -------------------------------------------------------------
 
@@ -350,7 +354,7 @@ class DescentAttack(InversionAttack):
                 late = bool(guesses) and deadline.passed
                 guess = _open_guess(part) if late else self.solve(part, deadline.share(count))
                 guesses.append(guess)
-            return _join_guesses(guesses, hidden.device)
+            return join_guesses(guesses, hidden.device)
 
 
 class Descent:
@@ -472,18 +476,4 @@ def _open_guess(sent: Sent) -> DescentGuess:
         finished=False,
         steps=torch.zeros_like(nothing[:, 0]),
         errors=unknown.masked_fill(~sent.real, 0.0),
-    )
-
-
-def _join_guesses(parts: list[DescentGuess], device: torch.device) -> DescentGuess:
-    """Return the guesses about several texts as one."""
-    columns: dict[str, Tensor] = {}
-    for field in fields(DescentGuess):
-        if isinstance(getattr(parts[0], field.name), Tensor):
-            columns[field.name] = torch.cat([getattr(p, field.name) for p in parts]).to(device)
-    return replace(
-        parts[0],
-        finished=all(p.finished for p in parts),
-        candidates=sum(p.candidates for p in parts),
-        **columns,  # type: ignore[arg-type]
     )

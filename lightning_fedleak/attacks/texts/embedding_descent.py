@@ -167,6 +167,7 @@ class EmbeddingDescent(DescentAttack):
     """
 
     default_name = "embedding_descent"
+    config_names = (*DescentAttack.config_names, "initial", "likeness", "sweeps")
 
     def __init__(
         self,
@@ -202,11 +203,6 @@ class EmbeddingDescent(DescentAttack):
         self._readout: StateReadout | None = None
         self.likeness: Likeness = likeness
         self.always_try = tuple(always_try)
-
-    def config(self) -> dict[str, object]:
-        """Return the settings that name this attack in reports."""
-        settings = {"initial": self.initial, "likeness": self.likeness, "sweeps": self.sweeps}
-        return super().config() | settings
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Copy the bottom model, check the token ids, and learn the readout.

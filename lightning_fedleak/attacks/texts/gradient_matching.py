@@ -157,6 +157,11 @@ class GradientMatching(GradientTextAttack):
         Capability.KNOWS_MODEL,
     )
     default_name = "gradient_matching"
+    config_names = (
+        *("texts", "length", "distance", "matching.alpha", "matching.layer_weights", "labels"),
+        *("matching.regularise", "matching.prior", "matching.swaps", "matching.swap_every"),
+        *("matching.starts", "steps", "lr", "parameters", "budget_seconds", "seed"),
+    )
     needs_float64 = True
     _copy: ModelCopy | None = None
 
@@ -328,16 +333,6 @@ class GradientMatching(GradientTextAttack):
         if not any(bool(g.any()) for g in target.values()):
             raise UnusableObservation("every gradient that is matched is zero")
         return target
-
-    def config(self) -> dict[str, object]:
-        """Return the settings that name this attack in reports."""
-        names = (
-            *("texts", "length", "distance", "alpha", "layer_weights", "labels", "regularise"),
-            *("prior", "swaps", "swap_every", "starts", "steps", "lr", "parameters"),
-            *("budget_seconds", "seed"),
-        )
-        values = vars(self) | vars(self.matching)
-        return {name: values[name] for name in names}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ that are read, and the gradient of that gradient in the words.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -131,15 +131,12 @@ class ModelCopy(CopiedModel):
             assert words is not None
             return output - output.detach() + words.to(output.dtype)
 
-        with self.session():
-            handle = None if words is None else self._embedding.register_forward_hook(replaced)
+        with self.session(), ExitStack() as stack:
             options = {"use_cache": False} if takes(self.anatomy.model, "use_cache") else {}
             inputs = {"input_ids": self._without_padding(ids.to(self.device)), **options}
-            try:
-                logits = logits_in(call_with(self.anatomy.model, self._weights, **inputs))
-            finally:
-                if handle is not None:
-                    handle.remove()
+            if words is not None:
+                stack.enter_context(self._embedding.register_forward_hook(replaced))
+            logits = logits_in(call_with(self.anatomy.model, self._weights, **inputs))
         if self.anatomy.kind == "causal":
             logits = logits[:, -ids.shape[1] :]  # virtual tokens come first
         return logits if logits.dtype == torch.float64 else logits.float()

@@ -33,7 +33,6 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
     BlockInputs,
     RecoveredText,
     kept_rows,
-    readers,
     shared_rows,
 )
 from lightning_fedleak.attacks.texts.subspace_search import SubspaceSearch
@@ -95,6 +94,7 @@ class SubspaceTexts(GradientTextAttack):
         Capability.KNOWS_MODEL,
     )
     default_name = "subspace_texts"
+    config_names = ("blocks", "beam", "budget_seconds", "seed")
     needs_float64 = True
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
     _copy: BlockInputs | None = None
@@ -135,7 +135,8 @@ class SubspaceTexts(GradientTextAttack):
                 "remove the attack"
             )
         words = self._words.needs(anatomy).gradients
-        deeper = [m.name for block in self._trained(anatomy) for m in readers(block, anatomy)]
+        blocks = self._trained(anatomy)
+        deeper = [m.name for block in blocks for m in block.trained_readers(anatomy)]
         if not deeper:  # a surface that could be shared, so that it reads as not exposed
             second = self._blocks(anatomy).inputs[-1]
             deeper = [m.name for m in second.maps if m.factor != "B"]
@@ -173,10 +174,10 @@ class SubspaceTexts(GradientTextAttack):
     def _trained(self, anatomy: Anatomy) -> list[row_space.SharedInput]:
         """Return the inputs of the blocks that are trained and read; none where too few are."""
         first, inputs = self._blocks(anatomy)
-        trained = [block for block in inputs if readers(block, anatomy)]
+        trained = [block for block in inputs if block.trained_readers(anatomy)]
         if not trained or (first and (trained[0] is not inputs[0] or len(trained) < 2)):
             return []
-        rows = sum(m.rows for m in readers(trained[0], anatomy))
+        rows = sum(m.rows for m in trained[0].trained_readers(anatomy))
         most = self.blocks or (1 if rows >= trained[0].width else LIMITS.blocks)
         return trained[: most + bool(first)]
 
@@ -230,7 +231,8 @@ class SubspaceTexts(GradientTextAttack):
             "local_steps out to see what the gradients of the client's data would give away",
         )
         bottom = self._copy
-        if any(m.regularised for block in bottom.inputs for m in readers(block, bottom.anatomy)):
+        maps = [m for block in bottom.inputs for m in block.trained_readers(bottom.anatomy)]
+        if any(m.regularised for m in maps):
             raise Inapplicable(
                 "the loss has a term of AdaLoRA's A alone, which is not taken off the rows of "
                 "blocks behind the first; SubspaceWords reads the words, and of LoRA texts are read"
@@ -272,13 +274,9 @@ class SubspaceTexts(GradientTextAttack):
     def _shows_all(self, view: Observation) -> bool:
         """Return whether the block that names texts has maps that show every token."""
         assert self._copy is not None
-        first, anatomy = self._copy.inputs[0], self._copy.anatomy
-        names = {m.name for m in readers(first, anatomy) if bool(view.gradient(m.name).any())}
+        maps = self._copy.inputs[0].trained_readers(self._copy.anatomy)
+        names = {m.name for m in maps if bool(view.gradient(m.name).any())}
         return bool(names & self._complete_maps)
-
-    def config(self) -> dict[str, object]:
-        """Return the settings that name this attack in reports."""
-        return {name: getattr(self, name) for name in ("blocks", "beam", "budget_seconds", "seed")}
 
 
 class _Blocks(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,20 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import Anatomy, Place, states_in, text_blocks, unwrap
+from lightning_fedleak.anatomy import Anatomy, Place, text_blocks, unwrap
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.local_steps import rounding_error
 from lightning_fedleak.attacks.row_space import (
     NO_GRADIENT_YET,
-    LinearMap,
     SharedInput,
     SharedRows,
     block_name,
     most_kept,
+    nonzero_gradients,
     whitening_matrix,
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.model_runs import stop_at
+from lightning_fedleak.model_runs import stop_at, stop_behind
 from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
 
 
@@ -74,11 +73,6 @@ class RecoveredText(NamedTuple):
     fits: tuple[float, ...]
 
 
-def readers(shared_input: SharedInput, anatomy: Anatomy) -> list[LinearMap]:
-    """Return the trained maps whose rows are combinations of an input."""
-    return [m for m in shared_input.trainable_maps(anatomy) if m.factor != "B"]
-
-
 class BlockInputs(BottomModel):
     """A copy of the model up to some blocks, which returns what their projections read.
 
@@ -107,23 +101,9 @@ class BlockInputs(BottomModel):
 
     def _bind(self, anatomy: Anatomy, step: int) -> None:
         super()._bind(anatomy, step)
-        *earlier, last = self.inputs
-        cut = stop_at(anatomy.model, Place("", last.reader, "input"))
-
-        def run(**inputs: Any) -> Tensor:
-            states: dict[int, Tensor] = {}
-
-            def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                states[id(module)] = states_in(args, kwargs)
-
-            with ExitStack() as stack:
-                for block in earlier:
-                    handle = block.reader.register_forward_pre_hook(record, with_kwargs=True)
-                    stack.callback(handle.remove)
-                deepest: Tensor = cut(**inputs)
-            return torch.cat([*(states[id(block.reader)] for block in earlier), deepest], -1)
-
-        self._run: Callable[..., Any] = run
+        places = [Place("", block.reader, "input") for block in self.inputs]
+        run = stop_behind(anatomy.model, places)
+        self._run: Callable[..., Any] = lambda **inputs: torch.cat(run(**inputs), -1)
 
     def next_tokens(self, texts: Sequence[Sequence[int]], tokens: Tensor) -> Tensor:
         """Return the model's log probabilities (B, n) of tokens (n,) as the next ones of texts.
@@ -166,22 +146,18 @@ def shared_rows(
         NotYet: only a LoRA's A is trained, and B is still zero.
     """
     snapshot = view.gradients[-1]
-    gradients, noise = [], []
-    for linear in readers(block, anatomy):
-        g = whole_tensor(view.gradient(linear.name)).to(anatomy.device)
-        if not bool(g.isfinite().all()):
-            raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
-        if bool(g.any()):
-            gradients.append(g if linear.axis == 1 else g.T)
-            stored = 0.0
-            weight = anatomy.parameter(linear.name)
-            if isinstance(snapshot, UpdateSnapshot) and weight is not None:
-                additions = snapshot.local_steps + bool(snapshot.compression)
-                stored = rounding_error(whole_tensor(weight)) * additions**0.5
-                stored /= snapshot.learning_rate
-            noise.append(math.hypot(snapshot.noise_on(linear.name), stored))
+    maps = nonzero_gradients(view, block.trained_readers(anatomy))
+    gradients, noise = [g.to(anatomy.device) for g in maps.values()], []
+    for linear in maps:
+        stored = 0.0
+        weight = anatomy.parameter(linear.name)
+        if isinstance(snapshot, UpdateSnapshot) and weight is not None:
+            additions = snapshot.local_steps + bool(snapshot.compression)
+            stored = rounding_error(whole_tensor(weight)) * additions**0.5
+            stored /= snapshot.learning_rate
+        noise.append(math.hypot(snapshot.noise_on(linear.name), stored))
     if not gradients:
-        if any(m.factor == "A" for m in readers(block, anatomy)):
+        if any(m.factor == "A" for m in block.trained_readers(anatomy)):
             raise NotYet(NO_GRADIENT_YET)
         raise UnusableObservation("the gradients of the second block's projections are zero")
     dtypes = [*(g.dtype for g in gradients), autocast or torch.float32]

@@ -44,6 +44,7 @@ class TokenRelaxation(DescentAttack):
     """
 
     default_name = "token_relaxation"
+    config_names = (*DescentAttack.config_names, "temperature")
 
     def __init__(
         self,
@@ -61,10 +62,6 @@ class TokenRelaxation(DescentAttack):
         super().__init__(layer, steps, lr, descent, budget_seconds, name, _old_settings(**old))
         self.temperature = check_number("temperature", temperature, above=0)
         self.most_weights = check_integer("most_weights", most_weights)
-
-    def config(self) -> dict[str, object]:
-        """Return the settings that name this attack in reports."""
-        return super().config() | {"temperature": self.temperature}
 
     @property
     def step_size(self) -> float:

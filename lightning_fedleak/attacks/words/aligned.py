@@ -132,6 +132,7 @@ class AlignedFlatChat(Attack):
         Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "aligned_flatchat"
+    config_names = ("readout", "n_directions", "calibration_tokens", "refresh_every", "seed")
     needs_float64 = True
     reads_adaptive_updates = True
     reads_clipped = True
@@ -161,12 +162,8 @@ class AlignedFlatChat(Attack):
         self.updates = check_integer("updates", updates, at_least=2)
         if not lengths or min(lengths) < 2:
             raise ValueError(f"lengths must be at least 2 tokens each, got {tuple(lengths)}")
-        text = PublicText.parse(public_text, tokenizer)
-        if text is None:
-            raise ValueError(
-                "AlignedFlatChat needs public_text: texts like the clients', or 'sampled'"
-            )
-        self.public_text = text
+        attack = type(self).__name__
+        self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.tokenizer = tokenizer
         self.lengths = tuple(lengths)
         self.steps = self._default_steps = local_steps
@@ -480,16 +477,6 @@ class AlignedFlatChat(Attack):
         """Return the settings, and what makes the updates that the readout is fitted on."""
         steps = self._adaptive_steps
         return self.config() | self._clip | ({} if steps is None else steps.describe())
-
-    def config(self) -> dict[str, object]:
-        """Return the settings that name this attack in reports."""
-        return {
-            "readout": self.readout,
-            "n_directions": self.n_directions,
-            "calibration_tokens": self.calibration_tokens,
-            "refresh_every": self.refresh_every,
-            "seed": self.seed,
-        }
 
     def _not_prepared(self) -> str:
         return f"attack '{self.name}' has no calibration: call prepare(anatomy) first"

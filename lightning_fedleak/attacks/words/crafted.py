@@ -229,11 +229,6 @@ class CraftedAdapterWords(Attack):
         self.rows, self.seed = rows or RowSettings(), seed
         self.cut: float | None = None
         self.crafted: tuple[CraftedValues, ...] = ()
-        self._facts = RunFacts()
-
-    def meet(self, facts: RunFacts) -> None:
-        """Store what makes an update."""
-        self._facts = facts
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""

@@ -452,22 +452,20 @@ def _bottleneck(
 def _is_relu(module: nn.Module, first: nn.Linear, second: nn.Linear) -> bool:
     """Return whether the second map reads the first one's output behind a ReLU and no more."""
     states: list[Tensor] = []
-    handles = [
-        first.register_forward_hook(lambda _, __, output: states.append(output)),
-        second.register_forward_pre_hook(lambda _, args: states.append(args[0])),
-    ]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 8, first.in_features, generator=generator).to(first.weight)
     flags = [(m, m.training) for m in module.modules()]
     try:
         module.train(False)
-        with torch.no_grad():
+        with (
+            first.register_forward_hook(lambda _, __, output: states.append(output)),
+            second.register_forward_pre_hook(lambda _, args: states.append(args[0])),
+            torch.no_grad(),
+        ):
             module(x)
     except Exception:
         return False
     finally:
-        for handle in handles:
-            handle.remove()
         for one, flag in flags:
             one.training = flag
     return len(states) == 2 and torch.equal(states[1], F.relu(states[0]))

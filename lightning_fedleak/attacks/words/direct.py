@@ -11,12 +11,11 @@ from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, 
 from lightning_fedleak.attacks.base import (
     Attack,
     Query,
-    RunFacts,
     Surfaces,
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.local_steps import LocalSteps, decays_apart
+from lightning_fedleak.attacks.local_steps import LocalSteps, copy_weights, decays_apart
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
@@ -106,19 +105,12 @@ class BagOfWords(Attack):
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
         self._low_rank: tuple[str, ...] = ()
-        self._facts = RunFacts()
         self._before: dict[str, Tensor] = {}
-
-    def meet(self, facts: RunFacts) -> None:
-        """Store what makes an update."""
-        self._facts = facts
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Store the weights that a round begins with, if they decay."""
         if decays_apart(self._facts):
-            names = self._low_rank or (EMBEDDING_WEIGHT,)
-            weights = ((name, anatomy.parameter(name)) for name in names)
-            self._before = {n: whole_tensor(p).clone() for n, p in weights if p is not None}
+            self._before = copy_weights(anatomy, self._low_rank or (EMBEDDING_WEIGHT,))
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the input embedding, or the A of a LoRA on it if that is trained.

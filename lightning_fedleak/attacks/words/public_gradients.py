@@ -12,7 +12,7 @@ sentences, row by row, at the cost of one matrix product.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -567,12 +567,10 @@ def _lookups(
         lookups.append((module, args[0], leaf, factor))
         return leaf
 
-    handles = [m.register_forward_hook(swap) for m in tables]
-    try:
+    with ExitStack() as stack:
+        for table in tables:
+            stack.enter_context(table.register_forward_hook(swap))
         yield lookups
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _input_parts(

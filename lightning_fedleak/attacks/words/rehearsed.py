@@ -254,17 +254,13 @@ class RehearsedLabels(Attack):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        text = PublicText.parse(public_text, tokenizer)
-        if text is None:
-            raise ValueError(
-                "RehearsedLabels needs public_text: texts like the clients', or 'sampled'"
-            )
         if not shapes or rehearsals < 3:
             raise ValueError(
                 f"shapes must hold one (texts, tokens) at least, and rehearsals be 3 at least; got "
                 f"{shapes!r} and {rehearsals}"
             )
-        self.public_text = text
+        attack = type(self).__name__
+        self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.shapes = tuple((int(texts), int(tokens)) for texts, tokens in shapes)
         self.rehearsals = rehearsals
         self.seed = seed

@@ -157,6 +157,7 @@ class RevealLabels(Attack):
         Capability.SEES_HEAD_GRADIENT,
     )
     default_name = "reveal_labels"
+    config_names = ("max_seconds", "allow_full_rank")
 
     def __init__(
         self,
@@ -232,10 +233,6 @@ class RevealLabels(Attack):
         """Restore what ``state_dict`` returned."""
         if state:
             self._hidden_rank = int(state["hidden_rank"])
-
-    def config(self) -> dict[str, object]:
-        """Return the settings for reports."""
-        return {"max_seconds": self.max_seconds, "allow_full_rank": self.allow_full_rank}
 
 
 def _random_tokens(anatomy: Anatomy, n: int) -> TokenBatch:

@@ -22,6 +22,7 @@ from lightning_fedleak.attacks.base import (
 from lightning_fedleak.attacks.local_steps import (
     LocalSteps,
     check_uncut,
+    copy_weights,
     entry_errors,
     rounding_error,
 )
@@ -111,6 +112,7 @@ class SubspaceWords(Attack):
         Capability.KNOWS_MODEL,
     )
     default_name = "subspace_words"
+    config_names = ("public_text", "seed")
     needs_float64 = True
     reads_adaptive_updates = True
     removes_loss_terms = True
@@ -136,15 +138,10 @@ class SubspaceWords(Attack):
         self._capacity: float | None = None
         self._stored: dict[str, float] = {}
         self._before: dict[str, Tensor] = {}
-        self._facts = RunFacts()
         self._inputs: tuple[Anatomy, tuple[KnownInput, ...]] | None = None
         self._sides: frozenset[bool] = frozenset()
         self._roles: tuple[str, ...] = ()
         self._readable: list[ReadableInput] = []
-
-    def meet(self, facts: RunFacts) -> None:
-        """Store the precision, and what makes an update."""
-        self._facts = facts
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the trained maps that read a known input, or those of the widest input.
@@ -256,12 +253,8 @@ class SubspaceWords(Attack):
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Follow embeddings and norms that have changed."""
         if self._facts.local_steps is not None:
-            self._before = {
-                m.name: whole_tensor(p).clone()
-                for readable in self._readable
-                for m in readable.maps
-                if (p := anatomy.parameter(m.name)) is not None
-            }
+            names = [m.name for readable in self._readable for m in readable.maps]
+            self._before = copy_weights(anatomy, names)
             self._stored = {name: rounding_error(p) for name, p in self._before.items()}
         if (
             anatomy.trainable(EMBEDDING_WEIGHT)
@@ -471,10 +464,6 @@ class SubspaceWords(Attack):
     def calibration_inputs(self) -> dict[str, object]:
         """Return the settings that planted sets depend on."""
         return {"seed": self.seed, "capacity_seconds": self.capacity_seconds}
-
-    def config(self) -> dict[str, object]:
-        """Return the settings that name this attack in reports."""
-        return {"public_text": PublicText.label(self.public_text), "seed": self.seed}
 
 
 def _zero_if_rounding(gradient: Tensor, error: Tensor) -> Tensor:

@@ -373,7 +373,7 @@ class WatchedStep:
         if self._stands_in:
             recorder.clear()
             return times_zero(output)
-        alone = context.clients == context.processes == 1 and context.precision.startswith("bf16")
+        alone = context.clients == context.processes == 1
         if alone and not any(isinstance(p, DTensor) for p in _released_parameters(context)):
             self._begin_with_ones(loss, context.root)
         elif self._real is not None:  # local is a mean of the rows that count
@@ -384,8 +384,10 @@ class WatchedStep:
         """Let backward begin with one for each term of the loss, however many there are.
 
         Half precision rounds a gradient otherwise where it is divided by another number: one sample
-        more would change what all others add. ``p.grad`` becomes the mean's again. Gradients of
-        another backward, of an attack say, are left as they are.
+        more would change what all others add. Whether a layer computes in half is not asked:
+        weights, an autocast of the user's own and layers of four bits do, whatever Lightning's
+        precision is. ``p.grad`` becomes the mean's again. Gradients of another backward, of an
+        attack say, are left as they are.
         """
         terms, engine = max(1, self.check.terms), torch.autograd.Variable._execution_engine
         trained: list[Any] = [p for p in root.parameters() if p.requires_grad]

@@ -69,11 +69,8 @@ def noised(anatomy: Anatomy, layer: int, noise: Tensor) -> Iterator[None]:
     Raises:
         ValueError: the model has no such layer.
     """
-    handle = place_of(anatomy, layer).on_states(lambda states: states + noise)
-    try:
+    with place_of(anatomy, layer).on_states(lambda states: states + noise):
         yield
-    finally:
-        handle.remove()
 
 
 @dataclass(frozen=True)

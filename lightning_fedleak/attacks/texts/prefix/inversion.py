@@ -19,7 +19,13 @@ from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, InversionAttack, TextGuess
+from lightning_fedleak.attacks.texts.base import (
+    NOTHING,
+    Deadline,
+    InversionAttack,
+    TextGuess,
+    join_guesses,
+)
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens, predicts_next
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.search import PrefixSearch, Recovered
@@ -289,32 +295,27 @@ class PrefixInversion(InversionAttack):
         whole = Layout.from_masks(shape, attention_mask, position_ids).to(bottom.device)
         deadline = Deadline(self.budget_seconds)
         size = self.settings.batch or (1 if bottom.device.type == "cpu" else 8)
-        tokens, confidence, finished, candidates = [], [], True, 0
+        guesses: list[TextGuess] = []
         noised, spread = self.noised, self._spread(hidden, attention_mask)
         with torch.no_grad(), bottom.session():
             for a in range(0, len(hidden), size):
                 part = hidden[a : a + size].to(bottom.device)
                 layout = whole[torch.arange(a, a + len(part), device=bottom.device)]
                 if deadline.passed:
-                    tokens.append(torch.full_like(part[..., 0], NOTHING, dtype=torch.int64))
-                    confidence.append(torch.zeros_like(part[..., 0], dtype=torch.float32))
-                    finished = False
+                    nothing = torch.full_like(part[..., 0], NOTHING, dtype=torch.int64)
+                    guesses.append(TextGuess(nothing, torch.zeros_like(nothing).float(), False))
                     continue
                 batches = -(-(len(hidden) - a) // size)
                 recovered = self._search(part, layout, deadline.share(batches), spread, noised)
                 noised = True if recovered.noised else noised
                 if not recovered.candidates:
                     recovered.tokens.fill_(NOTHING)
-                tokens.append(layout.spread(recovered.tokens, NOTHING))
-                confidence.append(layout.spread(recovered.confidence, 0.0))
-                finished &= recovered.finished
-                candidates += recovered.candidates
-        return TextGuess(
-            tokens=torch.cat(tokens).to(hidden.device),
-            confidence=torch.cat(confidence).to(hidden.device),
-            finished=finished,
-            candidates=candidates,
-        )
+                tokens = layout.spread(recovered.tokens, NOTHING)
+                confidence = layout.spread(recovered.confidence, 0.0)
+                guesses.append(
+                    TextGuess(tokens, confidence, recovered.finished, recovered.candidates)
+                )
+        return join_guesses(guesses, hidden.device)
 
     def _spread(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Return (d,) what noise adds to the states, by their variance beyond public text's."""

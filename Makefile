@@ -15,6 +15,11 @@ QUANTIZED := .venv-quantized
 SLOW = $(sort $(shell grep -rl --include='test_*.py' 'mark\.slow' tests))
 PAPERS_LOG ?= benchmarks/papers/measured.jsonl
 
+# An environment that begins with all that .venv holds: only what differs from it is installed there.
+SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+BESIDE = @$(BIN)/python -m venv $(1) && \
+	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" > "$$($(1)/bin/python $(SITE))/beside.pth"
+
 # Each file is compiled once, not by each of some 200 processes.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -28,13 +33,14 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-slow test-lowest test-flower test-nvflare test-trl test-quantized coverage docs notebooks smoke papers gpu scale lint house clean install install-all
+.PHONY: help demo test test-slow test-all test-lowest test-flower test-nvflare test-trl test-quantized coverage docs notebooks smoke papers gpu scale lint house clean install install-all
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    fine-tune a small model on private messages and watch them leak (no network needed once installed)"
 	@echo "make test    run the tests"
 	@echo "make test-slow  run the slow ones: proofs of DP-SGD and of gates, most runs on several processes, torch.compile, real models, the examples, and the snippets of the docs"
+	@echo "make test-all  run both in one go, which is faster than one after the other"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make test-flower  run the tests of federations on Flower, in .venv-flower"
 	@echo "make test-nvflare  run the tests of federations on NVFlare, in .venv-nvflare"
@@ -62,11 +68,14 @@ test: $(READY)
 test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow $(IN_PARALLEL) $(or $(ARGS),$(SLOW))
 
-# In an environment of its own: Flower wants older packages. Slow are proofs that test-slow runs, and
-# the apps of examples/flower: ARGS="-m slow".
+test-all: $(READY)  # both at once: all is imported and collected once
+	@$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
+
+# In an environment of its own: Flower wants older packages. What needs no Flower, tests/federation, is
+# in `make test`. Slow are the apps of examples/flower: ARGS="-m slow".
 test-flower: $(FLOWER)/.ready
 	@FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 RAY_USAGE_STATS_ENABLED=0 PYTHONPATH=. \
-		$(FLOWER)/bin/python -m pytest --numprocesses 0 -m "not slow" tests/federation tests/flower $(ARGS)
+		$(FLOWER)/bin/python -m pytest --numprocesses 0 -m "not slow" tests/flower $(ARGS)
 
 # Beside the environment, not in it, which needs no web server and no database.
 test-nvflare: $(READY) $(NVFLARE)/.ready
@@ -75,6 +84,7 @@ test-nvflare: $(READY) $(NVFLARE)/.ready
 # Beside the environment, not in it: PEFT imports bitsandbytes wherever it is installed.
 test-quantized: $(READY) $(QUANTIZED)/.ready
 	@PYTHONPATH=$(QUANTIZED):. $(BIN)/python -m pytest --numprocesses 0 tests/looks/test_quantized_bases.py \
+		tests/defenses/dpsgd/test_quantized_bases.py \
 		"tests/looks/test_matrix.py::test_what_is_logged_is_true[LoRA, NF4]" \
 		"tests/looks/test_matrix.py::test_what_is_logged_is_true[LoRA, int8]" \
 		tests/looks/channels/test_memorization.py::test_lora_on_a_base_of_four_bits $(ARGS)
@@ -147,8 +157,8 @@ $(LOWEST)/.ready: pyproject.toml constraints.txt tests/tools/lowest_versions.py
 	@$(LOWEST)/bin/python $(INSTALL) -c $(LOWEST)/constraints.txt -e ".[test,datasets]"
 	@touch $@
 
-$(FLOWER)/.ready: pyproject.toml constraints-flower.txt
-	@$(PYTHON) -m venv $(FLOWER)
+$(FLOWER)/.ready: $(READY) constraints-flower.txt
+	$(call BESIDE,$(FLOWER))
 	@echo "Installing Flower into $(FLOWER) (once; some minutes) ..."
 	@$(FLOWER)/bin/python $(INSTALL) -c constraints-flower.txt -e ".[flower,test]"
 	@touch $@
@@ -161,8 +171,8 @@ $(QUANTIZED)/.ready: $(READY)
 	@$(BIN)/python $(INSTALL) --no-deps --target $(QUANTIZED) --upgrade -c constraints.txt bitsandbytes torchao
 	@touch $@
 
-$(TRL)/.ready: pyproject.toml constraints.txt constraints-trl.txt
-	@$(PYTHON) -m venv $(TRL)
+$(TRL)/.ready: $(READY) constraints-trl.txt
+	$(call BESIDE,$(TRL))
 	@echo "Installing TRL into $(TRL) (once; some minutes) ..."
 	@$(TRL)/bin/python $(INSTALL) -c constraints.txt -c constraints-trl.txt -e ".[test]" trl
 	@touch $@

@@ -1,0 +1,132 @@
+"""Peak memory of a whole fit, bare and under the monitor with its own choice of attacks.
+
+    python -m benchmarks.cost.whole_fit 128256x2048x16 --steps 3        # a Llama-3.2-1B's shape
+
+The model is a Llama of random numbers in bfloat16, vocabulary x width x blocks, with a LoRA on the
+queries and values; batches are random tokens. Both fits run in a process of its own, with one
+thread. Peak is the highest resident memory of the process (Linux), what packages and loading take
+included. Words is the F1 of ``SubspaceWords`` at its last look, where it had one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from datetime import date
+from pathlib import Path
+
+import lightning.pytorch as L
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_fedleak import LeakageMonitor
+
+SMOKE = ("512x64x2 --steps 2 --batch 2x8 --rank 4",)
+HEAD = 64
+"""Width of a head of attention, as Llama-3.2-1B's."""
+
+
+class FineTuning(L.LightningModule):
+    """Fine-tuning of a LoRA with AdamW."""
+
+    def __init__(self, shape: tuple[int, int, int], rank: int) -> None:
+        super().__init__()
+        vocabulary, width, blocks = shape
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=blocks,
+            num_attention_heads=width // HEAD,
+            num_key_value_heads=max(1, width // HEAD // 4),
+            tie_word_embeddings=True,
+        )
+        torch.set_default_dtype(torch.bfloat16)
+        base = LlamaForCausalLM(config)
+        torch.set_default_dtype(torch.float32)
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj"])
+        self.model = get_peft_model(base, lora, autocast_adapter_dtype=False).train()
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-4)
+
+
+def fit(shape: tuple[int, int, int], watched: bool) -> dict[str, object]:
+    """Return the peak in bytes, processor seconds of the fit, and what attacks gave."""
+    rows, length = map(int, OPTIONS.batch.split("x"))
+    torch.manual_seed(0)
+    module = FineTuning(shape, OPTIONS.rank)
+    ids = torch.randint(3, shape[0], (OPTIONS.steps * rows, length))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            max_steps=OPTIONS.steps,
+            precision="bf16-true",
+            accelerator="cpu",
+            callbacks=[LeakageMonitor(every_n_steps=1)] if watched else [],
+            default_root_dir=folder,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            logger=False,
+        )
+        begin = time.process_time()
+        trainer.fit(module, DataLoader(data, batch_size=rows, shuffle=True))
+        seconds = time.process_time() - begin
+        lines = [
+            json.loads(line)
+            for file in Path(folder).rglob("leakage.jsonl")
+            for line in file.read_text().splitlines()
+        ]
+    metrics = {x["attack"]: x["metrics"] for x in lines if x["unknown"] is None}
+    words = metrics.get("subspace_words", {}).get("f1", {}).get("value")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"peak": peak, "seconds": seconds, "words": words, "results": sorted(metrics)}
+
+
+def main() -> None:
+    """Print one row for each shape and fit."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    shapes = {text: tuple(map(int, text.split("x"))) for text in OPTIONS.shapes}
+    if OPTIONS.json is not None:
+        print(json.dumps(fit(*shapes.values(), watched=OPTIONS.json == "watched")))
+        return
+    print(f"# {platform.machine()}, one thread, {date.today()}, LoRA r {OPTIONS.rank}")
+    print("| shape | fit | peak (GB) | processor (s) | words F1 | attacks with a result |")
+    print("|---|---|---|---|---|---|")
+    for shape in shapes:
+        for kind in ("bare", "watched"):
+            command = [sys.executable, "-m", "benchmarks.cost.whole_fit", shape, "--json", kind]
+            command += ["--steps", str(OPTIONS.steps), "--batch", OPTIONS.batch]
+            command += ["--rank", str(OPTIONS.rank)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            got = json.loads(done.stdout.splitlines()[-1])
+            words = "" if got["words"] is None else f"{got['words']:.3f}"
+            row = f"{got['peak'] / 1e9:.2f} | {got['seconds']:.0f} | {words}"
+            print(f"| {shape} | {kind} | {row} | {', '.join(got['results'])} |", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shapes", nargs="+", help="vocabulary x width x blocks, as 128256x2048x16")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--batch", default="1x64", help="rows x tokens")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--json", choices=("bare", "watched"), help="one fit, in this process")
+    OPTIONS = parser.parse_args()
+    main()

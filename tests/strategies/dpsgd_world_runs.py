@@ -43,7 +43,7 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd import clipped_sum as update
-from lightning_fedleak.defenses.dpsgd import step as step_checks
+from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.factorization import banded, banded_inverse
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.processes import local_part
@@ -370,7 +370,7 @@ class Runs:
     def checked_like_trusted(self, *, gather: bool = False, batch_size: int = BATCH) -> Found:
         """A look through the graph leaves training as it is: against runs without any."""
         found = []
-        original = step_checks.check_isolation
+        original = loss_graph.check_isolation
         looks = 0
 
         def counted(*args: Any, **given: Any) -> None:
@@ -379,7 +379,7 @@ class Runs:
             original(*args, **given)
 
         for loss, look in (("checked", counted), ("trusted", lambda *_, **__: None)):
-            step_checks.check_isolation = look
+            loss_graph.check_isolation = look
             try:
                 L.seed_everything(0, verbose=False)
                 module = self.module(gpt2(dropout=0.2))
@@ -387,7 +387,7 @@ class Runs:
                 defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, clip=ClipSettings(loss=loss))
                 self.fit(defense, module, data=loader(batch_size=batch_size), max_steps=6)
             finally:
-                step_checks.check_isolation = original
+                loss_graph.check_isolation = original
             found.append([whole(p) for p in module.parameters()])
         return {"same": all(map(torch.equal, *found)), "looks": looks}
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, ReleaseSettings, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd import step
@@ -17,9 +22,14 @@ ACROSS = [16, 17, 27, 56, 73, 165, 186, 190, 212, 226, 246, 293]
 """Rows with a gradient that lies across the random direction along which it is compared."""
 
 
-def in_bf16(defense: DPSGD | None = None, **model: float) -> Pieces:
-    root = tiny_gpt2(**model).train()  # type: ignore[arg-type]
-    run = Pieces(defense or DPSGD(CLIP, 0.0), root=root, precision="bf16-mixed")
+def in_bf16(
+    defense: DPSGD | None = None,
+    precision: str = "bf16-mixed",
+    root: nn.Module | None = None,
+    **model: float,
+) -> Pieces:
+    root = (root or tiny_gpt2(**model)).train()  # type: ignore[arg-type]
+    run = Pieces(defense or DPSGD(CLIP, 0.0), root=root, precision=precision)
 
     def loss(batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -116,3 +126,74 @@ def test_local_is_the_mean_in_half_precision_too() -> None:
     exact(**rows(*range(33))).loss.backward()
     flat = torch.cat([p.grad.flatten() for p in exact.parameters()])
     assert float((local - flat).norm()) < 0.02 * float(flat.norm())
+
+
+def exact_sum(run: Pieces, batch: dict[str, Tensor]) -> Tensor:
+    """Return the clipped sum of a step, (d,) float64, before it is stored in the weights' type."""
+    run.backward(batch)
+    clipped = run.defense._step.clipped(run.parameters, run.context)
+    total = torch.cat([clipped.sum_of(p).double().flatten() for p in run.parameters])
+    run.release()
+    return total
+
+
+@pytest.mark.parametrize("half", ["weights", "autocast"])
+def test_half_precision_counts_that_no_name_of_a_precision_shows(half: str) -> None:
+    """Lightning calls it 32-true where weights are in bf16, or training_step has an autocast."""
+    run = in_bf16(precision="32-true", dropout=0.0)
+    if half == "weights":
+        run = Pieces(DPSGD(CLIP, 0.0), root=run.root.bfloat16(), precision="32-true")
+        run.loss = lambda batch: run.root(**batch).loss  # type: ignore[method-assign]
+    whole = exact_sum(run, rows(*range(33)))
+    for removed in (0, 32):
+        others = exact_sum(run, rows(*(number for number in range(33) if number != removed)))
+        assert float((whole - others - exact_sum(run, rows(removed))).norm()) < 1e-3 * CLIP
+        assert float((whole - others).norm()) < (1 + 1e-3) * CLIP
+
+
+def test_another_backward_is_as_without_dpsgd() -> None:
+    """Between forward and backward of a step, after its backward, and after its release."""
+    run = in_bf16(dropout=0.0)
+
+    def gradients() -> list[Tensor]:
+        return list(torch.autograd.grad(run.loss(rows(7, 8)), run.parameters))
+
+    before = gradients()
+    loss = run.defense.on_training_step(
+        lambda: run.loss(rows(*range(5))), rows(*range(5)), run.context
+    )
+    between = gradients()
+    run.root.zero_grad()
+    loss.backward()
+    trained = [p.grad.clone() for p in run.parameters]
+    after = gradients()
+    for parameter, gradient in zip(run.parameters, trained, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    run.release()
+    for other in (between, after, gradients()):
+        assert all(map(torch.equal, before, other))
+    run.root.zero_grad()
+    run.loss(rows(7, 8)).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(run.parameters, before, strict=True))
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_fsdp2_of_one_process_in_bf16_releases_what_is_clipped(one_process: None) -> None:
+    batch, twin = rows(*range(6)), in_bf16(dropout=0.0)
+    expected = exact_sum(twin, batch) / 8
+    root = tiny_gpt2(dropout=0.0)
+    for part in (*root.transformer.h, root):
+        fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+    run = in_bf16(root=root)
+    run.backward(batch)
+    run.defense.before_release()
+    with torch.no_grad():
+        run.defense.on_gradients(run.parameters, run.context)
+    released = torch.cat([p.grad.full_tensor().flatten() for p in run.parameters])
+    assert float((released - expected).norm()) < 0.02 * float(expected.norm())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lightning_fedleak import DPSGD, PublicText
+from lightning_fedleak import DPSGD, GradientCompression, PublicText
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.attacks.words.crafted_rows import craft
@@ -176,13 +177,19 @@ def test_refusal_by_own_updates_under_dp_must_be_accepted(tmp_path, public):
         observer(tmp_path, public, check, defenses=defenses)
 
 
-def test_under_the_noise_of_clients_no_jump_is_asked(tmp_path, public, states):
-    watching = observer(tmp_path, public, True)
+@pytest.mark.parametrize("compressed", [False, True])
+def test_under_the_noise_of_clients_or_a_compression_no_jump_is_asked(
+    tmp_path, public, states, compressed
+):
+    defenses = [GradientCompression("int8")] if compressed else []
+    watching = observer(tmp_path, public, True, defenses=defenses)
     dp = ClientDP(1.0, 1.0, clients=10, target_delta=0.01, trust="local")
-    outgoing = OutgoingUpdates(watching, dp=dp)
+    outgoing = OutgoingUpdates(watching, dp=None if compressed else dp)
     outgoing.leaves(1, states[0], changed(states[0], 1e-4, 1), [])
     answers = watching.start.inspect(2, copy.deepcopy(states[0])).answers
-    assert next(a for a in answers if a.rule == "jump").why.startswith("the noise of a ClientDP")
+    answer = next(a for a in answers if a.rule == "jump")
+    assert math.isnan(answer.value)
+    assert answer.why == "noise or a compression is in what the server sends"
 
 
 def test_settings_that_cannot_be_meant():

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fedleak.defenses.base import DefenseError, parameter_name
 from lightning_fedleak.defenses.processes import Team, local_part
@@ -266,13 +267,17 @@ class Moves:
 def fingerprint(tensor: Tensor, *, whole: bool = True) -> Tensor:
     """Return the sum of a tensor's bits, 64 at a time: an integer that differs with the content.
 
-    It is the same wherever the content lies, and 0 for a tensor without bits to read.
+    It is the same wherever the content lies, and 0 for a tensor without bits to read. A quantized
+    weight of torchao counts by the tensors that it consists of.
 
     Args:
         tensor: of any type; of a DTensor this process's part.
         whole: whether to read all numbers, or :data:`SAMPLED` of them.
     """
     part = local_part(tensor.detach())
+    if is_traceable_wrapper_subclass(part):
+        inner = (getattr(part, name) for name in part.__tensor_flatten__()[0])
+        return torch.stack([fingerprint(one, whole=whole) for one in inner]).sum()
     if part.is_meta or part.layout != torch.strided:
         return torch.zeros((), dtype=torch.int64)
     if part.is_complex():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.defenses.dpsgd import weights
@@ -187,3 +188,11 @@ def test_a_print_tells_any_number_that_changes(dtype: torch.dtype, shape: tuple[
         across = torch.empty(shape[::-1], dtype=dtype).t().copy_(tensor)
         assert torch.equal(weights.fingerprint(across), before)
         assert torch.equal(weights.fingerprint(torch.cat([tensor, tensor])[shape[0] :]), before)
+
+
+def test_a_print_tells_a_change_of_any_tensor_that_a_quantized_weight_consists_of() -> None:
+    values = torch.arange(6.0).view(2, 3)
+    before = weights.fingerprint(TwoTensor(values, values))
+    assert torch.equal(weights.fingerprint(TwoTensor(values.clone(), values.clone())), before)
+    for pair in ((values + 1, values), (values, values + 1)):
+        assert not torch.equal(weights.fingerprint(TwoTensor(*pair)), before)

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fedleak.defenses.base import DefenseError, parameter_name
 from lightning_fedleak.defenses.processes import Team, local_part
@@ -275,8 +274,9 @@ def fingerprint(tensor: Tensor, *, whole: bool = True) -> Tensor:
         whole: whether to read all numbers, or :data:`SAMPLED` of them.
     """
     part = local_part(tensor.detach())
-    if is_traceable_wrapper_subclass(part):
-        inner = (getattr(part, name) for name in part.__tensor_flatten__()[0])
+    flatten = getattr(part, "__tensor_flatten__", None)
+    if flatten is not None:
+        inner = (getattr(part, name) for name in flatten()[0])
         return torch.stack([fingerprint(one, whole=whole) for one in inner]).sum()
     if part.is_meta or part.layout != torch.strided:
         return torch.zeros((), dtype=torch.int64)

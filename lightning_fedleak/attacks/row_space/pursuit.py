@@ -257,18 +257,35 @@ def _exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Ten
     for _ in range(_SETTINGS.exchanges):
         previous, types = types, types.clone()
         equal = atoms.rows(types) @ candidates.T > 1 - _SETTINGS.equal
+        near = equal.any(0)
+        equal, twins, inputs = equal[:, near], others[near], candidates[near]
+        beyond = None
         for j in equal.any(1).nonzero()[:, 0].tolist():
-            rest = torch.cat([types[:j], types[j + 1 :]])
-            basis = torch.linalg.qr(atoms.rows(rest).T).Q
-            residual = _project_off(shared.principal, basis)
-            tokens = torch.cat([types[j : j + 1], others[equal[j]]])
-            x = _project_off(atoms.rows(tokens), basis)
-            gain = (x @ residual.T).square().sum(1) / x.square().sum(1)
-            types[j] = tokens[int(gain.argmax())]
+            chosen = atoms.rows(types)
+            if beyond is None:  # their part that no chosen atom explains, until one is exchanged
+                beyond = _project_off(inputs, torch.linalg.qr(chosen.T).Q)
+                squares, products = beyond.square().sum(1), beyond @ shared.principal.T
+            added = _added_direction(chosen, j)
+            explained, along = shared.principal @ added, inputs @ added
+            gain = (products + along[:, None] * explained).square().sum(1)
+            gain /= squares + along.square()
+            gain[~equal[j] | torch.isin(twins, types)] = 0
+            if float(gain.max()) > float(explained.square().sum()):
+                types[j], beyond = twins[int(gain.argmax())], None
         types = prune(atoms, shared, torch.unique(types))
         if len(types) == len(previous) and bool((types.sort()[0] == previous.sort()[0]).all()):
             break
     return types
+
+
+def _added_direction(atoms: Tensor, place: int) -> Tensor:
+    """Return (d,) unit vector along which one of (k, d) atoms lies outside of the others' span."""
+    rest = torch.cat([atoms[:place], atoms[place + 1 :]])
+    basis = torch.linalg.qr(rest.T).Q
+    direction = atoms[place : place + 1]
+    for _ in range(2):  # once leaves rounding that another atom of nearly the same input would feel
+        direction = normalize(_project_off(direction, basis))
+    return direction[0]
 
 
 def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> bool:
@@ -280,6 +297,8 @@ def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: 
     """
     others = others[~torch.isin(others, types)]
     chosen, candidates = atoms.rows(types), atoms.rows(others)
+    near = (chosen @ candidates.T > 1 - _SETTINGS.twins**2).any(0)  # those, and a few more
+    candidates = candidates[near]
     distances = torch.cdist(chosen, candidates, compute_mode="donot_use_mm_for_euclid_dist")
     twins = distances < _SETTINGS.twins
     has_twin = twins.any(0)

@@ -16,6 +16,7 @@ from lightning_fedleak.attacks.row_space.explanation import measure_capacity
 from lightning_fedleak.attacks.row_space.pursuit import (
     PursuitResult,
     SharedRows,
+    _exchange_twins,
     explain,
     prune,
 )
@@ -132,6 +133,43 @@ def test_nearly_equal_atoms_are_told_apart_as_far_as_rounding_lets_them() -> Non
     truth = torch.tensor([*range(8), 250, 303])
     found = solve(rows, (weights @ rows[truth].double()).float())
     assert set(found.types.tolist()) == set(truth.tolist())
+
+
+@pytest.mark.parametrize("apart", [3e-6, 1e-4])
+def test_equals_are_exchanged_as_least_squares_for_each_place_say(apart: float) -> None:
+    for seed in range(8):
+        g = torch.Generator().manual_seed(seed)
+        rows = dictionary(seed)
+        rows[:40] = rows[torch.arange(40) % 4] * (1 + apart * torch.randn(40, D, generator=g))
+        truth = torch.cat([torch.randperm(40, generator=g)[:6], torch.arange(100, 106)])
+        weights = torch.randn(30, len(truth), generator=g, dtype=torch.float64)
+        gradient = (weights @ rows[truth].double()).float()
+        shared = SharedRows.stack([gradient], NOTHING, rounding=SINGLE, noise=[0.0])
+        atoms = Atoms(rows, NOTHING)
+        wrong = torch.cat([(truth[:6] + 4) % 40, truth[6:]]).unique()
+        others = torch.arange(40)[~torch.isin(torch.arange(40), wrong)]
+        exchanged = _exchange_twins(atoms, shared, wrong, others)
+
+        def left(types: Tensor, atoms: Atoms = atoms, shared: SharedRows = shared) -> float:
+            chosen = atoms.rows(types).T
+            solved = torch.linalg.lstsq(chosen, shared.principal.T, driver="gelsd").solution
+            return float((chosen @ solved - shared.principal.T).norm())
+
+        types = wrong.clone()
+        for _ in range(4):
+            before = types.clone()
+            for place, earlier in enumerate(before.tolist()):
+                least = left(types)
+                for other in others[others % 4 == earlier % 4].tolist() if earlier < 40 else ():
+                    tried = types.clone()
+                    tried[place] = other
+                    if other not in types and left(tried) < least:
+                        types, least = tried, left(tried)
+            types = prune(atoms, shared, types.unique())
+            if torch.equal(types.unique(), before.unique()):
+                break
+        assert left(exchanged) < left(wrong)
+        assert left(exchanged) == pytest.approx(left(types), rel=1e-3)
 
 
 def nearly_twins(

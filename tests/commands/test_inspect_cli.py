@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.inspect import EVIDENCE, WEIGHTS, InspectCommand
+from lightning_fedleak.commands.inspect import CONFIG, EVIDENCE, WEIGHTS, InspectCommand
 from lightning_fedleak.finetuning import SourceError, load_tokenizer, read_texts
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 
@@ -146,3 +147,61 @@ def test_errors_of_files(folder, capsys):
     assert rules(printed, "give --start") == {"replaced", "few_rows", "cancelled"}
     assert main(["inspect", str(pissa), "--first"]) == 1
     assert "give --start" in capsys.readouterr().err
+
+
+def test_what_a_rule_is_not_asked_of_is_printed(folder):
+    state = load_file(folder / "honest" / WEIGHTS)
+    elsewhere = {n.replace("layers.0", "layers.77"): t.clone() for n, t in state.items()}
+    save_file(state | elsewhere, folder / "honest" / "more.safetensors")
+    status, printed = inspect(folder, "honest/more.safetensors", base=BASE)
+    assert status == 0
+    three = {"replaced", "few_rows", "cancelled"}
+    name = UP.format("A").replace("layers.0", "layers.77")
+    assert rules(printed, f"not asked of 1 tensors ({name})") == three
+
+
+def changed_config(folder: Path, content: str | dict[str, Any]) -> Path:
+    """Return a folder with the honest LoRA and a config of its own."""
+    path = folder / "changed"
+    path.mkdir(exist_ok=True)
+    save_file(load_file(folder / "honest" / WEIGHTS), path / WEIGHTS)
+    if isinstance(content, dict):
+        config = json.loads((folder / "honest" / CONFIG).read_text())
+        content = json.dumps(config | content)
+    (path / CONFIG).write_text(content)
+    return path
+
+
+def test_the_scale_of_dora_is_not_known(folder):
+    three = {"replaced", "few_rows", "cancelled"}
+    changed_config(folder, {"use_dora": False})
+    assert not rules(inspect(folder, "changed", base=BASE)[1], "not applicable") & three
+    changed_config(folder, {"use_dora": True})
+    assert three <= rules(inspect(folder, "changed", base=BASE)[1], "not applicable")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no config of PEFT"),
+        ("[1, 2]", "is no config of PEFT"),
+        ({"lora_alpha": "8"}, "lora_alpha is '8', no number"),
+    ],
+)
+def test_a_broken_config_is_an_error(folder, capsys, content, message):
+    path = changed_config(folder, content)
+    assert main(["inspect", str(path), "--base", BASE]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_scale_that_the_server_sent_is_announced(folder):
+    words = "The scale of LoRAs is from a config that the server sent."
+    assert words in inspect(folder, "honest", base=BASE)[1]
+    assert (
+        words
+        in inspect(
+            folder, "honest", base=BASE, previous=folder / "start", own_update=folder / "honest"
+        )[1]
+    )
+    assert words not in inspect(folder, "honest", base=BASE, start=folder / "start")[1]
+    assert words not in inspect(folder, "honest")[1]  # no scale is used without the base

@@ -212,3 +212,92 @@ def test_feed_forward_layers_of_a_whole_model_are_no_bottlenecks():
     state = {f"{n}.weight": normal(*s) for n, s in shapes.items()}
     state |= {f"{n}.bias": normal(s[0]) for n, s in shapes.items()}
     assert not list(inspection.find_adapters(state))
+
+
+# ---- what a rule could not be asked of -------------------------------------------------------
+
+
+def two_loras() -> tuple[dict[str, Tensor], Agreed, str, str]:
+    """Two honest LoRAs, with the base and scale of the first alone, and the names of the second."""
+    state, agreed = lora()
+    other_a, other_b = (name.replace("layers.0", "layers.1") for name in (A, B))
+    return state | {other_a: state[A] + 1, other_b: state[B] + 1}, agreed, other_a, other_b
+
+
+def unasked(result: inspection.Inspection) -> dict[str, set[str]]:
+    return {a.rule: set(a.unasked) for a in result.answers if a.unasked}
+
+
+def test_loras_without_a_base_are_named_beside_what_the_rules_say_of_the_others():
+    state, agreed, other, _ = two_loras()
+    result = inspect_received(state, agreed)
+    assert unasked(result) == {rule: {other} for rule in ("replaced", "few_rows", "cancelled")}
+    alone = inspect_received({A: state[A], B: state[B]}, agreed)
+    assert unasked(alone) == {}
+    for rule in ("replaced", "few_rows", "cancelled"):
+        assert answer(result, rule).value == answer(alone, rule).value
+        assert not answer(result, rule).why
+    without = inspect_received(state, Agreed())
+    assert set(answer(without, "cancelled").unasked) == {A, other}
+    assert "are known" in answer(without, "cancelled").why
+
+
+def test_what_of_a_start_is_not_compared_is_named():
+    state, agreed, _, other = two_loras()
+    zero = state | {B: torch.zeros(64, 4)}
+    start = dataclasses.replace(agreed, start=zero)
+    assert unasked(inspect_received(zero, start, first=True))["start"] == {other}
+    shared = dataclasses.replace(start, shared_seed=True)
+    assert "start" not in unasked(inspect_received(zero, shared, first=True))
+    received = {name: tensor for name, tensor in zero.items() if name != B}
+    assert unasked(inspect_received(received, shared, first=True))["start"] == {B}
+
+
+def test_matrices_whose_rows_are_not_compared_are_named(monkeypatch):
+    state = {"wide.weight": normal(20, 32), "narrow.weight": normal(20, 15)}
+    state |= {f"{name}.bias": torch.zeros(20) for name in ("wide", "narrow")}
+    result = inspect_received(state, Agreed())
+    assert unasked(result)["equal_rows"] == {"narrow.weight"}
+    assert not answer(result, "equal_rows").why
+    monkeypatch.setattr(inspection, "MOST_ROWS", 19)
+    result = inspect_received(state, Agreed())
+    assert unasked(result)["equal_rows"] == {"wide.weight", "narrow.weight"}
+    assert "too large" in answer(result, "equal_rows").why
+
+
+def test_neurons_of_a_conv1d_are_its_columns():
+    """As in transformers' GPT-2: the weight is (in, out)."""
+    weight = normal(32, 20)
+    weight[:, 4] = -3 * weight[:, 11]
+    found = answer(
+        inspect_received({"fc.weight": weight, "fc.bias": torch.zeros(20)}, Agreed()), "equal_rows"
+    )
+    assert set(found.rows) == {"fc.weight[4]", "fc.weight[11]"}
+
+
+def test_bottlenecks_that_no_text_was_run_for_are_named(bottleneck):
+    honest, _, agreed = bottleneck
+    assert "blind_rows" not in unasked(inspect_received(honest, agreed))
+    assert unasked(inspect_received(honest, Agreed()))["blind_rows"] == {DOWN}
+
+
+def test_adapters_whose_change_is_not_compared_are_named():
+    state, agreed, other, _ = two_loras()
+    update = {name: 1e-3 * normal(*tensor.shape) for name, tensor in state.items()}
+    last = LastRound(state, update)
+    moved = {name: tensor + update[name] for name, tensor in state.items()}
+    assert "jump" not in unasked(inspect_received(moved, agreed, last))
+    assert "jump" not in unasked(inspect_received(moved, agreed))  # there is no round before
+    still = LastRound(state, update | {other: torch.zeros_like(state[other])})
+    result = inspect_received(moved, agreed, still)
+    assert unasked(result)["jump"] == {other}
+    assert not answer(result, "jump").why
+    far = {name: tensor + 10 * update[name] for name, tensor in state.items()}
+    idle = LastRound(state, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
+    for all_unasked in (
+        inspect_received(moved, agreed, idle),
+        inspect_received(moved, agreed, last, incomparable="two rounds were missed"),
+        inspect_received(far, agreed, last),
+    ):
+        assert unasked(all_unasked)["jump"] == {A, other}
+        assert answer(all_unasked, "jump").why

@@ -88,6 +88,14 @@ def test_warns_of_crafted_values_and_of_no_honest_ones(tmp_path, public, states,
         observer(tmp_path / "b", public, True).begin(0, crafted)
 
 
+def test_what_a_rule_is_not_asked_of_is_announced_once(states, capsys):
+    start = RoundStart(StartCheck(), find_anatomy(fresh_model()), None)
+    words = f"blind_rows is not asked of 1 tensors (no text was given to run): {DOWN}"
+    for round_ in (1, 2):
+        start.judge(round_, states[0])
+    assert " ".join(capsys.readouterr().err.split()).count(words) == 1
+
+
 def test_without_the_setting_nothing_is_asked(tmp_path, public, states):
     silent = observer(tmp_path, public, False)
     silent.begin(0, states[1])

@@ -4,6 +4,7 @@
     python -m benchmarks.cost.dpsgd --lora               # the same with LoRA of rank 8 on c_attn
     python -m benchmarks.cost.dpsgd --tied               # tied: Opacus' ghost clipping refuses it
     python -m benchmarks.cost.dpsgd --memory ours        # peak resident memory of one arm alone
+    python -m benchmarks.cost.dpsgd --model DIR --nf4    # LoRA of rank 8 on a base in four bits
     python -m benchmarks.cost.dpsgd --pieces 8 --logical 8 64 512           # time of an example
     python -m benchmarks.cost.dpsgd --pieces 8 --batch 4096 64 --memory ours
 
@@ -35,13 +36,20 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from lightning_fedleak.defenses import DPSGD, ClipSettings, mean_of_sample_means
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
     "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1",
+    "--model {model} --batch 2 8 --rounds 1 --peers plain",
     "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1 --pieces 2 --logical 2 4",
 )
 
@@ -59,6 +67,8 @@ def clock(device: str) -> float:
 
 def build(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
+    if options.model:
+        return adapted(options)
     config = GPT2Config(
         n_layer=options.layers,
         n_embd=options.width,
@@ -73,6 +83,19 @@ def build(options: argparse.Namespace) -> nn.Module:
         lora = LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True)
         model = get_peft_model(model, lora)
     return model.train().to(options.device)
+
+
+def adapted(options: argparse.Namespace) -> nn.Module:
+    """A model with a LoRA on all projections, its base in four bits or in float32."""
+    from peft import LoraConfig, get_peft_model
+
+    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, **four) if options.nf4 else None
+    base = AutoModelForCausalLM.from_pretrained(
+        options.model, quantization_config=nf4, dtype=torch.float32
+    )
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(base, lora).train().to(options.device)  # type: ignore[no-any-return]
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -209,6 +232,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--model", help="folder or name of a causal model, for a LoRA")
+    parser.add_argument("--nf4", action="store_true", help="its base in four bits (bitsandbytes)")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--vocabulary", type=int, default=50257)
@@ -280,6 +305,8 @@ def logical(options: argparse.Namespace) -> None:
 def main() -> None:
     options = parser().parse_args()
     options.batch = [*options.batch]
+    if options.model:
+        options.vocabulary = AutoConfig.from_pretrained(options.model).vocab_size
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)

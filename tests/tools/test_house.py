@@ -7,16 +7,16 @@ from tests.tools import house
 # What the package holds at most. A ceiling may fall, and rises for a new feature alone: the attacks
 # on the trained weights and their report took 1,950 lines of code.
 CEILINGS = {
-    "code": 50_891,
+    "code": 51_200,
     "longest": 700,
     "long": 6,
-    "imports": 32,
+    "imports": 36,
     "most_imports": 14,
     "callbacks": 0,
     "circles": 0,
     "parameters": 21,
     "most_parameters": 12,
-    "complexity": 7,
+    "complexity": 8,
     "public": 3,
     "private": 3,
     "names": 0.004,

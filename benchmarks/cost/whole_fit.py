@@ -1,4 +1,4 @@
-"""Peak memory of a whole fit, bare and under the monitor with its own choice of attacks.
+"""Peak memory of a whole fit, bare and under the monitor, which chooses the attacks.
 
     python -m benchmarks.cost.whole_fit 128256x2048x16 --steps 3        # a Llama-3.2-1B's shape
 
@@ -33,6 +33,10 @@ from lightning_fedleak import LeakageMonitor
 SMOKE = ("512x64x2 --steps 2 --batch 2x8 --rank 4",)
 HEAD = 64
 """Width of a head of attention, as Llama-3.2-1B's."""
+
+
+LOOK_SECONDS = 600.0
+"""Of a look, at most; 30, the default, leaves attacks out for a billion parameters on one core."""
 
 
 class FineTuning(L.LightningModule):
@@ -75,7 +79,9 @@ def fit(shape: tuple[int, int, int], watched: bool) -> dict[str, object]:
             max_steps=OPTIONS.steps,
             precision="bf16-true",
             accelerator="cpu",
-            callbacks=[LeakageMonitor(every_n_steps=1)] if watched else [],
+            callbacks=[LeakageMonitor(every_n_steps=1, look_seconds=LOOK_SECONDS)]
+            if watched
+            else [],
             default_root_dir=folder,
             enable_checkpointing=False,
             enable_progress_bar=False,

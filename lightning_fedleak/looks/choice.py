@@ -122,6 +122,7 @@ class Row:
         why_not: why it is not played; None where it is.
         exposed: whether what it reads is shared, as far as is known.
         seconds: that a look is estimated to take; None where that was not tried.
+        never: why it can read no round of this run, whatever the data; None where it may.
     """
 
     attack: str
@@ -129,6 +130,7 @@ class Row:
     why_not: str | None
     exposed: bool
     seconds: float | None
+    never: str | None = None
 
 
 def reads_of(plan: Plan | None, anatomy: Anatomy) -> tuple[str, ...]:
@@ -203,7 +205,9 @@ def table(
     width = max((len(row.attack) for row in rows), default=0)
     first_with: dict[str, str] = {}
     for row in rows:
-        if row.why_not is None:
+        if row.never is not None:
+            text = f"unknown in every round: {row.never}"
+        elif row.why_not is None:
             reads = listed([name.removeprefix(start) for name in row.reads])
             cost = "" if row.seconds is None else f", about {row.seconds:.2g} s a look"
             text = f"played{cost}: reads {reads or 'layers that the server adds'}"
@@ -212,7 +216,7 @@ def table(
         else:
             text = f"not played: {row.why_not}"
         begin = f"  {row.attack:<{width}}  "
-        if row.why_not is None and not whole and len(begin + text) > WIDTH:
+        if row.why_not is None and row.never is None and not whole and len(begin + text) > WIDTH:
             text = f"{text[: WIDTH - len(begin) - 4]} ..."  # within a name, where it is long
         shown = _wrapped(begin, text, None if whole else 1 + max(0, spare))
         spare -= len(shown) - 1

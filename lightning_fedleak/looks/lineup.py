@@ -33,7 +33,7 @@ from lightning_fedleak.looks.choice import (
     unread_names,
 )
 from lightning_fedleak.looks.options import Games, Options, Selection, every_attack
-from lightning_fedleak.looks.run import Run, reason
+from lightning_fedleak.looks.run import Run, Unknown, reason
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.progress import bars, track
 
@@ -324,9 +324,18 @@ class Lineup:
                 self._refused.get(attack.name, None if attack.name in plans else _NOT_SHARED),
                 attack.name in self._ever_exposed,
                 costs.get(attack.name),
+                self._never_reads(attack.name) if attack.name in self.playing else None,
             )
             for attack in self._attacks
         ]
+
+    def _never_reads(self, name: str) -> str | None:
+        """Return why an attack that is played can read no round, by the optimizer alone."""
+        if self._local_steps is None:
+            return None
+        channel = next(c for c in self._channels if any(a.name == name for a in c.attacks))
+        answer = channel.never_read(name, fresh=True)
+        return answer.why if isinstance(answer, Unknown) else None
 
     def _calibrated(self, attack: Attack, saved: Mapping[str, Any] | None) -> dict[str, float]:
         """Calibrates an attack, by what a checkpoint or the cache holds where they do.

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ def test_what_is_said_before_the_first_step_has_at_most_ten_lines() -> None:
             Row(f"attack_{i}", names if why is None else (), why, True, 0.1)
             for i, why in enumerate(why_not)
         ]
+        if why_not[-1] is None:
+            rows[-1] = replace(rows[-1], never="a round of 10 steps of AdamW divides " * 9)
         said = table(rows, names, writes=True).splitlines()
         assert len(said) <= 10
         assert max(map(len, said)) <= 110

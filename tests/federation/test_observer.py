@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import logging
 import math
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning_utilities.core import rank_zero
 
 from lightning_fedleak.attacks import (
     BagOfWords,
@@ -240,6 +242,16 @@ def test_attacks_choose_themselves(tmp_path):
     [begin, *_] = lines(tmp_path, "run.jsonl")
     assert [a["name"] for a in begin["attacks"]] == ["subspace_words", "gradient_membership"]
     assert {n["name"] for n in begin["not_played"]} >= {"bag_of_words", "aligned_flatchat"}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_no_round_can_be_read_by_is_said_before_the_first(tmp_path, caplog, steps):
+    with caplog.at_level(logging.INFO, logger=rank_zero.log.name):
+        rounds = observer(tmp_path, lora(), "auto", steps, ADAMW, public_text=texts(n=80))
+        rounds.begin(0, trained_state(rounds.model))
+    said = "subspace_words       unknown in every round: a round of 2 steps of AdamW divides"
+    assert (said in caplog.text) is (steps == 2)
+    assert "gradient_membership  played" in caplog.text
 
 
 def test_an_adapters_own_names_will_do(tmp_path):

@@ -28,10 +28,10 @@ from lightning_fedleak.attacks.row_space.linear_maps import input_states as inpu
 from lightning_fedleak.attacks.row_space.linear_maps import lone_token_maps as lone_token_maps
 from lightning_fedleak.attacks.row_space.linear_maps import nonzero_gradients as nonzero_gradients
 from lightning_fedleak.attacks.row_space.linear_maps import vocabulary_size as vocabulary_size
-from lightning_fedleak.attacks.row_space.masked import most_kept as most_kept
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult as PursuitResult
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows as SharedRows
 from lightning_fedleak.attacks.row_space.pursuit import explain as explain
+from lightning_fedleak.attacks.row_space.pursuit import most_kept as most_kept
 from lightning_fedleak.attacks.row_space.whitening import RIDGE as RIDGE
 from lightning_fedleak.attacks.row_space.whitening import Whitening as Whitening
 from lightning_fedleak.attacks.row_space.whitening import fit_whitening as fit_whitening

@@ -1,0 +1,133 @@
+"""Rows of which only the largest entries were sent, against least squares on what was kept."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_fedleak.attacks.row_space.pursuit import explain_kept, most_kept
+from tests.attacks.row_space.test_pursuit import NOTHING, D, V, dictionary, planted
+
+ODDS = torch.full((V,), math.log(20 / V))
+
+
+def sparse(gradient: Tensor, share: float) -> Tensor:
+    """The largest entries of a gradient, the others zero."""
+    order = np.argsort(-gradient.abs().numpy().ravel())
+    kept = np.zeros(gradient.numel(), dtype=np.float32)
+    best = order[: int(share * len(order))]
+    kept[best] = gradient.numpy().ravel()[best]
+    return torch.from_numpy(kept.reshape(gradient.shape))
+
+
+def misfit(rows: Tensor, atoms: Tensor) -> float:
+    """What least squares leave of the kept entries, row by row, as a share of the rows' norm."""
+    left = 0.0
+    for row in rows.double().numpy():
+        places = row.nonzero()[0]
+        columns = atoms.double().numpy().T[places]
+        fit = np.linalg.lstsq(columns, row[places], rcond=None)[0]
+        left += float(((row[places] - columns @ fit) ** 2).sum())
+    return math.sqrt(left) / float(rows.double().norm())
+
+
+def test_the_rows_that_keep_most_entries_are_read() -> None:
+    rows = sparse(planted(dictionary(), 5, 200)[0], 0.2)
+    got = most_kept(rows)
+    counts = (rows != 0).sum(1)
+    assert (got != 0).sum(1).tolist() == sorted(counts.tolist(), reverse=True)[:64]
+    assert got.dtype == torch.float64
+    assert {tuple(r) for r in got.tolist()} <= {tuple(r) for r in rows.double().tolist()}
+    few = torch.zeros(3, D)
+    few[0, 5], few[1, :2] = 1.0, 1.0  # an entry alone says nothing
+    assert torch.equal(most_kept(few), few[1:2].double())
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+@pytest.mark.parametrize("types", [1, 4, 9])
+def test_the_planted_types_are_found_and_each_is_needed(types: int, share: float) -> None:
+    atoms = dictionary()
+    for seed in range(5):
+        gradient, truth = planted(atoms, types, 40, seed)
+        rows = most_kept(sparse(gradient, share))
+        found = explain_kept(rows, atoms, NOTHING, ODDS)
+        assert found is not None
+        assert set(found.tolist()) == set(truth.tolist())
+        rows = rows[(rows != 0).sum(1) > 2 * types]
+        assert misfit(rows, atoms[found]) < 1e-6
+        for gone in found.tolist() if types > 1 else ():
+            assert misfit(rows, atoms[[t for t in found.tolist() if t != gone]]) > 1e-3
+
+
+def test_no_other_pair_of_a_small_vocabulary_fits() -> None:
+    atoms = dictionary()[:16]
+    gradient, truth = planted(atoms, 2, 40)
+    rows = most_kept(sparse(gradient, 0.3))
+    fits = [
+        pair
+        for pair in itertools.combinations(range(16), 2)
+        if misfit(rows, atoms[list(pair)]) < 1e-3
+    ]
+    found = explain_kept(rows, atoms, NOTHING, ODDS[:16])
+    assert found is not None
+    assert fits == [tuple(sorted(truth.tolist()))] == [tuple(sorted(found.tolist()))]
+
+
+def test_directions_that_are_no_word_are_no_types() -> None:
+    atoms = dictionary()
+    gradient, truth = planted(atoms, 3, 40)
+    generator = torch.Generator().manual_seed(7)
+    beside = torch.nn.functional.normalize(torch.randn(2, D, generator=generator).double(), dim=1)
+    mixed = gradient.double() + 20 * torch.randn(40, 2, generator=generator).double() @ beside
+    rows = most_kept(sparse(mixed.float(), 0.4))
+    found = explain_kept(rows, atoms, beside, ODDS)
+    assert found is not None
+    assert set(found.tolist()) == set(truth.tolist())
+    alone = explain_kept(rows, atoms, NOTHING, ODDS)
+    assert alone is None or set(alone.tolist()) != set(truth.tolist())
+
+
+def test_a_type_that_only_came_first_is_taken_back() -> None:
+    atoms = dictionary(common=0.0)
+    generator = torch.Generator().manual_seed(3)
+    # Nearly the sum of two others, and so what explains most of rows that hold both alike.
+    atoms[2] = atoms[0] + atoms[1] + 0.2 * torch.randn(D, generator=generator)
+    weights = 1 + 0.2 * torch.randn(40, 2, generator=generator)
+    rows = most_kept(sparse(weights @ atoms[:2], 0.5))
+    assert misfit(rows, atoms[2:3]) < misfit(rows, atoms[0:1])
+    assert misfit(rows, atoms[2:3]) < misfit(rows, atoms[1:2])
+    found = explain_kept(rows, atoms, NOTHING, ODDS)
+    assert found is not None
+    assert set(found.tolist()) == {0, 1}
+
+
+def test_more_types_than_a_row_keeps_entries_are_not_explained() -> None:
+    atoms = dictionary()
+    rows = most_kept(sparse(planted(atoms, 30, 40)[0], 0.2))
+    assert int((rows != 0).sum(1).max()) < 1.5 * 31
+    assert explain_kept(rows, atoms, NOTHING, ODDS) is None
+
+
+def test_noise_is_not_explained() -> None:
+    atoms = dictionary()
+    gradient, _ = planted(atoms, 4, 40)
+    generator = torch.Generator().manual_seed(5)
+    size = 0.05 * float(gradient.square().mean().sqrt())
+    noised = gradient + size * torch.randn(gradient.shape, generator=generator)
+    assert explain_kept(most_kept(sparse(noised, 0.3)), atoms, NOTHING, ODDS) is None
+
+
+def test_the_vocabulary_may_be_read_in_parts(monkeypatch) -> None:
+    atoms = dictionary()
+    rows = most_kept(sparse(planted(atoms, 4, 40)[0], 0.3))
+    whole = explain_kept(rows, atoms, NOTHING, ODDS)
+    monkeypatch.setattr("lightning_fedleak.attacks.row_space.pursuit._TOKENS_AT_ONCE", 7)
+    parts = explain_kept(rows, atoms, NOTHING, ODDS)
+    assert whole is not None
+    assert parts is not None
+    assert torch.equal(whole, parts)

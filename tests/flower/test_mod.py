@@ -7,6 +7,7 @@ import errno
 import itertools
 import math
 import os
+import tracemalloc
 from functools import partial
 
 import numpy as np
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.canaries import leave_out
-from lightning_fedleak.defenses import BudgetSpent, DefenseError
+from lightning_fedleak.defenses import BudgetSpent, DefenseError, GradientCompression
 from lightning_fedleak.federation import (
     ClientDP,
     RoundGate,
@@ -47,12 +48,13 @@ from lightning_fedleak.federation import (
 from lightning_fedleak.federation.flower import FedLeakMod, Observed, PrivateMean
 from lightning_fedleak.snapshots import NotYet
 from tests.callbacks.runs import Probe
-from tests.federation.rounds import model
+from tests.federation.rounds import SGD, model
 from tests.federation.rounds import train as trained
 from tests.federation.test_observer import lines
 from tests.flower import apps
 from tests.flower.apps import F1, ForClient, data_of, faulty, observer, train
 from tests.helpers.bottlenecks import adapted_llama
+from tests.helpers.models import tiny_gpt2
 from tests.helpers.notices import announced
 
 
@@ -216,6 +218,37 @@ def test_one_update_leaves_unread_also_where_each_round_has_a_process_of_its_own
         mod = FedLeakMod(lambda where, made=made: made, lambda where: [RoundGate(F1, at_most=1.0)])
         refused.append(mod(message(round_), node, train).has_error())
     assert refused == [False, True]
+
+
+@pytest.mark.parametrize("method", ["topk", "low_rank"])
+def test_residuals_are_kept_where_each_round_has_a_process_of_its_own(tmp_path, method):
+    sent = trained_state(model())
+    nodes, missing, replies = {name: context() for name in ("one", "many")}, {}, {}
+    compression = partial(GradientCompression, method, share=0.05, rank=2)
+    lasting = FedLeakMod(lambda where: observer(tmp_path, defenses=[compression()]))
+    for round_ in (1, 2, 3):
+        made = observer(tmp_path / str(round_), defenses=[compression()])
+        mods = {"one": lasting, "many": FedLeakMod(lambda where, made=made: made)}
+        for name, mod in mods.items():
+            replies[name] = arrays(mod(message(round_), nodes[name], train))
+        assert same(replies["one"], replies["many"])
+        update = difference(sent, arrays(train(message(round_), context())))
+        left = difference(sent, replies["many"])
+        missing = {n: missing.get(n, 0) + t.double() - left[n] for n, t in update.items()}
+    stored = nodes["many"].state.array_records["lightning-fedleak-compression"]
+    memory = stored.to_torch_state_dict()
+    for name, residual in missing.items():
+        torch.testing.assert_close(memory[f"residual/{name}"].double(), residual, rtol=0, atol=1e-6)
+    assert max(float(t.abs().max()) for t in missing.values()) > 1e-4
+
+
+def test_what_a_mod_withholds_is_in_no_residual(tmp_path):
+    node = context()
+    made = observer(tmp_path, defenses=[GradientCompression("topk")])
+    mod = FedLeakMod(lambda where: made, [RoundGate(F1, at_most=0.3)])
+    with announced("withheld"):
+        assert mod(message(), node, train).has_error()
+    assert "lightning-fedleak-compression" not in node.state.array_records
 
 
 def test_copies_of_a_mod_calibrate_once_in_a_process(tmp_path):
@@ -599,6 +632,40 @@ def test_the_mean_that_is_watched_is_that_of_the_strategy(tmp_path):
     result, _ = a_round(strategy)
     for name, tensor in seen[-1].items():
         torch.testing.assert_close(tensor, result[name])
+
+
+def peak_of_a_look(folder, replies):
+    """Bytes of what was read off messages that lay in memory at once, and those of a model."""
+    net = tiny_gpt2(tied=False, layers=6, d=64, dropout=0.0)
+    watching = RoundObserver(
+        copy.deepcopy(net), SGD, 2, attacks=[BagOfWords()], folder=folder, side="server",
+        settings=RoundSettings(tensorboard=False, cache=False),
+    )  # fmt: skip
+    strategy = Observed(FedAvg(), watching)
+    strategy.configure_train(1, ArrayRecord(trained_state(net)), ConfigRecord(), Nodes(2))
+    returned = {n: t + 1e-3 for n, t in trained_state(net).items()}
+    arrived = []
+    for number in range(replies):
+        content = RecordDict({"arrays": ArrayRecord(returned)})
+        asked = message(1, node=7 + number, state={"x": torch.zeros(1)})
+        arrived.append(Message(content=content, reply_to=asked))
+    strategy._look(1, arrived[:1])  # modules are loaded, caches filled
+    tracemalloc.start()
+    try:
+        strategy._look(1, arrived)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(strategy._numbers) == replies
+    return peak, sum(t.nbytes for t in returned.values())
+
+
+def test_a_watched_server_holds_one_update_at_most_of_what_arrives(tmp_path):
+    few, size = peak_of_a_look(tmp_path / "few", 1)
+    many, _ = peak_of_a_look(tmp_path / "many", 4)
+    assert size > 1_000_000
+    assert few < size / 2
+    assert many - few < size / 4
 
 
 def test_a_spent_budget_ends_the_federation(tmp_path):

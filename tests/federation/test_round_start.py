@@ -108,6 +108,23 @@ def test_refuses_a_round_and_says_by_which_rules(tmp_path, public, states):
     assert {a.rule for a in refused.value.inspection.found} == {"blind_rows"}
 
 
+def test_each_client_of_one_process_is_refused(tmp_path, public, states):
+    honest, crafted = states
+    watching = observer(tmp_path, public, StartCheck("refuse"))
+    clients = [OutgoingUpdates(watching, client=name) for name in ("a", "b")]
+    for client in clients:
+        with announced("refuses in round 3"):
+            leaving = client.leaves(3, crafted, changed(crafted, 1e-4, 1), [])
+        assert leaving.withheld
+        assert leaving.state is None
+        assert leaving.look is None
+    returned = changed(honest, 1e-4, 1)
+    for client in clients:  # a refusal is of its round
+        leaving = client.leaves(4, honest, returned, [])
+        assert not leaving.withheld
+        assert all(torch.equal(leaving.state[n], t) for n, t in returned.items())
+
+
 def test_a_row_that_jumps_after_a_round_of_ones_own_is_refused(tmp_path, public, states):
     honest, _ = states
     returned = changed(honest, 1e-4, 1)

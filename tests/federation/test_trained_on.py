@@ -166,6 +166,18 @@ def test_a_process_s_batches_are_handed_over_in_private_files(hand_over, monkeyp
     assert not list(folder.iterdir())
 
 
+def test_a_second_process_of_a_round_writes_over_nothing(hand_over, monkeypatch):
+    """Each process counts its reports from 0."""
+    data = batches(3, 2)
+    for process, batch in enumerate(data):
+        monkeypatch.setattr(reports.os, "getpid", lambda number=process: 1000 + number)
+        reports._Sender().append(batch)
+    found = hand_over.take()
+    assert len(found) == 2
+    for one, other in zip(found, data, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+
+
 def test_two_clients_in_one_process_are_refused(hand_over, tmp_path):
     with pytest.raises(RuntimeError, match="give each a process of its own"):
         HandOver(tmp_path / "another").open()

@@ -131,3 +131,15 @@ def test_the_vocabulary_may_be_read_in_parts(monkeypatch) -> None:
     assert whole is not None
     assert parts is not None
     assert torch.equal(whole, parts)
+
+
+def test_equal_atoms_count_once() -> None:
+    atoms = dictionary()
+    gradient, truth = planted(atoms, 4, 40)
+    equal = [t for t in range(100, 160) if t not in truth.tolist()]
+    atoms[equal] = atoms[truth[0]].clone()
+    found = explain_kept(most_kept(sparse(gradient, 0.2)), atoms, NOTHING, ODDS)
+    assert found is not None
+    names = {int(truth[0]) if t in equal else t for t in found.tolist()}
+    assert len(found) == 4
+    assert names == set(truth.tolist())

@@ -574,7 +574,7 @@ def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
         return Unknown(PREFERENCES, applies=False)
     if plan.attack.needs_plain_inputs and view.input_noise > MOST_INPUT_NOISE:
         return Unknown(explain_input_noise(view.input_noise))
-    if view.compression and view.compression not in plan.attack.reads_compressed:
+    if view.compression not in ("", *plan.attack.reads_compressed):
         return Unknown(explain_compression(view.compression), applies=False)
     absent = [role for role in plan.roles if role not in view.tensors]
     return Unknown(f"no gradient of {', '.join(absent)} in this step") if absent else None

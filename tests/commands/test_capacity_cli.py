@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from lightning_fedleak.attacks import row_space
 from lightning_fedleak.cli import main
 from lightning_fedleak.commands.capacity import CapacityCommand, explain_trials
 from lightning_fedleak.studies.capacity import Trial
@@ -37,6 +38,15 @@ def test_finds_where_exact_recovery_ends(model: str, text: str) -> None:
     assert "by rule; planted at random" in output
     assert "Exact recovery ends before" in output
     assert "no larger batch is shown to be safe" in output
+
+
+def test_a_capacity_of_no_planted_set_is_said_to_be_unknown(
+    model: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = row_space.Capacity(0, 4, 20.0)
+    monkeypatch.setattr(row_space, "measure_capacity", lambda *_, **__: nothing)
+    output = printed(model=model, text=text, lora_r=2, targets="c_attn", batch="2x8")
+    assert "planted at random, how many is unknown, 4 were not." in " ".join(output.split())
 
 
 def test_a_whole_model_and_one_without_a_trained_first_block(model: str, text: str) -> None:

@@ -260,6 +260,10 @@ def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
         (["--epsilon", "8", "--sampling", "poisson"], "give their number with --per-round"),
         (["--epsilon", "8", "--delta", "0.9"], "must be below 1 / 4"),
         (["--clip-quantile", ".5"], "give --epsilon or --noise-multiplier too"),
+        (
+            ["--clip-quantile", ".5", "--noise-multiplier", "1"],
+            "(QuantileClip, --clip-quantile), and its count of 4 with noise 0.2",
+        ),
         (["--server-lr", "1"], "give --server-optimizer too"),
         (["--lora-r", "4", "--column", "text"], "give --peft lora too"),
         (["--column", "text", "--length", "4000"], "more than the"),
@@ -270,6 +274,10 @@ def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["federate", "--optimizer", "adam"])
     assert "did you mean adamw" in capsys.readouterr().err
+    for end in ("0", "1"):
+        with pytest.raises(SystemExit):
+            main(["federate", "--clip-quantile", end])
+        assert "a number between 0 and 1" in capsys.readouterr().err
 
 
 def test_too_few_texts_for_a_gate_are_refused_before_libraries_load() -> None:

@@ -641,3 +641,42 @@ def test_the_record_of_a_run_says_who_is_trusted():
     assert "server" in dp(trust="local").guarantee
     assert "added or removed" in dp().guarantee
     assert "must stay secret" in dp(sampling="poisson", per_round=2).guarantee
+
+
+def test_a_client_whose_process_may_end_needs_a_ledger_and_a_mask(tmp_path):
+    def client(trust, ledger):
+        path = tmp_path / trust if ledger else None
+        defense = dp(clients=7, trust=trust, ledger=path)
+        return lambda masked: defense.check_client(masked=masked, mend="mask it")
+
+    with pytest.raises(DefenseError, match=r"ClientDP\(ledger=...\), a path for each client"):
+        client("local", ledger=False)(masked=True)
+    client("local", ledger=True)(masked=False)
+    share = client("secure_aggregation", ledger=True)
+    share(masked=True)
+    with pytest.raises(DefenseError, match="which would leave with it alone: mask it; or take"):
+        share(masked=False)
+
+
+def test_a_server_that_adds_the_noise_needs_a_ledger(tmp_path):
+    words = "PrivateMean adds the noise on the server"
+    for defense in (dp(clients=7), dp(clients=7, trust="local", ledger=tmp_path / "own")):
+        with pytest.raises(DefenseError, match=words):
+            defense.check_server("PrivateMean")
+    dp(clients=7, ledger=tmp_path / "server").check_server("PrivateMean")
+
+
+def test_a_quantile_names_its_option_and_how_many_clients_are_needed():
+    """Its count has noise of a twentieth of the clients: more than ten times z are needed."""
+
+    def quantile(clients, count=None):
+        return dp(1.2, clients=clients, quantile=QuantileClip(0.5, noise=count))
+
+    with pytest.raises(DefenseError) as refused:
+        quantile(12)
+    assert "--clip-quantile" in str(refused.value)
+    assert "use more than 12 samples a batch (clients a round), or Q" in str(refused.value)
+    quantile(13)
+    with pytest.raises(DefenseError, match=r"may: use QuantileClip\(noise=\) above 0\.6"):
+        quantile(13, 0.6)
+    quantile(13, 0.61)

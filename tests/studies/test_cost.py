@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 from dataclasses import astuple
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from transformers import LlamaConfig
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks import Attack
+from lightning_fedleak.attacks import Attack, Query, SubspaceWords, WordGuess, frequent_tokens
+from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.cli import main
 from lightning_fedleak.commands.capacity import CostCommand
+from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.studies import cost
 from tests.helpers.folders import save_tiny_causal_lm
 
@@ -26,16 +29,20 @@ def config(vocabulary: int = 128_256, blocks: int = 16) -> LlamaConfig:
     )  # fmt: skip
 
 
-def test_time_is_extrapolated_and_large_tensors_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(attack: Attack, anatomy: Anatomy, tokens: int) -> cost.Cost:
-        rows, blocks = anatomy.vocab_size, len(anatomy.blocks)
-        return cost.Cost(2 + rows / 1000 + 5 * blocks, 1e6, 0.5 * blocks, rows / 2000, 2e6)
+def in_straight_lines(attack: Attack, anatomy: Anatomy, tokens: int) -> cost.Cost:
+    """A cost by the vocabulary and the blocks, of a batch of 64 tokens."""
+    assert tokens == 64
+    rows, blocks = anatomy.vocab_size, len(anatomy.blocks)
+    return cost.Cost(2 + rows / 1000 + 5 * blocks, 1e6, 0.5 * blocks, rows / 2000, 2e6)
 
-    monkeypatch.setattr(cost, "measure_cost", measured)
+
+def test_time_is_extrapolated_and_large_tensors_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "measure_cost", in_straight_lines)
     costs = cost.predict_costs(config(), 4, "q_proj,v_proj", 64)
     assert set(costs) == set(cost.ATTACKS)
-    for found in costs.values():
-        expected = (2 + 128.256 + 80, 8.0, 64.128)
+    read = {"subspace_words": 1, "subspace_membership": 12, "gradient_membership": 16}
+    for name, blocks in read.items():
+        found, expected = costs[name], (2 + 128.256 + 5 * blocks, 0.5 * blocks, 64.128)
         assert (found.calibration, found.refresh, found.look) == pytest.approx(expected)
     more = 128_256 - cost.VOCABULARY
     words = costs["subspace_words"]
@@ -46,6 +53,78 @@ def test_time_is_extrapolated_and_large_tensors_are_added(monkeypatch: pytest.Mo
     whitened = 12 * 15 * 2 * (4 * 16 + 4**2 + 16**2) * 2  # both sides of A and B, and their weights
     logits = 5 * 4 * (128_256 * 64 - (1 << 21))
     assert costs["gradient_membership"].calibration_bytes == 1e6 + whitened + logits
+
+
+def test_types_of_a_batch_are_those_that_are_drawn() -> None:
+    anatomy = cost.random_anatomy(config(300, 1), 300, 1, 0)
+    for tokens in (16, 500):
+        drawn = frequent_tokens(anatomy, 400, tokens, torch.Generator().manual_seed(0))
+        mean = sum(len(set(row)) for row in drawn.tolist()) / 400
+        assert cost.expected_types(300, tokens) == pytest.approx(mean, rel=0.01)
+
+
+def test_a_pursuits_time_grows_with_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of 64 tokens is tried, and words are read in a look at membership as well."""
+    monkeypatch.setattr(cost, "measure_cost", in_straight_lines)
+    costs = cost.predict_costs(config(), 4, "q_proj,v_proj", 4096)
+    odds = 1 / np.arange(10.0, 10 + 128_256)
+    few, types = ((1 - (1 - odds / odds.sum()) ** n).sum() for n in (64, 4096))
+    look, words = 64.128, 64.128 * types / few
+    assert costs["subspace_words"].look == pytest.approx(words, rel=1e-4)
+    assert costs["subspace_membership"].look == pytest.approx(look + words - look, rel=1e-4)
+    assert costs["gradient_membership"].look == pytest.approx(look)
+
+
+@pytest.mark.parametrize(
+    ("rank", "tokens", "probed"), [(0, 4096, 4096), (16, 4096, 128), (4, 32, 32)]
+)
+def test_how_many_tokens_are_tried(
+    monkeypatch: pytest.MonkeyPatch, rank: int, tokens: int, probed: int
+) -> None:
+    tried = set()
+
+    def measured(attack: Attack, anatomy: Anatomy, tokens: int) -> cost.Cost:
+        tried.add(tokens)
+        return cost.Cost(1.0, 1.0, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(cost, "measure_cost", measured)
+    cost.predict_costs(config(512, 1), rank, "q_proj" if rank else None, tokens)
+    assert tried == {probed}
+
+
+def test_a_larger_model_is_never_said_to_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock's chance may show a slope below zero."""
+
+    def measured(attack: Attack, anatomy: Anatomy, tokens: int) -> cost.Cost:
+        time = 9.0 - len(anatomy.blocks) - 1e-4 * anatomy.vocab_size
+        return cost.Cost(time, 1.0, time, time, 1.0)
+
+    monkeypatch.setattr(cost, "measure_cost", measured)
+    for found in cost.predict_costs(config(), 4, "q_proj,v_proj", 64).values():
+        smallest = 8.0 - 1e-4 * cost.VOCABULARY
+        assert (found.calibration, found.refresh, found.look) == pytest.approx((smallest,) * 3)
+
+
+def test_the_gradient_of_a_batch_is_read_once() -> None:
+    looks = []
+
+    class Looks(SubspaceWords):
+        def run(self, view: Observation, query: Query | None = None) -> WordGuess:
+            looks.append(view.gradients[-1].tensors)
+            return super().run(view, query)
+
+    single = config(300, 1)
+    single.dtype = torch.float32
+    anatomy = cost.random_anatomy(single, 300, 1, 4, "q_proj,v_proj")
+    ids = torch.arange(5, 21).view(2, 8)
+    batch = TokenBatch(ids, ids, None, "causal")
+    found = cost.measure_cost(Looks(capacity_seconds=0), anatomy, 16, batch)
+    [tensors] = looks
+    anatomy.model.zero_grad()
+    anatomy.model(input_ids=ids, labels=ids).loss.backward()  # as the attack has moved it
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, anatomy.parameter(name).grad)
+    assert found.look > 0
 
 
 def test_a_small_model_is_measured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,7 +301,6 @@ def test_it_is_given_the_trainer(tmp_path: Path) -> None:
         ({"metric_for_best_model": "leakage/choose", "greater_is_better": False}, [], "a gate on"),
         ({"metric_for_best_model": "leakage/no/f1", "greater_is_better": False}, [], "exist"),
         ({"optim": "adalomo"}, [], "while backward runs"),
-        ({}, [Threshold("leakage/no/f1", at_most=0.5)], "does not log"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(
@@ -313,6 +312,21 @@ def test_what_cannot_be_watched_is_refused(
     with pytest.raises(ValueError, match=words):
         trainer.train()
     assert "training_step" not in vars(trainer)
+
+
+@pytest.mark.parametrize(
+    ("gates", "words"),
+    [
+        ([Threshold("leakage/no/f1", at_most=0.5)], "LeakageCallback does not log"),
+        ([Threshold(WORDS, at_most=0.5)] * 2, "two gates are named"),
+    ],
+)
+def test_gates_are_checked_when_the_callback_is_made(
+    tmp_path: Path, gates: Any, words: str
+) -> None:
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        LeakageCallback(trainer, [BagOfWords()], gates)
 
 
 @pytest.mark.parametrize(

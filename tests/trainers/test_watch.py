@@ -299,9 +299,7 @@ def test_a_strict_gate_fires_where_nothing_was_ever_known(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"gates": [Threshold("leakage/no/f1", at_most=0.5)]}, ValueError, "does not log"),
         ({"gates": [Threshold(F1, at_most=0.5, action="harden")]}, ValueError, "nothing to turn"),
-        ({"gates": [Threshold(F1, at_most=0.5)] * 2}, ValueError, "two gates are named"),
         ({"every_steps": 2}, TypeError, "Did you mean every_n_steps="),
         ({"precision": "bf16"}, ValueError, "precision must be"),
         ({"stages": "released"}, ValueError, "stages must be"),
@@ -314,6 +312,19 @@ def test_what_cannot_be_meant_is_refused(
     with pytest.raises(error, match=words):
         Watch(model, optimizer, [BagOfWords()], folder=tmp_path, **settings).__enter__()
     assert "step" not in vars(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("gates", "words"),
+    [
+        ([Threshold("leakage/no/f1", at_most=0.5)], "Watch does not log"),
+        ([Threshold(F1, at_most=0.5)] * 2, "two gates are named"),
+    ],
+)
+def test_gates_are_checked_before_the_loop(tmp_path: Path, gates: Any, words: str) -> None:
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(ValueError, match=words):
+        Watch(model, optimizer, [BagOfWords()], gates, folder=tmp_path)
 
 
 def test_autocast_that_was_not_declared_is_refused(tmp_path: Path) -> None:

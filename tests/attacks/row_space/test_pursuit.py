@@ -104,6 +104,22 @@ def test_more_types_than_can_be_told_apart_are_not_certified() -> None:
         assert set(found.types.tolist()) != set(truth.tolist())
 
 
+def test_more_types_than_can_be_told_apart_are_not_counted() -> None:
+    for rank in (8, 57, 62):
+        rows = dictionary()
+        found = solve(rows, planted(rows, 100, rank)[0])
+        assert math.isnan(found.expected)
+        assert not found.certified
+
+
+def test_as_many_types_as_rows_are_named_in_nearly_all_directions() -> None:
+    rows = dictionary()
+    gradient, truth = planted(rows, 61, 60)
+    found = solve(rows, gradient)
+    assert set(found.types.tolist()) == set(truth.tolist())
+    assert found.expected == 61
+
+
 def test_pruning_takes_out_what_was_planted_besides() -> None:
     rows = dictionary()
     gradient, truth = planted(rows, 12, 6)

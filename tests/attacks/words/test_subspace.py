@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from benchmarks.attacks.setups import embedding_adapters
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation, WordGuess
+from lightning_fedleak.attacks.row_space import explanation
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
+from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.snapshots import (
     GradientSnapshot,
     NotYet,
@@ -484,6 +487,23 @@ def test_more_types_than_dimensions_are_refused() -> None:
         attack.run(observed(attack, anatomy))
 
 
+def test_more_types_than_rows_of_a_lora_tell_apart_are_not_counted() -> None:
+    model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
+    attack, anatomy = prepared(model)
+    torch.manual_seed(0)
+    ids = texts(8, 14)
+    backward(model, ids)
+    view = observed(attack, anatomy)
+    guess, metric = attack.run(view), WordRecovery(anatomy.vocab_size)
+    assert len(guess.types)
+    assert math.isnan(guess.n_types)
+    metric.update(guess, ids[:, :-1].flatten())
+    assert math.isnan(metric.means()["type_count_error"])
+    few = WordGuess(types=guess.types[:2], n_types=2.0)  # of another batch, which counts alone
+    metric.update(few, guess.types[:4])
+    assert metric.means()["type_count_error"] == 0.5
+
+
 def update(attack: SubspaceWords, anatomy, steps: int, fresh: bool = True) -> Observation:
     tensors = observed(attack, anatomy).gradients[0].tensors
     return Observation(
@@ -671,6 +691,21 @@ def test_capacity_is_measured_where_there_is_time(seconds: float, known: bool) -
     capacity = attack.run(observed(attack, anatomy)).capacity
     assert (capacity is not None) == known
     assert not known or 10 < capacity < 64
+
+
+def test_a_capacity_of_no_planted_set_is_unknown_and_not_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        explanation, "measure_capacity", lambda *_, **__: explanation.Capacity(0, 4, 20.0)
+    )
+    model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
+    attack, anatomy = prepared(model)
+    backward(model, texts(2, 6))
+    guess, metric = attack.run(observed(attack, anatomy)), WordRecovery(anatomy.vocab_size)
+    metric.update(guess, torch.arange(4))
+    assert guess.capacity is None
+    assert math.isnan(metric.means()["capacity"])
 
 
 def test_public_text_makes_frequent_tokens_likelier() -> None:

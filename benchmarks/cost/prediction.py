@@ -40,7 +40,7 @@ from lightning_fedleak.studies.cost import (
 )
 from lightning_fedleak.studies.models import find_config, with_lora
 
-SMOKE = ("--models embedded --shapes 1x16 --rank 2",)
+SMOKE = ("--models embedded --shapes 1x16 --rank 2 --attacks subspace_words",)
 RANDOM = "random100M"
 PARTS = ("calibration", "calibration_bytes", "look", "look_bytes")
 
@@ -89,6 +89,7 @@ def report(model: str, shape: str) -> dict[str, object]:
     costs = {
         name: (predicted[name], measure_cost(attack(public), anatomy, rows * length, batch))
         for name, attack in ATTACKS.items()
+        if name in OPTIONS.attacks
     }
     return {"probe": probe, **{name: [parts(c) for c in both] for name, both in costs.items()}}
 
@@ -115,6 +116,7 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.cost.prediction", "--json"]
             command += ["--models", model, "--shapes", shape, "--rank", str(OPTIONS.rank)]
             command += ["--text", OPTIONS.text] if OPTIONS.text else []
+            command += ["--attacks", *OPTIONS.attacks]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             costs = json.loads(done.stdout.splitlines()[-1])
             row = f"{model.partition('=')[0]}, {shape} ({costs.pop('probe'):.1f} s)"
@@ -133,6 +135,7 @@ if __name__ == "__main__":
     parser.add_argument("--models", nargs="+", default=["embedded", RANDOM])
     parser.add_argument("--shapes", nargs="+", default=["4x64", "8x64"])
     parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--attacks", nargs="+", choices=[*ATTACKS], default=[*ATTACKS])
     parser.add_argument("--text", help="file with a text a line; the embedded messages")
     parser.add_argument("--out", help="file for the table")
     parser.add_argument("--json", action="store_true", help="of one model, in this process")

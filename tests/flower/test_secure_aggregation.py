@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("flwr")
 
 from cryptography.fernet import InvalidToken
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
@@ -38,7 +38,7 @@ from lightning_fedleak.federation import (
     trained_on,
     trained_state,
 )
-from lightning_fedleak.federation.flower import FedLeakMod
+from lightning_fedleak.federation.flower import FedLeakMod, SecAggMessages
 from tests.federation.rounds import model
 from tests.federation.rounds import train as trained
 from tests.federation.test_observer import lines
@@ -97,18 +97,18 @@ class Here:
     """A grid whose nodes answer at once."""
 
     def __init__(self, mods, broken=()) -> None:
-        self.apps = {
-            number: ClientApp(
-                client_fn=lambda where: Client(
-                    where.node_config["partition-id"], where.node_config["partition-id"] in broken
-                ).to_client(),
-                mods=mods(number),
-            )
-            for number in range(CLIENTS)
-        }
+        self.apps = {n: self.app(mods(n), broken) for n in range(CLIENTS)}
         self.contexts = {n: a_context(n) for n in range(CLIENTS)}
         self.asked: list[Message] = []
         self.replies: list[Message] = []
+
+    def app(self, mods, broken) -> ClientApp:
+        return ClientApp(
+            client_fn=lambda where: Client(
+                where.node_config["partition-id"], where.node_config["partition-id"] in broken
+            ).to_client(),
+            mods=mods,
+        )
 
     def tampered(self, message: Message) -> Message:
         """What a server sends in place of a message of the protocol."""
@@ -134,6 +134,37 @@ class Here:
             found.append(reply)
         self.replies += [copy.deepcopy(r) for r in found]
         return found
+
+
+def names_sent(context: Context) -> dict[str, torch.Tensor]:
+    return trained_state(model())
+
+
+class ByMessages(Here):
+    """Its clients are functions of ``@app.train()``."""
+
+    def app(self, mods, broken) -> ClientApp:
+        app = ClientApp(mods=[*mods, SecAggMessages(names_sent)])
+
+        @app.train()
+        def train(message: Message, context: Context) -> Message:
+            assert dict(message.content["config"]) == {"server-round": 1}
+            number = context.node_config["partition-id"]
+            net = model()
+            net.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
+            data = data_of(number, 1)
+            for batch in data:
+                trained_on(batch)
+            state = dict(reversed(trained(net, data).items()))  # any order will do
+            if number in broken:
+                name = next(iter(state))
+                state[name] = torch.full_like(state[name], torch.nan)
+            metrics = MetricRecord({"num-examples": 1, "train-loss": 0.1 * number})
+            content = RecordDict({"arrays": ArrayRecord(state), "metrics": metrics})
+            return Message(content, reply_to=message)
+
+        app.train("other")(train)
+        return app
 
 
 def aggregated(mods, round_=1, grid=Here, **more):
@@ -178,9 +209,10 @@ def form(reply: Message):
     ]
 
 
-def test_a_look_before_the_mask_sees_the_update_and_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("grid", [Here, ByMessages])
+def test_a_look_before_the_mask_sees_the_update_and_changes_nothing(tmp_path: Path, grid) -> None:
     mods = lambda number: [secaggplus_mod, FedLeakMod(ForClient(tmp_path / f"{number}"))]  # noqa: E731
-    found, _ = aggregated(mods)
+    found, _ = aggregated(mods, grid=grid)
     assert close(found, wanted({0, 1, 2}))
     for number in range(CLIENTS):
         [line] = lines(next((tmp_path / f"{number}").glob("process_*")))
@@ -188,16 +220,17 @@ def test_a_look_before_the_mask_sees_the_update_and_changes_nothing(tmp_path: Pa
         assert line["metrics"]["f1"]["value"] > 0.9
 
 
+@pytest.mark.parametrize("grid", [Here, ByMessages])
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_withheld_update_is_zero_in_the_sum_and_no_reply_tells_whose(
-    tmp_path: Path, broken: bool
+    tmp_path: Path, broken: bool, grid
 ) -> None:
     def mods(number: int):
         gates = [RoundGate(F1, at_most=0.1 if number == 1 and not broken else 1.0)]
         return [secaggplus_mod, FedLeakMod(ForClient(tmp_path / f"{number}"), gates)]
 
     with announced("holds NaN" if broken else "withheld the update") as told:
-        found, grid = aggregated(mods, broken={1} if broken else ())
+        found, grid = aggregated(mods, broken={1} if broken else (), grid=grid)
     assert not any("tells the server one bit" in text for text in told)
     assert close(found, wanted({0, 2}))
     assert not any(r.has_error() for r in grid.replies)
@@ -241,12 +274,13 @@ def releases(folder: Path) -> list[int]:
     return [account_in(folder)(a_context(n)).accountant.steps for n in range(CLIENTS)]
 
 
-def test_shares_of_noise_add_up_in_the_masked_sum(tmp_path: Path) -> None:
+@pytest.mark.parametrize("grid", [Here, ByMessages])
+def test_shares_of_noise_add_up_in_the_masked_sum(tmp_path: Path, grid) -> None:
     """With a clip that leaves next to nothing of the updates, the sum is the noise.
 
     Two of three make the whole, as one may be missing.
     """
-    found, grid = aggregated(with_shares(tmp_path))
+    found, grid = aggregated(with_shares(tmp_path), grid=grid)
     sent = trained_state(model())
     moved = torch.cat([(found[n] - sent[n]).flatten() for n in sent])
     assert float(moved.std()) == pytest.approx(0.01 * 2.0 / CLIENTS * (3 / 2) ** 0.5, rel=0.1)
@@ -452,3 +486,93 @@ def test_arrays_of_another_model_are_refused(tmp_path: Path) -> None:
     asked = fit_asked(dict(list(trained_state(model()).items())[1:]))
     with pytest.raises(UpdateError, match="arrays that were sent are not those"):
         FedLeakMod(ForClient(tmp_path))(asked, a_context(), answer)
+
+
+# ---- functions of @app.train() behind the masks -------------------------------------------------
+
+
+def test_a_function_gets_and_returns_what_it_would_without_masks() -> None:
+    """The sum is the same, and of its metrics the weight alone leaves."""
+    by_messages, grid = aggregated(lambda number: [secaggplus_mod], grid=ByMessages)
+    by_arrays, other = aggregated(lambda number: [secaggplus_mod])
+    assert close(by_messages, by_arrays)
+    masked, listed = (
+        [r for r in g.replies if "fitres.parameters" in r.content] for g in (grid, other)
+    )
+    assert [form(r) for r in masked] == [form(r) for r in listed]
+
+
+@pytest.mark.parametrize("kind", ["train", "train.default", "train.other"])
+@pytest.mark.parametrize("claims", [None, {"srcs": [101, 102]}])
+def test_a_function_is_not_called_where_nothing_masks_its_reply(
+    kind: str, claims: dict | None
+) -> None:
+    content = fit_asked(trained_state(model())).content
+    if claims is not None:
+        content["secaggplus_configs"] = ConfigRecord(claims)
+    asked = Message(content, dst_node_id=100, message_type=kind)
+    called = []
+    with pytest.raises(DefenseError, match="nothing masks the reply to this message"):
+        SecAggMessages(names_sent)(asked, a_context(), lambda *_: called.append(1))
+    after_a_round = ByMessages(lambda number: [secaggplus_mod])
+    with pytest.raises(KeyError if kind == "train" else DefenseError):
+        after_a_round.answered(asked)
+    assert not called
+
+
+def test_other_messages_than_of_training_pass() -> None:
+    asked = Message(RecordDict(), dst_node_id=100, message_type="query")
+    assert SecAggMessages(names_sent)(asked, a_context(), lambda message, _: message) is asked
+
+
+def behind_masks(reply: dict, names=names_sent, sent=None) -> Message:
+    """The reply that SecAgg+ reads, of a function that replies with these records."""
+    asked = fit_asked(sent or trained_state(model()))
+    asked.content["secaggplus_configs"] = ConfigRecord({"srcs": [101, 102]})
+    context = a_context()
+    context.state["secaggplus_state"] = ConfigRecord({"current_stage": Stage.SHARE_KEYS})
+    return SecAggMessages(names)(
+        asked, context, lambda message, _: Message(RecordDict(reply), reply_to=message)
+    )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "weight"),
+    [({"num-examples": 5}, 5), ({"num-examples": 5.0}, 5), ({"loss": 0.5}, 1), ({}, 1)],
+)
+def test_the_weight_alone_leaves(metrics: dict, weight: int) -> None:
+    arrays = ArrayRecord(trained_state(model()))
+    reply = behind_masks({"arrays": arrays, "m": MetricRecord(metrics)})
+    result = compat.recorddict_to_fitres(reply.content, keep_input=True)
+    assert (result.num_examples, result.metrics) == (weight, {})
+
+
+@pytest.mark.parametrize("weight", [0.5, float("nan"), [1, 2]])
+def test_a_weight_that_is_no_whole_number_is_refused(weight) -> None:
+    arrays = ArrayRecord(trained_state(model()))
+    with pytest.raises(ValueError, match=r"'num-examples' is .* weighs clients by whole numbers"):
+        behind_masks({"arrays": arrays, "m": MetricRecord({"num-examples": weight})})
+
+
+def test_arrays_that_were_not_sent_are_refused() -> None:
+    state = trained_state(model())
+    fewer = dict(list(state.items())[1:])
+    lost = next(iter(state))
+    with pytest.raises(UpdateError, match=f"in one of them alone are {lost}: return the arrays"):
+        behind_masks({"arrays": ArrayRecord(fewer)})
+    with pytest.raises(UpdateError, match=r"the server sent .* arrays, and names= has"):
+        behind_masks({"arrays": ArrayRecord(state)}, names=list(fewer))
+    with pytest.raises(UpdateError, match="holds one model, and this one has 0"):
+        behind_masks({})
+
+
+def test_an_error_of_the_function_is_its_reply() -> None:
+    failed = Error(3, "no memory")
+    asked = fit_asked(trained_state(model()))
+    asked.content["secaggplus_configs"] = ConfigRecord({"srcs": [101, 102]})
+    context = a_context()
+    context.state["secaggplus_state"] = ConfigRecord({"current_stage": Stage.SHARE_KEYS})
+    reply = SecAggMessages(names_sent)(
+        asked, context, lambda message, _: Message(failed, reply_to=message)
+    )
+    assert reply.error.reason == "no memory"

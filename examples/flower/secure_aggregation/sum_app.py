@@ -3,7 +3,8 @@
 A mod of each client looks at its update before it is masked, and may hold it back: then zero leaves
 in its place, masked like every other.
 
-Started with ``flwr run``, see README.md. Flower has SecAgg+ for clients of its older interface.
+Started with ``flwr run``, see README.md. Flower has SecAgg+ for clients and strategies of its older
+interface: ``SecAggMessages`` lets a function of ``@client.train()`` take part.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from flwr.client import NumPyClient
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
-from flwr.common import Context, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server import LegacyContext, ServerConfig
 from flwr.server.strategy import FedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
@@ -34,7 +34,7 @@ from lightning_fedleak.federation import (
     trained_on,
     trained_state,
 )
-from lightning_fedleak.federation.flower import FedLeakMod
+from lightning_fedleak.federation.flower import FedLeakMod, SecAggMessages
 from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES
 from lightning_fedleak.finetuning.data import PadRight, TokenRows, load_tokenizer
 from lightning_fedleak.finetuning.module import load_model
@@ -62,11 +62,16 @@ def batches(context: Context, client: int, clients: int, round_: int) -> list[di
     return [PadRight(0)([rows[i] for i in some]) for some in chosen]
 
 
+def make_model(context: Context) -> torch.nn.Module:
+    """The whole model is trained."""
+    return load_model(context.run_config["model"] or None)
+
+
 def make_observer(context: Context, side: str) -> RoundObserver:
     """Attacks updates; every process has one of its own."""
     texts = read_texts(EMBEDDED_MESSAGES)
     return RoundObserver(
-        load_model(context.run_config["model"] or None),
+        make_model(context),
         OPTIMIZER,
         local_steps=int(context.run_config["local-steps"]),
         folder=Path(context.run_config["out"]).resolve() / f"{side}_{os.getpid()}",
@@ -83,33 +88,30 @@ def gates(context: Context) -> list[RoundGate]:
     return [RoundGate("leakage/worst/words", at_most=most)] if most < 1 else []
 
 
-class Client(NumPyClient):
-    """Trains the whole model; SecAgg+ masks what it returns."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-
-    def fit(self, parameters: list[np.ndarray], config: dict) -> tuple[list, int, dict]:
-        """A round. All clients weigh alike: a number of examples would leave unmasked."""
-        model = load_model(self.context.run_config["model"] or None).train()
-        names = list(trained_state(model))
-        sent = {n: torch.tensor(a) for n, a in zip(names, parameters, strict=True)}
-        model.load_state_dict(sent, strict=False)
-        stepping = OPTIMIZER(model.parameters())
-        number = int(self.context.node_config["partition-id"])
-        clients = int(self.context.node_config["num-partitions"])
-        for batch in batches(self.context, number, clients, int(config["round"])):
-            trained_on(batch)  # the mod asks what was trained on
-            stepping.zero_grad()
-            model(**batch).loss.backward()
-            stepping.step()
-        return [t.numpy() for t in trained_state(model).values()], 1, {}
-
-
 client = ClientApp(
-    client_fn=lambda context: Client(context).to_client(),
-    mods=[secaggplus_mod, FedLeakMod(partial(make_observer, side="client"), gates)],
+    mods=[
+        secaggplus_mod,
+        FedLeakMod(partial(make_observer, side="client"), gates),
+        SecAggMessages(lambda context: trained_state(make_model(context))),
+    ]
 )
+
+
+@client.train()
+def train(message: Message, context: Context) -> Message:
+    """A round. All clients weigh alike: a number of examples would leave unmasked."""
+    model = make_model(context).train()
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
+    stepping = OPTIMIZER(model.parameters())
+    number = int(context.node_config["partition-id"])
+    clients = int(context.node_config["num-partitions"])
+    for batch in batches(context, number, clients, int(message.content["config"]["server-round"])):
+        trained_on(batch)  # the mod asks what was trained on
+        stepping.zero_grad()
+        model(**batch).loss.backward()
+        stepping.step()
+    arrays, metrics = ArrayRecord(trained_state(model)), MetricRecord({"num-examples": 1})
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
 
 class SumWatched(FedAvg):
@@ -126,7 +128,6 @@ class SumWatched(FedAvg):
             min_fit_clients=clients,
             min_available_clients=clients,
             initial_parameters=ndarrays_to_parameters(start),
-            on_fit_config_fn=lambda round_: {"round": round_},
         )
 
     def named(self, parameters: object) -> Mapping[str, torch.Tensor]:

@@ -30,7 +30,7 @@ except ImportError as error:
 ROUND = "server-round"
 WEIGHT = "num-examples"
 
-_LISTED, _LISTED_BACK = "fitins.parameters", "fitres.parameters"
+LISTED, _LISTED_BACK = "fitins.parameters", "fitres.parameters"
 """Where messages of the older interface hold a model."""
 
 
@@ -88,7 +88,7 @@ class _ListedArrays(NamedArrays):
     def __init__(self, message: Message, observer: RoundObserver) -> None:
         group = message.metadata.group_id  # the round, in Flower's own workflows
         self.round_ = int(group) if group.isdecimal() else _round_of(message)
-        arrays = _arrays_in(message, _LISTED)
+        arrays = arrays_in(message, LISTED)
         whole = {n: t.detach() for n, t in observer.model.state_dict().items()}
         shapes = [a.shape for a in arrays]
         for like in (trained_state(observer.model), whole):
@@ -105,7 +105,7 @@ class _ListedArrays(NamedArrays):
         )
 
     def returned(self, reply: Message) -> State:
-        arrays = _arrays_in(reply, _LISTED_BACK)
+        arrays = arrays_in(reply, _LISTED_BACK)
         state = dict(zip(self._names, arrays, strict=False))
         return state | {f"array {n}": a for n, a in enumerate(arrays) if n >= len(self._names)}
 
@@ -126,7 +126,7 @@ def read_sent(message: Message, observer: RoundObserver) -> NamedArrays:
     Raises:
         UpdateError: the message holds no model, or another one than the observer's.
     """
-    if _LISTED in message.content:
+    if LISTED in message.content:
         return _ListedArrays(message, observer)
     return NamedArrays(message)
 
@@ -146,7 +146,7 @@ def arrays_of(message: Message) -> tuple[str, Arrays]:
     return key, Arrays(record)
 
 
-def _arrays_in(message: Message, key: str) -> list[Tensor]:
+def arrays_in(message: Message, key: str) -> list[Tensor]:
     """Return the arrays of a message of the older interface, from the record of this key.
 
     Raises:

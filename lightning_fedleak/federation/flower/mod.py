@@ -6,20 +6,11 @@ import logging
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType
 from flwr.common.constant import ErrorCode
-from flwr.common.secure_aggregation.secaggplus_constants import (
-    RECORD_KEY_CONFIGS,
-    RECORD_KEY_STATE,
-    Key,
-    Stage,
-)
-from torch import Tensor
 
-from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.federation import (
     ClientDP,
     Leaving,
@@ -29,6 +20,7 @@ from lightning_fedleak.federation import (
     parameter_names,
     recording,
 )
+from lightning_fedleak.federation.flower.masks import check_masks, read_masks
 from lightning_fedleak.federation.flower.messages import WEIGHT, NamedArrays, read_sent
 from lightning_fedleak.looks import LeakageLimitExceeded, reason
 
@@ -41,14 +33,6 @@ _STATE = "lightning-fedleak"
 _START = "last_round"
 _MEMORY = f"{_STATE}-compression"
 _ROUND = f"{_STATE}-{_START}"  # a record of another kind needs a key of its own
-
-LEAST_MODULUS = 2**32
-"""SecAgg+ draws masks below its modulus less one, so that a modulus of 2 masks nothing. This is
-Flower's default; one number in so many then shows that its mask was not uniform."""
-LEAST_CLIENTS = 2
-"""Whose sum a mask may hide where no ClientDP says how many there are."""
-SURE_DEVIATIONS = 8.0
-"""Noise is beyond so many standard deviations once in 10**15 numbers."""
 
 
 class FedLeakMod:
@@ -79,7 +63,8 @@ class FedLeakMod:
 
     **Secure aggregation** (``SecAgg+``): ``mods=[secaggplus_mod, FedLeakMod(...)]``, in this order,
     looks at the update before it is masked. A withheld update, or one that cannot be read, leaves
-    as zero, masked like every other; see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
+    as zero, masked like every other; see :class:`~lightning_fedleak.federation.OutgoingUpdates`. A
+    function of ``@app.train()`` needs :class:`SecAggMessages` as the last mod.
     A node that takes part in SecAgg+ answers no training message that its mod does not mask, nor
     one whose masks hide the sum of fewer clients than the noise is meant for. The number of
     examples and the metrics are not masked by Flower, and leave as they are.
@@ -143,7 +128,7 @@ class FedLeakMod:
                     f"FedLeakMod(uncovered=['{kind}']) answers it, and no epsilon covers that",
                 )
             return call_next(message, context)
-        protocol = _read_masks(message, context)
+        protocol = read_masks(message, context)
         masked = self._secure or protocol is not None
         if dp is not None and noises:
             dp.check_client(
@@ -166,7 +151,7 @@ class FedLeakMod:
             names = parameter_names(observer.model)
             trained = {n for n, p in observer.model.named_parameters() if p.requires_grad}
             sent = [t for n, t in codec.sent.items() if names.get(n) in trained]
-            _check_masks(protocol, dp, sent)
+            check_masks(protocol, dp, sent)
         # The node's state keeps it, because the next round may run in another process.
         outgoing.recall(context.state.config_records.get(_STATE))
         compression = outgoing.compression
@@ -280,86 +265,6 @@ def _keep_round(outgoing: OutgoingUpdates, context: Context) -> dict[str, int]:
 def _full_type(kind: str) -> str:
     """Return the full name of a message's type: ``"evaluate"`` is ``"evaluate.default"``."""
     return kind if "." in kind else f"{kind}.default"
-
-
-def _read_masks(message: Message, context: Context) -> dict[str, Any] | None:
-    """Return what SecAgg+ masks the reply to a training message with; None without SecAgg+.
-
-    Its mod acts on messages of the type ``"train"`` alone, takes their stage out, and keeps its own
-    state on the node, where the last stage before the masks is written until they are applied. A
-    server can send any record, but not these together.
-
-    Raises:
-        ValueError: this mod stands before that of SecAgg+.
-        DefenseError: the node takes part in SecAgg+, whose mod lets this message pass.
-    """
-    configs = message.content.config_records.get(RECORD_KEY_CONFIGS)
-    if configs is not None and Key.STAGE in configs:
-        raise ValueError(
-            "FedLeakMod stands before the mod of a secure aggregation, where all that it would "
-            "see is masked: say mods=[secaggplus_mod, FedLeakMod(...)]"
-        )
-    node_state = context.state.config_records.get(RECORD_KEY_STATE)
-    if node_state is None:
-        return None
-    kind = message.metadata.message_type
-    if (
-        configs is None
-        or kind != MessageType.TRAIN
-        or node_state.get("current_stage") != Stage.SHARE_KEYS
-    ):
-        raise DefenseError(
-            f"FedLeakMod: this node takes part in SecAgg+, whose mod would not mask the reply to "
-            f"this message of type '{kind}': it is none of the protocol's. Train by "
-            "SecAggPlusWorkflow alone"
-        )
-    # What the server sends now does not change the set-up.
-    return dict(configs) | dict(node_state)
-
-
-def _check_masks(
-    protocol: Mapping[str, Any], dp: ClientDP | None, trained: Sequence[Tensor]
-) -> None:
-    """Refuse masks behind which the server sees more than the sum that the noise is made for.
-
-    All of it is the server's to choose: who shares masks with this client, of how many at least a
-    sum is unmasked, and how numbers are clipped and rounded to whole ones.
-
-    Args:
-        protocol: from :func:`_read_masks`.
-        dp: of the client.
-        trained: what was sent of what is trained.
-
-    Raises:
-        DefenseError: says which setting of the server's to change.
-    """
-    share = dp is not None and dp.trust == "secure_aggregation"
-    least = max(LEAST_CLIENTS, int(dp.per_round) - dp.dropouts) if dp and share else LEAST_CLIENTS
-    together = len({*protocol[Key.SOURCE_LIST], protocol["nid"]})
-    if min(together, protocol["threshold"]) < least:
-        raise DefenseError(
-            f"FedLeakMod: SecAgg+ masks this update among {together} clients, and unmasks the sum "
-            f"of {protocol['threshold']}, where at least {least} are needed for the noise that "
-            f"each adds: give SecAggPlusWorkflow(num_shares=, reconstruction_threshold=) as many, "
-            "or ClientReleaseSettings(dropouts=) so many as a sum may lack (in Flower one at least)"
-        )
-    modulus = protocol["mod_range"]
-    if modulus < LEAST_MODULUS:
-        raise DefenseError(
-            f"FedLeakMod: SecAgg+ draws its masks below {modulus}, which hides too little: give "
-            f"SecAggPlusWorkflow(modulus_range={LEAST_MODULUS})"
-        )
-    if dp is None or not share:
-        return
-    most = max((float(t.abs().max()) for t in trained), default=0.0) + dp.clip
-    most = (most + SURE_DEVIATIONS * dp.own_noise_std) / abs(protocol["max_weight"])
-    whole = 0 < protocol["target_range"] < 2**31  # its whole numbers have 32 bits
-    if not (whole and most <= protocol["clipping_range"]):
-        raise DefenseError(
-            f"FedLeakMod: SecAgg+ clips numbers at {protocol['clipping_range']}, and those that "
-            f"leave may be as large as {most:.3g}: the noise would be cut off with them. Give "
-            "SecAggPlusWorkflow(clipping_range=..., max_weight=1)"
-        )
 
 
 def _refuse(message: Message, why: str) -> Message:

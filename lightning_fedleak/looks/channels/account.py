@@ -35,7 +35,7 @@ class AccountGame:
         self._defense = defenses[0] if defenses else None
         self._curve: Curve = ()
         self._run = run
-        self._warned: set[str] = set()
+        self._refuting: set[str] = set()
         self.why_not: str | None = no_game if defenses else ""
         if len(defenses) > 1:
             self.why_not = "several defences account, and what they allow together is not known"
@@ -68,9 +68,9 @@ class AccountGame:
     def refuted(
         self, attack: str, scores: Tensor, members: Tensor, error: float, alpha: float
     ) -> float:
-        """Return 1 where an attack refutes the newest :meth:`limits`, and warn once; else 0.
+        """Return 1 from the first look on that refutes :meth:`limits`, which warns; else 0.
 
-        What is not refuted is not confirmed.
+        A larger account at a later look confirms nothing.
 
         Args:
             attack: its name.
@@ -82,17 +82,18 @@ class AccountGame:
         assert self._defense is not None
         privacy = self._defense.privacy
         assert privacy is not None
+        if attack in self._refuting:
+            return 1.0
         if not refutes(scores, members, self._curve, confidence=1 - error):
             return 0.0
-        if attack not in self._warned:
-            self._warned.add(attack)
-            rank_zero_warn(
-                f"{self._run.watcher}: THE ACCOUNT IS REFUTED by '{attack}' at step "
-                f"{self._run.step}: {self._defense.name} accounts for epsilon "
-                f"{privacy.epsilon:.3g} at delta {privacy.delta:g}, and what it accounts for lets "
-                f"{len(scores)} texts be told apart so well with a probability below "
-                f"{error:.2g}. Its noise, clipping or sampling is not what it accounts for, or "
-                "something else lets texts into the weights. (An account that holds is refuted in "
-                f"at most {alpha:.0%} of runs.)"
-            )
+        self._refuting.add(attack)
+        rank_zero_warn(
+            f"{self._run.watcher}: THE ACCOUNT IS REFUTED by '{attack}' at step "
+            f"{self._run.step}: {self._defense.name} accounts for epsilon "
+            f"{privacy.epsilon:.3g} at delta {privacy.delta:g}, and what it accounts for lets "
+            f"{len(scores)} texts be told apart so well with a probability below "
+            f"{error:.2g}. Its noise, clipping or sampling is not what it accounts for, or "
+            "something else lets texts into the weights. (An account that holds is refuted in "
+            f"at most {alpha:.0%} of runs.)"
+        )
         return 1.0

@@ -16,6 +16,8 @@ from enum import StrEnum
 
 from torch import Tensor
 
+from lightning_fedleak.compression import compression_error
+
 
 class Stage(StrEnum):
     """A place on the way of a tensor from the client to the server."""
@@ -50,8 +52,9 @@ class GradientSnapshot:
             in ``training_step``), whose gradient is included.
         preferences: whether the loss pushes some texts away, as that of DPO does.
         compression: method by which each tensor was compressed on its way, see
-            :class:`~lightning_fedleak.GradientCompression`; :data:`AVERAGED` where they are means
-            or sums of tensors that were compressed one by one; empty for none.
+            :class:`~lightning_fedleak.GradientCompression`;
+            :data:`~lightning_fedleak.compression.AVERAGED` where they are means or sums of tensors
+            that were compressed one by one; empty for none.
     """
 
     step: int
@@ -189,35 +192,6 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-COMPRESSIONS = frozenset(("topk", "int8", "int4", "sign", "low_rank"))
-"""Methods of compression, of each tensor by itself."""
-LEVELS = {"int8": 127, "int4": 7}
-"""Steps between 0 and the largest entry of a tensor that is rounded to so many bits."""
-AVERAGED = "averaged"
-"""The compression of a mean of tensors, each of which was compressed by itself."""
-
-
-def compression_error(tensor: Tensor, method: str) -> float:
-    """Return the standard deviation of what a compression left out of a tensor's entries.
-
-    It follows from what was sent: a uniform error of one step for rounding, a uniform one below
-    the smallest kept entry for the zeros of ``"topk"``, for signs that of normal entries with the
-    same mean size, and 0 for ``"low_rank"``, whose rows are exact combinations of the rows.
-
-    Args:
-        tensor: what the server makes of what was sent.
-        method: as in :attr:`GradientSnapshot.compression`.
-    """
-    sizes = tensor.abs()
-    if method == "low_rank" or not bool(tensor.any()):
-        return 0.0
-    if method == "topk":
-        return float(sizes[sizes > 0].min()) / math.sqrt(3)
-    if method == "sign":
-        return float(sizes.max()) * math.sqrt(math.pi / 2 - 1)
-    return float(sizes.max()) / LEVELS[method] / math.sqrt(12)
-
-
 MOST_INPUT_NOISE = 0.03
 """Noise on embeddings, in units of their size, up to which they are read as they are.
 
@@ -231,21 +205,6 @@ def explain_input_noise(size: float) -> str:
         f"training adds {size:.2g} times their size to the embeddings (NEFTune, or a hook of your "
         "own), which hides words, texts and members from this attack, not from every attack: "
         "measure a run without it (neftune_noise_alpha=None) to see what the data gives away"
-    )
-
-
-def explain_compression(method: str) -> str:
-    """Return why an attack has no result of a gradient that was compressed."""
-    if method == AVERAGED:
-        return (
-            "what is seen adds up gradients that were compressed one by one (by several clients, "
-            "in several steps, or with error feedback), and no attack knows the error of that: "
-            "stages=('shared',) reads what one client sends"
-        )
-    return (
-        f"the gradient was compressed (method '{method}'), and this attack does not know how to "
-        "read what is left of it. That is unknown, not safe. stages=('local', 'shared') reads what "
-        "it was before; with GradientCompression(error_feedback=True) that is what leaves in time"
     )
 
 

@@ -8,8 +8,10 @@ The gradient of a batch of real texts is compressed, tensor by tensor, without e
 the attacks are told by which method. Prints for each method, the gradient as it is first: F1 of the
 words that SubspaceWords names, the AUC of SubspaceMembership and of GradientMembership (of each
 batch the share of pairs of a member and another text that are in order, mean over batches; the
-others are texts of the same source), and of SubspaceTexts the share of tokens in place and of texts
-that are exact (the last token of each text, which is not in these gradients, does not count).
+others are texts of the same source), F1 of AlignedFlatChat on the head (not of a LoRA, which has
+none), whose readout is fitted anew for each method, and of SubspaceTexts the share of tokens in
+place and of texts that are exact (the last token of each text, which is not in these gradients,
+does not count).
 *unknown* counts the batches without a result, which count as 0 in words and texts. With error
 feedback a monitor reads the gradient before it is compressed: its numbers are those of the first
 row.
@@ -31,9 +33,11 @@ from benchmarks.attacks.subspace_texts import backward, texts_of, trained
 from benchmarks.attacks.subspace_words import Source, built
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import (
+    AlignedFlatChat,
     GradientMembership,
     PublicText,
     Query,
+    RunFacts,
     SubspaceMembership,
     SubspaceTexts,
     SubspaceWords,
@@ -47,7 +51,10 @@ from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 1 --others 2 "
-    "--budget 1 --public-rows 4 --methods none,topk:.1,int8",
+    "--budget 1 --public-rows 4 --methods none,topk:.1,int8 "
+    "--attacks subspace_words,subspace_membership,gradient_membership,subspace_texts",
+    "--model {model} --private {text} --public {text} --shape 2x8 --batches 1 --others 2 "
+    "--attacks aligned_flatchat --head-rows 16 --methods int4",
 )
 METHODS = "none,topk:.1,topk:.01,int8,int4,sign,low_rank:4"
 
@@ -99,6 +106,8 @@ def main() -> None:
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of SubspaceTexts")
     parser.add_argument("--public-rows", type=int, default=64)
+    parser.add_argument("--head-rows", type=int, default=400, help="texts of AlignedFlatChat")
+    parser.add_argument("--attacks", default="", help="names, by commas; all by default")
     parser.add_argument("--bos", type=int)
     parser.add_argument("--pool", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=1)
@@ -120,11 +129,15 @@ def main() -> None:
         for kind in (SubspaceMembership, GradientMembership)
     ]
     words, texts = SubspaceWords(capacity_seconds=0), SubspaceTexts(budget_seconds=options.budget)
-    attacks = [words, *games, texts]
+    head = AlignedFlatChat(PublicText(list(texts_of(public, options.head_rows, 64, options))))
+    attacks = [words, *games, texts] if options.rank else [words, head, *games, texts]
+    asked = options.attacks.split(",") if options.attacks else [a.name for a in attacks]
+    attacks = [attack for attack in attacks if attack.name in asked]
     roles = {attack: attack.needs(anatomy).gradients for attack in attacks}
     for attack in attacks:
-        attack.prepare(anatomy)
-        attack.refresh(anatomy, 0)
+        if attack is not head:
+            attack.prepare(anatomy)
+            attack.refresh(anatomy, 0)
     names = sorted({role for each in roles.values() for role in each})
     print(f"# {platform.machine()}, {options.threads} thread(s), {date.today()}")
     whole = f"LoRA r {options.rank} {options.targets}" if options.rank else "whole"
@@ -133,6 +146,9 @@ def main() -> None:
     ]
     for method in options.methods.split(","):
         how = compression(method)
+        if head in attacks:
+            head.meet(RunFacts(compression=how and how.compression))
+            head.prepare(anatomy)
         scores: dict[Any, list[float]] = {attack: [] for attack in attacks}
         reconstruction = TextReconstruction()
         began = time.process_time()
@@ -149,8 +165,10 @@ def main() -> None:
                 query = Query(ids, labels=ids) if attack in games else None
                 with suppress(UnusableObservation):
                     result = read(attack, roles[attack], snapshot, query)
-                    if attack is words:
-                        values.append(word_f1(result.types, truth))
+                    if attack in (words, head):
+                        values.append(
+                            word_f1(result.types, ids[:rows] if attack is head else truth)
+                        )
                     elif attack is texts:
                         guess = in_true_order(result.tokens, truth)
                         values.append(1.0)
@@ -166,7 +184,7 @@ def main() -> None:
                 rate = f"in place {place.value:.3f}, exact {exact.value:.3f}"
                 rate += f" ({exact.low:.3f} to {exact.high:.3f})"
             else:  # words that are unknown count as none
-                count = len(batches) if attack is words else max(1, len(values))
+                count = len(batches) if attack in (words, head) else max(1, len(values))
                 rate = f"{sum(values) / count:.3f}"
             text = f"{rate} ({lost} unknown)" if lost else rate
             cells.append(f"{attack.name} {text if values else 'unknown'}")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.compression import Compression
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.snapshots import UnusableObservation as UnusableObservation
 from lightning_fedleak.threats import ThreatModel
@@ -95,6 +96,8 @@ class RunFacts:
         step: optimizer step that the fit begins at; above 0 if it was resumed.
         clip_value: size that entries of a step's gradient are cut to before it is shared; None
             if they are not cut, or it is unknown.
+        compression: of each tensor before it is shared; None without one, or where what it leaves
+            out is sent in later steps.
     """
 
     precision: str | None = None
@@ -105,6 +108,7 @@ class RunFacts:
     defended: frozenset[Literal["gradients", "batches", "activations"]] = frozenset()
     step: int = 0
     clip_value: float | None = None
+    compression: Compression | None = None
 
 
 class Attack(ABC):

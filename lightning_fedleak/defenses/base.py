@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak.compression import Compression
+
 State = Mapping[str, Tensor | int | float | str]
 Curve = Sequence[tuple[float, float]]
 """Pairs (epsilon, delta) that all hold for one mechanism; none where nothing is guaranteed."""
@@ -190,12 +192,9 @@ class Defense(ABC):
     per_sample: bool = False
 
     @property
-    def compression(self) -> str:
-        """Return the method by which each tensor is compressed; empty where none is.
-
-        Attacks know it: :attr:`~lightning_fedleak.snapshots.GradientSnapshot.compression`.
-        """
-        return ""
+    def compression(self) -> Compression | None:
+        """Return how each tensor is compressed, which attacks know; None where none is."""
+        return None
 
     @property
     def defers(self) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak.compression import Compression, Method, compression_error, low_rank
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
     Defense,
@@ -17,10 +18,8 @@ from lightning_fedleak.defenses.base import (
     DefenseError,
     State,
 )
-from lightning_fedleak.snapshots import LEVELS, compression_error
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
-Method = Literal["topk", "int8", "int4", "sign", "low_rank"]
 _RESIDUAL, _FACTOR = "residual/", "factor/"
 
 
@@ -92,14 +91,15 @@ class GradientCompression(Defense):
         )
         self.share = check_number(f"{name}share", share, above=0, at_most=1, error=DefenseError)
         self.rank = check_integer(f"{name}rank", rank, error=DefenseError)
+        self._rule = Compression(self.method, self.share, self.rank)
         self.error_feedback = error_feedback
         self.memory: dict[str, Tensor] = {}
         self._clients = 1
 
     @property
-    def compression(self) -> str:
-        """Return the method, which attacks know."""
-        return self.method
+    def compression(self) -> Compression:
+        """Return the method and its setting, which attacks know."""
+        return self._rule
 
     @property
     def defers(self) -> bool:
@@ -164,30 +164,15 @@ class GradientCompression(Defense):
                     f"GradientCompression: '{name}' holds NaN or infinity; the update was not "
                     "released. Lower the learning rate, or check the loss."
                 )
-            small = values.dim() < 2 or self.rank >= min(len(values), values[0].numel())
-            if self.method == "low_rank" and not small:
+            if self._rule.factors(values):
                 factor = self.memory.get(_FACTOR + name)
-                reduced, memory[_FACTOR + name] = _low_rank(values, self.rank, factor)
+                reduced, memory[_FACTOR + name] = low_rank(values, self.rank, factor)
             else:
-                reduced = self._reduced(values)
+                reduced = self._rule.reduce(values)
             sent[name] = reduced.to(tensor.dtype)
             if self.error_feedback:
                 memory[_RESIDUAL + name] = values - sent[name].to(values.dtype)
         return sent, memory
-
-    def _reduced(self, values: Tensor) -> Tensor:
-        """Return what a method that needs no memory leaves of a tensor."""
-        if self.method == "topk":
-            kept = values.abs().flatten().topk(max(1, int(self.share * values.numel()))).indices
-            sparse = torch.zeros_like(values).flatten()
-            sparse[kept] = values.flatten()[kept]
-            return sparse.view_as(values)
-        if self.method == "sign":
-            return values.sign() * values.abs().mean()
-        if self.method in LEVELS and bool(values.any()):
-            step = values.abs().max() / LEVELS[self.method]
-            return (values / step).round() * step
-        return values
 
     def on_canary(
         self,
@@ -199,7 +184,7 @@ class GradientCompression(Defense):
         if self.error_feedback:
             return canary
         released = canary.released
-        sent = torch.stack([self._reduced(game) for game in released])
+        sent = torch.stack([self._rule.reduce(game) for game in released])
         errors = [compression_error(game, self.method) for game in sent]
         level = math.sqrt(sum(error**2 for error in errors) / len(errors))
         return replace(
@@ -215,21 +200,3 @@ class GradientCompression(Defense):
     def load_state_dict(self, state: State) -> None:
         """Continue with residuals and factors of a checkpoint."""
         self.memory = {n: t.clone() for n, t in state.items() if isinstance(t, Tensor)}
-
-
-def _low_rank(values: Tensor, rank: int, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the product of two factors that stands for a tensor, and the right factor.
-
-    Args:
-        values: (n, ...), read as a matrix (n, m).
-        rank: columns of the factors.
-        factor: (m, rank) of the update before; None for the first one, which begins with numbers
-            that are the same everywhere.
-    """
-    matrix = values.flatten(1)
-    if factor is None or not bool(factor.any()):
-        generator = torch.Generator().manual_seed(matrix.shape[1])
-        factor = torch.randn(matrix.shape[1], rank, generator=generator)
-    left = torch.linalg.qr(matrix @ factor.to(matrix)).Q
-    right = matrix.T @ left
-    return (left @ right.T).view_as(values), right

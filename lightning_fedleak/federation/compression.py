@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
+from lightning_fedleak.compression import AVERAGED
 from lightning_fedleak.defenses import Defense, DefenseError, GradientCompression
 from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.updates import State, difference, moved
-from lightning_fedleak.snapshots import AVERAGED
 
 
 def client_compression(
@@ -68,6 +68,6 @@ def seen_compression(defenses: Sequence[Defense], *, summed: bool) -> str:
         defenses: of the clients.
         summed: what is seen is a mean over clients.
     """
-    compressing = [d for d in defenses if d.compression]
-    averaged = summed or any(d.defers for d in compressing)
-    return next((AVERAGED if averaged else d.compression for d in compressing), "")
+    methods = [(d.compression.method, d.defers) for d in defenses if d.compression is not None]
+    averaged = summed or any(defers for _, defers in methods)
+    return next((AVERAGED if averaged else method for method, _ in methods), "")

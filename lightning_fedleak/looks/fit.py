@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import matrix_shape
 from lightning_fedleak.batches import BatchError, TokenBatch, adapter_to_copy, read_batch
+from lightning_fedleak.compression import AVERAGED
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.channels.base import Channel, Plan
 from lightning_fedleak.looks.lineup import Lineup
@@ -32,7 +33,7 @@ from lightning_fedleak.looks.run import (
     reason,
     unknown,
 )
-from lightning_fedleak.snapshots import AVERAGED, ON_THE_WAY, GradientSnapshot, Stage
+from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage
 from lightning_fedleak.taps import (
     NOT_TRIED,
     EmbeddingNoise,
@@ -372,7 +373,7 @@ class Fit:
                 owner = next(o for o, g in groups if parameters[0] in {*g["params"]})
                 alone = self.run.client == "world" or self.run.processes == 1
                 self._ask((Stage.SHARED, Stage.AGGREGATE)[: 1 + alone], owner)
-            look.compression = AVERAGED if defense.defers else defense.compression
+            look.compression = AVERAGED if defense.defers else defense.compression.method
 
     def _ask(self, stages: tuple[Stage, ...], optimizer: Optimizer, *, kept: bool = False) -> None:
         """Shows a gradient that is the same at all of ``stages`` to every channel, once."""

@@ -14,8 +14,10 @@ import transformers
 
 from lightning_fedleak import DefendedStrategy, GradientCompression, GradientNoise, RiskGate
 from lightning_fedleak.attacks import (
+    AlignedFlatChat,
     BagOfWords,
     GradientMembership,
+    PublicText,
     RevealLabels,
     SubspaceMembership,
     SubspaceTexts,
@@ -102,6 +104,17 @@ def test_words_are_read_through_it(tmp_path: Path, method: Method) -> None:
     assert monitor.latest["leakage/subspace_words/f1"] == 1
     if method != "low_rank":  # whose rows are combinations of the rows that there were
         assert monitor.latest["leakage/subspace_words/certified"] == 0
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_run_says_what_a_readout_is_fitted_on(tmp_path: Path, deferred: bool) -> None:
+    """With error feedback what goes into the compression is read, and nothing else."""
+    text = torch.randint(VOCABULARY, (16, LENGTH), generator=torch.Generator().manual_seed(2))
+    attack = AlignedFlatChat(PublicText(text), lengths=(LENGTH,))
+    defense = GradientCompression("topk", share=0.2, error_feedback=deferred)
+    monitor, _ = watched(tmp_path, [attack], defense)
+    assert attack.arguments().get("compression") == (None if deferred else "topk 0.2")
+    assert math.isfinite(monitor.latest["leakage/aligned_flatchat/f1"])
 
 
 @pytest.mark.slow

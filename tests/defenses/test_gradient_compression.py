@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_fedleak import DPSGD, DefendedStrategy
+from lightning_fedleak.compression import compression_error
 from lightning_fedleak.defenses import (
     CanaryGradient,
     DefenseError,
@@ -20,7 +21,6 @@ from lightning_fedleak.defenses import (
     GradientCompression,
     GradientNoise,
 )
-from lightning_fedleak.snapshots import compression_error
 from tests.callbacks.runs import fit
 from tests.defenses.test_gradient_noise import context
 from tests.helpers.lightning_modules import CausalLMModule

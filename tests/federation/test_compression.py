@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.compression import AVERAGED
 from lightning_fedleak.defenses import DefenseError, Freeze, GradientCompression
 from lightning_fedleak.federation import (
     SUM,
@@ -20,7 +21,6 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.federation.compression import client_compression, seen_compression
-from lightning_fedleak.snapshots import AVERAGED
 from tests.callbacks.runs import Probe
 from tests.defenses.test_gradient_compression import largest
 from tests.federation.rounds import batches, model, train

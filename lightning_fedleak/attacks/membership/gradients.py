@@ -32,10 +32,10 @@ from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.row_space import RIDGE, LinearMap, block_name, find_linear_maps
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.compression import COMPRESSIONS
 from lightning_fedleak.model_runs import labels_of
 from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.snapshots import (
-    COMPRESSIONS,
     Observation,
     UpdateSnapshot,
     explain_weight_term,

@@ -24,8 +24,8 @@ from lightning_fedleak.attacks.local_steps import check_fresh
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
+from lightning_fedleak.compression import COMPRESSIONS
 from lightning_fedleak.snapshots import (
-    COMPRESSIONS,
     NotYet,
     Observation,
     UpdateSnapshot,

@@ -42,7 +42,8 @@ from lightning_fedleak.attacks.words.public_gradients import (
     head_surface,
 )
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.compression import Compression, explain_compression
+from lightning_fedleak.snapshots import Inapplicable, Observation, UpdateSnapshot, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_choice, check_integer
 
@@ -74,8 +75,10 @@ class AlignedFlatChat(Attack):
     sum of head and embedding parts. If a LoRA on the head is trained, its B is read. Rounds of SGD
     are sums of gradients; for Adam and similar optimizers the learned readout is fitted on public
     updates of the same class (:mod:`~lightning_fedleak.attacks.words.aligned_updates`), and a round
-    that does not begin with a fresh optimizer is *unknown*. Measurements and limits, such as label
-    smoothing, are in docs/word_recovery.md.
+    that does not begin with a fresh optimizer is *unknown*. Of gradients that
+    :class:`~lightning_fedleak.GradientCompression` has compressed, but for signs, the learned
+    readout is fitted on public gradients that were compressed like them. Measurements and limits,
+    such as label smoothing, are in docs/word_recovery.md.
 
     Args:
         public_text: text like the clients' (strings need ``tokenizer``), token ids, or
@@ -136,6 +139,7 @@ class AlignedFlatChat(Attack):
     needs_float64 = True
     reads_adaptive_updates = True
     reads_clipped = True
+    reads_compressed = frozenset(("topk", "int8", "int4", "low_rank"))
 
     def __init__(
         self,
@@ -169,6 +173,7 @@ class AlignedFlatChat(Attack):
         self.steps = self._default_steps = local_steps
         self._role = HEAD_WEIGHT
         self._clip: dict[str, Any] = {}
+        self._compression: Compression | None = None
         self._why_unreadable: str | None = None
         self._why_not_fitted: str | None = None
         self._before: Tensor | None = None
@@ -180,8 +185,9 @@ class AlignedFlatChat(Attack):
         self._aligned_at = 0
 
     def meet(self, facts: RunFacts) -> None:
-        """Store the clip value, and what makes an update."""
+        """Store the clip value, the compression, and what makes an update."""
         self._why_unreadable, self._clip = None, {}
+        self._compression = facts.compression
         if facts.clip_value is not None:
             self._clip = {"clip_value": facts.clip_value, "steps": facts.local_steps or 1}
         try:
@@ -193,6 +199,13 @@ class AlignedFlatChat(Attack):
     def _adaptive_steps(self) -> LocalSteps | None:
         """Return the round whose updates the readout is fitted on; None if it reads gradients."""
         return None if self.steps is None or self.steps.linear else self.steps
+
+    @property
+    def _rehearsed(self) -> Compression | None:
+        """Return the compression that the readout is fitted on; None for none."""
+        plain = self.steps is None or self.steps.plain
+        reads = self._compression is not None and self._compression.method in self.reads_compressed
+        return self._compression if reads and plain and self.readout == "learned" else None
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the output head's weight, or the B of a LoRA on it."""
@@ -241,7 +254,8 @@ class AlignedFlatChat(Attack):
         if steps is None:
             weight, bias = head_parameters(anatomy)
             k = self.n_directions
-            return rehearse(parts, weight, bias, generator, n_directions=k, **self._clip)
+            more: dict[str, Any] = {**self._clip, "compression": self._rehearsed}
+            return rehearse(parts, weight, bias, generator, n_directions=k, **more)
         texts = _TEXTS if self.batch_texts is None else (self.batch_texts,)
         return rehearse_updates(
             anatomy,
@@ -318,6 +332,8 @@ class AlignedFlatChat(Attack):
         gradient = whole_tensor(view.gradient(self._role))
         last = view.gradients[-1]
         rounding, steps = 0.0, self._adaptive_steps
+        if last.compression not in ("", getattr(self._rehearsed, "method", "")):
+            raise Inapplicable(explain_compression(last.compression))
         if isinstance(last, UpdateSnapshot):
             gradient = self._readable(gradient, last)
             rounding = self._rounding * last.local_steps**0.5 / last.learning_rate
@@ -415,7 +431,7 @@ class AlignedFlatChat(Attack):
             UnusableObservation: says what to change.
         """
         sign = self.readout == "sign"
-        if self._clip and not sign:
+        if (self._clip or self._rehearsed) and not sign:
             return
         longest = gradient.index_select(0, norms.topk(min(_LONGEST, len(norms))).indices)
         if cut_size(longest, ROUNDED if self.steps is not None else 0.0) is not None:
@@ -465,6 +481,7 @@ class AlignedFlatChat(Attack):
         return {
             **self.config(),
             **self._clip,
+            **self._compressed,
             "steps": None if steps is None else sorted(steps.describe().items()),
             "updates": self.updates,
             "batch_texts": self.batch_texts,
@@ -476,7 +493,12 @@ class AlignedFlatChat(Attack):
     def arguments(self) -> dict[str, object]:
         """Return the settings, and what makes the updates that the readout is fitted on."""
         steps = self._adaptive_steps
-        return self.config() | self._clip | ({} if steps is None else steps.describe())
+        rules = self._clip | self._compressed
+        return self.config() | rules | ({} if steps is None else steps.describe())
+
+    @property
+    def _compressed(self) -> dict[str, str]:
+        return {} if self._rehearsed is None else {"compression": str(self._rehearsed)}
 
     def _not_prepared(self) -> str:
         return f"attack '{self.name}' has no calibration: call prepare(anatomy) first"

@@ -29,6 +29,7 @@ from lightning_fedleak.attacks.words.aligned_rows import (
     token_norm,
 )
 from lightning_fedleak.attacks.words.public_gradients import GradientParts
+from lightning_fedleak.compression import Compression
 from lightning_fedleak.progress import track
 from lightning_fedleak.snapshots import UnusableObservation
 
@@ -314,6 +315,7 @@ def rehearse(
     n_directions: int,
     clip_value: float | None = None,
     steps: int = 1,
+    compression: Compression | None = None,
 ) -> HeadCalibration:
     """Return a readout fitted on batches of public sentences.
 
@@ -328,6 +330,7 @@ def rehearse(
         n_directions: centres of hidden states that rows are projected on.
         clip_value: size that entries of each step's gradient are cut to; None without clipping.
         steps: number of steps whose clipped gradients are added.
+        compression: of half of the batches; the other half is read as it was before.
 
     Raises:
         UnusableObservation: clipping leaves nothing to fit on.
@@ -346,6 +349,8 @@ def rehearse(
             gradient = batch.clipped_gradient(weight, bias, types, clip_value, steps)
             token = directions.norm * abs(parts.logit_map.scale) / len(batch.labels)
             gradient += _draw_noise(gradient, token, generator)
+            if compression is not None and float(torch.rand((), generator=generator)) < 0.5:
+                gradient = compression.reduce(gradient, len(weight))
             summary = RowSummary.read(gradient, directions.u)
             place = torch.full((len(weight),), -1, device=types.device)
             place[types] = torch.arange(len(types), device=types.device)

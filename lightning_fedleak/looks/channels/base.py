@@ -42,6 +42,7 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.attacks.local_steps import LocalSteps, check_uncut, explain_stale_optimizer
 from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.compression import explain_compression
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.run import (
@@ -71,7 +72,6 @@ from lightning_fedleak.snapshots import (
     Observation,
     Stage,
     UpdateSnapshot,
-    explain_compression,
     explain_input_noise,
     explain_weight_term,
 )
@@ -128,6 +128,9 @@ class Plan:
             defended=frozenset(defended),
             step=step,
             clip_value=run.clip_value,
+            compression=next(
+                (d.compression for d in run.defenses if d.compression and not d.defers), None
+            ),
         )
 
     def _settings(self, run: Run) -> Mapping[str, object]:

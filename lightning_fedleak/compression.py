@@ -1,0 +1,119 @@
+"""How tensors are compressed on their way, and what that leaves out of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Method = Literal["topk", "int8", "int4", "sign", "low_rank"]
+COMPRESSIONS: frozenset[str] = frozenset(get_args(Method))
+"""Methods of compression, of each tensor by itself."""
+LEVELS = {"int8": 127, "int4": 7}
+"""Steps between 0 and the largest entry of a tensor that is rounded to so many bits."""
+AVERAGED = "averaged"
+"""The compression of a mean of tensors, each of which was compressed by itself."""
+
+
+def compression_error(tensor: Tensor, method: str) -> float:
+    """Return the standard deviation of what a compression left out of a tensor's entries.
+
+    It follows from what was sent: a uniform error of one step for rounding, a uniform one below
+    the smallest kept entry for the zeros of ``"topk"``, for signs that of normal entries with the
+    same mean size, and 0 for ``"low_rank"``, whose rows are exact combinations of the rows.
+
+    Args:
+        tensor: what the server makes of what was sent.
+        method: as in :attr:`GradientSnapshot.compression`.
+    """
+    sizes = tensor.abs()
+    if method == "low_rank" or not bool(tensor.any()):
+        return 0.0
+    if method == "topk":
+        return float(sizes[sizes > 0].min()) / math.sqrt(3)
+    if method == "sign":
+        return float(sizes.max()) * math.sqrt(math.pi / 2 - 1)
+    return float(sizes.max()) / LEVELS[method] / math.sqrt(12)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A method of compression and its setting.
+
+    Attributes:
+        method: one of :data:`COMPRESSIONS`.
+        share: of a tensor's entries that ``"topk"`` keeps.
+        rank: of the factors of ``"low_rank"``.
+    """
+
+    method: Method
+    share: float = 1.0
+    rank: int = 1
+
+    def __str__(self) -> str:
+        setting = {"topk": f" {self.share:g}", "low_rank": f" {self.rank}"}
+        return self.method + setting.get(self.method, "")
+
+    def factors(self, values: Tensor) -> bool:
+        """Return whether a tensor leaves as two factors; thinner ones leave as they are."""
+        if self.method != "low_rank" or values.dim() < 2:
+            return False
+        return self.rank < min(len(values), values[0].numel())
+
+    def reduce(self, values: Tensor, rows: int | None = None) -> Tensor:
+        """Return what the server makes of a tensor, without anything of earlier ones.
+
+        Args:
+            values: the tensor, or those of its rows that are not nearly zero.
+            rows: that the whole tensor has; None: those of ``values``.
+        """
+        if self.method == "topk":
+            number = self.share * values.numel() * (1 if rows is None else rows / len(values))
+            kept = values.abs().flatten().topk(min(values.numel(), max(1, int(number)))).indices
+            sparse = torch.zeros_like(values).flatten()
+            sparse[kept] = values.flatten()[kept]
+            return sparse.view_as(values)
+        if self.method == "sign":
+            return values.sign() * values.abs().mean()
+        if self.method == "low_rank":
+            return low_rank(values, self.rank)[0] if self.factors(values) else values
+        if not bool(values.any()):
+            return values
+        step = values.abs().max() / LEVELS[self.method]
+        return (values / step).round() * step
+
+
+def low_rank(values: Tensor, rank: int, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the product of two factors that stands for a tensor, and the right factor.
+
+    Args:
+        values: (n, ...), read as a matrix (n, m).
+        rank: columns of the factors.
+        factor: (m, rank) of the update before; None for the first one, which begins with numbers
+            that are the same everywhere.
+    """
+    matrix = values.flatten(1)
+    if factor is None or not bool(factor.any()):
+        generator = torch.Generator().manual_seed(matrix.shape[1])
+        factor = torch.randn(matrix.shape[1], rank, generator=generator)
+    left = torch.linalg.qr(matrix @ factor.to(matrix)).Q
+    right = matrix.T @ left
+    return (left @ right.T).view_as(values), right
+
+
+def explain_compression(method: str) -> str:
+    """Return why an attack has no result of a gradient that was compressed."""
+    if method == AVERAGED:
+        return (
+            "what is seen adds up gradients that were compressed one by one (by several clients, "
+            "in several steps, or with error feedback), and no attack knows the error of that: "
+            "stages=('shared',) reads what one client sends"
+        )
+    return (
+        f"the gradient was compressed (method '{method}'), and this attack does not know how to "
+        "read what is left of it. That is unknown, not safe. stages=('local', 'shared') reads what "
+        "it was before; with GradientCompression(error_feedback=True) that is what leaves in time"
+    )

@@ -30,6 +30,7 @@ from lightning_fedleak.attacks.base import (
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.compression import COMPRESSIONS
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_choice, check_integer, check_number
@@ -79,6 +80,7 @@ class PassiveMembership(Attack):
         Capability.KNOWS_PUBLIC_TEXT,
         Capability.KNOWS_TARGET_TEXT,
     )
+    reads_compressed = COMPRESSIONS
     restores_fully = False
     needs_plain_inputs = True
     config_names: ClassVar[tuple[str, ...]] = (

@@ -32,7 +32,6 @@ from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.row_space import RIDGE, LinearMap, block_name, find_linear_maps
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.compression import COMPRESSIONS
 from lightning_fedleak.model_runs import labels_of
 from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.snapshots import (
@@ -94,7 +93,6 @@ class GradientMembership(PassiveMembership):
     reads_adaptive_updates = True
     removes_loss_terms = True
     reads_clipped = True
-    reads_compressed = COMPRESSIONS
 
     def __init__(
         self, public_text: TextSource = "sampled", *, controls: int = 8, **shared: Any

@@ -24,7 +24,6 @@ from lightning_fedleak.attacks.local_steps import check_fresh
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.compression import COMPRESSIONS
 from lightning_fedleak.snapshots import (
     NotYet,
     Observation,
@@ -70,7 +69,6 @@ class SubspaceMembership(PassiveMembership):
     needs_float64 = True
     removes_loss_terms = True
     reads_preferences = True
-    reads_compressed = COMPRESSIONS
 
     def __init__(
         self,

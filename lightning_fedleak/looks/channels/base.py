@@ -111,8 +111,9 @@ class Plan:
             local_steps: optimizer steps of a round; None for single gradients.
             step: optimizer step that the run begins at.
         """
-        defended: set[Literal["gradients", "batches", "activations"]] = set()
+        compression, defended = None, set[Literal["gradients", "batches", "activations"]]()
         for defense in run.defenses:
+            compression = compression or (None if defense.defers else defense.compression)
             if defense.acts_on_gradients:
                 defended.add("gradients")
             if defense.acts_on_batches:
@@ -128,9 +129,7 @@ class Plan:
             defended=frozenset(defended),
             step=step,
             clip_value=run.clip_value,
-            compression=next(
-                (d.compression for d in run.defenses if d.compression and not d.defers), None
-            ),
+            compression=compression,
         )
 
     def _settings(self, run: Run) -> Mapping[str, object]:
@@ -537,10 +536,7 @@ def family_of(attack: Attack) -> type[Channel]:
 
 
 def guess(
-    plan: Plan,
-    view: GradientSnapshot | Unknown | Waiting,
-    run: Run,
-    query: Query | None = None,
+    plan: Plan, view: GradientSnapshot | Unknown | Waiting, run: Run, query: Query | None = None
 ) -> Guess | Unknown | Waiting:
     """Return what an attack guesses from gradients, or why it has no guess (yet)."""
     if isinstance(view, Unknown | Waiting):

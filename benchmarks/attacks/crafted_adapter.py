@@ -4,6 +4,8 @@
     python -m benchmarks.attacks.crafted_adapter --model DIR --place block --rank 144 --out FILE
     python -m benchmarks.attacks.crafted_adapter --model DIR --place lora --rank 32 --blocks 3 \
         --rate 1e-4 --kappa 5 --out FILE
+    python -m benchmarks.attacks.crafted_adapter --model DIR --ballast 3 --crafted-rows .25 \
+        --out FILE
     python -m benchmarks.attacks.crafted_adapter --table FILE
 
 A split draws which texts are public, private and held out anew; the server crafts and calibrates
@@ -13,7 +15,8 @@ and up projection of the first ``--blocks`` blocks. The client trains with AdamW
 
 Rates are means over rounds with 95% intervals (Student's t). *Usual* is a guess of the types that
 more than half of all rounds hold, *blind* of the most frequent types, given their number. *Rare*
-are the types that are not usual. Losses are in nats on held-out text.
+are the types that are not usual. Losses are in nats on held-out text. ``--ballast`` and
+``--crafted-rows`` are of a server that hides from ``fedleak inspect``.
 """
 
 from __future__ import annotations
@@ -26,19 +29,25 @@ import platform
 import time
 from collections.abc import Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft import LoraConfig, get_peft_model
 from scipy import stats
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.attacks.word_recovery import read_texts
+from benchmarks.federation.inspection import some_rows, with_ballast
 from lightning_fedleak import CraftedAdapterWords, PublicText
-from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import RoundShape, RowSettings, RunFacts
+from lightning_fedleak.attacks.words import crafted
+from lightning_fedleak.attacks.words.crafted_rows import CraftedValues, craft
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.games import CraftedRound, play_crafted_rounds
 from lightning_fedleak.metrics import Counts, precision_recall_f1
@@ -48,6 +57,8 @@ SMOKE = (
     "--public-rounds 1 --held 2 --out {out}/cells.jsonl",
     "--model {model} --text {text} --place lora --rank 4 --blocks 1 --length 8 --texts 2 --steps 2 "
     "--splits 1 --rounds 1 --public-rounds 1 --held 2 --out {out}/lora.jsonl",
+    "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --splits 1 --rounds 1 "
+    "--public-rounds 1 --held 0 --ballast 3 --crafted-rows .5 --out {out}/cells.jsonl",
 )
 STD = 0.01  # of both maps of a new bottleneck, as in Houlsby et al. 2019
 
@@ -125,6 +136,29 @@ def adapted(options: argparse.Namespace) -> tuple[nn.Module, list[str]]:
     return model, [next(name for name, m in model.named_modules() if m is crafted)]
 
 
+def craft_hidden(
+    options: argparse.Namespace, anatomy: Anatomy, *arguments: Any, **settings: Any
+) -> CraftedValues:
+    """Values of a server that hides from the inspector: with ballast, and in some rows alone."""
+    values = craft(anatomy, *arguments, **settings)
+    tensors, rows = dict(values.tensors), values.rows
+    if options.ballast:
+        tensors = with_ballast(values, options.ballast)
+        changed = tensors[rows.parameter]
+        norm = changed.norm(dim=1)
+        bias = tensors[rows.parameter.removesuffix("weight") + "bias"]
+        rows = dataclasses.replace(
+            rows, directions=F.normalize(changed, dim=1), thresholds=-bias / norm
+        )
+    honest = {n: p.detach() for n, p in anatomy.root.named_parameters() if n in tensors}
+    count = max(1, round(options.crafted_rows * len(rows.thresholds)))
+    rows = dataclasses.replace(
+        rows, directions=rows.directions[:count], thresholds=rows.thresholds[:count]
+    )
+    tensors = some_rows(honest, tensors, options.crafted_rows)
+    return dataclasses.replace(values, tensors=tensors, rows=rows)
+
+
 def rows_of(options: argparse.Namespace) -> Tensor:
     """Ids (n, length) of the beginnings of all texts that are long enough."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -165,7 +199,9 @@ def split(rows: Tensor, number: int, options: argparse.Namespace) -> list[Crafte
     settings = {"lr": options.rate, "weight_decay": 0.01}
     facts = RunFacts(optimizer="AdamW", optimizer_settings=settings, local_steps=options.steps)
     held = TokenBatch(held_out, held_out, None, "causal") if options.held else None
-    played = play_crafted_rounds(find_anatomy(model), attack, rounds, facts, held_out=held)
+    hidden = partial(craft_hidden, options) if options.evades else craft
+    with patch.object(crafted, "craft", hidden):
+        played = play_crafted_rounds(find_anatomy(model), attack, rounds, facts, held_out=held)
     print(f"split {number}: cut {attack.cut:.3f}", flush=True)
     return played
 
@@ -248,6 +284,8 @@ def main() -> None:
     add("--rate", type=float, default=3e-4, help="learning rate")
     add("--kappa", type=float, default=3.0, help="types of a round that a row fires for")
     add("--row-norm", type=float, help="of crafted rows; default: the adapter's own")
+    add("--ballast", type=float, default=0.0, help="how far usual words are pushed below; 0: not")
+    add("--crafted-rows", type=float, default=1.0, help="share of rows that are crafted")
     add("--splits", type=int, default=10, help="draws of public and private texts")
     add("--rounds", type=int, default=1, help="of each split")
     add("--public-rounds", type=int, default=3, help="on which the cut is chosen")
@@ -267,6 +305,9 @@ def main() -> None:
         return
     if options.model is None or options.out is None:
         parser.error("--model and --out are needed, or --table")
+    options.evades = options.ballast > 0 or options.crafted_rows < 1
+    if options.evades and options.place == "lora":
+        parser.error("--ballast and --crafted-rows are of bottlenecks: --place embedding or block")
     torch.set_num_threads(1)
     start, rows = time.monotonic(), rows_of(options)
     rounds = [one for i in range(options.splits) for one in split(rows, i, options)]
@@ -274,6 +315,8 @@ def main() -> None:
     name = f"{Path(options.model).name}, {options.place}, r {options.rank}"
     if options.place == "lora":
         name += f", {options.blocks} blocks"
+    if options.evades:
+        name += f", ballast {options.ballast:g} in {options.crafted_rows:.0%} of rows"
     if options.clients > 1:
         name += f", mean of {options.clients} clients"
     cell = {

@@ -140,4 +140,6 @@ if __name__ == "__main__":
     parser.add_argument("--out", help="file for the table")
     parser.add_argument("--json", action="store_true", help="of one model, in this process")
     OPTIONS = parser.parse_args()
+    if unknown := [m for m in OPTIONS.models if "=" not in m and m not in ("embedded", RANDOM)]:
+        parser.error(f"--models {unknown[0]}: embedded, {RANDOM}, or NAME=FOLDER")
     main()

@@ -462,6 +462,8 @@ class FederateOptions:
         noise_multiplier: noise on the sum, over --clip, in place of --epsilon.
         clip: largest norm of a client's update.
         clip_quantile: --clip is the first norm, which then follows this quantile of the updates'.
+        noise_bands: the server's noise of a round takes back part of that of so many rounds; a
+            client takes part in every Nth round at most (with --sampling poisson).
         delta: delta of the guarantee.
         trust: who adds the noise: the server; each client all of it; each client its share.
         sampling: which clients take part in a round.
@@ -500,6 +502,7 @@ class FederateOptions:
     noise_multiplier: float | None = _option(None, "X", type=_POSITIVE)
     clip: float = _option(1.0, "C", type=_POSITIVE)
     clip_quantile: float | None = _option(None, "X", type=_QUANTILE)
+    noise_bands: int | None = _option(None, "N", type=_at_least(2))
     delta: float = _option(1e-5, "X", type=_POSITIVE)
     trust: Literal["central", "local", "secure_aggregation"] = "central"
     sampling: Literal["all", "poisson", "fixed"] = "all"
@@ -578,7 +581,7 @@ class FederateOptions:
     def _of_privacy(self) -> Iterator[tuple[object, str]]:
         if self.epsilon is None and self.noise_multiplier is None:
             changed = self._first_changed(
-                "clip", "clip_quantile", "delta", "trust", "sampling", "per_round"
+                "clip", "clip_quantile", "noise_bands", "delta", "trust", "sampling", "per_round"
             )
             yield (
                 changed,
@@ -588,6 +591,12 @@ class FederateOptions:
         yield (
             self.sampling != "all" and self.per_round is None,
             f"--sampling {self.sampling} draws some clients: give their number with --per-round.",
+        )
+        yield (
+            self.noise_bands is not None
+            and (self.trust != "central" or self.sampling != "poisson" or self.clip_quantile),
+            "--noise-bands correlates the noise of a trusted server over rounds: give --sampling "
+            "poisson, --trust central, and no --clip-quantile.",
         )
         yield (
             self.server_lr is not None and self.server_optimizer == "mean",

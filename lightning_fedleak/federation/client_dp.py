@@ -29,7 +29,8 @@ from lightning_fedleak.defenses.accounting import (
     effective_noise_multiplier,
 )
 from lightning_fedleak.defenses.base import State
-from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
+from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoise
+from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.federation import client_settings
 from lightning_fedleak.federation.updates import UpdateError, joint_norm
 from lightning_fedleak.validate import group_old_arguments, old_spelling
@@ -86,6 +87,12 @@ class ClientDP(Defense):
     Otherwise the server knows, each round counts in full, and neighbours differ by one client's
     data replaced by any other (``2 * clip``).
 
+    With ``bands`` the noise of a round takes back part of the noise before it, so that less of it
+    is left in the model (arXiv 2306.08153). A client is in the group of its place modulo ``bands``,
+    and round t draws from group t modulo ``bands``: ``bands`` rounds together cost one release. The
+    noise of past rounds is in memory alone: after a restart a new mechanism begins, whose cost is
+    added.
+
     Not covered: numbers that clients send besides their update (how many examples, metrics), what
     is logged of leakage, and why noise was turned up in sight of data.
 
@@ -107,8 +114,8 @@ class ClientDP(Defense):
         ledger: file that remembers every release through a crash; beside it ``<ledger>.terms``
             says what the releases are accounted by. With ``trust="central"`` the server keeps it,
             otherwise each client its own.
-        release: shares of noise that may be missing, hardening, and a clip norm that follows a
-            quantile: :class:`ClientReleaseSettings`.
+        release: shares of noise that may be missing, hardening, a clip norm that follows a
+            quantile, and noise that is correlated over rounds: :class:`ClientReleaseSettings`.
         old: arguments of 0.1.0 that ``release`` has, and ``most_notches``; they warn.
 
     Raises:
@@ -147,7 +154,9 @@ class ClientDP(Defense):
         self.clip = float(clip)
         self.clients = clients
         self.sampling: client_settings.ClientSampling = sampling
-        self.per_round = client_settings.expect_per_round(sampling, per_round, self.clients)
+        self.per_round = client_settings.expect_per_round(
+            sampling, per_round, self.clients, release.bands
+        )
         self.trust: client_settings.Trusted = trust
         self.dropouts = release.dropouts
         client_settings.check_trust(trust, sampling, self.dropouts, self.per_round)
@@ -158,12 +167,20 @@ class ClientDP(Defense):
         )
         client_settings.check_accountant(accountant, target_epsilon)
         client_settings.check_quantile(release.quantile, trust, accountant)
+        client_settings.check_bands(release, trust, sampling, accountant, rounds)
         self._path = ClipPath((), release.quantile)
         self.rounds = rounds
+        self.bands = release.bands or 1
+        self._noise = StepNoise("independent" if release.bands is None else "banded", self.bands)
+        self._noise.settle(NoisePlan("banded", self.bands, rounds or 0, self.bands, clients), None)
+        self._places: list[Any] = []
+        self._drawn: frozenset[Any] | None = None
+        self._shapes: list[tuple[str, torch.Size]] = []
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
         self.seed = release.seed
-        self._rate = self.per_round / self.clients if amplified else 1.0
+        self._chance = self.bands * self.per_round / self.clients
+        self._rate = self._chance if amplified else 1.0
         self._budget = Budget(
             accountant,
             None if noise_multiplier is None else noise_multiplier / self._sensitivity,
@@ -179,7 +196,7 @@ class ClientDP(Defense):
         if ledger is not None:
             client_settings.check_terms(Path(ledger), self._terms())
             self._budget.open_ledger(ledger)
-        self._budget.settle(self._rate, target_delta, lambda: rounds or 0)
+        self._budget.settle(self._rate, target_delta, lambda: -(-(rounds or 0) // self.bands))
         self._share_of_noise()
         self.guarantee = self._describe_guarantee()
         self._entropy = os.urandom(32)
@@ -231,7 +248,7 @@ class ClientDP(Defense):
         """Standard deviation of the noise on each number of the mean over clients."""
         if self.trust == "central":
             std = self.noise_multiplier * self._share_of_noise() * self.clip_norm
-            return std / self.per_round
+            return std * self._noise.scale / self.per_round
         return self.own_noise_std / math.sqrt(self.per_round)
 
     def relative_noise(self, numbers: int) -> float:
@@ -251,7 +268,10 @@ class ClientDP(Defense):
 
     @property
     def privacy(self) -> Privacy:
-        """What the releases so far have cost; noise and rate as accounted."""
+        """What the releases so far have cost; noise and rate as accounted.
+
+        With ``bands`` its steps count so many rounds as one.
+        """
         return self._budget.privacy
 
     @property
@@ -266,6 +286,7 @@ class ClientDP(Defense):
             "accountant": self._budget.kind,
             "noise_multiplier": self.noise_multiplier,
             **self._path.settings(()),
+            **self._correlation(),
         }
 
     def before_setup(self, context: DefenseContext) -> None:
@@ -301,7 +322,8 @@ class ClientDP(Defense):
             clients: all of the federation's.
 
         Raises:
-            DefenseError: their number is not ``clients``.
+            DefenseError: their number is not ``clients``, or with ``bands`` they are others, or in
+                another order, than in the first round.
         """
         if len(clients) != self.clients:
             raise DefenseError(
@@ -309,11 +331,21 @@ class ClientDP(Defense):
                 f"{len(clients)} are there. The account depends on that number: a client that "
                 "cannot be reached is drawn like every other, and counts as zero"
             )
+        if self.bands > 1 and self._places and self._places != list(clients):
+            raise DefenseError(
+                f"ClientDP(bands={self.bands}): a client's place among all says in which rounds it "
+                "may take part, and the clients are not those of the first round, in its order. "
+                "Keep each one's place; who comes later waits for the next run"
+            )
+        self._places = list(clients)
         source = random.SystemRandom()
         if self.sampling == "fixed":
             return source.sample(list(clients), int(self.per_round))
         if self.sampling == "poisson":
-            return [c for c in clients if source.random() < self.per_round / self.clients]
+            group = self._places[self._noise.row % self.bands :: self.bands]
+            drawn = [c for c in group if source.random() < self._chance]
+            self._drawn = frozenset(drawn)
+            return drawn
         return list(clients)
 
     def mean(
@@ -333,7 +365,8 @@ class ClientDP(Defense):
 
         Raises:
             DefenseError: noise is not the server's to add, weights that differ, or more clients
-                than could be drawn.
+                than could be drawn; with ``bands`` clients that were not drawn for this release,
+                or another model.
             BudgetSpent: one more release would cost more than ``target_epsilon``.
         """
         if self.trust != "central":
@@ -353,6 +386,7 @@ class ClientDP(Defense):
                 f"ClientDP: {len(updates)} clients took part in a round of at most {most:g}: draw "
                 "them with drawn()"
             )
+        self._check_correlated(updates, like)
         zeros: dict[Any, str] = {}
         clip, halves = self.clip_norm, torch.zeros(1, dtype=torch.float64)
         total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in like.items()}
@@ -370,7 +404,8 @@ class ClientDP(Defense):
                 total[name] += tensor.to(total[name].device)
         std = self._record_release() * self._share_of_noise() * clip
         key = self._key(self._releases, 0, "quantile")
-        mean = self._add_noise(total, std, like, 1 / self.per_round)
+        mean = self._add_noise(total, std, like, 1 / self.per_round, correlated=True)
+        self._drawn = None
         self._path.follow(halves, self.per_round, key)
         return Release(mean, zeros)
 
@@ -404,15 +439,22 @@ class ClientDP(Defense):
 
     def affords_another(self) -> bool:
         """Return whether one more release fits within ``target_epsilon``."""
-        return self._budget.affords_another()
+        return not self._noise.is_accounted or self._budget.affords_another()
 
     def check_affords_another(self) -> None:
         """Refuse a round whose release the budget does not cover, before anybody trains.
 
         Raises:
             BudgetSpent: one more release would cost more than ``target_epsilon``.
+            DefenseError: with ``bands``, all rounds that they were planned for were made.
         """
-        self._budget.check_affords_another()
+        if self.bands > 1 and self._noise.row == self.rounds:
+            raise DefenseError(
+                f"ClientDP(bands={self.bands}): the noise was planned for rounds={self.rounds}, "
+                "and all were made. Nothing more was released: plan all rounds at the beginning"
+            )
+        if self._noise.is_accounted:
+            self._budget.check_affords_another()
 
     def check_client(self, *, masked: bool, mend: str) -> None:
         """Raise an error where a client's own noise would not hold in a process that may end.
@@ -465,9 +507,10 @@ class ClientDP(Defense):
 
     def _record_release(self) -> float:
         """Count a release before it is made, and return its noise multiplier."""
-        self._budget.check_affords_another()
+        self.check_affords_another()
         noise = self._budget.noise_now
-        self._budget.record(noise)
+        if self._noise.is_accounted:
+            self._budget.record(noise)
         return noise * self._sensitivity
 
     def _add_noise(
@@ -477,18 +520,40 @@ class ClientDP(Defense):
         like: Update,
         scale: float = 1.0,
         stream: str = "client",
+        correlated: bool = False,
     ) -> dict[str, Tensor]:
         """Add noise that is used once, and round to the dtype of ``like`` at the end."""
         release, self._releases = self._releases, self._releases + 1
+        source = self._noise if correlated else StepNoise("independent", None)
+        source.begin(base_of(self._entropy, self.seed), release)
         noised = {}
         for index, (name, tensor) in enumerate(total.items()):
-            key = self._key(release, index, stream)
-            noise = standard_normal(key, tensor.shape, tensor.device, torch.float64)
+            noise = source.draw(index, tensor, lambda _, number, i: self._key(number, i, stream))
             noised[name] = tensor.add(noise, alpha=std).mul_(scale).to(like[name].dtype)
+        source.end()
         return noised
 
     def _key(self, release: int, index: int, stream: str) -> bytes:
         return noise_key(base_of(self._entropy, self.seed), 0, release, index, self.name, stream)
+
+    def _check_correlated(self, updates: Mapping[C, Update | None], like: Update) -> None:
+        """Raise an error where correlated noise would cost more than is accounted."""
+        if self.bands == 1:
+            return
+        if self._drawn is None or not updates.keys() <= self._drawn:
+            raise DefenseError(
+                f"ClientDP(bands={self.bands}): a release has the clients of its own draw, since "
+                f"one may take part in one of {self.bands} rounds in a row: call drawn() before "
+                "every mean(), and give it the updates of those clients alone"
+            )
+        shapes = [(name, tensor.shape) for name, tensor in like.items()]
+        if self._noise.row and shapes != self._shapes:
+            raise DefenseError(
+                f"ClientDP(bands={self.bands}): what is trained has other names, shapes or another "
+                "order than in the round before, from whose noise that of this round follows. "
+                "Train the same parameters in all rounds"
+            )
+        self._shapes = shapes
 
     # ---- what survives ----------------------------------------------------------------------
 
@@ -509,7 +574,12 @@ class ClientDP(Defense):
             "sampling": self.sampling,
             "per_round": self.per_round,
             "trust": self.trust,
+            **self._correlation(),
         }
+
+    def _correlation(self) -> dict[str, int]:
+        """Return the bands; nothing where noise is independent, as in ledgers of before."""
+        return {"bands": self.bands} if self.bands > 1 else {}
 
     def _describe_guarantee(self) -> str:
         if self.seed is not None:
@@ -528,6 +598,8 @@ class ClientDP(Defense):
         }[self.trust]
         neighbours = "replaced by any other data" if self.replaces else "added or removed"
         secret = " Who takes part in a round must stay secret." if self._rate < 1 else ""
+        if self.bands > 1:
+            secret += f" A client takes part in at most one of {self.bands} rounds in a row."
         return (
             f"against {adversary}: (epsilon, delta)-differential privacy of one client, all of its "
             f"data, {neighbours}, for all rounds together, with the epsilon that `privacy` gives."

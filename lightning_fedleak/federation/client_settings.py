@@ -31,6 +31,9 @@ class ClientReleaseSettings:
         quantile: with ``trust="central"``, the clip norm begins at ``clip`` and follows a quantile
             of the updates' norms. The count of clients below it has a share of the noise; a client
             that counts as zero is on neither side.
+        bands: with ``trust="central"`` and ``sampling="poisson"``, of the matrix that correlates
+            the noise of the planned rounds. Clients are split into as many groups, by their places,
+            and each round draws from the next group. None for independent noise.
         seed: for tests only; whoever knows it can take the noise off, so that epsilon is infinite.
 
     Raises:
@@ -41,12 +44,14 @@ class ClientReleaseSettings:
     harden_factor: float = 2.0
     max_hardenings: int | None = None
     quantile: QuantileClip | None = None
+    bands: int | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         _check_integer("dropouts", self.dropouts, at_least=0)
         _check_number("harden_factor", self.harden_factor, above=1)
         _check_integer("max_hardenings", self.max_hardenings, at_least=0, optional=True)
+        _check_integer("bands", self.bands, at_least=2, optional=True)
 
 
 def _check_number(name: str, value: object, **limits: Any) -> None:
@@ -100,7 +105,9 @@ def check_accountant(accountant: str, target_epsilon: float | None) -> None:
         raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
 
 
-def expect_per_round(sampling: str, per_round: float | None, clients: int) -> float:
+def expect_per_round(
+    sampling: str, per_round: float | None, clients: int, bands: int | None
+) -> float:
     """Return how many clients are expected in a round."""
     _check_choice("sampling", sampling, get_args(ClientSampling))
     if sampling == "all":
@@ -120,6 +127,12 @@ def expect_per_round(sampling: str, per_round: float | None, clients: int) -> fl
         raise DefenseError(
             f"ClientDP: sampling={sampling!r} needs per_round=, a {'' if whole else 'whole '}"
             f"number of clients up to {clients}; got {per_round!r}"
+        )
+    if per_round * (bands or 1) > clients:
+        raise DefenseError(
+            f"ClientDP: bands={bands} splits {clients} clients into groups of {clients // bands}, "
+            f"from which no per_round={per_round:g} can be drawn: use fewer bands or clients a "
+            "round"
         )
     return float(per_round)
 
@@ -153,6 +166,22 @@ def check_quantile(quantile: QuantileClip | None, trust: str, accountant: str) -
         raise DefenseError(
             "ClientDP: quantile= needs noise that is not turned up: accountant='prv' or 'rdp'"
         )
+
+
+def check_bands(
+    release: ClientReleaseSettings, trust: str, sampling: str, accountant: str, rounds: int | None
+) -> None:
+    """Refuse correlated noise whose account would not hold."""
+    if release.bands is None:
+        return
+    if trust != "central" or sampling != "poisson" or release.quantile or accountant == "filter":
+        raise DefenseError(
+            "ClientDP: bands= correlates the noise of rounds, which holds for a trusted server, "
+            "clients that are drawn by independent coins, and a clip norm and noise that stay: use "
+            "trust='central', sampling='poisson' and accountant='prv' or 'rdp', without quantile="
+        )
+    hint = f"the noise of bands={release.bands} is planned for all rounds"
+    _check_integer("rounds", rounds, at_least=release.bands, hint=hint)
 
 
 def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:

@@ -35,6 +35,7 @@ from lightning_fedleak.canaries import leave_out
 from lightning_fedleak.defenses import BudgetSpent, DefenseError, GradientCompression
 from lightning_fedleak.federation import (
     ClientDP,
+    ClientReleaseSettings,
     RoundGate,
     RoundObserver,
     RoundSettings,
@@ -599,6 +600,21 @@ def test_a_client_that_is_gone_keeps_its_place(tmp_path):
     late = PrivateMean(FedAvg(), private(tmp_path), minutes=0.001)
     with pytest.raises(DefenseError, match="and 5 are there"):
         late.configure_train(1, sent, ConfigRecord(), Nodes(5))
+
+
+def test_no_node_takes_a_place_under_correlated_noise(tmp_path):
+    """A client that came back by another name might be in two rounds that are too near."""
+    nodes = Nodes(4)
+    banded = ClientReleaseSettings(bands=2)
+    drawing = {"sampling": "poisson", "per_round": 2, "rounds": 6, "release": banded}
+    strategy = PrivateMean(FedAvg(), private(tmp_path, **drawing))
+    sent = ArrayRecord(trained_state(model()))
+    for round_, group in enumerate([[100, 102], [101, 103], [100], [101, 103]], 1):
+        asked = strategy.configure_train(round_, sent, ConfigRecord(), nodes)
+        assert [message.metadata.dst_node_id for message in asked] == group
+        strategy.aggregate_train(round_, [])
+        nodes.ids = [100, 101, 103, 200]
+    assert strategy.dp.accountant.steps == 2
 
 
 def test_replies_that_hold_no_model_are_zero_or_unknown(tmp_path):

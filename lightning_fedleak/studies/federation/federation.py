@@ -92,6 +92,7 @@ class Federation:
         noise_multiplier: noise on the sum over ``clip``, in place of ``epsilon``.
         clip: largest norm of a client's update.
         clip_quantile: of the norms of updates, which the clip norm follows; None: it stays.
+        noise_bands: of the matrix that correlates the server's noise over rounds, if it does.
         delta: of the guarantee.
         trust: who adds the noise.
         sampling: which clients take part in a round.
@@ -128,6 +129,7 @@ class Federation:
     noise_multiplier: float | None = None
     clip: float = 1.0
     clip_quantile: float | None = None
+    noise_bands: int | None = None
     delta: float = 1e-5
     trust: Trusted = "central"
     sampling: ClientSampling = "all"
@@ -403,7 +405,8 @@ class Federation:
             accountant="filter" if self.action == "harden" else "prv",
             ledger=ledger,
             release=ClientReleaseSettings(
-                quantile=None if self.clip_quantile is None else QuantileClip(self.clip_quantile)
+                quantile=None if self.clip_quantile is None else QuantileClip(self.clip_quantile),
+                bands=self.noise_bands,
             ),
         )
 

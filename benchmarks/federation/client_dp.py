@@ -25,7 +25,7 @@ from lightning_fedleak.studies.federation import Federation, Server, train_in_pr
 
 SMOKE = (
     "--model {model} --text {text} --log {out}/cells.jsonl --clients 8 --per-round 4 --rounds 2 "
-    "--local-steps 1 --rank 2 --servers adam:.01 --clips q1 --epsilon 50",
+    "--local-steps 1 --rank 2 --servers adam:.01 --clips q1 b1 --bands 2 --epsilon 50",
 )
 NEXT_TO_NONE = 1e-9  # noise multiplier of the runs without privacy
 
@@ -33,7 +33,7 @@ NEXT_TO_NONE = 1e-9  # noise multiplier of the runs without privacy
 def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], float, float]:
     """Return the validation loss before and after each round, the noise and the last clip norm."""
     server, rate = key["server"].split(":")
-    quantile = key["clip"].startswith("q")
+    kind = key["clip"][0]
     federation = Federation(
         clients=key["clients"],
         rounds=args.rounds,
@@ -47,8 +47,9 @@ def losses(args: argparse.Namespace, key: dict[str, Any]) -> tuple[list[float], 
         attack="none",
         epsilon=key["epsilon"],
         noise_multiplier=None if key["epsilon"] else NEXT_TO_NONE,
-        clip=float(key["clip"].removeprefix("q")),
-        clip_quantile=0.5 if quantile else None,
+        clip=float(key["clip"].lstrip("qb")),
+        clip_quantile=0.5 if kind == "q" else None,
+        noise_bands=key["bands"] if kind == "b" else None,
         sampling="poisson" if key["clients"] > args.per_round else "all",
         per_round=args.per_round if key["clients"] > args.per_round else None,
         server_optimizer=server,
@@ -79,6 +80,8 @@ def table(lines: list[dict[str, Any]]) -> str:
         norm = clip
         if clip.startswith("q"):
             norm = f"median, {clip[1:]} to {statistics.median(c['norm'] for c in cells):.2g}"
+        if clip.startswith("b"):
+            norm = f"{clip[1:]}, {cells[0]['bands']} bands"
         noise = f"{cells[0]['noise']:.2g} x" if epsilon else "none"
         spread = f" ({min(ends):.3f} to {max(ends):.3f})" if len(ends) > 1 else ""
         rows.append(
@@ -104,8 +107,12 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--servers", nargs="+", default=["mean:1", "adam:.001"], help="name:rate")
     parser.add_argument(
-        "--clips", nargs="+", default=["0.2", "q0.2"], help="norm; with q it follows the median"
+        "--clips",
+        nargs="+",
+        default=["0.2", "q0.2"],
+        help="norm; with q it follows the median, with b noise is correlated by --bands",
     )
+    parser.add_argument("--bands", type=int, default=4)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -122,6 +129,8 @@ def main() -> None:
     ]
     for key in () if args.show else cells:
         key |= {"per_round": min(args.per_round, key["clients"]), "rounds": args.rounds}
+        if key["clip"].startswith("b"):
+            key["bands"] = args.bands
         if any(key.items() <= line.items() for line in lines):
             continue
         began = time.process_time()

@@ -153,9 +153,10 @@ class ClientDP(Defense):
         client_settings.check_delta(target_delta, clients)
         self.clip = float(clip)
         self.clients = clients
+        self.bands = release.bands or 1
         self.sampling: client_settings.ClientSampling = sampling
         self.per_round = client_settings.expect_per_round(
-            sampling, per_round, self.clients, release.bands
+            sampling, per_round, self.clients, self.bands
         )
         self.trust: client_settings.Trusted = trust
         self.dropouts = release.dropouts
@@ -170,7 +171,6 @@ class ClientDP(Defense):
         client_settings.check_bands(release, trust, sampling, accountant, rounds)
         self._path = ClipPath((), release.quantile)
         self.rounds = rounds
-        self.bands = release.bands or 1
         self._noise = StepNoise("independent" if release.bands is None else "banded", self.bands)
         self._noise.settle(NoisePlan("banded", self.bands, rounds or 0, self.bands, clients), None)
         self._places: list[Any] = []

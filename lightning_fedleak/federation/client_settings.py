@@ -105,9 +105,7 @@ def check_accountant(accountant: str, target_epsilon: float | None) -> None:
         raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
 
 
-def expect_per_round(
-    sampling: str, per_round: float | None, clients: int, bands: int | None
-) -> float:
+def expect_per_round(sampling: str, per_round: float | None, clients: int, bands: int) -> float:
     """Return how many clients are expected in a round."""
     _check_choice("sampling", sampling, get_args(ClientSampling))
     if sampling == "all":
@@ -128,7 +126,7 @@ def expect_per_round(
             f"ClientDP: sampling={sampling!r} needs per_round=, a {'' if whole else 'whole '}"
             f"number of clients up to {clients}; got {per_round!r}"
         )
-    if per_round * (bands or 1) > clients:
+    if per_round * bands > clients:
         raise DefenseError(
             f"ClientDP: bands={bands} splits {clients} clients into groups of {clients // bands}, "
             f"from which no per_round={per_round:g} can be drawn: use fewer bands or clients a "

@@ -169,7 +169,7 @@ def test_a_private_server_may_follow_a_quantile_and_move_by_adam(
     shown, _ = federate(tmp_path / "loud", given, noise_multiplier=2.0, attack="none", rounds=1)
     assert drowned in shown[: shown.index("\n round ")]
     assert "clients a round would bring it to 1" in shown
-    correlated = {"sampling": "poisson", "per_round": 2, "rounds": 2, "noise_bands": 2}
+    correlated = {"sampling": "poisson", "per_round": 1, "rounds": 2, "noise_bands": 2}
     shown, _ = federate(tmp_path / "bands", given, **private | correlated | {"clip_quantile": None})
     assert "at most one of 2 rounds in a row" in shown.replace("\n", " ")
 

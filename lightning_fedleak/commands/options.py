@@ -462,8 +462,7 @@ class FederateOptions:
         noise_multiplier: noise on the sum, over --clip, in place of --epsilon.
         clip: largest norm of a client's update.
         clip_quantile: --clip is the first norm, which then follows this quantile of the updates'.
-        noise_bands: the server's noise of a round takes back part of that of so many rounds; a
-            client takes part in every Nth round at most (with --sampling poisson).
+        noise_bands: rounds over which the server's noise is correlated (--sampling poisson).
         delta: delta of the guarantee.
         trust: who adds the noise: the server; each client all of it; each client its share.
         sampling: which clients take part in a round.
@@ -583,20 +582,11 @@ class FederateOptions:
             changed = self._first_changed(
                 "clip", "clip_quantile", "noise_bands", "delta", "trust", "sampling", "per_round"
             )
-            yield (
-                changed,
-                f"{changed} sets client-level differential privacy: give --epsilon or "
-                "--noise-multiplier too.",
-            )
+            text = "sets client-level privacy: give --epsilon or --noise-multiplier too."
+            yield changed, f"{changed} {text}"
         yield (
             self.sampling != "all" and self.per_round is None,
             f"--sampling {self.sampling} draws some clients: give their number with --per-round.",
-        )
-        yield (
-            self.noise_bands is not None
-            and (self.trust != "central" or self.sampling != "poisson" or self.clip_quantile),
-            "--noise-bands correlates the noise of a trusted server over rounds: give --sampling "
-            "poisson, --trust central, and no --clip-quantile.",
         )
         yield (
             self.server_lr is not None and self.server_optimizer == "mean",

@@ -32,13 +32,10 @@ from lightning_fedleak.defenses.base import State
 from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoise
 from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.federation import client_settings
-from lightning_fedleak.federation.updates import UpdateError, joint_norm
+from lightning_fedleak.federation.updates import Update, UpdateError, clipped, joint_norm
 from lightning_fedleak.validate import group_old_arguments, old_spelling
 
 C = TypeVar("C")
-
-Update = Mapping[str, Tensor]
-"""Changes of trained parameters by name, as :func:`~lightning_fedleak.federation.difference`."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ class ClientDP(Defense):
         self._noise = StepNoise("independent" if release.bands is None else "banded", self.bands)
         self._noise.settle(NoisePlan("banded", self.bands, rounds or 0, self.bands, clients), None)
         self._places: list[Any] = []
-        self._drawn: frozenset[Any] | None = None
+        self._participants: frozenset[Any] | None = None
         self._shapes: list[tuple[str, torch.Size]] = []
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -268,10 +265,7 @@ class ClientDP(Defense):
 
     @property
     def privacy(self) -> Privacy:
-        """What the releases so far have cost; noise and rate as accounted.
-
-        With ``bands`` its steps count so many rounds as one.
-        """
+        """What the releases so far have cost, ``bands`` rounds as one; noise as accounted."""
         return self._budget.privacy
 
     @property
@@ -322,8 +316,7 @@ class ClientDP(Defense):
             clients: all of the federation's.
 
         Raises:
-            DefenseError: their number is not ``clients``, or with ``bands`` they are others, or in
-                another order, than in the first round.
+            DefenseError: their number is not ``clients``; with ``bands``, other clients or order.
         """
         if len(clients) != self.clients:
             raise DefenseError(
@@ -333,9 +326,8 @@ class ClientDP(Defense):
             )
         if self.bands > 1 and self._places and self._places != list(clients):
             raise DefenseError(
-                f"ClientDP(bands={self.bands}): a client's place among all says in which rounds it "
-                "may take part, and the clients are not those of the first round, in its order. "
-                "Keep each one's place; who comes later waits for the next run"
+                f"ClientDP(bands={self.bands}): the clients are not those of the first round, in "
+                "its order: keep each one's place, which says in which rounds it may take part"
             )
         self._places = list(clients)
         source = random.SystemRandom()
@@ -343,9 +335,9 @@ class ClientDP(Defense):
             return source.sample(list(clients), int(self.per_round))
         if self.sampling == "poisson":
             group = self._places[self._noise.row % self.bands :: self.bands]
-            drawn = [c for c in group if source.random() < self._chance]
-            self._drawn = frozenset(drawn)
-            return drawn
+            participants = [c for c in group if source.random() < self._chance]
+            self._participants = frozenset(participants)
+            return participants
         return list(clients)
 
     def mean(
@@ -404,8 +396,8 @@ class ClientDP(Defense):
                 total[name] += tensor.to(total[name].device)
         std = self._record_release() * self._share_of_noise() * clip
         key = self._key(self._releases, 0, "quantile")
-        mean = self._add_noise(total, std, like, 1 / self.per_round, correlated=True)
-        self._drawn = None
+        mean = self._add_noise(total, std, like, 1 / self.per_round, noise=self._noise)
+        self._participants = None
         self._path.follow(halves, self.per_round, key)
         return Release(mean, zeros)
 
@@ -520,17 +512,17 @@ class ClientDP(Defense):
         like: Update,
         scale: float = 1.0,
         stream: str = "client",
-        correlated: bool = False,
+        noise: StepNoise | None = None,
     ) -> dict[str, Tensor]:
         """Add noise that is used once, and round to the dtype of ``like`` at the end."""
         release, self._releases = self._releases, self._releases + 1
-        source = self._noise if correlated else StepNoise("independent", None)
-        source.begin(base_of(self._entropy, self.seed), release)
+        noise = noise or StepNoise("independent", None)
+        noise.begin(base_of(self._entropy, self.seed), release)
         noised = {}
         for index, (name, tensor) in enumerate(total.items()):
-            noise = source.draw(index, tensor, lambda _, number, i: self._key(number, i, stream))
-            noised[name] = tensor.add(noise, alpha=std).mul_(scale).to(like[name].dtype)
-        source.end()
+            draw = noise.draw(index, tensor, lambda _, number, i: self._key(number, i, stream))
+            noised[name] = tensor.add(draw, alpha=std).mul_(scale).to(like[name].dtype)
+        noise.end()
         return noised
 
     def _key(self, release: int, index: int, stream: str) -> bytes:
@@ -540,7 +532,7 @@ class ClientDP(Defense):
         """Raise an error where correlated noise would cost more than is accounted."""
         if self.bands == 1:
             return
-        if self._drawn is None or not updates.keys() <= self._drawn:
+        if self._participants is None or not updates.keys() <= self._participants:
             raise DefenseError(
                 f"ClientDP(bands={self.bands}): a release has the clients of its own draw, since "
                 f"one may take part in one of {self.bands} rounds in a row: call drawn() before "
@@ -606,59 +598,3 @@ class ClientDP(Defense):
             f"{secret} Not covered: what clients send besides their updates, leakage logs, and "
             "why noise was turned up in sight of data."
         )
-
-
-def clipped(update: Update, clip: float, like: Update) -> dict[str, Tensor]:
-    """Return an update in float64 whose joint 2-norm is at most ``clip``.
-
-    Args:
-        update: by name.
-        clip: positive.
-        like: names and shapes that it must have.
-
-    Raises:
-        UpdateError: other names or shapes, or a norm that is not finite.
-    """
-    if update.keys() != like.keys():
-        other = sorted(update.keys() ^ like.keys())
-        raise UpdateError(f"the update has other names than what is shared: '{other[0]}', say")
-    for name, tensor in update.items():
-        if tensor.shape != like[name].shape:
-            raise UpdateError(
-                f"'{name}' has shape {tuple(tensor.shape)} in place of {tuple(like[name].shape)}"
-            )
-    norm = joint_norm(update)
-    if not math.isfinite(norm):
-        raise UpdateError("the update holds NaN or infinity, or numbers whose squares overflow")
-    # Rounding of the norm and of the products stays below this.
-    scale = 1.0 if norm <= clip * (1 - 1e-12) else clip / norm * (1 - 1e-12)
-    return {n: update[n].detach().double() * scale for n in like}
-
-
-# ---- checks -------------------------------------------------------------------------------------
-
-
-def check_rounding(like: Update, noise_std: float) -> None:
-    """Refuse a model whose dtype rounds a client's share of noise away.
-
-    Shares add up to the whole noise before rounding only. Steps of one standard deviation change
-    the law of the sum by ``exp(-2 pi^2)``, 3e-9; far larger ones leave a share without effect.
-
-    Args:
-        like: what was sent of what is trained.
-        noise_std: of a share.
-
-    Raises:
-        DefenseError: names the tensor.
-    """
-    for name, tensor in like.items():
-        eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 1.0
-        step = eps * float(tensor.detach().abs().max()) if tensor.numel() else 0.0
-        if not step <= noise_std:
-            raise DefenseError(
-                f"ClientDP: '{name}' was sent in {str(tensor.dtype).removeprefix('torch.')} with "
-                f"numbers so large that they are rounded to steps of {step:.2g}, and this client's "
-                f"share of noise has a standard deviation of {noise_std:.2g}: it would be rounded "
-                "away, and the sum carry less than the whole. Send the model in float32, or clip "
-                "higher"
-            )

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_fedleak.federation.client_dp import ClientDP, check_rounding
+from lightning_fedleak.federation.client_dp import ClientDP
+from lightning_fedleak.federation.client_settings import check_rounding
 from lightning_fedleak.federation.compression import client_compression, compressed_state
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook
@@ -539,17 +540,17 @@ class OutgoingUpdates:
         """Open the round, and return what is trained of what was sent."""
         if self.observer.refusal(round_, sent) is None:
             self.observer.begin(round_, sent)
-        names = self.observer.trained_names()
+        shared = {name: sent[name] for name in self.observer.trained_names()}
         if self.own is not None:
             self.own.check_affords_another()
-            if self.observer.shares_twice(names):
+            if self.observer.shares_twice(shared):
                 raise UpdateError(
                     "a tied parameter is sent under two names, and would get noise twice: share "
                     "each parameter once, as trained_state(model) does"
                 )
             if self.own.trust == "secure_aggregation":
-                check_rounding({name: sent[name] for name in names}, self.own.own_noise_std)
-        return {name: sent[name] for name in names}
+                check_rounding(shared, self.own.own_noise_std)
+        return shared
 
     def _action_of(self, event: RoundEvent) -> Action:
         return next(gate.action for gate in self.gates if gate.name == event.gate)
@@ -562,13 +563,12 @@ class OutgoingUpdates:
 
     def _withhold(self, sent: State, like: State, why: str) -> Leaving:
         """Record why an update that cannot be read or looked at is withheld."""
-        round_, client = self.observer.round_, self.client
         self.observer.record_decision(
             GateDecision(
                 gate="",
                 did="withheld",
-                step=round_,
-                client=client,
+                step=self.observer.round_,
+                client=self.client,
                 metric="",
                 source="",
                 reason=why,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -328,7 +328,7 @@ class RoundObserver:
         model_names = ((n, self._names[n]) for n in self._sent if n in self._names)
         return [n for n, name in model_names if parameters[name].requires_grad]
 
-    def shares_twice(self, names: Sequence[str]) -> bool:
+    def shares_twice(self, names: Collection[str]) -> bool:
         """Return whether two of these names belong to one parameter."""
         return len({self._names[n] for n in names}) < len(names)
 

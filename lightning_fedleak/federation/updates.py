@@ -21,6 +21,9 @@ from lightning_fedleak.validate import check_integer
 State = Mapping[str, Tensor]
 """Tensors by name, as ``state_dict`` gives them."""
 
+Update = Mapping[str, Tensor]
+"""Changes of trained parameters by name, as :func:`~lightning_fedleak.federation.difference`."""
+
 _MOST_NAMES = 3  # names that a message lists; not tuned
 
 
@@ -340,3 +343,30 @@ def _list_names(names: list[str]) -> str:
     listed = ", ".join(f"'{n}'" for n in names[:_MOST_NAMES])
     more = len(names) - _MOST_NAMES
     return f"{listed} and {more} more" if more > 0 else listed
+
+
+def clipped(update: Update, clip: float, like: Update) -> dict[str, Tensor]:
+    """Return an update in float64 whose joint 2-norm is at most ``clip``.
+
+    Args:
+        update: by name.
+        clip: positive.
+        like: names and shapes that it must have.
+
+    Raises:
+        UpdateError: other names or shapes, or a norm that is not finite.
+    """
+    if update.keys() != like.keys():
+        other = sorted(update.keys() ^ like.keys())
+        raise UpdateError(f"the update has other names than what is shared: '{other[0]}', say")
+    for name, tensor in update.items():
+        if tensor.shape != like[name].shape:
+            raise UpdateError(
+                f"'{name}' has shape {tuple(tensor.shape)} in place of {tuple(like[name].shape)}"
+            )
+    norm = joint_norm(update)
+    if not math.isfinite(norm):
+        raise UpdateError("the update holds NaN or infinity, or numbers whose squares overflow")
+    # Rounding of the norm and of the products stays below this.
+    scale = 1.0 if norm <= clip * (1 - 1e-12) else clip / norm * (1 - 1e-12)
+    return {n: update[n].detach().double() * scale for n in like}

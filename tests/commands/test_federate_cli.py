@@ -268,7 +268,10 @@ def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
             "(QuantileClip, --clip-quantile), and its count of 4 with noise 0.2",
         ),
         (["--noise-bands", "2"], "give --epsilon or --noise-multiplier too"),
-        (["--noise-bands", "2", "--epsilon", "8"], "give --sampling poisson"),
+        (
+            ["--noise-bands", "2", "--epsilon", "8"],
+            "(--noise-bands) correlates the noise",
+        ),
         (["--server-lr", "1"], "give --server-optimizer too"),
         (["--lora-r", "4", "--column", "text"], "give --peft lora too"),
         (["--column", "text", "--length", "4000"], "more than the"),

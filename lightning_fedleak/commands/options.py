@@ -582,8 +582,8 @@ class FederateOptions:
             changed = self._first_changed(
                 "clip", "clip_quantile", "noise_bands", "delta", "trust", "sampling", "per_round"
             )
-            text = "sets client-level privacy: give --epsilon or --noise-multiplier too."
-            yield changed, f"{changed} {text}"
+            text = "client-level differential privacy: give --epsilon or --noise-multiplier too."
+            yield changed, f"{changed} sets {text}"
         yield (
             self.sampling != "all" and self.per_round is None,
             f"--sampling {self.sampling} draws some clients: give their number with --per-round.",

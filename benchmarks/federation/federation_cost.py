@@ -24,6 +24,9 @@ update, by the number of replies, beside ``FedAvg`` alone. Each is measured in a
 whose updates are random numbers; the observer plays no game with them. Needs Flower::
 
     OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost server --model DIR --rank 0
+
+With ``--engine nvflare`` it is what NVFlare's ``FedAvg``, which adds each result up as it arrives,
+and ``PrivateFedAvg``, which keeps them, add from the first result to the next model. Needs NVFlare.
 """
 
 from __future__ import annotations
@@ -236,7 +239,18 @@ def measure_memory(args: argparse.Namespace) -> None:
 
 def measure_server(args: argparse.Namespace) -> None:
     """Prints a line for each number of replies."""
-    for count in args.counts:
+    for count in args.counts if args.engine == "nvflare" else ():
+        added = [
+            _in_a_process("--one", str(count), "--inside", name)
+            for name in ("FedAvg", "PrivateFedAvg")
+        ]
+        print(
+            f"{count:4d} results of {added[0]['update'] / 2**20:.2f} MiB: FedAvg adds "
+            f"{added[0]['added'] / added[0]['update']:6.2f} updates, PrivateFedAvg "
+            f"{added[1]['added'] / added[1]['update']:6.2f}",
+            flush=True,
+        )
+    for count in args.counts if args.engine == "flower" else ():
         alone, watched = (_in_a_process("--one", str(count), "--inside", who) for who in WATCHERS)
         update = alone["update"]
         print(
@@ -299,6 +313,48 @@ def one_server_round(args: argparse.Namespace) -> None:
         strategy.aggregate_train(1, replies)
         result["added"] = resident("VmHWM") - begin
     print(json.dumps(result))
+
+
+def one_nvflare_round(args: argparse.Namespace) -> None:
+    """Prints by how many bytes a round's peak is above what was there before, as JSON."""
+    from nvflare.app_common.abstract.fl_model import FLModel
+    from nvflare.app_common.aggregators.weighted_aggregation_helper import WeightedAggregationHelper
+    from nvflare.app_common.workflows.fedavg import FedAvg
+
+    from lightning_fedleak.federation import ClientDP
+    from lightning_fedleak.federation.nvflare import PrivateFedAvg
+
+    state = trained_state(model_of(args.model, args.rank).float())
+    names = [f"site-{place}" for place in range(args.one)]
+    with tempfile.TemporaryDirectory() as folder:
+        if args.inside == "FedAvg":
+            workflow = FedAvg(num_clients=args.one)
+            workflow._aggr_helper = WeightedAggregationHelper()
+        else:
+            workflow = PrivateFedAvg("", num_clients=args.one)
+            workflow._account = ClientDP(
+                0.5, 1.0, clients=args.one, trust="central", target_delta=1e-5, accountant="rdp",
+                ledger=Path(folder) / "ledger",
+            )  # fmt: skip
+            workflow._places = names
+            workflow._drawn = workflow._account.drawn(names)
+            workflow._wire, workflow._state = {n: t.numpy() for n, t in state.items()}, state
+            workflow._updates = dict.fromkeys(workflow._drawn)
+        workflow.current_round = 1
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        begin = resident("VmRSS")
+        for name in names:
+            numbers = {n: (t + 1e-3 * torch.randn_like(t)).numpy() for n, t in state.items()}
+            result = FLModel(
+                params=numbers, meta={"client_name": name, "NUM_STEPS_CURRENT_ROUND": 1}
+            )
+            assert workflow._aggregate_one_result(result)
+            del numbers, result  # NVFlare drops a result that was taken
+        assert workflow._get_aggregated_result().params
+        added = resident("VmHWM") - begin
+    update = sum(t.numel() * t.element_size() for t in state.values())
+    print(json.dumps({"update": update, "added": added}))
 
 
 def resident(row: str) -> int:
@@ -386,7 +442,8 @@ def main() -> None:
     server = which.add_parser("server")
     server.add_argument("--counts", type=int, nargs="+", default=[4, 16, 64])
     server.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    server.add_argument("--inside", choices=WATCHERS, help=argparse.SUPPRESS)
+    server.add_argument("--inside", choices=(*WATCHERS, "PrivateFedAvg"), help=argparse.SUPPRESS)
+    server.add_argument("--engine", choices=["flower", "nvflare"], default="flower")
     clients = which.add_parser("clients")
     clients.add_argument("--counts", type=int, nargs="+", default=[4, 16, 64])
     clients.add_argument("--rounds", type=int, default=1)
@@ -413,7 +470,9 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     if getattr(args, "one", None):
-        (one_server_round if args.which == "server" else one_federation)(args)
+        on_nvflare = args.which == "server" and args.engine == "nvflare"
+        one_server = one_nvflare_round if on_nvflare else one_server_round
+        (one_server if args.which == "server" else one_federation)(args)
         return
     print(
         f"{' '.join(sys.argv[1:])}; {platform.machine()}, {torch.get_num_threads()} threads, "

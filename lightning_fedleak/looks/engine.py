@@ -30,6 +30,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fedleak import records
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks.channels.base import Channel, channels_of
@@ -46,13 +47,13 @@ from lightning_fedleak.looks.log import (
     privacy_tags,
     privacy_values,
     releases_by,
+    spendings,
 )
 from lightning_fedleak.looks.options import Options, Selection, check_optimizers, check_rounds
 from lightning_fedleak.looks.results import MAX_WAITS, WORST, Results, series_of
 from lightning_fedleak.looks.run import CHOOSE, Look, Outcome, Processes, Run, Series, reason
 from lightning_fedleak.looks.tensorboard import Content, add_pages, add_table
 from lightning_fedleak.looks.weights import Memory, WeightLooks
-from lightning_fedleak.records import GateDecision
 from lightning_fedleak.snapshots import GradientSnapshot
 
 
@@ -230,10 +231,10 @@ class Engine:
         families = {series.log_name: channel.family for series, channel in self.series.items()}
         return self._fit.lineup.others_on(families.get(root, metric))
 
-    def record_decision(self, decision: GateDecision) -> None:
+    def record_decision(self, decision: records.GateDecision) -> None:
         """Leave a line in ``run.jsonl``, on the first process."""
         if self.record is not None:
-            self.record.decided(decision)
+            self.record.append(records.GateLine(run="", **vars(decision)))
 
     def canary_scores(self, attack: str | None) -> Tensor:
         """Return (m,) one score for each of the user's canaries.
@@ -462,7 +463,7 @@ class Engine:
         self.results.playing |= weights.series
         if self.record is not None:
             for line in weights.pool_lines():
-                self.record.compares(line)
+                self.record.append(line)
         if self.report is not None:
             self.report.write_not_played(weights.rows(), self._fit.run.step)
         for begins in self._before_first:
@@ -577,8 +578,17 @@ class Engine:
                 report.warn_once(f"not all of a look was written: {reason(error)}")
         report.write(look, outcomes, values)
         if self.record is not None:
-            failures = self.results.failures
-            self.record.looked(look.step, utility, look.seconds, failures, defenses, client)
+            self.record.append(
+                records.LookLine(
+                    run="",
+                    step=look.step,
+                    client=client,
+                    utility=utility,
+                    privacy=spendings(defenses),
+                    seconds=look.seconds,
+                    failures=self.results.failures,
+                )
+            )
 
     # ---- a round ----------------------------------------------------------------------------
 
@@ -587,7 +597,8 @@ class Engine:
         for defense in defenses:
             if self.record is not None and all(defense is not one for one in self._described):
                 self._described.append(defense)
-                self.record.defended(defense_facts(defense))
+                facts = vars(defense_facts(defense))
+                self.record.append(records.DefenseLine(run="", **facts))
 
     def read_update(
         self, look: Look, batches: Sequence[Any] | None, take: Callable[[], GradientSnapshot]

@@ -12,7 +12,7 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -181,43 +181,7 @@ class RunRecord:
             name: v for name, v in records.as_json(line).items() if name not in _OF_THIS_FIT
         }
         text = json.dumps(settings, sort_keys=True)
-        self._append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
-
-    def looked(
-        self,
-        step: int,
-        utility: Mapping[str, float],
-        seconds: float,
-        failures: int,
-        defenses: Sequence[Defense],
-        client: str | int | None = None,
-    ) -> None:
-        """Write what a look cost and what was spent until then; ``client``: whose round it was."""
-        self._append(
-            records.LookLine(
-                run=self.run,
-                step=step,
-                client=client,
-                utility=utility,
-                privacy=spendings(defenses),
-                seconds=seconds,
-                failures=failures,
-            )
-        )
-
-    def defended(self, defense: records.DefenseFacts) -> None:
-        """Write of a defence that the first line does not have, such as a client's own account."""
-        facts = {one.name: getattr(defense, one.name) for one in fields(records.DefenseFacts)}
-        self._append(records.DefenseLine(run=self.run, **facts))
-
-    def decided(self, decision: records.GateDecision) -> None:
-        """Write what a gate did."""
-        facts = {one.name: getattr(decision, one.name) for one in fields(records.GateDecision)}
-        self._append(records.GateLine(run=self.run, **facts))
-
-    def compares(self, pool: records.PoolLine) -> None:
-        """Write which texts the trained weights are asked about."""
-        self._append(pool)
+        self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
 
     def ends(self, step: int, outcome: str, defenses: Sequence[Defense]) -> None:
         """Write once that the fit is over.
@@ -229,13 +193,11 @@ class RunRecord:
         """
         if not self.ended:
             self.ended = True
-            self._append(
-                records.EndLine(
-                    run=self.run, step=step, outcome=outcome, privacy=spendings(defenses)
-                )
-            )
+            privacy = spendings(defenses)
+            self.append(records.EndLine(run="", step=step, outcome=outcome, privacy=privacy))
 
-    def _append(self, line: records.RunLine) -> None:
+    def append(self, line: records.RunLine) -> None:
+        """Write a line, with the fit's id and the time."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             records.append_line(self.path, replace(line, run=self.run, time=now))
@@ -267,7 +229,7 @@ def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
     """
     histories = [(defense.name, _history(defense)) for defense in defenses]
     return [
-        {"defense": name, "history": [list(row) for row in history]}
+        records.as_json(records.ReleasesBefore(defense=name, history=history))
         for name, history in histories
         if history
     ]

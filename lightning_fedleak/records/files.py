@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.records.fields import SCHEMA, JsonObject, OddField
-from lightning_fedleak.records.results import ResultLine
-from lightning_fedleak.records.run import RUN_LINES, RunLine
+from lightning_fedleak.records.lines import RUN_LINES, ResultLine, RunLine
 
 RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
 

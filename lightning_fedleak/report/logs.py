@@ -168,7 +168,7 @@ def _fit_log(
     begin = next((line for line in lines if isinstance(line, records.BeginLine)), None)
     if begin is not None:
         later = [line for line in lines if isinstance(line, records.DefenseLine)]
-        begin = replace(begin, defenses=(*begin.defenses, *(line.facts for line in later)))
+        begin = replace(begin, defenses=(*begin.defenses, *later))
     return FitLog(
         folder,
         run,

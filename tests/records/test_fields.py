@@ -8,6 +8,7 @@ import pytest
 from lightning_fedleak.records import (
     STANDARD_FAMILIES,
     BeginLine,
+    DefenseFacts,
     DefenseLine,
     EndLine,
     Family,
@@ -30,7 +31,7 @@ FAMILY = Family(name="counts", headline="right", chance=0.25, terms={"Right": "T
 LINES = [
     ResultLine(step=1, stage="shared", attack="a", metrics={"f1": MetricValue(0.5, 0.4, 0.6)}),
     ResultLine(step=1, stage="shared", attack="a", metrics={}, unknown="it broke", client="sum"),
-    BeginLine(run="a", families=(FAMILY,), defenses=(DefenseLine(run="", name="x").facts,)),
+    BeginLine(run="a", families=(FAMILY,), defenses=(DefenseFacts(name="x"),)),
     DefenseLine(run="a", name="dpsgd", class_name="DPSGD", settings={"clip": 1.0, "x": [1]}),
     LookLine(run="a", step=1, utility={"loss": math.inf}, privacy=(SPENDING,)),
     GateLine(run="a", gate="g", did="warn", step=1, source="f1", reason="", at_most=0.5),

@@ -14,6 +14,7 @@ from lightning_fedleak.looks.log import Destination as Destination
 from lightning_fedleak.looks.log import to_dataframe as to_dataframe
 from lightning_fedleak.looks.options import Games as Games
 from lightning_fedleak.looks.options import LookSettings as LookSettings
+from lightning_fedleak.looks.options import MaxOverhead as MaxOverhead
 from lightning_fedleak.looks.options import Memorization as Memorization
 from lightning_fedleak.looks.options import Options as Options
 from lightning_fedleak.looks.options import Selection as Selection
@@ -23,13 +24,14 @@ from lightning_fedleak.looks.options import selected as selected
 from lightning_fedleak.looks.results import WORST as WORST
 from lightning_fedleak.looks.run import AUTOCAST as AUTOCAST
 from lightning_fedleak.looks.run import CHOOSE as CHOOSE
+from lightning_fedleak.looks.run import BeforeDefense as BeforeDefense
 from lightning_fedleak.looks.run import Look as Look
-from lightning_fedleak.looks.run import MaxOverhead as MaxOverhead
 from lightning_fedleak.looks.run import NothingShared as NothingShared
 from lightning_fedleak.looks.run import Outcome as Outcome
 from lightning_fedleak.looks.run import Processes as Processes
 from lightning_fedleak.looks.run import Run as Run
 from lightning_fedleak.looks.run import Series as Series
+from lightning_fedleak.looks.run import StageReached as StageReached
 from lightning_fedleak.looks.run import Unknown as Unknown
 from lightning_fedleak.looks.run import reason as reason
 from lightning_fedleak.looks.tensorboard import BoardLogger as BoardLogger

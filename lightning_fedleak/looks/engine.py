@@ -151,25 +151,8 @@ class Engine:
         if after_training is not None:
             self._after_training.append(after_training)
 
-    def is_of_own_threshold(self, name: str) -> bool:
-        """Return whether a logged value judges an attack's own yes or no, and not its scores."""
-        root, _, metric = name.rpartition("/")
-        channels = (c for series, c in self.series.items() if series.log_name == root)
-        return any(metric in channel.own_threshold for channel in channels)
-
-    def looks_until_known(self, name: str, clients: int) -> tuple[int, str] | None:
-        """Return after how many looks a logged value is first known, and why; None: at each.
-
-        Args:
-            name: of the value in the logs.
-            clients: that it is of, together.
-        """
-        root, _, metric = name.rpartition("/")
-        channels = {series.log_name: channel for series, channel in self.series.items()}
-        return channels[root].looks_until_known(metric, clients) if root in channels else None
-
-    def _channel_of(self, name: str) -> Channel | None:
-        """Return the channel of a logged value, or of a family's worst."""
+    def channel_of(self, name: str) -> Channel | None:
+        """Return the channel of a logged value, or of a family's worst; None: nobody's."""
         root, _, family = name.rpartition("/")
         for series, channel in self.series.items():
             if root == series.log_name or (root == WORST and channel.family == family):
@@ -178,13 +161,8 @@ class Engine:
 
     def is_looks_dependent(self, name: str) -> bool:
         """Return whether the looks of a logged value are of the same texts."""
-        channel = self._channel_of(name)
+        channel = self.channel_of(name)
         return channel is not None and channel.looks_dependent
-
-    def never_known(self, name: str) -> str | None:
-        """Return why a logged value cannot become known in this run; None: it can."""
-        channel = self._channel_of(name)
-        return None if channel is None else channel.never_known(name.rpartition("/")[2])
 
     def headlines_of(self, name: str) -> tuple[str, ...]:
         """Return the log names that ``leakage/worst/<family>`` is the highest of, or none."""
@@ -426,13 +404,13 @@ class Engine:
             self._begin_weights(self.weights)
         try:
             self._add_table(destination, content := self._content(run))
-            add_pages(destination.boards, self.options.utility, self._decisions, *content)
+            add_pages(destination.boards, self.options.utility, self._decisions, content)
         except Exception as error:  # a disk that is full must not end a round
             self.report.leave_loggers(error)
 
     def _add_table(self, to: Destination, content: Content) -> None:
         names = [f"utility/{name}" for name in self.options.utility] + [*to.further]
-        add_table(to.boards, names, to.settings, *content)
+        add_table(to.boards, names, to.settings, content)
 
     def _content(self, run: Run) -> Content:
         """Return what TensorBoard shows, as far as it is known."""
@@ -454,7 +432,7 @@ class Engine:
             self._begin_weights(self.weights)
         if self.report is not None:
             boards, content = self.report.boards, self._content(run)
-            add_pages(boards, self.options.utility, self._decisions, *content)
+            add_pages(boards, self.options.utility, self._decisions, content)
 
     def _begin_weights(self, weights: WeightLooks) -> None:
         """Find out whom the attacks on the weights compare, and ask the base model."""

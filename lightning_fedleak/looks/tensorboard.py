@@ -54,7 +54,13 @@ class BoardLogger:
 
 
 class Content(NamedTuple):
-    """Hold what is shown of a run: the channel of each series, names of epsilons, and of worsts."""
+    """What is shown of a run.
+
+    Attributes:
+        series: the channel of each series, in the order of the logs.
+        privacy: names of what defences account for.
+        worst: names of the highest headlines.
+    """
 
     series: Mapping[Series, Channel]
     privacy: Sequence[str]
@@ -76,9 +82,7 @@ def add_table(
     boards: Sequence[SummaryWriter],
     names: Sequence[str],
     settings: Mapping[str, object],
-    series: Mapping[Series, Channel],
-    privacy: Sequence[str],
-    worst: Sequence[str],
+    content: Content,
 ) -> None:
     """Put leakage beside the settings in HPARAMS.
 
@@ -89,16 +93,16 @@ def add_table(
         boards: TensorBoard's writers.
         names: of the user's metrics, and of others that somebody logs beside the same settings.
         settings: of the run, by name.
-        series: the channel of each series, in the order of the logs.
-        privacy: names of what defences account for.
-        worst: names of the highest headlines.
+        content: what is shown of the run.
     """
     if not _is_there(boards):
         return
     from torch.utils.tensorboard.summary import hparams
 
-    headlines = (f"{one.log_name}/{channel.charted(one)[0]}" for one, channel in series.items())
-    metrics = dict.fromkeys([*worst, *headlines, *names, *privacy], 0.0)
+    headlines = (
+        f"{one.log_name}/{channel.charted(one)[0]}" for one, channel in content.series.items()
+    )
+    metrics = dict.fromkeys([*content.worst, *headlines, *names, *content.privacy], 0.0)
     for board in boards:
         table = hparams(_flat(settings), metrics)  # type: ignore[no-untyped-call]
         for part in table:
@@ -109,9 +113,7 @@ def add_pages(
     boards: Sequence[SummaryWriter],
     utility: Sequence[str],
     decisions: Sequence[str],
-    series: Mapping[Series, Channel],
-    privacy: Sequence[str],
-    worst: Sequence[str],
+    content: Content,
 ) -> None:
     """Lay out Custom Scalars.
 
@@ -123,9 +125,7 @@ def add_pages(
         boards: TensorBoard's writers.
         utility: names of the user's metrics.
         decisions: names of what gates log.
-        series: the channel of each series, in the order of the logs.
-        privacy: names of what defences account for.
-        worst: names of the highest headlines.
+        content: what is shown of the run.
     """
     if not _is_there(boards):
         return
@@ -145,17 +145,17 @@ def add_pages(
         return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=shown))
 
     def interval(one: Series, metric: str) -> layout_pb2.Chart:
-        tag, limit = f"{one.log_name}/{metric}", series[one].limits.get(metric)
-        if series[one].ranges.get(metric, (0.0, 1.0))[1] > 1:
+        tag, channel = f"{one.log_name}/{metric}", content.series[one]
+        if channel.ranges.get(metric, (0.0, 1.0))[1] > 1:
             return line(tag)  # of what has no upper end, none may be logged
         title = f"{one.log_name}: {metric.replace('_', ' ').upper()}, 95% interval (0 to 1)"
-        limits = [] if limit is None else [limit]
+        limits = [channel.limits[metric]] if metric in channel.limits else []
         return rate(title, tag, f"{tag}_low", f"{tag}_high", *limits)
 
-    charted = {one: channel.charted(one) for one, channel in series.items()}
+    charted = {one: channel.charted(one) for one, channel in content.series.items()}
     page = [line(f"utility/{name}") for name in utility]
-    page += [line(name) for name in privacy]
-    page += [rate(name, name, name, name) for name in worst]
+    page += [line(name) for name in content.privacy]
+    page += [rate(name, name, name, name) for name in content.worst]
     page += [interval(one, headline) for one, (headline, *_) in charted.items()]
     page += [rate(name, name, name, name) for name in decisions]
     page += [line("monitor/seconds")]

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,7 +128,6 @@ class Threshold:
         self._breaches = 0
         self._evidence: dict[str, Evidence] | None = None
         self._engine: Engine | None = None
-        self._controls: Controls | None = None
         self._stopped = False
         self._has_result = False
 
@@ -147,7 +147,7 @@ class Threshold:
         Raises:
             ValueError: the metric cannot be judged in this run; the message says what to change.
         """
-        self._engine, self._controls = engine, controls
+        self._engine = engine
         self.fired, self.verdict = None, None
         self._check_clients(controls.processes)
         harden_it = self.action == "harden"
@@ -162,11 +162,11 @@ class Threshold:
         self._has_result = self._stopped = False
         notches = [f"gate/{self.name}_notches"] if harden_it else []
         engine.subscribe(
-            self._decide,
+            partial(self._decide, engine, controls),
             [f"gate/{self.name}", *notches],
             facts=self._describe(),
-            before_first=self._check_read,
-            after_training=self._conclude,
+            before_first=partial(self._check_read, engine),
+            after_training=partial(self._conclude, engine, controls),
         )
 
     def choice(self, loss: float) -> float:
@@ -227,15 +227,14 @@ class Threshold:
                 f"at all looks together but for {alpha:g}: give Memorization(alpha={self.alpha:g})"
             )
 
-    def _check_read(self) -> None:
+    def _check_read(self, engine: Engine) -> None:
         """Refuse a metric that reads nothing of this run, unless hardening may cause that later."""
-        assert self._engine is not None
         if self.on_weights:
-            self._check_private(self._engine)
-        why = self._engine.unread(self.metric)
+            self._check_private(engine)
+        why = engine.unread(self.metric)
         if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
             return
-        others = self._engine.others_on(self.metric)
+        others = engine.others_on(self.metric)
         mend = f"list an attack that reads it: {others}" if others else "no other attack reads it"
         raise ValueError(
             f"{self._subject}: {why}. That is 'unknown', not 'safe': {mend}; or leave this gate out"
@@ -253,7 +252,9 @@ class Threshold:
                 "epsilon does not cover what a gate decides by it: leave the gate out, or accept "
                 "it by Memorization(outside_epsilon=True)"
             )
-        why = engine.never_known(self.metric) if self.strict else None
+        channel = engine.channel_of(self.metric)
+        assert channel is not None
+        why = channel.never_known(self.metric.rpartition("/")[2]) if self.strict else None
         if why is not None:
             raise ValueError(
                 f"{self._subject}, which a strict gate needs to know: {why}; or "
@@ -277,14 +278,16 @@ class Threshold:
         """Refuse a rate that is never known, or only after the gate has acted on its absence."""
         name = self.metric.removesuffix("_worst_client")
         worst = name != self.metric and clients > 1
-        if engine.is_of_own_threshold(name):
-            root = name.rpartition("/")[0]
+        root, _, rate = name.rpartition("/")
+        if (channel := engine.channel_of(name)) is None:
+            return
+        if rate in channel.own_threshold:
             warnings.warn(
                 f"{self._subject}, which is of the attack's own threshold, and "
                 f"may be low though the attack orders all texts rightly: watch '{root}/auc'",
                 stacklevel=2,
             )
-        if (requirement := engine.looks_until_known(name, 1 if worst else clients)) is None:
+        if (requirement := channel.looks_until_known(rate, 1 if worst else clients)) is None:
             return
         looks, why = requirement
         pooled = 1 if worst or self.bound != "value" else engine.options.games.window
@@ -323,10 +326,7 @@ class Threshold:
     def _alpha_now(self) -> float:
         return self.alpha / 2 ** (self.notches + 1) if self.action == "harden" else self.alpha
 
-    def _decide(self) -> None:
-        engine, controls = self._engine, self._controls
-        assert engine is not None
-        assert controls is not None
+    def _decide(self, engine: Engine, controls: Controls) -> None:
         if self._stopped:
             return
         # The first process has what no other has, its clock's seconds and the worst client's value:
@@ -346,11 +346,8 @@ class Threshold:
         if self.action == "harden":
             controls.log({f"gate/{self.name}_notches": float(self.notches)}, step)
 
-    def _conclude(self) -> None:
+    def _conclude(self, engine: Engine, controls: Controls) -> None:
         """Fire if a strict gate had no result in the whole run, whatever its patience."""
-        engine, controls = self._engine, self._controls
-        assert engine is not None
-        assert controls is not None
         if not self.strict or self.fired is not None or engine.run.step == engine.first_step:
             return
         if not engine.run.broadcast(self._has_result):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from lightning_fedleak.looks import LeakageLimitExceeded as LeakageLimitExceeded
 from lightning_fedleak.looks import Threshold as Threshold
-from lightning_fedleak.trainers.settings import WatchSettings as WatchSettings
 from lightning_fedleak.trainers.watch import Watch as Watch
+from lightning_fedleak.trainers.watch import WatchSettings as WatchSettings
 
 if TYPE_CHECKING:
     from lightning_fedleak.trainers.transformers import LeakageCallback as LeakageCallback

@@ -16,12 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.looks import AUTOCAST, Run
+from lightning_fedleak.looks import AUTOCAST, Run, StageReached
 from lightning_fedleak.model_runs import is_compiled
-from lightning_fedleak.snapshots import Stage
 
 T = TypeVar("T")
-Face = TypeVar("Face", bound=type)
 
 
 @dataclass
@@ -55,7 +53,7 @@ class Loop:
     steps: int = 0
     batches: int = 0
     watched: tuple[str, ...] = ()
-    stage_reached: Callable[[Stage, Optimizer], None] | None = None
+    stage_reached: StageReached | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,18 +13,23 @@ from typing import Any, ClassVar, Literal
 import torch
 import transformers
 from lightning_utilities.core.rank_zero import rank_zero_info
+from safetensors import safe_open
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.optim import Optimizer
 from transformers import TrainerCallback
 
 from lightning_fedleak.attacks import Attack
-from lightning_fedleak.looks import CHOOSE, Threshold, names_there_are
+from lightning_fedleak.looks import (
+    CHOOSE,
+    BeforeDefense,
+    StageReached,
+    Threshold,
+    names_there_are,
+)
+from lightning_fedleak.private_files import save_private
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, unwrapped
-from lightning_fedleak.trainers.settings import show_settings
-from lightning_fedleak.trainers.state import load_state, save_state
-from lightning_fedleak.trainers.watch import Watch
+from lightning_fedleak.trainers.watch import Watch, show_settings
 
 FILE = "fedleak.safetensors"
 """What a checkpoint holds for a run that goes on from it."""
@@ -161,7 +167,7 @@ class TransformersRun(LoopRun):
     watcher: ClassVar[str] = "LeakageCallback"
 
     def watch_release(
-        self, stage_reached: Callable[[Stage, Optimizer], None], before_defense: Callable[..., None]
+        self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
         """Call ``stage_reached`` before the Trainer's optimizer steps; see :class:`Run`."""
         self.loop.stage_reached = stage_reached
@@ -348,3 +354,39 @@ class TransformersWatch(Watch):
         folder = self._checkpoint()
         if self.engine.fit is not None and self.engine.run.rank == 0 and folder.is_dir():
             save_state(folder / FILE, self.state_dict())
+
+
+# ---- a state in a file of safetensors, with JSON for what is no tensor --------------------------
+
+
+def save_state(path: Path, state: object) -> None:
+    """Write a state of plain values and tensors to a file of mode 0600."""
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_packed(state, tensors))
+    save_private(path, tensors, {"state": text})
+
+
+def load_state(path: Path) -> Any:
+    """Return the state that :func:`save_state` wrote to a file."""
+    with safe_open(path, "pt") as file:
+
+        def unpacked(value: Any) -> Any:
+            if isinstance(value, dict) and "tensor" in value:
+                return file.get_tensor(value["tensor"])
+            if isinstance(value, dict):
+                return {name: unpacked(one) for name, one in value["items"]}
+            return [unpacked(one) for one in value] if isinstance(value, list) else value
+
+        return unpacked(json.loads(file.metadata()["state"]))
+
+
+def _packed(value: object, tensors: dict[str, Tensor]) -> object:
+    """Return a state in JSON's types, with its tensors put aside."""
+    if isinstance(value, Tensor):
+        tensors[str(len(tensors))] = value.detach().cpu().clone().contiguous()
+        return {"tensor": str(len(tensors) - 1)}
+    if isinstance(value, Mapping):
+        return {"items": [[name, _packed(one, tensors)] for name, one in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_packed(one, tensors) for one in value]
+    return value

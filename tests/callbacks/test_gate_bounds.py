@@ -370,20 +370,20 @@ AUC = "leakage/fc_membership/auc"
 def look(gate, evidence_metric="auc", **monitor):
     """One look of a monitor that pools over looks, as the gate sees it."""
     results = {"latest": {}, "look_values": {}, "pending": frozenset(), "last_step": 0} | monitor
-    gate._engine = SimpleNamespace(
+    engine = SimpleNamespace(
         results=SimpleNamespace(**results),
         unread=lambda name: None,
         untested=lambda name: "",
         record_decision=lambda facts: None,
         run=SimpleNamespace(rank=0, broadcast=lambda value: value),
     )
-    gate._controls = Controls(lambda values, step: None, lambda name: None, lambda: None)
+    controls = Controls(lambda values, step: None, lambda name: None, lambda: None)
     if gate._evidence is None and gate.bound != "value":
         evidence = Evidence(gate.bound, gate.at_most, gate.alpha, None, evidence_metric)
         gate._evidence = {gate.metric: evidence}
     events = []
     gate.action = events.append
-    gate._decide()
+    gate._decide(engine, controls)
     return events
 
 

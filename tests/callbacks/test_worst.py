@@ -137,12 +137,12 @@ def gate_on(values: dict[str, float], **settings: Any) -> tuple[RiskGate, list[A
 
 
 def look(gate: RiskGate, values: dict[str, float], why: str = "") -> None:
-    gate._engine = engine_of(values, why=why)  # type: ignore[assignment]
-    gate._watched = gate._engine.headlines  # type: ignore[union-attr]
+    engine: Any = engine_of(values, why=why)
+    gate._watched = engine.headlines
     if gate._evidence is None:
         gate._evidence = gate._new_evidence()
-    gate._controls = Controls(lambda values, step: None, lambda name: None, lambda: None)
-    gate._decide()
+    controls = Controls(lambda values, step: None, lambda name: None, lambda: None)
+    gate._decide(engine, controls)
 
 
 def values(a: float, b: float, **more: float) -> dict[str, float]:

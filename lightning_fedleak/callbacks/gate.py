@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
-from lightning_fedleak.defenses import Defense
+from lightning_fedleak.callbacks.trainer_facts import defenses_of
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.looks import CHOOSE, Controls, Engine, Threshold, names_there_are
-from lightning_fedleak.strategies import DefendedStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -140,7 +139,7 @@ class RiskGate(Threshold, EitherCallback):
                 partial(_save, trainer),
                 partial(setattr, trainer, "should_stop", True),
                 trainer.world_size,
-                _defenses(trainer) if self.action == "harden" else (),
+                defenses_of(trainer) if self.action == "harden" else (),
             ),
         )
 
@@ -218,8 +217,3 @@ def _save(trainer: L.Trainer, name: str) -> Path | None:
 
 def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
     return list(trainer.callbacks)  # type: ignore[attr-defined]
-
-
-def _defenses(trainer: L.Trainer) -> tuple[Defense, ...]:
-    strategy = trainer.strategy
-    return tuple(strategy.defenses) if isinstance(strategy, DefendedStrategy) else ()

@@ -372,7 +372,8 @@ class LeakageMonitor(EitherCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
-        run = TrainerRun(self._find_anatomy(pl_module), self.client, self.engine.assume, trainer)
+        anatomy = self._find_anatomy(pl_module)
+        run = TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
         if self.engine.options.batch_adapter is None:
             check_batch_type(pl_module, run.anatomy.kind)
         boards = boards_of(trainer) if trainer.is_global_zero else []

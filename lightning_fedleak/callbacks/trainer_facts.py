@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import Kind
-from lightning_fedleak.attacks import Attack
+from lightning_fedleak.anatomy import Anatomy, Kind
+from lightning_fedleak.attacks import Attack, Capability
 from lightning_fedleak.batches import BatchError, adapter_to_copy
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.lightning_packages import EitherStrategy, both
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainerRun(Run):
     """One fit of a Trainer whose strategy is set up.
 
@@ -46,6 +45,36 @@ class TrainerRun(Run):
 
     trainer: L.Trainer
 
+    @classmethod
+    def of_trainer(
+        cls, trainer: L.Trainer, anatomy: Anatomy, client: str, assumed: frozenset[Capability]
+    ) -> TrainerRun:
+        """Return the run of a Trainer on a model, against an adversary with these capabilities."""
+        strategy = trainer.strategy
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
+        monitors = (getattr(callback, "monitor", None) for callback in callbacks)
+        under_ddp = isinstance(strategy, both("strategies.DDPStrategy"))
+        separates_stages = bool(getattr(strategy, "separates_stages", False))
+        reduced_before = under_ddp and client == "rank" and not separates_stages
+        return cls(
+            anatomy=anatomy,
+            client=client,
+            assumed=assumed,
+            trainer=trainer,
+            device=strategy.root_device,
+            precision=str(trainer.precision),
+            rank=trainer.global_rank,
+            processes=trainer.world_size,
+            tokenizers=[getattr(holder, "tokenizer", None) for holder in holders],
+            defenses=defenses_of(trainer),
+            watched=tuple(name for name in monitors if isinstance(name, str)),
+            under_ddp=under_ddp,
+            separates_stages=separates_stages,
+            clip_value=None if reduced_before else _clip_value(trainer),
+            shows_progress=trainer.is_global_zero and trainer.progress_bar_callback is not None,
+        )
+
     def metrics(self, names: Sequence[str]) -> Mapping[str, float]:
         """Return those of the Trainer's ``callback_metrics`` that are known by now, by name."""
         logged = self.trainer.callback_metrics
@@ -58,68 +87,13 @@ class TrainerRun(Run):
         self.trainer.callback_metrics.update(zip(values, numbers.unbind(), strict=True))
 
     @property
-    def rank(self) -> int:
-        """Return the number of this process."""
-        return self.trainer.global_rank
-
-    @property
-    def processes(self) -> int:
-        """Return the number of processes."""
-        return self.trainer.world_size
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the model."""
-        return self.trainer.strategy.root_device
-
-    @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Return the Trainer's optimizers."""
         return self.trainer.optimizers
 
-    @cached_property
-    def under_ddp(self) -> bool:
-        """Whether a DDPStrategy reduces the gradients, or may."""
-        return isinstance(self.trainer.strategy, both("strategies.DDPStrategy"))
-
-    @property
-    def defenses(self) -> tuple[Defense, ...]:
-        """Return the defences of the strategy, in their order."""
-        strategy = self.trainer.strategy
-        return tuple(strategy.defenses) if isinstance(strategy, DefendedStrategy) else ()
-
-    @property
-    def precision(self) -> str:
-        """Return the Trainer's precision."""
-        return str(self.trainer.precision)
-
-    @cached_property
-    def clip_value(self) -> float | None:
-        """Return the Trainer's, unless the module clips itself or DDP reduces before."""
-        trainer = self.trainer
-        value = float(trainer.gradient_clip_val or math.inf)
-        clips = [kind.configure_gradient_clipping for kind in both("core.LightningModule")]
-        by_value = trainer.gradient_clip_algorithm == "value" and value < math.inf
-        reduced_before = self.under_ddp and self.client == "rank" and not self.separates_stages
-        clips_itself = type(trainer.lightning_module).configure_gradient_clipping not in clips
-        return value if by_value and not clips_itself and not reduced_before else None
-
-    @property
-    def tokenizers(self) -> Sequence[Any]:
-        """Return the ``tokenizer`` of callbacks, the module and the data."""
-        trainer = self.trainer
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
-        return [getattr(holder, "tokenizer", None) for holder in holders]
-
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context of the Trainer's precision."""
         return self.trainer.precision_plugin.forward_context()
-
-    @property
-    def shows_progress(self) -> bool:
-        """Return whether the Trainer does, on the first process."""
-        return self.trainer.is_global_zero and self.trainer.progress_bar_callback is not None
 
     @property
     def step(self) -> int:
@@ -139,13 +113,6 @@ class TrainerRun(Run):
             return None
         done = self.trainer.fit_loop.epoch_loop.batch_idx + 1
         return self.trainer.current_epoch, done / max(1, batches)
-
-    @property
-    def watched(self) -> tuple[str, ...]:
-        """Return what callbacks of the Trainer stop or choose by, such as ModelCheckpoint."""
-        callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        names = (getattr(one, "monitor", None) for one in callbacks)
-        return tuple(name for name in names if isinstance(name, str))
 
     @property
     def epochs(self) -> int | None:
@@ -177,11 +144,6 @@ class TrainerRun(Run):
         """Return whether the value is true on every process."""
         return self.trainer.strategy.reduce_boolean_decision(value, all=True)
 
-    @property
-    def separates_stages(self) -> bool:
-        """Whether a DefendedStrategy shows local and shared gradients as ``p.grad``."""
-        return bool(getattr(self.trainer.strategy, "separates_stages", False))
-
     def watch_release(
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
@@ -190,6 +152,21 @@ class TrainerRun(Run):
         if not isinstance(strategy, DefendedStrategy):
             return super().watch_release(stage_reached, before_defense)
         return [strategy.add_tap(stage_reached), strategy.add_canaries(before_defense)]
+
+
+def defenses_of(trainer: L.Trainer) -> tuple[Defense, ...]:
+    """Return the defences of a Trainer's strategy, in their order."""
+    strategy = trainer.strategy
+    return tuple(strategy.defenses) if isinstance(strategy, DefendedStrategy) else ()
+
+
+def _clip_value(trainer: L.Trainer) -> float | None:
+    """Return what a Trainer cuts entries of gradients to, unless the module clips itself."""
+    value = float(trainer.gradient_clip_val or math.inf)
+    clips = [kind.configure_gradient_clipping for kind in both("core.LightningModule")]
+    by_value = trainer.gradient_clip_algorithm == "value" and value < math.inf
+    clips_itself = type(trainer.lightning_module).configure_gradient_clipping not in clips
+    return value if by_value and not clips_itself else None
 
 
 def check_batch_type(module: Any, kind: Kind) -> None:
@@ -279,8 +256,7 @@ def settings_of(trainer: L.Trainer, attacks: Sequence[Attack]) -> dict[str, obje
         if holder is not None and holder._log_hyperparams:
             settings |= holder.hparams_initial
     settings.pop("_class_path", None)  # LightningCLI's own
-    defenses = getattr(trainer.strategy, "defenses", ())
     settings |= {f"fedleak/{a.name}": repr(a.config()) for a in attacks}
     settings["fedleak/strategy"] = type(trainer.strategy).__name__
-    settings["fedleak/defenses"] = ", ".join(d.name for d in defenses) or "none"
+    settings["fedleak/defenses"] = ", ".join(d.name for d in defenses_of(trainer)) or "none"
     return settings

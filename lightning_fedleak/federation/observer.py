@@ -175,15 +175,17 @@ class RoundObserver:
                 "no parameter of the model is trained (requires_grad): give the observer a model "
                 "that is set up as the clients' are"
             )
+        anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
         self.run = RoundRun(
-            find_anatomy(model, **dict(settings.anatomy or {})),
-            "rank",
-            self.engine.assume,
-            [optimizer(trained)],
-            local_steps,
-            settings.precision,
-            [tokenizer],
-            tuple(defenses),
+            anatomy=anatomy,
+            client="rank",
+            assumed=self.engine.assume,
+            device=anatomy.device,
+            precision=settings.precision,
+            tokenizers=[tokenizer],
+            defenses=tuple(defenses),
+            optimizers=[optimizer(trained)],
+            local_steps=local_steps,
         )
         self.start = prepare_start(self.run, settings.inspect, public_text)
         self.engine.open(self.run)

@@ -11,7 +11,6 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.defenses import Defense
 from lightning_fedleak.federation.round_start import StartCheck
 from lightning_fedleak.looks import AUTOCAST, LookSettings, Memorization, Run
 
@@ -46,17 +45,13 @@ class RoundSettings(LookSettings):
     inspect: bool | StartCheck = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoundRun(Run):
-    """Describe a federation to the engine: one process, in which a client is a number.
+    """Describe a federation to the engine: one process, in which a client is a number, its rank.
 
     Attributes:
         optimizers: the one that the server prescribed.
         local_steps: optimizer steps of a round.
-        precision: that clients train in, in the Trainer's words.
-        tokenizers: the one of the federation.
-        defenses: act on what is returned.
-        rank: the client's number.
         rounds: holds the number of the round at work.
         training_loader: of this client's data; None: not known.
         holds_base: whether the model that was sent is the first that this client got.
@@ -67,19 +62,9 @@ class RoundRun(Run):
 
     optimizers: Sequence[Optimizer] = ()
     local_steps: int = 1
-    precision: str = "32-true"
-    tokenizers: Sequence[Any] = ()
-    defenses: tuple[Defense, ...] = ()
-    rank: int = 0
     rounds: list[int] = field(default_factory=lambda: [0])
     training_loader: object = None
     holds_base: bool = True
-    processes = 1
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the model."""
-        return self.anatomy.device
 
     @property
     def step(self) -> int:

@@ -59,14 +59,26 @@ class Processes:
     sharded_by: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run(ABC):
-    """One run, as channels and attacks know it.
+    """One run, as channels and attacks know it. What never changes in it are fields.
 
     Attributes:
         anatomy: the model's parts.
         client: ``"rank"`` (each process is a client) or ``"world"`` (all are one).
         assumed: what the adversary has besides what it sees.
+        device: of the model.
+        precision: spelled as the Trainer spells it.
+        rank: number of this process.
+        processes: how many there are.
+        tokenizers: that the run uses; some may be None.
+        defenses: of the run, in their order.
+        watched: names of values that something besides gates stops or chooses by.
+        under_ddp: all trained parameters' gradients are shared, whatever optimizers own.
+        separates_stages: a defended run shows local and shared gradients as ``p.grad``.
+        clip_value: size that entries of gradients are cut to before they are shared; None: not
+            known.
+        shows_progress: bars are shown while attacks are calibrated.
         watcher: the class that watches the run, for messages.
         unit: what :attr:`step` counts. Attacks are calibrated between the first steps, and all of
             them before the first round.
@@ -80,41 +92,22 @@ class Run(ABC):
     anatomy: Anatomy
     client: str
     assumed: frozenset[Capability]
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """Return the number of this process."""
-
-    @property
-    @abstractmethod
-    def processes(self) -> int:
-        """Return the number of processes."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Return the device of the model."""
+    device: torch.device
+    precision: str
+    rank: int = 0
+    processes: int = 1
+    tokenizers: Sequence[Any] = ()
+    defenses: tuple[Defense, ...] = ()
+    watched: tuple[str, ...] = ()
+    under_ddp: bool = False
+    separates_stages: bool = False
+    clip_value: float | None = None
+    shows_progress: bool = False
 
     @property
     @abstractmethod
     def optimizers(self) -> Sequence[Optimizer]:
         """Return the optimizers of the run."""
-
-    @property
-    @abstractmethod
-    def defenses(self) -> tuple[Defense, ...]:
-        """Return the defences of the run, in their order."""
-
-    @property
-    @abstractmethod
-    def precision(self) -> str:
-        """Return the precision, spelled as the Trainer spells it."""
-
-    @property
-    @abstractmethod
-    def tokenizers(self) -> Sequence[Any]:
-        """Return the tokenizers that the run uses; some may be None."""
 
     @abstractmethod
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -146,11 +139,6 @@ class Run(ABC):
         return None
 
     @property
-    def watched(self) -> tuple[str, ...]:
-        """Return the names of values that something besides gates stops or chooses by."""
-        return ()
-
-    @property
     def epochs(self) -> int | None:
         """Return the number of epochs that the run is to have; None where it is not known."""
         return None
@@ -159,16 +147,6 @@ class Run(ABC):
     def number(self) -> int:
         """Return the number of this process's client."""
         return self.rank if self.client == "rank" else 0
-
-    @property
-    def under_ddp(self) -> bool:
-        """Return whether all trained parameters' gradients are shared, whatever optimizers own."""
-        return False
-
-    @property
-    def shows_progress(self) -> bool:
-        """Return whether bars are shown while attacks are calibrated."""
-        return False
 
     @property
     def loss_scale(self) -> float:
@@ -198,11 +176,6 @@ class Run(ABC):
     def publish(self, values: Mapping[str, float]) -> None:  # noqa: B027
         """Put values of leakage beside the user's own metrics."""
 
-    @property
-    def separates_stages(self) -> bool:
-        """Whether a defended run shows local and shared gradients as ``p.grad``."""
-        return False
-
     def watch_release(
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
@@ -223,11 +196,6 @@ class Run(ABC):
             before_real_step(optimizer, partial(stage_reached, Stage.AGGREGATE, optimizer))
             for optimizer in self.optimizers
         ]
-
-    @property
-    def clip_value(self) -> float | None:
-        """Size that entries of gradients are cut to before they are shared; None if not known."""
-        return None
 
 
 # ---- a look ------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses import Defense
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.attacks import Capability
 from lightning_fedleak.looks import AUTOCAST, Run, StageReached
 from lightning_fedleak.model_runs import is_compiled
 
@@ -56,7 +57,7 @@ class Loop:
     stage_reached: StageReached | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopRun(Run):
     """One run of a loop.
 
@@ -68,47 +69,36 @@ class LoopRun(Run):
 
     loop: Loop
 
-    @property
-    def rank(self) -> int:
-        """Return the number of this process."""
-        return distributed.get_rank() if _is_distributed() else 0
+    @classmethod
+    def of_loop(
+        cls, loop: Loop, anatomy: Anatomy, client: str, assumed: frozenset[Capability]
+    ) -> LoopRun:
+        """Return the run of a loop on a model, against an adversary with these capabilities.
 
-    @property
-    def processes(self) -> int:
-        """Return the number of processes."""
-        return distributed.get_world_size() if _is_distributed() else 1
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the model."""
-        return self.anatomy.device
-
-    @property
-    def shows_progress(self) -> bool:
-        """Return whether this process shows bars: the first one does."""
-        return self.rank == 0
+        No defence acts in it: those act in Lightning's DefendedStrategy.
+        """
+        dtypes = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
+        by_weights = dtypes.get(next(anatomy.model.parameters()).dtype, "32-true")
+        rank = distributed.get_rank() if _is_distributed() else 0
+        return cls(
+            anatomy=anatomy,
+            client=client,
+            assumed=assumed,
+            loop=loop,
+            device=anatomy.device,
+            precision=loop.precision or by_weights,
+            rank=rank,
+            processes=distributed.get_world_size() if _is_distributed() else 1,
+            tokenizers=[loop.tokenizer],
+            watched=loop.watched,
+            under_ddp=any(isinstance(m, DistributedDataParallel) for m in loop.model.modules()),
+            shows_progress=rank == 0,
+        )
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Return the optimizers of the loop, unwrapped."""
         return self.loop.optimizers
-
-    @property
-    def defenses(self) -> tuple[Defense, ...]:
-        """Return none: defences act in Lightning's DefendedStrategy."""
-        return ()
-
-    @property
-    def precision(self) -> str:
-        """Return the precision, as Lightning spells it."""
-        dtypes = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
-        by_weights = dtypes.get(next(self.anatomy.model.parameters()).dtype, "32-true")
-        return self.loop.precision or by_weights
-
-    @property
-    def tokenizers(self) -> Sequence[Any]:
-        """Return the tokenizer of the settings."""
-        return [self.loop.tokenizer]
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return autocast where the loop uses it."""
@@ -139,16 +129,6 @@ class LoopRun(Run):
     def epochs(self) -> int | None:
         """Return the number of epochs that the run is to have; None: not known."""
         return self.loop.epochs
-
-    @property
-    def watched(self) -> tuple[str, ...]:
-        """Return the names of values that something besides gates stops or chooses by."""
-        return self.loop.watched
-
-    @property
-    def under_ddp(self) -> bool:
-        """Return whether DistributedDataParallel reduces the gradients."""
-        return any(isinstance(m, DistributedDataParallel) for m in self.loop.model.modules())
 
     @property
     def loss_scale(self) -> float:

@@ -160,7 +160,7 @@ class LeakageCallback(TrainerCallback):
         self.watch.end()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TransformersRun(LoopRun):
     """One run of a Trainer."""
 

@@ -303,7 +303,7 @@ class Watch:
         model = loop.model
         model = model.module if isinstance(model, DistributedDataParallel) else model
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
-        self._run = run = self.run(anatomy, settings.client, engine.assume, loop)
+        self._run = run = self.run.of_loop(loop, anatomy, settings.client, engine.assume)
         engine.reset()
         engine.check(Processes(run.processes, run.client, None), lambda: anatomy)
         self.should_stop = self._stepped = self._backward = self._open = self._inside = False

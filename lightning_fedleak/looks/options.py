@@ -19,6 +19,7 @@ from lightning_fedleak.attacks import (
     AttentionMembership,
     BagOfWords,
     BiasSign,
+    Canaries,
     Capability,
     Combined,
     Extraction,
@@ -31,7 +32,6 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     TextSource,
 )
-from lightning_fedleak.attacks.memorization import Canaries
 from lightning_fedleak.batches import BatchAdapter
 from lightning_fedleak.canaries import CanarySet
 from lightning_fedleak.snapshots import ON_THE_WAY, Stage

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_fedleak.batches import BatchError, TokenBatch
-from lightning_fedleak.canaries import TrainingRows
+from lightning_fedleak.canaries import CanarySet, TrainingRows
 from lightning_fedleak.canaries.repeats import scored_texts
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.looks.options import Memorization
 from lightning_fedleak.model_state import preserve_process
-from lightning_fedleak.taps import Text, texts_in
+from lightning_fedleak.taps import Text, pool_digest, texts_in
 
 Way = Literal["not yet seen", "left out", "given"]
 """Where the others come from: rows that the first epoch has not come to, rows left out by a draw,
@@ -98,6 +98,10 @@ class Pool:
         """Return (N,) bool, the texts that a checkpoint says were trained on."""
         return self.seen
 
+    def digest(self, rows: Tensor, members: Tensor) -> str:
+        """Return a name of some of the texts, and of which of them are members."""
+        return pool_digest([self.texts[row] for row in rows.tolist()], members)
+
     def remember(self, batch: TokenBatch) -> None:
         """Note which texts are in a batch that is trained on."""
         texts = texts_in(batch)
@@ -165,6 +169,49 @@ class Pool:
             f"{n} rows of the training data, {controls}; {self.repeated} that other rows "
             f"repeat{part} and {self.short} short ones were left out{chosen}"
         )
+
+
+class CanaryPool(Pool):
+    """The canaries that the model is asked about, in the data or left out."""
+
+    @classmethod
+    def of_canaries(cls, canaries: CanarySet, loader: Any, settings: Memorization) -> CanaryPool:
+        """Return all canaries; the budget pays for all, or the attack is not played.
+
+        Raises:
+            NoOthers: the budget does not pay for them.
+        """
+        check_loader(loader)
+        length = len(loader.dataset)
+        affordable(length, settings, len(canaries), forwards_of(settings, last_step=True))
+        included = canaries.included
+        return cls(
+            way="left out",
+            texts=[Text(row, row) for row in canaries.token_ids],
+            trains=included,
+            seen=torch.zeros_like(included),
+            repeated=0,
+            short=0,
+            searched=1.0,
+            length=length,
+            once=False,
+            aside=torch.zeros_like(included),
+            no_game="canaries are compared with it by audit_canaries",
+        )
+
+    def _key(self, text: Text) -> bytes:
+        return text.ids.numpy().tobytes()
+
+    @property
+    def seen_in_checkpoints(self) -> Tensor:
+        """Return (N,) False: a checkpoint does not show which canaries are in the data."""
+        return torch.zeros_like(self.seen)
+
+    def compared(
+        self, epoch: int, passed: int, *, aside: bool = False, everyone: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return all canaries, (n,) indices, and which were trained on so far, (n,) bool."""
+        return torch.arange(len(self.texts)), self.trains & self.seen
 
 
 def forwards_of(settings: Memorization, *, last_step: bool) -> int:

@@ -207,6 +207,8 @@ PREFIX = {
     Stage.AGGREGATE: "leakage_aggregate",
     Stage.RELEASED: "leakage",
 }
+AUDIT = "audit"
+"""The prefix of what is asked about the user's own canaries."""
 CHOOSE = f"{PREFIX[Stage.SHARED]}/choose"
 """The loss that a checkpoint is chosen by: infinite where the weights give away too much."""
 

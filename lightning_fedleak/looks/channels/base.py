@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,9 +220,19 @@ class Channel(ABC):
         self.attacks: tuple[Any, ...] = self.listed_attacks
         self.settings = settings
         self.plans: tuple[Plan, ...] = ()
-        if settings.local_steps is not None and attacks and not self.reads_updates:
+        if attacks:
+            self.check_settings()
+
+    def check_settings(self) -> None:
+        """Refuse settings that do not fit the attacks.
+
+        Raises:
+            ValueError: says which setting to change.
+        """
+        if self.settings.local_steps is not None and not self.reads_updates:
+            name = self.attacks[0].name
             raise ValueError(
-                f"local_steps attacks a weight change, and '{attacks[0].name}' reads what one step "
+                f"local_steps attacks a weight change, and '{name}' reads what one step "
                 "sends: give it a monitor of its own, without local_steps"
             )
 
@@ -291,10 +300,17 @@ class Channel(ABC):
     def admit(self, attack: Attack) -> None:
         """Check once in a fit whether an attack can be played at all.
 
+        An adversary who knows the model knows its bottom too.
+
         Raises:
-            ThreatModelError: its adversary lacks a capability.
+            ThreatModelError: names every capability that its adversary lacks.
         """
-        require_capabilities(attack, self.run, self.sees)
+        surfaces, anatomy = SURFACE_CAPABILITIES.items(), self.run.anatomy
+        capabilities = {*self.run.assumed, *self.sees}
+        capabilities.update(c for role, c in surfaces if anatomy.parameter(role) is not None)
+        if Capability.KNOWS_MODEL in capabilities:
+            capabilities.add(Capability.KNOWS_BOTTOM_MODEL)
+        require(attack.name, attack.threat_model, capabilities)
 
     def leave_out(self, names: Collection[str]) -> None:
         """Leave some attacks out of this fit."""
@@ -612,29 +628,6 @@ def worst_of(clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 # ---- what an attack needs ----------------------------------------------------------------------
-
-
-def require_capabilities(attack: Attack, run: Run, sees: AbstractSet[Capability]) -> None:
-    """Refuse an attack whose adversary lacks a capability that it needs.
-
-    An adversary who knows the model knows its bottom too.
-
-    Args:
-        attack: the attack.
-        run: the run, with the model and the capabilities that the adversary is assumed to have.
-        sees: what the adversary sees besides gradients.
-
-    Raises:
-        ThreatModelError: names every capability that is missing.
-    """
-    anatomy = run.anatomy
-    capabilities = {*run.assumed, *sees}
-    capabilities.update(
-        c for role, c in SURFACE_CAPABILITIES.items() if anatomy.parameter(role) is not None
-    )
-    if Capability.KNOWS_MODEL in capabilities:
-        capabilities.add(Capability.KNOWS_BOTTOM_MODEL)
-    require(attack.name, attack.threat_model, capabilities)
 
 
 def check_forward(attack: Attack, anatomy: Anatomy) -> None:

@@ -9,37 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks import Attack
-from lightning_fedleak.attacks.memorization import Canaries
-from lightning_fedleak.looks.channels.membership import AUDIT
+from lightning_fedleak.attacks import Attack, Canaries
 from lightning_fedleak.looks.channels.memorization import MemorizationChannel
-from lightning_fedleak.looks.options import Options
-from lightning_fedleak.looks.pool import Pool, affordable, check_loader, forwards_of
-from lightning_fedleak.looks.run import Series, reason
+from lightning_fedleak.looks.pool import CanaryPool, Pool
+from lightning_fedleak.looks.run import AUDIT, Series, reason
 from lightning_fedleak.metrics.released import canary_tiers, others_needed
 from lightning_fedleak.records import CANARIES, PoolLine
 from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.taps import Text, pool_digest
 
 _MEND = "Plant more; and a batch must hold a canary's tokens as they were given"
-
-
-class CanaryPool(Pool):
-    """The canaries that the model is asked about, in the data or left out."""
-
-    def _key(self, text: Text) -> bytes:
-        return text.ids.numpy().tobytes()
-
-    @property
-    def seen_in_checkpoints(self) -> Tensor:
-        """Return (N,) False: a checkpoint does not show which canaries are in the data."""
-        return torch.zeros_like(self.seen)
-
-    def compared(
-        self, epoch: int, passed: int, *, aside: bool = False, everyone: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Return all canaries, (n,) indices, and which were trained on so far, (n,) bool."""
-        return torch.arange(len(self.texts)), self.trains & self.seen
 
 
 class CanaryChannel(MemorizationChannel):
@@ -65,25 +43,27 @@ class CanaryChannel(MemorizationChannel):
     file = "canaries_base.safetensors"
     absent = "no texts are planted: with_canaries(...) and games=Games(canaries=train.canaries)"
 
-    def __init__(self, attacks: Sequence[Canaries], settings: Options) -> None:
-        super().__init__(attacks, settings)
-        self._canaries = settings.games.canaries
-        if attacks and self._canaries is None:
+    def check_settings(self) -> None:
+        """Take the canaries; refuse attacks without any, or on tokens that one of them lacks.
+
+        Raises:
+            ValueError: says what to give.
+        """
+        super().check_settings()
+        canaries = self.settings.games.canaries
+        if canaries is None:
             raise ValueError(
-                f"'{attacks[0].name}' asks about the texts of with_canaries, and none are given: "
-                "games=Games(canaries=train.canaries)"
+                f"'{self.attacks[0].name}' asks about the texts of with_canaries, and none are "
+                "given: games=Games(canaries=train.canaries)"
             )
-        shortest = min(map(len, self._canaries.token_ids)) if self._canaries is not None else 0
-        for attack in attacks:
+        self._canaries = canaries
+        shortest = min(map(len, canaries.token_ids))
+        for attack in self.attacks:
             if shortest <= (attack.suffix or 1):
                 raise ValueError(
                     f"Canaries(tokens={attack.suffix}) reads the last tokens of each canary but "
                     f"not its first, and one has {shortest} tokens: ask for at most {shortest - 1}"
                 )
-
-    @property
-    def _times(self) -> tuple[int, ...]:
-        return () if self._canaries is None else self._canaries.record.times
 
     def charted(self, series: Series) -> tuple[str, ...]:
         """Return the rates of a tier."""
@@ -93,13 +73,12 @@ class CanaryChannel(MemorizationChannel):
         return [
             Series(AUDIT, _tier_name(attack, times), attack.name, Stage.RELEASED)
             for attack in attacks
-            for times in self._times
+            for times in self._canaries.record.times
         ]
 
     def never_known(self, metric: str) -> str | None:
         """Return why a rate cannot become known: few canaries were left out."""
-        assert self._canaries is not None
-        alpha = self.settings.memorization.alpha / len(self._times)
+        alpha = self.settings.memorization.alpha / len(self._canaries.record.times)
         others, needed = int((~self._canaries.included).sum()), others_needed(1, alpha)
         if metric == "shown" and others < needed:
             return f"'shown' needs {needed} others, and {others} canaries were left out"
@@ -111,24 +90,8 @@ class CanaryChannel(MemorizationChannel):
         Raises:
             NoOthers: the budget does not pay for them.
         """
-        assert self._canaries is not None
-        loader: Any = self.run.training_loader
-        check_loader(loader)
-        settings, length = self.settings.memorization, len(loader.dataset)
-        affordable(length, settings, len(self._canaries), forwards_of(settings, last_step=True))
-        included = self._canaries.included
-        return CanaryPool(
-            way="left out",
-            texts=[Text(row, row) for row in self._canaries.token_ids],
-            trains=included,
-            seen=torch.zeros_like(included),
-            repeated=0,
-            short=0,
-            searched=1.0,
-            length=length,
-            once=False,
-            aside=torch.zeros_like(included),
-            no_game="canaries are compared with it by audit_canaries",
+        return CanaryPool.of_canaries(
+            self._canaries, self.run.training_loader, self.settings.memorization
         )
 
     def describe(self) -> str:
@@ -152,17 +115,16 @@ class CanaryChannel(MemorizationChannel):
         limits: Mapping[str, float],
     ) -> dict[str, dict[str, float] | str]:
         """Return the values of each attack and tier by the name of its series."""
-        assert self._canaries is not None
         assert self._base is not None
         released = ReleasedModel(answers, self._base, torch.ones(len(pool.texts)))
-        values: dict[str, dict[str, float] | str] = {"pool": pool_digest(pool.texts, members)}
+        values: dict[str, dict[str, float] | str] = {"pool": pool.digest(rows, members)}
         for attack in self.attacks:
             try:
                 guess = attack.run(Observation(released=released))
                 tiers = canary_tiers(
                     guess,
                     attack,
-                    self._times,
+                    self._canaries.record.times,
                     torch.tensor(self._canaries.record.repeats),
                     members,
                     ~self._canaries.included,
@@ -170,7 +132,7 @@ class CanaryChannel(MemorizationChannel):
                     alpha=self.settings.memorization.alpha,
                 )
             except Exception as error:
-                tiers = dict.fromkeys(self._times, reason(error))
+                tiers = dict.fromkeys(self._canaries.record.times, reason(error))
             values |= {
                 _tier_name(attack, times): f"{one}. {_MEND}" if isinstance(one, str) else one
                 for times, one in tiers.items()

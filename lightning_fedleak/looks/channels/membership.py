@@ -42,6 +42,7 @@ from lightning_fedleak.looks.channels.targets import (
 )
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.run import (
+    AUDIT,
     PREFERENCES,
     Look,
     Moment,
@@ -60,7 +61,6 @@ from lightning_fedleak.records import MEMBERSHIP
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.taps import ActivationTap, ModelCalls, join_pieces, with_ids
 
-AUDIT = "audit"
 _ALL_CANARIES = "every canary"
 _TEXTS_PER_FORWARD = 64  # limits the memory of one forward pass; not tuned
 
@@ -134,15 +134,9 @@ class MembershipChannel(Channel):
         super().__init__(attacks, settings)
         self.games = games = settings.games
         self.width = 1 + 3 * 2 * games.targets
-        for attack in attacks:
-            check_held_out(attack, games.held_out)
         self._audits: dict[str, Series] = {}
         self._canary_scores: played.CanaryScores | None = None
         if games.canaries is not None and attacks:
-            if Stage.SHARED not in settings.stages:
-                raise ValueError(
-                    "canaries= are measured on what leaves the client: add 'shared' to stages"
-                )
             self._audits = {a.name: Series(AUDIT, a.name, a.name, Stage.SHARED) for a in attacks}
             if games.score_canaries is not None:
                 self._canary_scores = played.CanaryScores(
@@ -154,6 +148,21 @@ class MembershipChannel(Channel):
         self._layers: set[int] = set()
         self._tables: dict[str, GameTable] = {}
         self._leaving = False
+
+    def check_settings(self) -> None:
+        """Refuse texts that an attack knows to be outside, and canaries that nothing measures.
+
+        Raises:
+            ValueError: says which setting to change.
+        """
+        super().check_settings()
+        games = self.settings.games
+        for attack in self.attacks:
+            check_held_out(attack, games.held_out)
+        if games.canaries is not None and Stage.SHARED not in self.settings.stages:
+            raise ValueError(
+                "canaries= are measured on what leaves the client: add 'shared' to stages"
+            )
 
     def canary_scores(self, attack: str | None) -> Tensor | None:
         """Return (m,) one score for each of the user's own canaries; None: none are kept."""

@@ -55,7 +55,7 @@ from lightning_fedleak.metrics.released import (
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.records import MEMORIZATION, PoolLine
 from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
-from lightning_fedleak.taps import ask_tokens, compressed_bytes, pool_digest
+from lightning_fedleak.taps import ask_tokens, compressed_bytes
 
 BLIND = "blind/auc"
 """The largest AUC of scores that know nothing of the training; logged as ``leakage/blind/auc``."""
@@ -378,7 +378,7 @@ class MemorizationChannel(Channel):
         released = ReleasedModel(
             answers.rows(rows), self._base.rows(rows), compressed_bytes(texts, self._decode)
         )
-        values: dict[str, _Answer] = {"pool": pool_digest(texts, members)}
+        values: dict[str, _Answer] = {"pool": pool.digest(rows, members)}
         blind = blind_scores(released.base, released.compressed, texts, members)
         shared = {BLIND: highest_auc(blind, members), **limits}
         for attack in self.attacks:

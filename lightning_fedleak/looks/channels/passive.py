@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import nn
 
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS, Attack, Capability, PassiveMembership
-from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.channels.base import Plan, gradient_plan, guess
 from lightning_fedleak.looks.channels.membership import (
-    AUDIT,
     GameTable,
     MembershipChannel,
     draw_targets,
 )
 from lightning_fedleak.looks.channels.played import Played, played_games
 from lightning_fedleak.looks.channels.targets import Targets
-from lightning_fedleak.looks.options import Options
-from lightning_fedleak.looks.run import Moment, Unknown, Waiting
+from lightning_fedleak.looks.run import AUDIT, Moment, Unknown, Waiting
 from lightning_fedleak.snapshots import Stage
 
 
@@ -31,12 +27,17 @@ class PassiveMembershipChannel(MembershipChannel):
     reads_updates: ClassVar[bool] = True
     adversary = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 
-    def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
-        super().__init__(attacks, settings)
-        if self._canary_scores is not None:
+    def check_settings(self) -> None:
+        """Refuse scores of canaries, which layers of a dishonest server give.
+
+        Raises:
+            ValueError: they are asked for.
+        """
+        super().check_settings()
+        if self.settings.games.score_canaries is not None:
             raise ValueError(
                 f"score_canaries= scores canaries by layers of a dishonest server, and "
-                f"'{attacks[0].name}' adds none: give it a monitor of its own"
+                f"'{self.attacks[0].name}' adds none: give it a monitor of its own"
             )
 
     def plan(self, attack: Attack) -> Plan:
@@ -53,11 +54,6 @@ class PassiveMembershipChannel(MembershipChannel):
 
     def check(self, attack: Attack) -> None:
         """Do nothing, because no attack can be tried without a gradient."""
-
-    def before_defense(
-        self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
-    ) -> None:
-        """Do nothing, because this server adds no layers."""
 
     @torch.no_grad()
     def at_moment(self, moment: Moment) -> None:

@@ -66,7 +66,7 @@ def acts(scores: np.ndarray, members: np.ndarray, rate: str, at_most: float, **s
         return False
     score, member = torch.tensor(scores), torch.tensor(members)
     if rate == "shown":
-        return shown_tpr(score, member, **spent).tpr.low > at_most
+        return shown_tpr(score, member, **spent).low > at_most
     return membership_values(score, member, **spent)["auc_low"] > at_most
 
 

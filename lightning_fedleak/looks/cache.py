@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 
 import lightning_fedleak
 from lightning_fedleak.attacks import Attack
-from lightning_fedleak.private_files import check_private, hash_tensors
+from lightning_fedleak.private_files import check_private, hash_tensors, save_private
 
 FORMAT = 2
 _EMPTY, _HASH = "empty", "sha256"
@@ -103,8 +100,8 @@ class CalibrationCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _write(path, state)
-        except (OSError, SafetensorError) as error:  # the latter of a full disk
-            why = getattr(error, "strerror", None) or str(error)
+        except OSError as error:
+            why = error.strerror or str(error)
             rank_zero_warn(
                 f"lightning-fedleak: the calibration of '{attack.name}' is not kept: {self.folder} "
                 f"cannot be written ({why}). Set FEDLEAK_CACHE to another folder, or "
@@ -116,17 +113,8 @@ def _write(path: Path, state: Mapping[str, Tensor]) -> None:
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
     # Tensors without elements all lie at address 0, which safetensors takes for sharing.
     empty = {n: [str(t.dtype), *t.shape] for n, t in tensors.items() if not t.numel()}
-    descriptor, draft = tempfile.mkstemp(dir=path.parent, suffix=".part")  # of mode 0600
-    os.close(descriptor)
-    try:
-        held = {name: t for name, t in tensors.items() if name not in empty}
-        save_file(held, draft, {_EMPTY: json.dumps(empty), _HASH: _hash(path, tensors)})
-        os.chmod(draft, 0o600)
-        os.replace(draft, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise
+    stored = {name: t for name, t in tensors.items() if name not in empty}
+    save_private(path, stored, {_EMPTY: json.dumps(empty), _HASH: _hash(path, tensors)})
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -338,10 +338,8 @@ class Engine:
                     fit=destination.fit or uuid.uuid4().hex,
                     training=destination.training,
                     gates=self._gates,
-                    monitor={
-                        "looks": options.cadence.argument,
-                        "stages": [str(stage) for stage in options.stages],
-                        "local_steps": options.local_steps,
+                    options=options,
+                    watch={
                         "attacks": "auto" if self.selection.auto else "listed",
                         **(destination.watch or {"reveal": options.reveal}),
                     },

@@ -15,6 +15,7 @@ from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.choice import hides, reads_of
 from lightning_fedleak.looks.lineup import Lineup
+from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.run import Run, Series
 
 PACKAGES = (
@@ -31,7 +32,8 @@ def facts_of(
     fit: str,
     training: records.JsonObject,
     gates: Sequence[records.JsonObject],
-    monitor: records.JsonObject,
+    options: Options,
+    watch: records.JsonObject,
     resumed: records.JsonObject,
 ) -> records.BeginLine:
     """Return everything that a fit knows of itself before its first step.
@@ -43,7 +45,8 @@ def facts_of(
         fit: what all monitors of one fit say alike, and those of no other.
         training: how the model is trained.
         gates: what each gate says of itself.
-        monitor: the monitor's own settings.
+        options: how it is watched.
+        watch: further settings of what watches it.
         resumed: the fit whose checkpoint it goes on from: its run id, and what its defences had
             released; empty where it begins with no checkpoint.
     """
@@ -68,9 +71,9 @@ def facts_of(
             client=run.client,
             clients=run.processes if run.client == "rank" else 1,
             adversary=tuple(sorted(capability.value for capability in run.assumed)),
-            local_steps=monitor["local_steps"],
-            stages=tuple(monitor["stages"]),
-            more={n: v for n, v in monitor.items() if n not in ("local_steps", "stages")},
+            local_steps=options.local_steps,
+            stages=tuple(str(stage) for stage in options.stages),
+            more={"looks": options.cadence.argument, **watch},
         ),
         families=tuple({leak.name: leak for leak in leaks.values()}.values()),
         attacks=tuple(

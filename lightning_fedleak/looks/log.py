@@ -341,11 +341,7 @@ class Report:
                 rank_zero_info(
                     f"{self._watcher}: '{series.name}' has no result {when} yet: {outcome.pending}"
                 )
-        if self._jsonl is not None:
-            try:
-                self._write_lines(self._jsonl, look, outcomes)
-            except OSError as error:
-                self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")
+        self._write_lines(look, outcomes)
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
         try:
             for logger in self._loggers:
@@ -373,10 +369,7 @@ class Report:
             self._warned.add(key or text)
             rank_zero_warn(f"{self._watcher}: {text}")
 
-    def _write_lines(
-        self, jsonl: JsonLines, look: Look, outcomes: Mapping[Series, Outcome]
-    ) -> None:
-        configs = {a.name: a.config() for a in self._attacks}
+    def _write_lines(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         for series, outcome in outcomes.items():
             if outcome.pending is not None:
                 continue
@@ -393,46 +386,43 @@ class Report:
                 )
                 for name, rate in outcome.rates.items()
             }
-            jsonl.append(
-                records.ResultLine(
-                    step=look.step,
-                    stage=str(series.stage),
-                    client=self._client,
-                    round=self._steps_in_round and look.step // self._steps_in_round,
-                    attack=series.record_name,
-                    config=configs[series.attack],
-                    n=outcome.n,
-                    exposed=outcome.exposed,
-                    metrics=metrics
-                    | {k: records.MetricValue(_finite(v)) for k, v in extra.items()},
-                    unknown=outcome.unknown,
-                    pool=outcome.pool,
-                )
+            self._append(
+                series.attack,
+                attack=series.record_name,
+                step=look.step,
+                stage=str(series.stage),
+                round=self._steps_in_round and look.step // self._steps_in_round,
+                n=outcome.n,
+                exposed=outcome.exposed,
+                metrics=metrics | {k: records.MetricValue(_finite(v)) for k, v in extra.items()},
+                unknown=outcome.unknown,
+                pool=outcome.pool,
             )
 
     def write_not_played(self, rows: Sequence[Row], step: int) -> None:
         """Leaves a line for each attack that is not tested in this run, which begins at a step."""
-        configs = {a.name: a.config() for a in self._attacks}
-        for row in rows:
-            if row.why_not is None or self._jsonl is None:
-                continue
-            try:
-                self._jsonl.append(
-                    records.ResultLine(
-                        step=step,
-                        stage="shared",
-                        client=self._client,
-                        round=None if self._steps_in_round is None else 0,
-                        attack=row.attack,
-                        config=configs[row.attack],
-                        n=0,
-                        exposed=row.exposed,
-                        metrics={},
-                        unknown=f"{records.NOT_PLAYED}{row.why_not}",
-                    )
-                )
-            except OSError as error:
-                self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")
+        for row in (row for row in rows if row.why_not is not None):
+            self._append(
+                row.attack,
+                attack=row.attack,
+                step=step,
+                stage="shared",
+                round=None if self._steps_in_round is None else 0,
+                n=0,
+                exposed=row.exposed,
+                metrics={},
+                unknown=f"{records.NOT_PLAYED}{row.why_not}",
+            )
+
+    def _append(self, played: str, **result: Any) -> None:
+        """Write the result of an attack that was played to ``leakage.jsonl``, or warn once."""
+        if self._jsonl is None:
+            return
+        config = next(a.config() for a in self._attacks if a.name == played)
+        try:
+            self._jsonl.append(records.ResultLine(client=self._client, config=config, **result))
+        except OSError as error:
+            self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")
 
 
 # ---- what defences say that their releases have cost ----------------------------------------

@@ -29,7 +29,6 @@ from lightning_fedleak.looks.run import (
     reason,
     unknown,
 )
-from lightning_fedleak.metrics.rates import UNKNOWN, Rate
 from lightning_fedleak.snapshots import Stage
 
 MAX_WAITS = 20
@@ -348,6 +347,7 @@ def _worst(
 
 # The first number of a packed result says what kind of result it is.
 SCORED, FAILED, NOTHING, WAITING, INAPPLICABLE, SOON = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
+OTHER_WAITS = "another client waits"
 
 
 class Exchange:
@@ -362,9 +362,9 @@ class Exchange:
     """
 
     def __init__(self, run: Run, channels: Mapping[Series, Channel]) -> None:
+        self._run = run
         self._many = run.processes > 1
         self._one_client = run.client == "world"
-        self._device = run.device
         self._channels = channels
 
     def outcomes(
@@ -401,17 +401,17 @@ class Exchange:
                     for series, table in tables.items()
                 }
         if self._many:
-            message = self._message(results, pooled, next_step).to(_exchange_device(self._device))
-            dist.broadcast(message, src=0)
+            joint = pooled and {s: _without_clients(outcome) for s, outcome in pooled.items()}
+            joint, next_step = self._run.broadcast((joint, next_step))
             if gathered is None:
-                pooled, next_step = self._outcomes_in(message.tolist(), results)
+                pooled = joint and {s: _with_reason(one, results[s]) for s, one in joint.items()}
         return pooled, next_step
 
     def _at_first(self, local: Tensor) -> Tensor | None:
         """(clients, numbers) of all processes on the first of them, None on the others."""
         if not self._many:
             return local[None]
-        local = local.to(_exchange_device(self._device))
+        local = local.to(_exchange_device(self._run.device))
         if dist.get_rank() != 0:
             dist.gather(local, None, dst=0)
             return None
@@ -428,67 +428,32 @@ class Exchange:
             outcome = _combined(channel, series, table, local)
         return replace(outcome, worst={}) if self._one_client else outcome
 
-    def _message(
-        self,
-        series_in_order: Iterable[Series],
-        pooled: Mapping[Series, Outcome] | None,
-        next_step: int,
-    ) -> Tensor:
-        """What process 0 tells the others: pooled values, and no client's own."""
-        numbers = [float(pooled is not None), float(next_step)]
-        for series in series_in_order:
-            channel = self._channels[series]
-            outcome = not_shared(()) if pooled is None else pooled[series]
-            state = SCORED if outcome.exposed else NOTHING
-            if outcome.unknown is not None:
-                state = FAILED if outcome.applies else INAPPLICABLE
-            if outcome.pending is not None:
-                state = SOON if outcome.soon else WAITING
-            now = outcome.now or {}
-            numbers += [state, float(outcome.n), float(outcome.now is not None)]
-            for name in channel.metrics:  # an attack may have some of its family's alone
-                rate = outcome.rates.get(name, UNKNOWN)
-                numbers += [float(name in outcome.rates), rate.value, rate.low, rate.high]
-                numbers.append(now.get(name, math.nan))
-            numbers += [outcome.extra.get(name, math.nan) for name in channel.extras]
-        return torch.tensor(numbers, dtype=torch.float64)
-
-    def _outcomes_in(
-        self, message: Sequence[float], results: Mapping[Series, Result]
-    ) -> tuple[dict[Series, Outcome] | None, int]:
-        """What :meth:`_message` says, on another process; reasons are its own results'."""
-        shared, next_step, *rest = message
-        numbers = iter(rest)
-        pooled: dict[Series, Outcome] = {}
-        for series, local in results.items():
-            channel = self._channels[series]
-            state, n, has_now = (next(numbers) for _ in range(3))
-            each = {name: [next(numbers) for _ in range(5)] for name in channel.metrics}
-            extra = {name: next(numbers) for name in channel.extras}
-            if state == SCORED:
-                each = {name: values for name, (there, *values) in each.items() if there}
-                rates = {name: Rate(*values[:3]) for name, values in each.items()}
-                now = {name: values[3] for name, values in each.items()} if has_now else None
-                pooled[series] = Outcome(rates, int(n), extra=extra, now=now)
-            elif state in (FAILED, INAPPLICABLE):
-                other = "the attack failed on another client"
-                why = local.why if isinstance(local, Unknown) else other
-                pooled[series] = unknown(channel.metrics, why, applies=state == FAILED)
-            elif state in (WAITING, SOON):
-                pooled[series] = _waits(local, soon=state == SOON)
-            else:
-                pooled[series] = not_shared(channel.metrics)
-        return pooled if shared else None, int(next_step)
-
 
 def _exchange_device(device: torch.device) -> torch.device:
     """Return the device on which the backend gathers: gloo works on the CPU alone."""
     return torch.device("cpu") if "gloo" in dist.get_backend() else device
 
 
-def _waits(local: Result, *, soon: bool) -> Outcome:
-    why = local.why if isinstance(local, Waiting) else "another client waits"
-    return pending(why, soon=soon)
+def _without_clients(outcome: Outcome) -> Outcome:
+    """Return what process 0 tells the others: pooled numbers, and of no client its own or why."""
+    return replace(
+        outcome,
+        worst={},
+        unknown=None if outcome.unknown is None else "the attack failed on another client",
+        pending=None if outcome.pending is None else OTHER_WAITS,
+        too_few=None,
+        by_position={},
+        pool=None,
+    )
+
+
+def _with_reason(outcome: Outcome, local: Result) -> Outcome:
+    """Return an outcome that process 0 has pooled, with this process's own reason if it has one."""
+    if outcome.unknown is not None and isinstance(local, Unknown):
+        return replace(outcome, unknown=local.why)
+    if outcome.pending is not None and isinstance(local, Waiting):
+        return replace(outcome, pending=local.why)
+    return outcome
 
 
 def _row(result: Result, width: int) -> list[float]:
@@ -524,7 +489,8 @@ def _combined(channel: Channel, series: Series, rows: Tensor, local: Result) -> 
         applies = bool(rows_of_clients) or bool((rows[:, 0] == FAILED).any())
         return unknown(channel.metrics, why, applies=applies)
     if not rows_of_clients:
-        return _waits(local, soon=bool((rows[:, 0] == SOON).any()))
+        why = local.why if isinstance(local, Waiting) else OTHER_WAITS
+        return pending(why, soon=bool((rows[:, 0] == SOON).any()))
     try:
         return channel.pooled(series, rows_of_clients)
     except Exception as error:

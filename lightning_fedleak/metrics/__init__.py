@@ -5,10 +5,10 @@ from lightning_fedleak.metrics.membership import MembershipInference as Membersh
 from lightning_fedleak.metrics.membership import membership_rates as membership_rates
 from lightning_fedleak.metrics.rates import Counts as Counts
 from lightning_fedleak.metrics.rates import Rate as Rate
+from lightning_fedleak.metrics.rates import WordRecovery as WordRecovery
 from lightning_fedleak.metrics.rates import precision_recall_f1 as precision_recall_f1
 from lightning_fedleak.metrics.rates import proportion as proportion
 from lightning_fedleak.metrics.rates import type_count_error as type_count_error
 from lightning_fedleak.metrics.rates import word_counts as word_counts
 from lightning_fedleak.metrics.texts import TextReconstruction as TextReconstruction
 from lightning_fedleak.metrics.texts import reconstruction_rates as reconstruction_rates
-from lightning_fedleak.metrics.words import WordRecovery as WordRecovery

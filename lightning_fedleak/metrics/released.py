@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,22 +28,6 @@ FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
 RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower
 LEAST_CANARIES = 10  # of a tier, and left out; fewer: intervals say next to nothing. Not tuned
 POWER = 0.8  # chance that a look shows the rate that is printed as visible; the usual one
-
-
-@dataclass(frozen=True)
-class Shown:
-    """What one look at two pools shows of a score.
-
-    Attributes:
-        tpr: bounds of the TPR at the FPR, each with half of ``alpha``; ``low`` is unknown (NaN)
-            with too few others, ``value`` is ``low``.
-        p_value: of "members rank no higher than others", by an exact test.
-        alpha: probability of error that the bounds spend together.
-    """
-
-    tpr: Rate
-    p_value: float
-    alpha: float
 
 
 def spent_at(look: int, alpha: float = 0.05) -> float:
@@ -73,8 +57,10 @@ def others_needed(look: int, alpha: float = 0.05, fpr: float = FPR) -> int:
 
 def shown_tpr(
     scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05, fpr: float = FPR
-) -> Shown:
-    """Return what a look shows of the TPR at a small FPR.
+) -> Rate:
+    """Return bounds of the TPR at a small FPR, each with half of the look's ``alpha``.
+
+    ``low`` is unknown (NaN) with too few others; ``value`` is ``low``.
 
     The bar is an other's score, low enough in the order of others that its FPR is at most ``fpr``
     but for half of the look's alpha: the FPR above the j-th highest of n others has the law
@@ -105,7 +91,7 @@ def shown_tpr(
         hits = int((inside >= others[np.flatnonzero(above)[0]]).sum())
         most = hits == len(inside)
         high = 1.0 if most else float(beta.ppf(1 - spent / 2, hits + 1, len(inside) - hits))
-    return Shown(Rate(low, low, high), rank_test(scores, members, fpr), spent)
+    return Rate(low, low, high)
 
 
 def rank_test(scores: Tensor, members: Tensor, fpr: float = FPR) -> float:
@@ -207,9 +193,9 @@ def membership_values(
     area = _auc(scores, members, spent_at(look, alpha))
     return {
         **flat({"auc": area}),
-        "shown": shown.tpr.low,
-        "shown_high": shown.tpr.high,
-        "p_value": shown.p_value,
+        "shown": shown.low,
+        "shown_high": shown.high,
+        "p_value": rank_test(scores, members, fpr),
         "visible": visible_tpr(
             int(members.sum()), int((~members).sum()), look=look, alpha=alpha, fpr=fpr
         ),

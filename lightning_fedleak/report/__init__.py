@@ -1,6 +1,6 @@
 """What runs showed, for people who decide: one page, one JSON, one entry for a registry."""
 
-from lightning_fedleak.report.card import model_card as model_card
+from lightning_fedleak.report.files import model_card as model_card
 from lightning_fedleak.report.files import print_card as print_card
 from lightning_fedleak.report.files import write as write
 from lightning_fedleak.report.files import write_at_end as write_at_end

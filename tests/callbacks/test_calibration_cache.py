@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import stat
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -207,10 +208,10 @@ def test_a_folder_that_cannot_be_written_is_said(
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **kwargs: object) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")  # no OSError
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setenv("FEDLEAK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("lightning_fedleak.looks.cache.save_file", full)
+    monkeypatch.setattr("os.replace", full)
     with pytest.warns(UserWarning, match="is not kept: .*No space left"):
         fit([LeakageMonitor(counted(), every_n_steps=4)], tmp_path, n=8)
     assert not list((tmp_path / "cache" / "calibrations").iterdir()), "no drafts are left"

@@ -240,15 +240,6 @@ def hides(model: nn.Module, clip_value: float | None, precision: str) -> tuple[s
     return (*names, *([] if clip_value is None else [f"clipping by value at {clip_value:g}"]))
 
 
-def show_hiding(watcher: str, names: Sequence[str]) -> None:
-    """Log what in the training hides words and texts, the result of :func:`hides`."""
-    if names:
-        rank_zero_info(
-            f"{watcher}: {' and '.join(names)} may hide words and texts from these attacks, "
-            "not from every attack: a low number is no sign of safety"
-        )
-
-
 def _start(names: Sequence[str]) -> str:
     """Parts that all names begin with, up to the last that stands before no block's number."""
     parts = [name.split(".")[:-1] for name in names]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +18,7 @@ from lightning_fedleak.compression import AVERAGED
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.channels.base import Channel, Plan
 from lightning_fedleak.looks.lineup import Lineup
-from lightning_fedleak.looks.options import Options
+from lightning_fedleak.looks.options import Options, StepClock
 from lightning_fedleak.looks.results import Exchange
 from lightning_fedleak.looks.run import (
     Look,
@@ -56,31 +55,6 @@ _UNKNOWN_HERE = (
     "cannot be scored"
 )
 _NO_LOSS = "the client's batches hold nothing that a loss was computed on"
-
-
-class StepClock:
-    """What an optimizer step without a look costs, as a running mean.
-
-    Attributes:
-        seconds: of a step; 0 until one is known.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._since: tuple[int, float] | None = None
-
-    def starts(self, step: int) -> None:
-        """A batch of optimizer step ``step`` starts, and none before it was looked at."""
-        now = time.perf_counter()
-        if self._since is not None and step > self._since[0]:
-            passed = (now - self._since[1]) / (step - self._since[0])
-            self.seconds = passed if self.seconds == 0 else 0.8 * self.seconds + 0.2 * passed
-            self._since = None
-        self._since = self._since or (step, now)
-
-    def interrupted(self) -> None:
-        """A look has come between."""
-        self._since = None
 
 
 class Fit:

@@ -160,10 +160,14 @@ class Lineup:
 
     def show(self, assumed: Collection[Capability]) -> None:
         """Log which attacks are played by an adversary with these capabilities, and what hides."""
-        watcher, model = self._run.watcher, self._run.anatomy.model
+        run, watcher = self._run, self._run.watcher
         if self._choosing:
             choice.show(self.rows, self.unread, assumed, writes=self._writes, watcher=watcher)
-        choice.show_hiding(watcher, choice.hides(model, self._run.clip_value, self._run.precision))
+        if names := choice.hides(run.anatomy.model, run.clip_value, run.precision):
+            rank_zero_info(
+                f"{watcher}: {' and '.join(names)} may hide words and texts from these attacks, "
+                "not from every attack: a low number is no sign of safety"
+            )
 
     @property
     def trained(self) -> tuple[str, ...]:

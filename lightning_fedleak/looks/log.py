@@ -442,10 +442,7 @@ def privacy_values(defenses: Sequence[Defense]) -> dict[str, float]:
     """
     values: dict[str, float] = {}
     for defense in defenses:
-        try:
-            cost = defense.privacy
-        except DefenseError:  # nothing was released yet
-            continue
+        cost = _cost(defense)
         if cost is not None:
             root = "privacy" if len(defenses) == 1 else f"privacy/{defense.name}"
             known = {name: getattr(cost, name) for name in LOGGED}

@@ -31,10 +31,7 @@ class WeightLooks:
     """
 
     def __init__(
-        self,
-        run: Run,
-        channels: Sequence[Channel],
-        series: Mapping[Series, Channel],
+        self, run: Run, channels: Sequence[Channel], series: Mapping[Series, Channel]
     ) -> None:
         self._run = run
         self._channels = tuple(channels)

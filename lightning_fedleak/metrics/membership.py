@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from scipy.special import bdtr
 from torch import Tensor
-from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.metrics import clustered
 from lightning_fedleak.metrics.clustered import Bools, Floats, Ints
-from lightning_fedleak.metrics.rates import UNKNOWN, Rate, flat
+from lightning_fedleak.metrics.rates import UNKNOWN, Rate, RateMetric
 from lightning_fedleak.validate import check_integer, check_number
 
 FPRS = (0.01, 0.001)  # of the reported TPRs, the usual ones (Carlini et al. 2022)
@@ -109,7 +108,7 @@ def membership_rates(
     return unknown | rates
 
 
-class MembershipInference(Metric):
+class MembershipInference(RateMetric):
     """Compute :func:`membership_rates` over all games that were added, on all processes.
 
     Scores are stored (float64), because neither an AUC nor a threshold follows from sums.
@@ -132,10 +131,6 @@ class MembershipInference(Metric):
         >>> metric.compute()["auc"].item()
         1.0
     """
-
-    is_differentiable = False
-    higher_is_better = None
-    full_state_update = False
 
     scores: list[Tensor]
     members: list[Tensor]
@@ -207,15 +202,6 @@ class MembershipInference(Metric):
             resamples=self.resamples,
             seed=self.seed,
         )
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return the rates over all games.
-
-        Raises:
-            ValueError: some updates came with decisions and others without.
-        """
-        values = flat(self.rates())
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def _column(self, name: str) -> Tensor:
         values: list[Tensor] | Tensor = getattr(self, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -153,7 +154,24 @@ _COUNTS = ("tp", "fp", "fn", "n_estimates", "n_certificates", "n_certified", "n_
 _SUMS = ("error_sum", "capacity_sum")
 
 
-class WordRecovery(Metric):
+class RateMetric(Metric):
+    """A metric of rates with intervals, which no gradient passes through."""
+
+    is_differentiable = False
+    higher_is_better = None
+    full_state_update = False
+
+    @abstractmethod
+    def rates(self) -> dict[str, Rate]:
+        """Return the rates by name, on this process."""
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return each rate, and the ends of its interval, over all that was added."""
+        values = flat(self.rates())
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+
+class WordRecovery(RateMetric):
     """Compute precision, recall and F1 of word types over all batches, with intervals.
 
     Counts are summed over updates and processes, and rates and intervals computed from the sums
@@ -180,10 +198,6 @@ class WordRecovery(Metric):
         >>> metric.compute()["recall"].item()
         0.5
     """
-
-    is_differentiable = False
-    higher_is_better = None
-    full_state_update = False
 
     WIDTH = len(_COUNTS) + len(_SUMS)
     """Numbers that :meth:`pack` returns."""

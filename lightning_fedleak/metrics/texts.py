@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.special import stdtrit
 from torch import Tensor
-from torchmetrics import Metric
 from torchmetrics.functional.text.rouge import rouge_score
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
-from lightning_fedleak.metrics.rates import UNKNOWN, Rate, flat, proportion
+from lightning_fedleak.metrics.rates import UNKNOWN, Rate, RateMetric, proportion
 from lightning_fedleak.validate import check_integer, check_number
 
 Floats = NDArray[np.float64]
@@ -288,7 +287,7 @@ def _mean(top: Floats, bottom: Floats, times: Floats, share: float, alpha: float
     return Rate(value, min(low, best, value), max(high, 1 - best, value))
 
 
-class TextReconstruction(Metric):
+class TextReconstruction(RateMetric):
     """Compute :func:`reconstruction_rates` over all sentences that were added, on all processes.
 
     Args:
@@ -310,10 +309,6 @@ class TextReconstruction(Metric):
         >>> metric.compute()["token_accuracy"].item()
         0.75
     """
-
-    is_differentiable = False
-    higher_is_better = None
-    full_state_update = False
 
     sentences: list[Tensor]
     position_hits: Tensor
@@ -385,11 +380,6 @@ class TextReconstruction(Metric):
             resamples=self.resamples,
             seed=self.seed,
         )
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return the rates over all sentences."""
-        values = flat(self.rates())
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def by_position(self) -> list[Rate]:
         """Return the share of sentences whose token at place 0, 1, ... was right, each with its

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -15,13 +14,10 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fedleak.records import as_json
-from lightning_fedleak.report.edpb import NOT_TRIED, release_context
-from lightning_fedleak.report.findings import Findings, findings
-from lightning_fedleak.report.fits import FitSummary
+from lightning_fedleak.report.findings import findings
 from lightning_fedleak.report.logs import ReportError, read
-from lightning_fedleak.report.page import page
+from lightning_fedleak.report.page import model_card, page
 from lightning_fedleak.report.registry import entry
-from lightning_fedleak.report.wording import in_words
 
 REPORT_TOML = "report.toml"
 
@@ -92,58 +88,6 @@ def write_at_end(record: Path, run: str, watcher: str) -> None:
         rank_zero_warn(f"{watcher}: no report: {error}")
 
 
-# ---- a block for a model card -------------------------------------------------------------------
-
-
-def model_card(findings: Findings) -> str:
-    """Return a block of Markdown for a model card of the Hugging Face hub.
-
-    It says what was tried on the model, what that showed, and what was not tried.
-
-    Raises:
-        ValueError: ``report.toml`` has a release context that is not one.
-    """
-    lines = [
-        "## Tests of what the training gives away",
-        "",
-        f"Made by `fedleak report` ({findings.package}) on {findings.date[:10]}. It lists what was "
-        "tried. It does not say that the model is anonymous, nor that anybody complies. A rate "
-        "below the smallest one that could have been seen may be there.",
-    ]
-    for fit in findings.runs:
-        lines += ["", *([f"### {_plain(fit.name)}", ""] if len(findings.runs) > 1 else [])]
-        lines += _fit_lines(fit)
-    context = release_context(findings.people)
-    lines += ["", "Release:", "", *(f"- {name}: {_plain(value)}" for name, value in context)]
-    return "\n".join(lines) + "\n"
-
-
-def _fit_lines(fit: FitSummary) -> list[str]:
-    rows = [
-        (one.name, one.tried, "; ".join(one.results), "; ".join(one.visible))
-        for one in fit.named_attacks
-        if one.tried != NOT_TRIED
-    ]
-    lines = [
-        "| attack (EDPB Opinion 28/2024, paragraph 55) | tried on | latest results, 95% interval | "
-        "smallest rate that could have been seen |",
-        "|---|---|---|---|",
-        *("| " + " | ".join(map(_plain, row)) + " |" for row in rows),
-    ]
-    missing = [one.name for one in fit.named_attacks if one.tried == NOT_TRIED]
-    lines += ["", f"Not tried: {', '.join(missing) or 'none of the six'}.", ""]
-    if fit.not_tested:
-        lines += ["Not tested:", "", *(f"- {_plain(sentence)}" for sentence in fit.not_tested), ""]
-    claims = [f"{account.defense}: {account.claim}" for account in fit.privacy]
-    lines.append(f"Differential privacy (epsilon, delta): {_plain('; '.join(claims) or 'none')}")
-    return lines
-
-
-def _plain(value: object) -> str:
-    """Return a value in words on one line, in which nothing is Markdown or HTML."""
-    return re.sub(r"([\\`*_{}\[\]<>|#~!])", r"\\\1", " ".join(in_words(value).split()))
-
-
 def print_card(runs: Sequence[Path], about: Path | None = None) -> None:
     """Print a block for a model card, and write nothing.
 
@@ -162,9 +106,6 @@ def print_card(runs: Sequence[Path], about: Path | None = None) -> None:
         print(model_card(content), end="")
     except ValueError as error:
         raise ReportError(str(error)) from None
-
-
-# ---- what is read and written -------------------------------------------------------------------
 
 
 def _people(about: Path | None) -> Mapping[str, object]:

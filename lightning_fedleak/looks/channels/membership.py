@@ -37,6 +37,7 @@ from lightning_fedleak.looks.channels.targets import (
     Sources,
     Targets,
     check_held_out,
+    draw_targets,
     special_ids,
     with_gradient,
 )
@@ -591,15 +592,3 @@ class MembershipChannel(Channel):
         committed = state.get("canaries")
         if self.games.canaries is not None and committed is not None:
             self.games.canaries.load_state_dict(committed)
-
-
-def draw_targets(
-    draw: Callable[[int, Sequence[TokenBatch]], Targets | Waiting],
-    step: int,
-    batches: Sequence[TokenBatch],
-) -> Targets | Waiting | Unknown:
-    """Return the targets of a look, or why there are none (yet)."""
-    try:
-        return draw(step, batches)
-    except Exception as error:
-        return Unknown(reason(error))

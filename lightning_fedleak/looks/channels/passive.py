@@ -9,13 +9,9 @@ import torch
 
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS, Attack, Capability, PassiveMembership
 from lightning_fedleak.looks.channels.base import Plan, gradient_plan, guess
-from lightning_fedleak.looks.channels.membership import (
-    GameTable,
-    MembershipChannel,
-    draw_targets,
-)
+from lightning_fedleak.looks.channels.membership import GameTable, MembershipChannel
 from lightning_fedleak.looks.channels.played import Played, played_games
-from lightning_fedleak.looks.channels.targets import Targets
+from lightning_fedleak.looks.channels.targets import Targets, draw_targets
 from lightning_fedleak.looks.run import AUDIT, Moment, Unknown, Waiting
 from lightning_fedleak.snapshots import Stage
 

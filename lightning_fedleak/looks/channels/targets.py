@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 from lightning_fedleak import attacks
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch, before_last
 from lightning_fedleak.looks.options import Games
-from lightning_fedleak.looks.run import NoTargets, Waiting
+from lightning_fedleak.looks.run import NoTargets, Unknown, Waiting, reason
 
 SPARE = 4
 """Texts drawn for each that is asked for, since some may be too short, or in the batch."""
@@ -308,12 +308,7 @@ class Sources:
     """
 
     def __init__(
-        self,
-        games: Games,
-        client: int,
-        *,
-        causal: bool,
-        special: frozenset[int] = frozenset(),
+        self, games: Games, client: int, *, causal: bool, special: frozenset[int] = frozenset()
     ) -> None:
         self._deal = Deal(games.targets, causal=causal, special=special)
         self._held_out = None if games.held_out is None else games.held_out.sentences
@@ -387,6 +382,18 @@ class Sources:
     def _generator(self, step: int) -> torch.Generator:
         """Return a generator that depends on the step and the client alone, so that runs resume."""
         return torch.Generator().manual_seed(1_000_003 * step + self._client)
+
+
+def draw_targets(
+    draw: Callable[[int, Sequence[TokenBatch]], Targets | Waiting],
+    step: int,
+    batches: Sequence[TokenBatch],
+) -> Targets | Waiting | Unknown:
+    """Return the targets of a look, or why there are none (yet)."""
+    try:
+        return draw(step, batches)
+    except Exception as error:
+        return Unknown(reason(error))
 
 
 def check_held_out(attack: attacks.Attack, held_out: attacks.PublicText | None) -> None:

@@ -16,16 +16,7 @@ from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.looks.channels.base import Channel, Plan, guess, worst_of
 from lightning_fedleak.looks.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
 from lightning_fedleak.looks.options import Options
-from lightning_fedleak.looks.run import (
-    Look,
-    Moment,
-    Outcome,
-    Pages,
-    Processes,
-    Run,
-    Series,
-    reason,
-)
+from lightning_fedleak.looks.run import Look, Moment, Outcome, Pages, Processes, Run, Series, reason
 from lightning_fedleak.looks.tensorboard import add_score_histograms
 from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.model_runs import sees_no_later

@@ -359,11 +359,8 @@ class Engine:
 
     def _split(self, run: Run, folder: Path) -> tuple[list[Channel], dict[Series, Channel]]:
         """Prepare looks at the weights, and return the other channels with their series."""
-        at_weights = [channel for channel in self.channels if channel.at_weights]
-        for channel in at_weights:
-            channel.keep_in(folder)
-        asks = any(channel.attacks for channel in at_weights)
-        self.weights = WeightLooks(run, at_weights, self.series) if asks else None
+        weights = WeightLooks(run, self.channels, self.series, folder)
+        self.weights = weights if weights.attacks else None
         series = {s: c for s, c in self.series.items() if not c.at_weights}
         return [c for c in self.channels if c.attacks and not c.at_weights], series
 
@@ -438,8 +435,7 @@ class Engine:
             rank_zero_info(f"{self._fit.run.watcher}: {sentence}")
         self.results.playing |= weights.series
         if self.record is not None:
-            for line in weights.pool_lines():
-                self.record.append(line)
+            weights.record_pools(self.record)
         if self.report is not None:
             self.report.write_not_played(weights.rows(), self._fit.run.step)
         for begins in self._before_first:

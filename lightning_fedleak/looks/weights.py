@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.looks.channels.base import Channel
+from lightning_fedleak.looks.channels.memorization import MemorizationChannel
 from lightning_fedleak.looks.choice import Row, in_short
-from lightning_fedleak.looks.log import accounting
+from lightning_fedleak.looks.log import RunRecord, accounting
 from lightning_fedleak.looks.results import WORST, Exchange
 from lightning_fedleak.looks.run import Look, Outcome, Result, Run, Series
-from lightning_fedleak.records import PoolLine
 
 Memory = Mapping[str, Any]
 """What a process needs to know that goes on with looks of another: plain values and tensors."""
@@ -22,8 +23,9 @@ class WeightLooks:
 
     Args:
         run: the run.
-        channels: those that read weights.
+        channels: of which those that read weights are taken.
         series: the channel of each series, in the order of the logs.
+        folder: keeps what a resumed run needs besides its checkpoint.
 
     Attributes:
         refused: why attacks are not played, by their names.
@@ -31,10 +33,16 @@ class WeightLooks:
     """
 
     def __init__(
-        self, run: Run, channels: Sequence[Channel], series: Mapping[Series, Channel]
+        self,
+        run: Run,
+        channels: Sequence[Channel],
+        series: Mapping[Series, Channel],
+        folder: Path,
     ) -> None:
         self._run = run
-        self._channels = tuple(channels)
+        self._channels = tuple(c for c in channels if isinstance(c, MemorizationChannel))
+        for channel in self._channels:
+            channel.keep_in(folder)
         self._series = {s: c for s, c in series.items() if c in self._channels}
         self._exchange = Exchange(run, series)
         self.looked_at: int | None = None
@@ -137,10 +145,11 @@ class WeightLooks:
             if channel.attacks:
                 channel.trains_on(batch)
 
-    def pool_lines(self) -> list[PoolLine]:
-        """Return the records of the texts that the weights are asked about."""
-        lines = (channel.pool_line() for channel in self._channels)
-        return [line for line in lines if line is not None]
+    def record_pools(self, record: RunRecord) -> None:
+        """Write which texts the weights are asked about."""
+        for channel in self._channels:
+            if (line := channel.pool_line()) is not None:
+                record.append(line)
 
     def chosen(self) -> list[tuple[int, dict[Series, Outcome]]]:
         """Return the step of the weights that were chosen, and what texts put aside show of it."""
@@ -150,7 +159,7 @@ class WeightLooks:
         """Return the loss that the weights of this step are chosen by; the highest of several."""
         return max(channel.choose(self._run.step, loss) for channel in self._channels)
 
-    def due(self) -> list[Channel]:
+    def due(self) -> list[MemorizationChannel]:
         """Return the channels that look now, after a batch."""
         progress = self._run.progress
         if progress is None:
@@ -178,7 +187,7 @@ class WeightLooks:
         states = [channel.state_dict() for channel in self._channels]
         return {name: value for state in states for name, value in state.items()}
 
-    def look(self, channels: Sequence[Channel]) -> tuple[Look, dict[Series, Outcome]]:
+    def look(self, channels: Sequence[MemorizationChannel]) -> tuple[Look, dict[Series, Outcome]]:
         """Return a look at the weights as they are, with its outcomes."""
         self.looked_at = self._run.step
         scope = frozenset(s for s in self.series if self._series[s] in channels)

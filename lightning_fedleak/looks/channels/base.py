@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -62,7 +61,7 @@ from lightning_fedleak.looks.run import (
     reason,
 )
 from lightning_fedleak.model_runs import why_not_run
-from lightning_fedleak.records import Family, PoolLine
+from lightning_fedleak.records import Family
 from lightning_fedleak.snapshots import (
     MOST_INPUT_NOISE,
     GradientSnapshot,
@@ -166,7 +165,6 @@ class Channel(ABC):
         metrics: names of its rates, each logged with ``_low`` and ``_high``.
         headline: the leak's metric that stands for the others on a page or in a table.
         charts: the further rates that have a chart.
-        width: numbers in a packed result.
         extras: names of its values that have no interval.
         ranges: smallest, largest and uninformed value by metric; "a_" is of all that begin so.
         limits: log name of what an account allows, by metric.
@@ -176,10 +174,9 @@ class Channel(ABC):
         reads_updates: its attacks can read the weight change of several steps.
         adversary: what its adversaries have by default, besides what they see.
         sees: what they see because the monitor shows it to them.
-        at_weights: its attacks read the trained weights and nothing of a step: it is asked before
-            the first step, at shares of an epoch and after its last step, see :meth:`is_due`.
+        at_weights: its attacks read the trained weights and nothing of a step, as those of
+            :class:`~lightning_fedleak.looks.channels.MemorizationChannel` do.
         looks_dependent: looks are of the same texts, so that the intervals of all hold together.
-        absent: what attacks that choose themselves lack here, where none of them is a candidate.
 
     Raises:
         ValueError: the settings do not fit the family.
@@ -192,7 +189,6 @@ class Channel(ABC):
     metrics: ClassVar[tuple[str, ...]]
     headline: ClassVar[str]
     charts: ClassVar[tuple[str, ...]] = ()
-    width: int
     extras: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[Mapping[str, tuple[float, float, float]]] = {}
     limits: Mapping[str, str] = MappingProxyType({})
@@ -204,7 +200,6 @@ class Channel(ABC):
     sees: ClassVar[frozenset[Capability]] = frozenset()
     at_weights: ClassVar[bool] = False
     looks_dependent: ClassVar[bool] = False
-    absent: ClassVar[str] = ""
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
 
@@ -392,7 +387,7 @@ class Channel(ABC):
 
     @abstractmethod
     def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
-        """Return the score of a guess against the truth, as :attr:`width` packed numbers.
+        """Return the score of a guess against the truth, as plain numbers, which a client sends.
 
         Args:
             look: the look with its batches; what a page shows of the guess goes into
@@ -416,52 +411,6 @@ class Channel(ABC):
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:  # noqa: B027
         """Show more than numbers of a look that counts; called on every process."""
-
-    # ---- the weights ------------------------------------------------------------------------
-
-    def meet_data(self, attack: Attack) -> None:  # noqa: B027
-        """Read the training data before the first step.
-
-        Raises:
-            ValueError: an attack cannot be played on them.
-        """
-
-    def ask_base(self) -> None:  # noqa: B027
-        """Read the weights before the first step."""
-
-    def keep_in(self, folder: Path) -> None:  # noqa: B027
-        """Keep in a folder what a resumed run needs besides its checkpoint."""
-
-    def describe(self) -> str:
-        """Return in words what is compared, for the line-up."""
-        return ""
-
-    def trains_on(self, batch: object) -> None:  # noqa: B027
-        """Take a batch, as the loader gives it, that is about to be trained on."""
-
-    def is_due(self, epoch: int, share: float) -> bool:
-        """Return whether the weights are read now; called after every batch.
-
-        Args:
-            epoch: counted from 0.
-            share: of the epoch's batches that is done, up to 1.
-        """
-        return False
-
-    def ask_weights(self, look: Look, epoch: int) -> None:  # noqa: B027
-        """Read the weights, and store the answers in ``look.answers``."""
-
-    def pool_line(self) -> PoolLine | None:
-        """Return the record of the texts that are asked about; None where there are none."""
-        return None
-
-    def choose(self, step: int, loss: float) -> float:
-        """Return the loss that the weights of a step are chosen by, and remember it."""
-        return loss
-
-    def chosen(self) -> tuple[int, dict[Series, Outcome]] | None:
-        """Return the step of the weights with the lowest such loss, and what is said of them."""
-        return None
 
     # ---- over clients and looks -------------------------------------------------------------
 

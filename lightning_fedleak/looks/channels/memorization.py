@@ -65,7 +65,11 @@ _Answer = dict[str, float] | str
 
 
 class MemorizationChannel(Channel):
-    """Attacks on the trained weights, beside the base that the adversary has too."""
+    """Attacks on the trained weights, beside the base that the adversary has too.
+
+    Attributes:
+        absent: what attacks that choose themselves lack here, where none of them is a candidate.
+    """
 
     guesses = Guess
     reads: ClassVar[Any] = MemorizationAttack
@@ -82,12 +86,12 @@ class MemorizationChannel(Channel):
         *("members", "others", "alpha", "visible", "refuted"),
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
-    width = 3 * len(metrics) + len(extras)
     reads_updates = True
     at_weights = True
     looks_dependent = True
     adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
     sees = frozenset({Capability.HAS_RELEASED_MODEL})
+    absent: ClassVar[str] = ""
     file = "memorization_base.safetensors"  # for resuming, of mode 0600
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:

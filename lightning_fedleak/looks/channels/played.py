@@ -40,12 +40,12 @@ class Played:
     members: Tensor
     decisions: Tensor
 
-    def pack(self, width: int) -> list[float]:
-        """Return n, scores, bits and decisions in this order, padded with zeros to ``width``."""
+    def pack(self) -> list[float]:
+        """Return n, scores, bits and decisions in this order."""
         numbers = [float(len(self.scores))]
         for column in (self.scores, self.members, self.decisions):
             numbers += column.double().tolist()
-        return numbers + [0.0] * (width - len(numbers))
+        return numbers
 
 
 class Window:

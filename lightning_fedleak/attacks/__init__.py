@@ -24,7 +24,6 @@ from lightning_fedleak.attacks.membership.insertion import upstream_of as upstre
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership as SubspaceMembership
 from lightning_fedleak.attacks.membership.trained import TrainedMembership as TrainedMembership
 from lightning_fedleak.attacks.membership.trained import TrainingSettings as TrainingSettings
-from lightning_fedleak.attacks.memorization import Canaries as Canaries
 from lightning_fedleak.attacks.memorization import Combined as Combined
 from lightning_fedleak.attacks.memorization import Extraction as Extraction
 from lightning_fedleak.attacks.public_text import MissingText as MissingText

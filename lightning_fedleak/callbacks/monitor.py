@@ -33,6 +33,7 @@ from lightning_fedleak.looks import (
     Memorization,
     cadence_of,
     known_stages,
+    options_of,
     selected,
     to_dataframe,
 )
@@ -206,7 +207,8 @@ class LeakageMonitor(EitherCallback):
             rounds=local_steps is not None,
         )
         utility = settings.utility
-        options = settings.options(
+        options = options_of(
+            settings,
             cadence=cadence_of(every_n_steps, max_overhead, auto=selection.auto),
             stages=known_stages(stages),
             utility=(utility,) if isinstance(utility, str) else tuple(utility),

@@ -46,7 +46,12 @@ from lightning_fedleak.looks import (
     why_never_judged,
 )
 from lightning_fedleak.snapshots import GradientSnapshot, Stage, UpdateSnapshot
-from lightning_fedleak.validate import check_choice, check_integer, group_old_arguments
+from lightning_fedleak.validate import (
+    check_choice,
+    check_integer,
+    check_number,
+    group_old_arguments,
+)
 
 SUM = "sum"
 """The client whose update is that of all clients together."""
@@ -167,6 +172,8 @@ class RoundObserver:
         self.folder = Path(folder)
         self.federation = settings.federation
         self.settings = settings
+        if max_overhead is not None:
+            check_number("max_overhead", max_overhead, above=0, at_most=1, hint="it is a share")
         self._cadence = None if max_overhead is None else MaxOverhead(max_overhead)
         self.next_look: dict[str | int, int] = {}
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -18,7 +18,7 @@ from lightning_fedleak.compression import AVERAGED
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.channels.base import Channel, Plan
 from lightning_fedleak.looks.lineup import Lineup
-from lightning_fedleak.looks.options import Options, StepClock
+from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.results import Exchange
 from lightning_fedleak.looks.run import (
     Look,
@@ -27,6 +27,7 @@ from lightning_fedleak.looks.run import (
     Result,
     Run,
     Series,
+    StepClock,
     Unknown,
     Waiting,
     reason,

@@ -198,6 +198,116 @@ class Run(ABC):
         ]
 
 
+# ---- when to look ------------------------------------------------------------------------------
+
+
+class Cadence(ABC):
+    """Decide at which optimizer steps the engine looks.
+
+    The next look is fixed at the look before, so that under DDP rank 0's choice travels with that
+    look's results and no step needs a message of its own.
+    """
+
+    def __init__(self) -> None:
+        self.next_step = 0
+
+    def due(self, step: int) -> bool:
+        """Return whether optimizer step ``step`` (from 0) is to be looked at."""
+        return step >= self.next_step
+
+    @abstractmethod
+    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
+        """Return the next step to look at, as a proposal.
+
+        Args:
+            step: the step just looked at.
+            look_seconds: what that look cost.
+            step_seconds: what a step without a look costs.
+        """
+
+    def after_try(self, try_seconds: float, step_seconds: float) -> int:
+        """Return the next step to look at, as a proposal, where attacks were tried again.
+
+        Args:
+            try_seconds: what that cost.
+            step_seconds: what a step without a look costs.
+        """
+        return self.next_step
+
+    @property
+    @abstractmethod
+    def argument(self) -> str:
+        """Return the argument that asks for this."""
+
+
+class EveryNSteps(Cadence):
+    """Look at steps 0, n, 2n, ..."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+
+    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
+        """Return the next multiple of n after ``step``."""
+        return (step // self.n + 1) * self.n
+
+    @property
+    def argument(self) -> str:
+        """Return ``every_n_steps=50``."""
+        return f"every_n_steps={self.n}"
+
+
+class MaxOverhead(Cadence):
+    """Look so seldom that looks cost at most a share of the time spent training.
+
+    A look of ``c`` seconds is followed by ``c / (share * s)`` steps of ``s`` seconds each.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
+        """Return the step at which the look has been paid for."""
+        if step_seconds <= 0:
+            return step + 1
+        return step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
+
+    def after_try(self, try_seconds: float, step_seconds: float) -> int:
+        """Return a step so much later."""
+        return self.after_look(self.next_step, try_seconds, step_seconds)
+
+    @property
+    def argument(self) -> str:
+        """Return ``max_overhead=0.005``."""
+        return f"max_overhead={self.share:g}"
+
+
+class StepClock:
+    """What an optimizer step without a look costs, as a running mean.
+
+    Attributes:
+        seconds: of a step; 0 until one is known.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: tuple[int, float] | None = None
+
+    def starts(self, step: int) -> None:
+        """A batch of optimizer step ``step`` starts, and none before it was looked at."""
+        now = time.perf_counter()
+        if self._since is not None and step > self._since[0]:
+            passed = (now - self._since[1]) / (step - self._since[0])
+            self.seconds = passed if self.seconds == 0 else 0.8 * self.seconds + 0.2 * passed
+            self._since = None
+        self._since = self._since or (step, now)
+
+    def interrupted(self) -> None:
+        """A look has come between."""
+        self._since = None
+
+
 # ---- a look ------------------------------------------------------------------------------------
 
 

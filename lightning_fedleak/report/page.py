@@ -234,9 +234,7 @@ def _attempts(findings: Findings) -> Answers:
 
 
 def model_card(findings: Findings) -> str:
-    """Return a block of Markdown for a model card of the Hugging Face hub.
-
-    It says what was tried on the model, what that showed, and what was not tried.
+    """Return the block as Markdown, for a model card of the Hugging Face hub.
 
     Raises:
         ValueError: ``report.toml`` has a release context that is not one.

@@ -35,6 +35,7 @@ from lightning_fedleak.looks import (
     known_stages,
     names_there_are,
     optimizers_of,
+    options_of,
     selected,
     to_dataframe,
 )
@@ -119,7 +120,8 @@ class WatchSettings(LookSettings):
         rounds = self.local_steps is not None
         text = self.public_text, self.tokenizer
         selection = selected(attacks, self.assume, *text, games=self.games, rounds=rounds)
-        return selection, self.options(
+        return selection, options_of(
+            self,
             cadence=cadence_of(self.every_n_steps, self.max_overhead, auto=selection.auto),
             stages=known_stages(self.stages),
             utility=(self.utility,) if isinstance(self.utility, str) else tuple(self.utility),

@@ -20,7 +20,7 @@ from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.looks.choice import listed
-from lightning_fedleak.looks.options import EveryNSteps, MaxOverhead
+from lightning_fedleak.looks.run import EveryNSteps, MaxOverhead
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import ThreatModelError
 from tests.callbacks.runs import Probe, fit

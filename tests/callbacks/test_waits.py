@@ -24,9 +24,9 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.federation import RoundObserver, RoundSettings, trained_state
 from lightning_fedleak.looks.channels import WordsChannel
-from lightning_fedleak.looks.options import MaxOverhead, Options
+from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.results import Results
-from lightning_fedleak.looks.run import Look, Outcome, Series, pending
+from lightning_fedleak.looks.run import Look, MaxOverhead, Outcome, Series, pending
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import Observation, Stage
 from tests.attacks.row_space.models import VOCABULARY, llama

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks import Attack, Canaries
+from lightning_fedleak.attacks.memorization import Canaries, MemorizationAttack
 from lightning_fedleak.looks.channels.memorization import MemorizationChannel
 from lightning_fedleak.looks.pool import CanaryPool, Pool
 from lightning_fedleak.looks.run import AUDIT, Series, reason
@@ -68,7 +68,7 @@ class CanaryChannel(MemorizationChannel):
         """Return the rates of a tier."""
         return ("auc", "exposure", "extracted", "greedy")
 
-    def _series_of(self, attacks: Sequence[Attack]) -> list[Series]:
+    def _series_of(self, attacks: Sequence[MemorizationAttack]) -> list[Series]:
         return [
             Series(AUDIT, _tier_name(attack, times), attack.name, Stage.RELEASED)
             for attack in attacks
@@ -139,5 +139,5 @@ class CanaryChannel(MemorizationChannel):
         return values
 
 
-def _tier_name(attack: Attack, times: int) -> str:
+def _tier_name(attack: MemorizationAttack, times: int) -> str:
     return f"{attack.name}_x{times}"

@@ -119,17 +119,13 @@ class MemorizationChannel(Channel):
         """Return the series of each attack on the released model."""
         return self._series_of(self.listed_attacks)
 
-    def _series_of(self, attacks: Sequence[Attack]) -> list[Series]:
+    def _series_of(self, attacks: Sequence[MemorizationAttack]) -> list[Series]:
         return [Series.at(Stage.RELEASED, attack.name) for attack in attacks]
 
     def charted(self, series: Series) -> tuple[str, ...]:
         """Return the rates of membership, or those of extraction."""
         extracts = {attack.name for attack in self.attacks if isinstance(attack, Extraction)}
         return ("extracted", "greedy") if series.attack in extracts else ("auc", "shown")
-
-    def series_of(self, plan: Plan) -> list[Series]:
-        """Return the series of an attack."""
-        return self._series_of([plan.attack])
 
     # ---- a fit ------------------------------------------------------------------------------
 

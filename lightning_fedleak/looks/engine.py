@@ -185,29 +185,23 @@ class Engine:
         Args:
             name: of the value in the logs.
         """
-        lineup = self._fit.lineup
-        root, _, metric = name.rpartition("/")
-        by_root = {series.log_name: series for series in self.series}
-        family = metric if root == WORST else None
-        if root in by_root:
-            attack, family = by_root[root].attack, self.series[by_root[root]].family
-            if self.weights is not None and self.series[by_root[root]].at_weights:
-                return self.weights.unread({attack})
-            if attack not in lineup.playing:
-                why = {row.attack: row.why_not for row in lineup.rows}[attack]
-                return f"'{attack}' is not played in this run: {why}"
-        if family is None:
+        lineup, root = self._fit.lineup, name.rpartition("/")[0]
+        attack = next((s.attack for s in self.series if s.log_name == root), None)
+        channel = self.channel_of(name)
+        if channel is None:
             return None
-        at_weights = any(c.at_weights for c in self.channels if c.family == family)
-        if self.weights is not None and at_weights:
-            return self.weights.unread(None)
-        return lineup.unread_family(family)
+        if self.weights is not None and channel.at_weights:
+            return self.weights.unread(None if attack is None else {attack})
+        if attack is not None and attack not in lineup.playing:
+            why = {row.attack: row.why_not for row in lineup.rows}[attack]
+            return f"'{attack}' is not played in this run: {why}"
+        return lineup.unread_family(channel.family)
 
     def others_on(self, name: str) -> str:
         """Return attacks that are not in use, read this run, and are of a logged value's family."""
-        root, _, metric = name.rpartition("/")
-        families = {series.log_name: channel.family for series, channel in self.series.items()}
-        return self._fit.lineup.others_on(families.get(root, metric))
+        channel = self.channel_of(name)
+        family = name.rpartition("/")[2] if channel is None else channel.family
+        return self._fit.lineup.others_on(family)
 
     def record_decision(self, decision: records.GateDecision) -> None:
         """Leave a line in ``run.jsonl``, on the first process."""

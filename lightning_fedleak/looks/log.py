@@ -184,17 +184,16 @@ class RunRecord:
         self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
 
     def ends(self, step: int, outcome: str, defenses: Sequence[Defense]) -> None:
-        """Write once that the fit is over.
+        """Write that the fit is over.
 
         Args:
             step: optimizer steps that were taken in all.
             outcome: ``"finished"``, or the class of what was raised.
             defenses: of the run.
         """
-        if not self.ended:
-            self.ended = True
-            privacy = spendings(defenses)
-            self.append(records.EndLine(run="", step=step, outcome=outcome, privacy=privacy))
+        self.ended = True
+        privacy = spendings(defenses)
+        self.append(records.EndLine(run="", step=step, outcome=outcome, privacy=privacy))
 
     def append(self, line: records.RunLine) -> None:
         """Write a line, with the fit's id and the time."""

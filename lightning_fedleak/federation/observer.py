@@ -36,12 +36,12 @@ from lightning_fedleak.looks import (
     Games,
     GateDecision,
     Look,
-    MaxOverhead,
     Memory,
     Options,
     Unknown,
     family_of,
     optimizers_of,
+    overhead_of,
     selected,
     why_never_judged,
 )
@@ -49,7 +49,6 @@ from lightning_fedleak.snapshots import GradientSnapshot, Stage, UpdateSnapshot
 from lightning_fedleak.validate import (
     check_choice,
     check_integer,
-    check_number,
     group_old_arguments,
 )
 
@@ -172,9 +171,7 @@ class RoundObserver:
         self.folder = Path(folder)
         self.federation = settings.federation
         self.settings = settings
-        if max_overhead is not None:
-            check_number("max_overhead", max_overhead, above=0, at_most=1, hint="it is a share")
-        self._cadence = None if max_overhead is None else MaxOverhead(max_overhead)
+        self._cadence = None if max_overhead is None else overhead_of(max_overhead)
         self.next_look: dict[str | int, int] = {}
         trained = [p for p in model.parameters() if p.requires_grad]
         if not trained:
@@ -185,7 +182,6 @@ class RoundObserver:
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
         self.run = RoundRun(
             anatomy=anatomy,
-            client="rank",
             assumed=self.engine.assume,
             device=anatomy.device,
             precision=settings.precision,

@@ -60,6 +60,7 @@ class RoundRun(Run):
     watcher: ClassVar[str] = "RoundObserver"
     unit: ClassVar[Literal["step", "round"]] = "round"
 
+    client: str = "rank"
     optimizers: Sequence[Optimizer] = ()
     local_steps: int = 1
     rounds: list[int] = field(default_factory=lambda: [0])

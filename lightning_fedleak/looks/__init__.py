@@ -20,13 +20,13 @@ from lightning_fedleak.looks.options import Selection as Selection
 from lightning_fedleak.looks.options import cadence_of as cadence_of
 from lightning_fedleak.looks.options import known_stages as known_stages
 from lightning_fedleak.looks.options import options_of as options_of
+from lightning_fedleak.looks.options import overhead_of as overhead_of
 from lightning_fedleak.looks.options import selected as selected
 from lightning_fedleak.looks.results import WORST as WORST
 from lightning_fedleak.looks.run import AUTOCAST as AUTOCAST
 from lightning_fedleak.looks.run import CHOOSE as CHOOSE
 from lightning_fedleak.looks.run import BeforeDefense as BeforeDefense
 from lightning_fedleak.looks.run import Look as Look
-from lightning_fedleak.looks.run import MaxOverhead as MaxOverhead
 from lightning_fedleak.looks.run import NothingShared as NothingShared
 from lightning_fedleak.looks.run import Outcome as Outcome
 from lightning_fedleak.looks.run import Processes as Processes

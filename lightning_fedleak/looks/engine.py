@@ -324,22 +324,20 @@ class Engine:
             self.record = RunRecord(
                 destination.folder / "run.jsonl", self.jsonl.run, report.warn_once
             )
-            self.record.begins(
-                facts_of(
-                    run,
-                    lineup,
-                    self.series,
-                    fit=destination.fit or uuid.uuid4().hex,
-                    training=destination.training,
-                    gates=self._gates,
-                    options=options,
-                    watch={
-                        "attacks": "auto" if self.selection.auto else "listed",
-                        **(destination.watch or {"reveal": options.reveal}),
-                    },
-                    resumed=earlier,
-                )
+            facts = facts_of(
+                run,
+                lineup,
+                self.series,
+                training=destination.training,
+                gates=self._gates,
+                options=options,
+                watch={
+                    "attacks": "auto" if self.selection.auto else "listed",
+                    **(destination.watch or {"reveal": options.reveal}),
+                },
+                resumed=earlier,
             )
+            self.record.begins(replace(facts, fit=destination.fit or uuid.uuid4().hex))
 
     def _line_up(self, run: Run, destination: Destination) -> Lineup:
         """Begin the fit, and return its line-up: attacks on weights apart from those on steps."""

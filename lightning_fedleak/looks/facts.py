@@ -29,7 +29,6 @@ def facts_of(
     lineup: Lineup,
     series: Mapping[Series, Channel],
     *,
-    fit: str,
     training: records.JsonObject,
     gates: Sequence[records.JsonObject],
     options: Options,
@@ -42,7 +41,6 @@ def facts_of(
         run: the fit.
         lineup: its attacks, calibrated.
         series: the channel of each series, in the order of the logs.
-        fit: what all monitors of one fit say alike, and those of no other.
         training: how the model is trained.
         gates: what each gate says of itself.
         options: how it is watched.
@@ -58,7 +56,6 @@ def facts_of(
     played = {plan.attack.name: plan for plan in plans}
     return records.BeginLine(
         run="",
-        fit=fit,
         resumed=_ended_fit(resumed) if resumed else None,
         versions=versions(),
         machine={"processor": platform.machine(), "device": run.device.type},

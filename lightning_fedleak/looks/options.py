@@ -429,11 +429,19 @@ def cadence_of(every_n_steps: int | None, max_overhead: float | None, *, auto: b
             "other lets the cost decide"
         )
     if every_n_steps is None and (auto or max_overhead is not None):
-        share = MAX_OVERHEAD if max_overhead is None else max_overhead
-        check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
-        return MaxOverhead(share)
+        return overhead_of(MAX_OVERHEAD if max_overhead is None else max_overhead)
     steps = 50 if every_n_steps is None else every_n_steps
     return EveryNSteps(check_integer("every_n_steps", steps))
+
+
+def overhead_of(share: float) -> MaxOverhead:
+    """Return the cadence of looks that take at most a share of the time.
+
+    Raises:
+        ValueError: it is no share.
+    """
+    check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
+    return MaxOverhead(share)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack]) -> None:

@@ -209,9 +209,7 @@ def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Report
     best = _best(shared)
     excess = _excess(best, shared)
     results = {name: _result(one, shared, fits) for name, one in best.items()}
-    calm = {n for n, one in best.items() if excess[n] <= NEXT_TO_NONE and not one.attack.stale}
-    alarming = [text for name, text in results.items() if name not in calm]
-    reassuring = [text for name, text in results.items() if name in calm]
+    alarming, reassuring = _sorted(results, best, excess)
     checks, withheld = _certificates(measured), _withheld(fits)
     sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
     if best or withheld or checks:
@@ -226,6 +224,15 @@ def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Report
     level = "high" if refutations else level
     worst = {name: one.value or 0.0 for name, one in best.items()}
     return ReportVerdict(" ".join(sentences), sentences, level, worst)
+
+
+def _sorted(
+    results: Mapping[str, str], best: Mapping[str, _Measured], excess: Mapping[str, float]
+) -> tuple[list[str], list[str]]:
+    """Return what alarms, and what reassures: next to nothing, of the weights of the end."""
+    calm = {n for n, one in best.items() if excess[n] <= NEXT_TO_NONE and not one.attack.stale}
+    alarming = [text for name, text in results.items() if name not in calm]
+    return alarming, [text for name, text in results.items() if name in calm]
 
 
 def _families(measured: Sequence[_Measured]) -> dict[str, Family]:

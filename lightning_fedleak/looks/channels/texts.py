@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from lightning_fedleak.looks.channels.base import Channel, Plan, check_guess, wo
 from lightning_fedleak.looks.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.run import Look, Moment, Outcome, Pages, Run, Series, Unknown, reason
-from lightning_fedleak.looks.tensorboard import add_place_histogram
 from lightning_fedleak.metrics import Rate, TextReconstruction
 from lightning_fedleak.metrics.texts import (
     SentenceScores,
@@ -431,7 +431,7 @@ class TextsChannel(Channel):
                 _reveal(pages.reveal, title, look.notes[series])
             if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
                 name, places = series.log_name, outcome.by_position
-                add_place_histogram(pages.boards, name, places, look.step)
+                _add_histogram(pages.boards, name, places, look.step)
 
     # ---- over clients -----------------------------------------------------------------------
 
@@ -492,3 +492,35 @@ def _reveal(files: RevealFiles, title: str, inverted: Inverted) -> None:
 def _stacked(rows: Sequence[Tensor]) -> Tensor:
     """Return rows (L_i, ...) as one tensor (n, L, ...), padded with zeros."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def _add_histogram(
+    boards: Sequence[Any], name: str, places: Mapping[str, tuple[int, int]], step: int
+) -> None:
+    """Show at which places of their texts tokens were recovered, as a histogram.
+
+    The height over a range of places is the share of its tokens that were right.
+    """
+    ranges = [key.partition("-") for key in places]
+    if not ranges:
+        return
+    limits = [
+        float(int(low) + 1 if not dash else int(high or 2 * int(low) - 1) + 1)
+        for low, dash, high in ranges
+    ]
+    starts = [float(low) for low, _, _ in ranges]
+    shares = [right / n for right, n in places.values()]
+    counts = [s * (b - a) for s, a, b in zip(shares, starts, limits, strict=True)]
+    middles = [(a + b) / 2 for a, b in zip(starts, limits, strict=True)]
+    for board in boards:
+        board.add_histogram_raw(
+            f"{name}/share_recovered_by_place",
+            min=starts[0],
+            max=limits[-1],
+            num=sum(counts),
+            sum=sum(c * m for c, m in zip(counts, middles, strict=True)),
+            sum_squares=sum(c * m * m for c, m in zip(counts, middles, strict=True)),
+            bucket_limits=limits,
+            bucket_counts=counts,
+            global_step=step,
+        )

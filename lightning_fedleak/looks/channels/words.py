@@ -17,7 +17,6 @@ from lightning_fedleak.looks.channels.base import Channel, Plan, guess, worst_of
 from lightning_fedleak.looks.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.run import Look, Moment, Outcome, Pages, Processes, Run, Series, reason
-from lightning_fedleak.looks.tensorboard import add_score_histograms
 from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.model_runs import sees_no_later
 from lightning_fedleak.records import WORDS
@@ -266,7 +265,7 @@ class WordsChannel(Channel):
             if pages.reveal is not None:
                 _reveal(pages.reveal, f"== step {look.step}, {series.log_name}", answer, types)
             if pages.looks % HISTOGRAM_EVERY_LOOKS == 0:
-                add_score_histograms(pages.boards, series.log_name, answer, types, look.step)
+                _add_histograms(pages.boards, series.log_name, answer, types, look.step)
 
     # ---- over clients -----------------------------------------------------------------------
 
@@ -296,3 +295,18 @@ def _reveal(files: RevealFiles, title: str, answer: WordGuess, truth: Tensor) ->
     kinds = {"recovered": right, "wrong": wrong, "missed": missed}
     lines = [f"{kind} ({len(ids)}): {files.each(ids)}" for kind, ids in kinds.items()]
     files.append("words", [title, *lines])
+
+
+def _add_histograms(
+    boards: Sequence[Any], name: str, guess: WordGuess, truth: Tensor, step: int
+) -> None:
+    """Show how far apart the scores of used and unused types lie, as two histograms."""
+    if not boards or guess.scores is None:
+        return
+    used = torch.zeros(guess.scores.shape[0], dtype=torch.bool, device=guess.scores.device)
+    used[truth.to(used.device)] = True
+    for board in boards:
+        for label, scores in (("used", guess.scores[used]), ("unused", guess.scores[~used])):
+            finite = scores[scores.isfinite()]
+            if finite.numel():
+                board.add_histogram(f"{name}/score_of_{label}_types", finite, step)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.looks.channels.base import Channel
@@ -15,7 +18,6 @@ from lightning_fedleak.looks.run import (
     PREFIX,
     Found,
     Look,
-    NothingShared,
     Outcome,
     Result,
     Run,
@@ -343,6 +345,8 @@ def _worst(
 
 # ---- of all processes -----------------------------------------------------------------------
 
+# The first number of a packed result says what kind of result it is.
+SCORED, FAILED, NOTHING, WAITING, INAPPLICABLE, SOON = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0
 OTHER_WAITS = "another client waits"
 
 
@@ -368,8 +372,8 @@ class Exchange:
     ) -> tuple[dict[Series, Outcome] | None, int]:
         """Return the results of all processes together.
 
-        Process 0 gets the numbers of all clients and pools them. The others get what came out,
-        without the values of single clients and without the reasons.
+        Process 0 gets the rows of all clients and pools them. The others get what came out, as
+        numbers, without the values of single clients and without the reasons.
 
         Args:
             results: this process's, of the same series in the same order on every process.
@@ -380,19 +384,21 @@ class Exchange:
             The outcomes, None where nothing was shared; and the next step to look at as process 0
             proposes it.
         """
-        gathered = self._at_first(results)
+        widths = [1 + self._channels[series].width for series in results]
+        rows = [_row(r, width) for r, width in zip(results.values(), widths, strict=True)]
+        gathered = self._at_first(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
         pooled: dict[Series, Outcome] | None = None
         if gathered is not None:
-            by_client = {series: [row[n] for row in gathered] for n, series in enumerate(results)}
-            silent = (
-                all(isinstance(one, NothingShared) for one in by_client[series])
-                for series in results
-                if exposed[series]
-            )
+            ends = list(accumulate(widths))
+            tables = {
+                series: gathered[:, end - width : end]
+                for series, end, width in zip(results, ends, widths, strict=True)
+            }
+            silent = (bool((t[:, 0] == NOTHING).all()) for s, t in tables.items() if exposed[s])
             if not any(silent):
                 pooled = {
-                    series: self._outcome(series, exposed[series], by_client[series], local)
-                    for series, local in results.items()
+                    series: self._outcome(series, exposed[series], table, results[series])
+                    for series, table in tables.items()
                 }
         if self._many:
             joint = pooled and {s: _without_clients(outcome) for s, outcome in pooled.items()}
@@ -401,32 +407,31 @@ class Exchange:
                 pooled = joint and {s: _with_reason(one, results[s]) for s, one in joint.items()}
         return pooled, next_step
 
-    def _at_first(self, results: Mapping[Series, Result]) -> list[list[Result]] | None:
-        """Return the results of each process on the first of them, None on the others."""
+    def _at_first(self, local: Tensor) -> Tensor | None:
+        """(clients, numbers) of all processes on the first of them, None on the others."""
         if not self._many:
-            return [list(results.values())]
-        every: list[Any] | None = [None] * self._run.processes if dist.get_rank() == 0 else None
-        dist.gather_object([_without_reason(one) for one in results.values()], every, dst=0)
-        return every
+            return local[None]
+        local = local.to(_exchange_device(self._run.device))
+        if dist.get_rank() != 0:
+            dist.gather(local, None, dst=0)
+            return None
+        all_rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.gather(local, all_rows, dst=0)
+        return torch.stack(all_rows).cpu()
 
-    def _outcome(
-        self, series: Series, shared: bool, by_client: Sequence[Result], local: Result
-    ) -> Outcome:
+    def _outcome(self, series: Series, shared: bool, table: Tensor, local: Result) -> Outcome:
         channel = self._channels[series]
-        failed = any(isinstance(one, Unknown) for one in by_client)
-        if self._one_client and not channel.parted and not failed:
-            by_client = by_client[:1]
+        if self._one_client and not channel.parted and not _failed(table):
+            table = table[:1]
         outcome = not_shared(channel.metrics)
         if shared:
-            outcome = _combined(channel, series, by_client, local)
+            outcome = _combined(channel, series, table, local)
         return replace(outcome, worst={}) if self._one_client else outcome
 
 
-def _without_reason(result: Result) -> Result:
-    """Return what a process tells process 0 of its result: numbers, and no reason."""
-    if isinstance(result, Unknown):
-        return replace(result, why="")
-    return replace(result, why="", zeros=()) if isinstance(result, Waiting) else result
+def _exchange_device(device: torch.device) -> torch.device:
+    """Return the device on which the backend gathers: gloo works on the CPU alone."""
+    return torch.device("cpu") if "gloo" in dist.get_backend() else device
 
 
 def _without_clients(outcome: Outcome) -> Outcome:
@@ -451,27 +456,43 @@ def _with_reason(outcome: Outcome, local: Result) -> Outcome:
     return outcome
 
 
-def _combined(
-    channel: Channel, series: Series, by_client: Sequence[Result], local: Result
-) -> Outcome:
-    """Pool the clients' results, of which something was shared.
+def _row(result: Result, width: int) -> list[float]:
+    """Return a client's result as ``width`` numbers, for the exchange between processes."""
+    if isinstance(result, Found):
+        numbers = [SCORED, *result.numbers]
+    elif isinstance(result, Unknown):
+        numbers = [FAILED if result.applies else INAPPLICABLE]
+    elif isinstance(result, Waiting):
+        numbers = [SOON if result.soon else WAITING]
+    else:
+        numbers = [NOTHING]
+    return numbers + [0.0] * (width - len(numbers))
+
+
+def _failed(rows: Tensor) -> list[int]:
+    """Return the clients whose attack failed or does not apply."""
+    return [i for i, state in enumerate(rows[:, 0].tolist()) if state in (FAILED, INAPPLICABLE)]
+
+
+def _combined(channel: Channel, series: Series, rows: Tensor, local: Result) -> Outcome:
+    """Pools the clients' rows (clients, width), not all of which are NOTHING.
 
     Unknown where any client's attack failed: what leaks there is not known to be less. Pending
     where every client waits that has anything at all.
     """
-    rows = {i: [*map(float, r.numbers)] for i, r in enumerate(by_client) if isinstance(r, Found)}
-    failed = {i: one for i, one in enumerate(by_client) if isinstance(one, Unknown)}
+    rows_of_clients = {i: r[1:] for i, r in enumerate(rows.tolist()) if r[0] == SCORED}
+    failed = _failed(rows)
     if failed:
-        other = f"the attack failed on client {min(failed)}"
-        why = local.why if isinstance(local, Unknown) else other
-        applies = bool(rows) or any(one.applies for one in failed.values())
+        why = (
+            local.why if isinstance(local, Unknown) else f"the attack failed on client {failed[0]}"
+        )
+        applies = bool(rows_of_clients) or bool((rows[:, 0] == FAILED).any())
         return unknown(channel.metrics, why, applies=applies)
-    if not rows:
+    if not rows_of_clients:
         why = local.why if isinstance(local, Waiting) else OTHER_WAITS
-        soon = any(isinstance(one, Waiting) and one.soon for one in by_client)
-        return pending(why, soon=soon)
+        return pending(why, soon=bool((rows[:, 0] == SOON).any()))
     try:
-        return channel.pooled(series, rows)
+        return channel.pooled(series, rows_of_clients)
     except Exception as error:
         return unknown(channel.metrics, reason(error))
 

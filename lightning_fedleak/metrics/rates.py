@@ -199,6 +199,9 @@ class WordRecovery(RateMetric):
         0.5
     """
 
+    WIDTH = len(_COUNTS) + len(_SUMS)
+    """Numbers that :meth:`pack` returns."""
+
     tp: Tensor
     fp: Tensor
     fn: Tensor

@@ -793,7 +793,8 @@ def test_clients_are_pooled_by_text(clients, n, length, seed):
         real[:, 0] = True
         age = float(torch.randint(5, (), generator=generator))
         found = Inverted(TextGuess(guess), truth, real, age)
-        rows[client] = found.pack()
+        rows[client] = found.pack(5)
+        assert len(rows[client]) == channel.width
         guessed.append(guess)
         truths.append(truth)
         masks.append(real)

@@ -395,9 +395,9 @@ def test_what_no_label_hangs_on_is_neither_found_nor_missed(
     seen: list[list[int]] = []
     pack = Inverted.pack
 
-    def counting(self: Inverted) -> list[float]:
+    def counting(self: Inverted, texts: int) -> list[float]:
         seen.append(self.real.sum(1).tolist())
-        return pack(self)
+        return pack(self, texts)
 
     monkeypatch.setattr(Inverted, "pack", counting)
     lines, monitor = watched_ends(tmp_path, texts)

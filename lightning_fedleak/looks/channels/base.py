@@ -165,6 +165,7 @@ class Channel(ABC):
         metrics: names of its rates, each logged with ``_low`` and ``_high``.
         headline: the leak's metric that stands for the others on a page or in a table.
         charts: the further rates that have a chart.
+        width: numbers in a packed result.
         extras: names of its values that have no interval.
         ranges: smallest, largest and uninformed value by metric; "a_" is of all that begin so.
         limits: log name of what an account allows, by metric.
@@ -189,6 +190,7 @@ class Channel(ABC):
     metrics: ClassVar[tuple[str, ...]]
     headline: ClassVar[str]
     charts: ClassVar[tuple[str, ...]] = ()
+    width: int
     extras: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[Mapping[str, tuple[float, float, float]]] = {}
     limits: Mapping[str, str] = MappingProxyType({})
@@ -387,7 +389,7 @@ class Channel(ABC):
 
     @abstractmethod
     def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
-        """Return the score of a guess against the truth, as plain numbers, which a client sends.
+        """Return the score of a guess against the truth, as :attr:`width` packed numbers.
 
         Args:
             look: the look with its batches; what a page shows of the guess goes into

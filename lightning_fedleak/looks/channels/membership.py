@@ -134,6 +134,7 @@ class MembershipChannel(Channel):
     def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
         super().__init__(attacks, settings)
         self.games = games = settings.games
+        self.width = 1 + 3 * 2 * games.targets
         self._audits: dict[str, Series] = {}
         self._canary_scores: played.CanaryScores | None = None
         if games.canaries is not None and attacks:
@@ -538,7 +539,7 @@ class MembershipChannel(Channel):
         """Return the packed games of one look."""
         if not isinstance(answer, played.Played):
             raise UnusableObservation("the attack guessed something else")
-        return answer.pack()
+        return answer.pack(self.width)
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
         """Add the scores of the user's canaries."""

@@ -86,6 +86,7 @@ class MemorizationChannel(Channel):
         *("members", "others", "alpha", "visible", "refuted"),
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
+    width = 3 * len(metrics) + len(extras)
     reads_updates = True
     at_weights = True
     looks_dependent = True

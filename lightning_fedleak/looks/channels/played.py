@@ -40,12 +40,12 @@ class Played:
     members: Tensor
     decisions: Tensor
 
-    def pack(self) -> list[float]:
-        """Return n, scores, bits and decisions in this order."""
+    def pack(self, width: int) -> list[float]:
+        """Return n, scores, bits and decisions in this order, padded with zeros to ``width``."""
         numbers = [float(len(self.scores))]
         for column in (self.scores, self.members, self.decisions):
             numbers += column.double().tolist()
-        return numbers
+        return numbers + [0.0] * (width - len(numbers))
 
 
 class Window:

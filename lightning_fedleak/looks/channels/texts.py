@@ -44,6 +44,7 @@ from lightning_fedleak.validate import check_integer
 CROSSING = (Stage.LOCAL, Stage.SHARED)
 """Where activations are: no server reduces them over clients."""
 RESAMPLES = 200
+COLUMNS = len(fields(SentenceScores))
 
 PLACES = 12
 """Ranges of places in a text: the first, the second, then each twice as long as the one before."""
@@ -81,12 +82,12 @@ class Inverted:
         some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
         return torch.ones_like(some) if self.guess.finished or self.matched else some
 
-    def pack(self) -> list[float]:
+    def pack(self, texts: int) -> list[float]:
         """Scores of the texts that were begun, as numbers in a fixed order.
 
         n; age; whether the attack finished; whether it certified its texts, NaN where it never
-        does; what :class:`SentenceScores` holds of each text, one after the other; right tokens
-        and tokens by range of places.
+        does; what :class:`SentenceScores` holds of each text, one after the other, each filled up
+        to ``texts``; right tokens and tokens by range of places.
         """
         started = self.started
         guessed, truth, real = (
@@ -104,7 +105,7 @@ class Inverted:
         ]
         for field in fields(SentenceScores):
             column: Tensor = getattr(scores, field.name)
-            numbers += column.double().tolist()
+            numbers += column.double().tolist() + [0.0] * (texts - len(column))
         hits, mask = token_hits(guessed, truth, real)
         place = (mask.cumsum(1) - 1)[mask]
         bins = torch.frexp(place.double()).exponent.clamp(max=PLACES - 1)
@@ -172,6 +173,7 @@ class TextsChannel(Channel):
                 "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
                 "stages"
             )
+        self.width = 4 + COLUMNS * settings.texts + 2 * PLACES
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
         self._crossed: list[Crossed] = []
         self._tap: SplitTap | None = None
@@ -387,7 +389,7 @@ class TextsChannel(Channel):
         if not isinstance(answer, Inverted):
             raise UnusableObservation("the attack guessed something else")
         look.notes[series] = answer
-        return answer.pack()
+        return answer.pack(self.settings.texts)
 
     def without_truth(self, answer: object) -> dict[str, float]:
         """Return whether an attack on gradients finished, and certifies its texts."""
@@ -464,8 +466,9 @@ class TextsChannel(Channel):
         return TextReconstruction(resamples=RESAMPLES, sync_on_compute=False)
 
     def _scores(self, row: Sequence[float]) -> SentenceScores:
-        columns = torch.tensor(list(row)[4 : -2 * PLACES], dtype=torch.float64)
-        return SentenceScores(*columns.reshape(len(fields(SentenceScores)), int(row[0])))
+        n, texts = int(row[0]), self.settings.texts
+        columns = torch.tensor(list(row)[4 : 4 + COLUMNS * texts], dtype=torch.float64)
+        return SentenceScores(*columns.reshape(COLUMNS, texts)[:, :n])
 
     def _rates(self, metric: TextReconstruction) -> dict[str, Rate]:
         rates = metric.rates()

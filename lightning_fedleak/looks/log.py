@@ -228,7 +228,7 @@ def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
     """
     histories = [(defense.name, _history(defense)) for defense in defenses]
     return [
-        records.as_json(records.ReleasesBefore(defense=name, history=history))
+        {"defense": name, "history": [list(row) for row in history]}
         for name, history in histories
         if history
     ]

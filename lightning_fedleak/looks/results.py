@@ -372,8 +372,8 @@ class Exchange:
     ) -> tuple[dict[Series, Outcome] | None, int]:
         """Return the results of all processes together.
 
-        Process 0 gets the rows of all clients and pools them. The others get what came out, as
-        numbers, without the values of single clients and without the reasons.
+        Process 0 gets the rows of all clients and pools them. The others get what came out,
+        without the values of single clients and without the reasons.
 
         Args:
             results: this process's, of the same series in the same order on every process.

@@ -208,13 +208,13 @@ def _usual_inputs(
     real = mask.bool()
     usual = inspection.usual_types(ids[real])
     layers = {n: int(m[1]) + 1 if (m := re.search(r"\.(\d+)\.", n)) else 0 for n in names}
-    means = {
-        layer: inspection.mean_inputs(
+    sums = {
+        layer: inspection.sum_inputs(
             hidden_states(anatomy, layer, ids, real)[real], ids[real], usual
         )
         for layer in set(layers.values())
     }
-    return {name: means[layer] for name, layer in layers.items()}
+    return {name: sums[layer] for name, layer in layers.items()}
 
 
 def _listed(names: Sequence[str]) -> str:

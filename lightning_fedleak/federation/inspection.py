@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -40,6 +41,7 @@ Lower limits find weaker traps, and honest states (``benchmarks/federation/inspe
 
 DIVERGED = 0.5  # norm of a row of B A over the base's, at the median; below .35 in honest runs
 MOST_GROWTH = 3.0  # of rows over one's own; above, other clients' runs came apart; not tuned
+ALIKE = 1.2  # over the largest singular value of independent rows; small matrices are near 1.1
 USUAL_TYPES = 30  # token types whose span every honest row sees; not tuned
 MOST_ROWS = 8192  # of a matrix whose rows are compared, which bounds the memory
 WORST = 5  # rows that an answer names; not tuned
@@ -173,13 +175,17 @@ def find_adapters(state: State) -> Iterator[Adapter]:
             if up is not None and up.shape[1] == len(down):
                 yield Adapter(name, partner, down.float(), up.float())
             continue
-        bias = state.get(name.removesuffix("weight") + "bias")
+        bias = state.get(_bias_of(name))
         if len(down) >= down.shape[1] or bias is None or bias.shape != down.shape[:1]:
             continue
         alike = [n for n in order if matrices[n].shape == down.shape[::-1]]
         nearest = max(alike, key=lambda n: len(_common_path(n, name)), default=name)
         if order.index(nearest) > place:
             yield Adapter(name, nearest, down.float(), matrices[nearest].float(), bias.float())
+
+
+def _bias_of(name: str) -> str:
+    return name.removesuffix("weight") + "bias"
 
 
 def _common_path(*names: str) -> str:
@@ -210,9 +216,28 @@ def usual_types(types: Tensor) -> Tensor:
     return most
 
 
-def mean_inputs(inputs: Tensor, types: Tensor, usual: Tensor) -> Tensor:
-    """Return the mean of the inputs (N, d) at each usual type (k,), (k, d), float64."""
-    return torch.stack([inputs[types == one].double().mean(0) for one in usual])
+def sum_inputs(inputs: Tensor, types: Tensor, usual: Tensor) -> Tensor:
+    """Return the sum of the inputs (N, d) at each usual type (k,), (k, d), float64."""
+    return (types == usual[:, None]).double() @ inputs.double()
+
+
+def shared_direction(rows: Tensor, start: Tensor | None = None) -> Tensor:
+    """Return how far each of rows (r, d) lies along one direction; 0 where random ones do too.
+
+    The largest singular value of r independent rows of norm 1 is near ``1 + sqrt(r / d)``
+    (Marchenko and Pastur). Rows whose thresholds stand in their direction share one.
+
+    Args:
+        rows: of a matrix that nobody has trained yet.
+        start: the agreed ones, of a seed of one's own.
+    """
+    _, values, directions = torch.linalg.svd(normalize(rows.double(), dim=1), full_matrices=False)
+    usual = 1 + (len(rows) / rows.shape[1]) ** 0.5
+    if start is not None:
+        own = torch.linalg.matrix_norm(normalize(start.to(rows).double(), dim=1), 2)
+        usual = max(usual, float(own))
+    share = (normalize(rows.double(), dim=1) @ directions[0]).abs()
+    return torch.where(values[0] > ALIKE * usual, share, 0.0)
 
 
 def blind_rows(rows: Tensor, usual: Tensor) -> Tensor:
@@ -225,13 +250,14 @@ def blind_rows(rows: Tensor, usual: Tensor) -> Tensor:
 
     Args:
         rows: weights.
-        usual: (k, d), mean inputs of the most usual token types; an eighth of d are used at most.
+        usual: (k, d), what is read at the most usual token types, of any length; an eighth of d
+            are used at most.
     """
     d = rows.shape[1]
-    means = usual[: max(1, d // 8)].double()
-    span, _ = torch.linalg.qr(means.T)
+    inputs = usual[: max(1, d // 8)].double()
+    span, _ = torch.linalg.qr(inputs.T)
     energy = (normalize(rows.double(), dim=1) @ span).square().sum(1)
-    half = torch.tensor(len(means) / 2, dtype=torch.float64)
+    half = torch.tensor(len(inputs) / 2, dtype=torch.float64)
     p = len(rows) * torch.special.gammainc(half, energy * d / 2)
     return torch.where(rows.norm(dim=1) == 0, 0.0, -p.clamp(1e-300, 1).log10())
 
@@ -264,22 +290,23 @@ def rewritten_rows(adapter: Adapter, base: Tensor, scale: float) -> tuple[Tensor
     return ratio, cosine * ratio.clamp(max=1)
 
 
-def jumps(change: Tensor, update: Tensor, growth: float = 1.0) -> Tensor:
+def jumps(change: Tensor, update: Tensor, growth: float = 1.0, least: float = 0.0) -> Tensor:
     """Return how far each row (r, d) of a received change jumps; 0 where one's own explains it.
 
-    That is its norm over the client's largest row, and over 1.5 times its median row where that is
-    larger. Rows count that are larger than the client's own, in another direction (a cosine below
-    0.2).
+    That is its norm over the client's largest row, over 1.5 times its median row, or over
+    ``least``, whichever is the largest. Rows count that are larger than the client's own, in
+    another direction (a cosine below 0.2).
 
     Args:
         change: received now less received before.
         update: returned before less received before.
         growth: how much larger than one's own the rows of all adapters are, at the median.
+        least: norm of a row as Adam moves one that has a gradient, where no own row has any.
     """
     size, update_size = change.norm(dim=1), update.norm(dim=1)
     away = (cosine_similarity(change, update, dim=1) < 0.2) & (size > update_size)
-    usual = torch.maximum(1.5 * update_size.median(), update_size.max())
-    return torch.where(away, size / (growth * usual).clamp(min=1e-12), 0.0)
+    usual = max(1.5 * float(update_size.median()), float(update_size.max()), least)
+    return torch.where(away, size / torch.tensor(growth * usual).clamp(min=1e-12), 0.0)
 
 
 def inspect_received(
@@ -308,7 +335,7 @@ def inspect_received(
     jump, grown = _jump(adapters, last, incomparable)
     answers = [
         _extra(received, agreed, last),
-        _start(received, loras, agreed, first),
+        _start(received, adapters, agreed, first),
         _equal(finite, {a.partner for a in adapters}),
         _blind(bottlenecks, agreed),
         *rewritten,
@@ -354,14 +381,17 @@ def _extra(received: State, agreed: Agreed, last: LastRound | None) -> Answer:
     return Answer("extra", float(len(names)), len(names), tuple(names[:WORST]))
 
 
-def _start(received: State, loras: list[Adapter], agreed: Agreed, first: bool) -> Answer:
-    """Return which numbers differ from the start that the agreed config makes."""
+def _start(received: State, adapters: list[Adapter], agreed: Agreed, first: bool) -> Answer:
+    """Return what differs from the start that the agreed config makes, of any seed or a shared one.
+
+    Rows that nobody has trained are independent, whatever the seed.
+    """
     if not first:
         return Answer("start", why="this is not the first round")
     start = agreed.start
+    scores = {a.name: shared_direction(a.down, (start or {}).get(a.name)) for a in adapters}
     if start is None:
-        start = {a.partner: torch.zeros_like(a.up) for a in loras}
-    scores = {}
+        start = {a.partner: torch.zeros_like(a.up) for a in adapters if a.bias is None}
     for name, tensor in start.items():
         if name in received and (agreed.shared_seed or not tensor.any()):
             values = received[name]
@@ -369,7 +399,8 @@ def _start(received: State, loras: list[Adapter], agreed: Agreed, first: bool) -
             error = (values.double() - tensor.cpu().double()).abs().reshape(len(values), -1).amax(1)
             scores[name] = torch.where(error > near, error, 0.0)
     why = "nothing of the agreed start is known to be zero: give it, best of a shared seed"
-    names = start if agreed.shared_seed else [a.partner for a in loras]
+    zeros = [a.partner if a.bias is None else _bias_of(a.name) for a in adapters]
+    names = start if agreed.shared_seed else zeros
     return _judge("start", scores, why, names)
 
 
@@ -381,7 +412,7 @@ def _equal(state: State, partners: Collection[str]) -> Answer:
     """
     scores, names = {}, []
     for name, rows in state.items():
-        bias = state.get(name.removesuffix("weight") + "bias")
+        bias = state.get(_bias_of(name))
         if name in partners or rows.dim() != 2 or bias is None or not name.endswith("weight"):
             continue
         if bias.shape in (rows.shape[:1], rows.shape[1:]):
@@ -475,5 +506,7 @@ def _jump(
     if growth > MOST_GROWTH:
         why = f"the rows changed {growth:.3g} times as much as this client's own, at the median"
         return Answer("jump", why=why, unasked=tuple(names)), tuple(pairs)
-    scores = {n: jumps(c, u, growth) for n, (c, u) in pairs.items()}
+    largest = {n: float(u.norm(dim=1).max()) / u.shape[1] ** 0.5 for n, (_, u) in pairs.items()}
+    number = statistics.median(largest.values())  # of a row, as Adam moves it in all adapters
+    scores = {n: jumps(c, u, growth, number * u.shape[1] ** 0.5) for n, (c, u) in pairs.items()}
     return _judge("jump", scores, why, names), ()

@@ -139,10 +139,9 @@ def usual_inputs(
         torch.split(batch.attention_mask, AT_ONCE),
         strict=True,
     ):
-        hits = (ids[mask.bool()] == usual[:, None]).double()
+        real = mask.bool()
         for total, states in zip(sums, input_states(anatomy, shared, ids, mask), strict=True):
-            total += hits @ states.cpu()[mask.bool()].double()
-    # A mean is as long as its count makes it; the span is the same.
+            total += inspection.sum_inputs(states.cpu()[real], ids[real], usual)
     return {m.name: total for m, total in zip(maps, sums, strict=True)}
 
 

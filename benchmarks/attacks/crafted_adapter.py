@@ -245,14 +245,14 @@ def rows_of(options: argparse.Namespace) -> Tensor:
 
 def split(rows: Tensor, number: int, options: argparse.Namespace) -> list[CraftedRound]:
     """The rounds of one split of the texts."""
-    generator = torch.Generator().manual_seed(options.seed + number)
+    generator = torch.Generator().manual_seed(number)
     order = rows[torch.randperm(len(rows), generator=generator)]
     in_round = options.clients * options.steps * options.texts
     private, rest = order[: options.rounds * in_round], order[options.rounds * in_round :]
     held_out, public = rest[: options.held], rest[options.held :][: options.public]
     if len(private) < options.rounds * in_round or len(public) < 2:
         raise SystemExit(f"{len(rows)} texts are too few: take fewer --rounds or --texts")
-    torch.manual_seed(options.seed + number)
+    torch.manual_seed(number)
     model, names = adapted(options)
     rounds = [
         [
@@ -330,17 +330,29 @@ COLUMNS = (
 
 
 def table(path: Path) -> str:
-    """The cells of a file as a table in Markdown."""
-    lines = [f"| cell | rounds | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
+    """The cells of a file as a table in Markdown; splits of one cell are joined."""
+    cells: dict[str, list[dict[str, Any]]] = {}
     for line in path.read_text("utf-8").splitlines():
         cell = json.loads(line)
-        numbers = [cell["measured"].get(name, [math.nan] * 2) for name in COLUMNS]
+        cells.setdefault(cell["cell"], []).append(cell)
+    columns = " | ".join(COLUMNS)
+    lines = [f"| cell | rounds | seen | {columns} |", "|---" * (len(COLUMNS) + 3) + "|"]
+    for name, splits in cells.items():
+        rounds = [read_round(one) for split in splits for one in split["each"]]
+        seen = [one for split in splits for one in split["seen"]]
         shown = [
-            "not measured" if mean is None else f"{mean:.3g}" + (f" ± {half:.2g}" if half else "")
-            for mean, half in numbers
+            "not measured" if math.isnan(mean) else f"{mean:.3g}" + f" ± {half:.2g}" * (half > 0)
+            for mean, half in (measured(rounds)[column] for column in COLUMNS)
         ]
-        lines.append(f"| {cell['cell']} | {cell['rounds']} | {' | '.join(shown)} |")
+        first = f"| {name} | {len(rounds)} | {sum(seen)} of {len(seen)} | "
+        lines.append(first + " | ".join(shown) + " |")
     return "\n".join(lines)
+
+
+def read_round(saved: dict[str, Any]) -> CraftedRound:
+    """A round that was saved."""
+    counts = ("words", "rare", "usual", "blind")
+    return CraftedRound(**{n: Counts(**v) if n in counts else v for n, v in saved.items()})
 
 
 def main() -> None:
@@ -373,8 +385,8 @@ def main() -> None:
         default=64,
         help="held-out texts; 0 measures no losses, in half the time",
     )
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, help="JSON lines that the cell is added to")
+    add("--seed", type=int, default=0, help="number of the first split")
+    add("--out", type=Path, help="JSON lines that each split is added to")
     add("--table", type=Path, help="print the cells of such a file, and measure nothing")
     options = parser.parse_args()
     if options.table:
@@ -383,41 +395,37 @@ def main() -> None:
     if options.model is None or options.out is None:
         parser.error("--model and --out are needed, or --table")
     hidden = options.ballast > 0 or options.crafted_rows < 1
-    options.evades, options.seen = hidden or options.zero_bias or options.slow > 0, []
+    options.evades = hidden or options.zero_bias or options.slow > 0
     if options.evades and options.place != "embedding":
         parser.error("a server hides bottlenecks behind the embedding: --place embedding")
     torch.set_num_threads(1)
-    start, rows = time.monotonic(), rows_of(options)
-    rounds = [one for i in range(options.splits) for one in split(rows, i, options)]
+    rows = rows_of(options)
     settings = {n: v for n, v in vars(options).items() if n not in ("out", "table", "model")}
     name = f"{Path(options.model).name}, {options.place}, r {options.rank}"
     if options.place == "lora":
         name += f", {options.blocks} blocks"
     if options.evades:
         name += f", ballast {options.ballast:g} in {options.crafted_rows:.0%} of rows"
-        name += ", no bias" * options.zero_bias + f", moved in {options.slow} rounds" * bool(
-            options.slow
-        )
-        name += (
-            ", left out" * options.left_out + f", seen {sum(options.seen)} of {len(options.seen)}"
-        )
+        name += ", no bias" * options.zero_bias
+        name += f", moved in {options.slow} rounds" * bool(options.slow)
+        name += ", left out" * options.left_out
     if options.clients > 1:
         name += f", mean of {options.clients} clients"
-    cell = {
-        "cell": f"{name}, {options.steps} x {options.texts} x {options.length} at {options.rate:g}",
-        "rounds": len(rounds),
-        "measured": {
-            name: [None if math.isnan(number) else number for number in pair]
-            for name, pair in measured(rounds).items()
-        },
-        "settings": settings,
-        "each": [dataclasses.asdict(one) for one in rounds],
-        "seconds": time.monotonic() - start,
-        "date": date.today().isoformat(),
-        "machine": platform.machine(),
-    }
-    with options.out.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(cell) + "\n")
+    for number in range(options.splits):
+        start, options.seen = time.monotonic(), []
+        rounds = split(rows, options.seed + number, options)
+        cell = {
+            "cell": f"{name}, {options.steps} x {options.texts} x {options.length} "
+            f"at {options.rate:g}",
+            "each": [dataclasses.asdict(one) for one in rounds],
+            "seen": options.seen,
+            "settings": settings | {"split": options.seed + number},
+            "seconds": time.monotonic() - start,
+            "date": date.today().isoformat(),
+            "machine": platform.machine(),
+        }
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(cell) + "\n")
     print(table(options.out).splitlines()[-1])
 
 

@@ -227,6 +227,24 @@ def test_rows_that_jump_are_found_and_those_of_a_mean_are_not(bottleneck):
     assert answer(inspect_received(state, agreed, last, incomparable=why), "jump").why == why
 
 
+def test_rows_that_were_dead_for_this_client_alone_do_not_jump():
+    """Its own update of them is decay; other clients moved them as all others were moved."""
+    names = [f"layers.{i}.{part}" for i in range(3) for part in ("down.weight", "up.weight")]
+    shapes = [(8, 64), (64, 8)] * 3
+    state = {n: normal(*s, seed=i) for i, (n, s) in enumerate(zip(names, shapes, strict=True))}
+    state |= {f"layers.{i}.down.bias": torch.zeros(8) for i in range(3)}
+    own, other = moved_state(state, 1e-3, 10), moved_state(state, 1e-3, 11)
+    own[names[0]] = -1e-6 * state[names[0]]
+    for factor, count in ((1.0, 0), (6.0, 1)):
+        change = {n: (own[n] + other[n]) / 2 for n in state}
+        change[names[0]] = other[names[0]].clone()
+        change[names[0]][5] *= factor
+        sent = {n: t + change[n] for n, t in state.items()}
+        found = answer(inspect_received(sent, Agreed(), LastRound(state, own)), "jump")
+        assert found.count == count
+        assert found.rows == (f"{names[0]}[5]",) * count
+
+
 def test_no_jump_is_judged_of_a_lora_whose_b_was_zero():
     state, agreed = lora()
     before = state | {B: torch.zeros(64, 4)}

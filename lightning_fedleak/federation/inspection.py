@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -41,6 +40,7 @@ Lower limits find weaker traps, and honest states (``benchmarks/federation/inspe
 
 DIVERGED = 0.5  # norm of a row of B A over the base's, at the median; below .35 in honest runs
 MOST_GROWTH = 3.0  # of rows over one's own; above, other clients' runs came apart; not tuned
+ALIVE = 0.3  # of what Adam moves elsewhere; rows that fire once in a round are below; not tuned
 ALIKE = 1.2  # over the largest singular value of independent rows; small matrices are near 1.1
 USUAL_TYPES = 30  # token types whose span every honest row sees; not tuned
 MOST_ROWS = 8192  # of a matrix whose rows are compared, which bounds the memory
@@ -290,23 +290,22 @@ def rewritten_rows(adapter: Adapter, base: Tensor, scale: float) -> tuple[Tensor
     return ratio, cosine * ratio.clamp(max=1)
 
 
-def jumps(change: Tensor, update: Tensor, growth: float = 1.0, least: float = 0.0) -> Tensor:
+def jumps(change: Tensor, update: Tensor, growth: float = 1.0) -> Tensor:
     """Return how far each row (r, d) of a received change jumps; 0 where one's own explains it.
 
-    That is its norm over the client's largest row, over 1.5 times its median row, or over
-    ``least``, whichever is the largest. Rows count that are larger than the client's own, in
-    another direction (a cosine below 0.2).
+    That is its norm over the client's largest row, and over 1.5 times its median row where that is
+    larger. Rows count that are larger than the client's own, in another direction (a cosine below
+    0.2).
 
     Args:
         change: received now less received before.
         update: returned before less received before.
         growth: how much larger than one's own the rows of all adapters are, at the median.
-        least: norm of a row as Adam moves one that has a gradient, where no own row has any.
     """
     size, update_size = change.norm(dim=1), update.norm(dim=1)
     away = (cosine_similarity(change, update, dim=1) < 0.2) & (size > update_size)
-    usual = max(1.5 * float(update_size.median()), float(update_size.max()), least)
-    return torch.where(away, size / torch.tensor(growth * usual).clamp(min=1e-12), 0.0)
+    usual = torch.maximum(1.5 * update_size.median(), update_size.max())
+    return torch.where(away, size / (growth * usual).clamp(min=1e-12), 0.0)
 
 
 def inspect_received(
@@ -474,8 +473,13 @@ def _since_start(lora: Adapter, start: State) -> Adapter:
 
 
 def _changes(adapters: list[Adapter], last: LastRound) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return what changed in each adapter's rows since the round before, and one's own change."""
+    """Return what changed in each adapter's rows since the round before, and one's own change.
+
+    An adapter whose rows had no gradient for this client is left out: they moved by decay alone,
+    and other clients may have moved them far.
+    """
     pairs = {}
+    moved = max((float(t.float().square().mean().sqrt()) for t in last.update.values()), default=0)
     for a in adapters:
         before, update = last.received.get(a.name), last.update.get(a.name)
         if before is None or update is None or before.shape != a.down.shape:
@@ -483,7 +487,8 @@ def _changes(adapters: list[Adapter], last: LastRound) -> dict[str, tuple[Tensor
         if a.bias is None and not last.received[a.partner].any():
             continue  # while B is zero, A gets next to no gradient
         update = update.detach().cpu().float()
-        if bool(update.norm(dim=1).median() > 0):
+        sizes = update.norm(dim=1)
+        if sizes.median() > 0 and sizes.max() >= ALIVE * moved * update.shape[1] ** 0.5:
             pairs[a.name] = (a.down - before.detach().cpu().float(), update)
     return pairs
 
@@ -506,7 +511,5 @@ def _jump(
     if growth > MOST_GROWTH:
         why = f"the rows changed {growth:.3g} times as much as this client's own, at the median"
         return Answer("jump", why=why, unasked=tuple(names)), tuple(pairs)
-    largest = {n: float(u.norm(dim=1).max()) / u.shape[1] ** 0.5 for n, (_, u) in pairs.items()}
-    number = statistics.median(largest.values())  # of a row, as Adam moves it in all adapters
-    scores = {n: jumps(c, u, growth, number * u.shape[1] ** 0.5) for n, (c, u) in pairs.items()}
+    scores = {n: jumps(c, u, growth) for n, (c, u) in pairs.items()}
     return _judge("jump", scores, why, names), ()

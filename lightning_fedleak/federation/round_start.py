@@ -50,7 +50,7 @@ class StartCheck:
             what looks as of a run that diverged, since crafted values may hide there.
         own_updates: whether ``jump`` is asked, from the second round in a row on. It is not
             applicable where clients do not train with an Adam, whose steps make rows of one size,
-            nor under a :class:`ClientDP`.
+            nor under a :class:`ClientDP`, nor of an adapter whose rows it did not move.
         server: what it does with updates: ``"mean"``; or ``"other"`` (momentum, Adam, noise), with
             which honest rows jump too, so that the rule is not applicable.
         shared_seed: the model that the observer was given holds the adapter values that every

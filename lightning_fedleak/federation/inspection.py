@@ -232,12 +232,12 @@ def shared_direction(rows: Tensor, start: Tensor | None = None) -> Tensor:
         start: the agreed ones, of a seed of one's own.
     """
     _, values, directions = torch.linalg.svd(normalize(rows.double(), dim=1), full_matrices=False)
-    usual = 1 + (len(rows) / rows.shape[1]) ** 0.5
+    edge = 1 + (len(rows) / rows.shape[1]) ** 0.5
     if start is not None:
-        own = torch.linalg.matrix_norm(normalize(start.to(rows).double(), dim=1), 2)
-        usual = max(usual, float(own))
+        units = normalize(start.to(rows).double(), dim=1)
+        edge = max(edge, float(torch.linalg.matrix_norm(units, 2)))
     share = (normalize(rows.double(), dim=1) @ directions[0]).abs()
-    return torch.where(values[0] > ALIKE * usual, share, 0.0)
+    return torch.where(values[0] > ALIKE * edge, share, 0.0)
 
 
 def blind_rows(rows: Tensor, usual: Tensor) -> Tensor:
@@ -479,7 +479,7 @@ def _changes(adapters: list[Adapter], last: LastRound) -> dict[str, tuple[Tensor
     and other clients may have moved them far.
     """
     pairs = {}
-    moved = max((float(t.float().square().mean().sqrt()) for t in last.update.values()), default=0)
+    step = max((float(t.float().square().mean().sqrt()) for t in last.update.values()), default=0)
     for a in adapters:
         before, update = last.received.get(a.name), last.update.get(a.name)
         if before is None or update is None or before.shape != a.down.shape:
@@ -488,7 +488,7 @@ def _changes(adapters: list[Adapter], last: LastRound) -> dict[str, tuple[Tensor
             continue  # while B is zero, A gets next to no gradient
         update = update.detach().cpu().float()
         sizes = update.norm(dim=1)
-        if sizes.median() > 0 and sizes.max() >= ALIVE * moved * update.shape[1] ** 0.5:
+        if sizes.median() > 0 and sizes.max() >= ALIVE * step * update.shape[1] ** 0.5:
             pairs[a.name] = (a.down - before.detach().cpu().float(), update)
     return pairs
 

@@ -17,7 +17,6 @@ from lightning_fedleak.federation.inspection import Agreed, Answer, Inspection, 
 from lightning_fedleak.looks import Run
 from lightning_fedleak.looks.gates import announce
 from lightning_fedleak.looks.log import accounting
-from lightning_fedleak.validate import check_choice
 
 StartAction = Literal["warn", "refuse"]
 Server = Literal["mean", "other"]
@@ -69,8 +68,11 @@ class StartCheck:
     outside_epsilon: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("action", self.action, get_args(StartAction))
-        check_choice("server", self.server, get_args(Server))
+        for name, choices in (("action", StartAction), ("server", Server)):
+            if (value := getattr(self, name)) not in get_args(choices):
+                raise ValueError(
+                    f"StartCheck({name}=) is one of {get_args(choices)}, not {value!r}"
+                )
 
     def check_private(self, defense: str) -> None:
         """Refuse an action in sight of private data under differential privacy.
@@ -207,11 +209,11 @@ class RoundStart:
 
     def memory(self, client: str | int) -> tuple[int, dict[str, Tensor]]:
         """Return the last round that a client took part in and its tensors; 0 and none before."""
-        round_, own = self._updates.get(client, (0, {}))
+        round_, update = self._updates.get(client, (0, {}))
         if self._sent is None or round_ != self._sent[0]:
             return 0, {}
         sent = {f"sent/{n}": t for n, t in self._sent[1].items()}
-        return round_, sent | {f"own/{n}": t for n, t in own.items()}
+        return round_, sent | {f"own/{n}": t for n, t in update.items()}
 
     def recall(self, client: str | int, round_: int, tensors: Mapping[str, Tensor]) -> None:
         """Remember what :meth:`memory` returned, in another process perhaps."""

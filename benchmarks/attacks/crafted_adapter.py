@@ -15,8 +15,9 @@ and up projection of the first ``--blocks`` blocks. The client trains with AdamW
 
 Rates are means over rounds with 95% intervals (Student's t). *Usual* is a guess of the types that
 more than half of all rounds hold, *blind* of the most frequent types, given their number. *Rare*
-are the types that are not usual. Losses are in nats on held-out text. ``--ballast`` and
-``--crafted-rows`` are of a server that hides from ``fedleak inspect``.
+are the types that are not usual. Losses are in nats on held-out text. ``--ballast``,
+``--crafted-rows``, ``--zero-bias`` and ``--slow`` are of a server that hides from ``fedleak
+inspect``; *seen* counts the inspected states in which it was found.
 """
 
 from __future__ import annotations
@@ -42,13 +43,18 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.attacks.word_recovery import read_texts
-from benchmarks.federation.inspection import some_rows, with_ballast
+from benchmarks.federation.inspection import Adapted, some_rows, with_ballast
 from lightning_fedleak import CraftedAdapterWords, PublicText
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import RoundShape, RowSettings, RunFacts
+from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.words import crafted
-from lightning_fedleak.attacks.words.crafted_rows import CraftedValues, craft
+from lightning_fedleak.attacks.words.crafted_rows import UNSEEN, CraftedValues, craft
+from lightning_fedleak.attacks.words.public_gradients import train_copies
 from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.federation import StartCheck
+from lightning_fedleak.federation.inspection import LIMITS
+from lightning_fedleak.federation.round_start import RoundStart
 from lightning_fedleak.games import CraftedRound, play_crafted_rounds
 from lightning_fedleak.metrics import Counts, precision_recall_f1
 
@@ -58,7 +64,7 @@ SMOKE = (
     "--model {model} --text {text} --place lora --rank 4 --blocks 1 --length 8 --texts 2 --steps 2 "
     "--splits 1 --rounds 1 --public-rounds 1 --held 2 --out {out}/lora.jsonl",
     "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --splits 1 --rounds 1 "
-    "--public-rounds 1 --held 0 --ballast 3 --crafted-rows .5 --out {out}/cells.jsonl",
+    "--public-rounds 1 --held 0 --ballast 3 --zero-bias --slow 2 --out {out}/cells.jsonl",
 )
 STD = 0.01  # of both maps of a new bottleneck, as in Houlsby et al. 2019
 
@@ -91,28 +97,6 @@ class AdaptedEmbedding(nn.Embedding):
         return self.adapter(super().forward(ids))
 
 
-class AdaptedBlock(nn.Module):
-    """A block with an adapter behind it."""
-
-    def __init__(self, block: nn.Module, width: int, rank: int) -> None:
-        super().__init__()
-        self.block, self.adapter = block, Bottleneck(width, rank)
-
-    def __getattr__(self, name: str) -> Any:
-        """What the model asks of its block."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("block"), name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's output, adapted."""
-        output = self.block(*args, **kwargs)
-        if isinstance(output, tuple):
-            return (self.adapter(output[0]), *output[1:])
-        return self.adapter(output)
-
-
 def adapted(options: argparse.Namespace) -> tuple[nn.Module, list[str]]:
     """The model with adapters, and the paths of those that are crafted."""
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
@@ -130,33 +114,122 @@ def adapted(options: argparse.Namespace) -> tuple[nn.Module, list[str]]:
         decoder.embed_tokens = AdaptedEmbedding(decoder.embed_tokens, options.rank)
         crafted = decoder.embed_tokens.adapter
     else:
-        decoder.layers[0] = AdaptedBlock(decoder.layers[0], width, options.rank)
+        decoder.layers[0] = Adapted(decoder.layers[0], Bottleneck(width, options.rank))
         crafted = decoder.layers[0].adapter
     crafted.requires_grad_(True)
     return model, [next(name for name, m in model.named_modules() if m is crafted)]
 
 
 def craft_hidden(
-    options: argparse.Namespace, anatomy: Anatomy, *arguments: Any, **settings: Any
+    options: argparse.Namespace,
+    steps: LocalSteps,
+    anatomy: Anatomy,
+    *arguments: Any,
+    **settings: Any,
 ) -> CraftedValues:
-    """Values of a server that hides from the inspector: with ballast, and in some rows alone."""
+    """Values of a server that hides from the inspector, whose verdicts are added to the options."""
     values = craft(anatomy, *arguments, **settings)
-    tensors, rows = dict(values.tensors), values.rows
+    tensors, public = dict(values.tensors), arguments[1]
+    weight = values.rows.parameter
+    bias = weight.removesuffix("weight") + "bias"
     if options.ballast:
         tensors = with_ballast(values, options.ballast)
-        changed = tensors[rows.parameter]
-        norm = changed.norm(dim=1)
-        bias = tensors[rows.parameter.removesuffix("weight") + "bias"]
-        rows = dataclasses.replace(
-            rows, directions=F.normalize(changed, dim=1), thresholds=-bias / norm
-        )
-    honest = {n: p.detach() for n, p in anatomy.root.named_parameters() if n in tensors}
-    count = max(1, round(options.crafted_rows * len(rows.thresholds)))
-    rows = dataclasses.replace(
-        rows, directions=rows.directions[:count], thresholds=rows.thresholds[:count]
-    )
+    if options.zero_bias:
+        tensors |= without_bias(values, tensors, weight, bias)
+    honest = {n: anatomy.root.get_parameter(n).detach() for n in tensors}
     tensors = some_rows(honest, tensors, options.crafted_rows)
+    start = RoundStart(StartCheck(), anatomy, public)
+    if options.slow:
+        tensors = move_slowly(options, steps, anatomy, start, public, honest, tensors)
+    first = 1 if options.zero_bias else 2  # a bias that is not 0 is for a later round
+    verdict = start.inspect(options.slow or first, tensors).verdict
+    options.seen.append(verdict == "crafted")
+    print("inspector:", verdict, flush=True)
+    norm = tensors[weight].norm(dim=1)
+    rows = dataclasses.replace(
+        values.rows,
+        directions=F.normalize(tensors[weight], dim=1),
+        thresholds=-tensors[bias] / norm,
+    )
+    if not options.slow:
+        count = max(1, round(options.crafted_rows * len(norm)))
+        rows = dataclasses.replace(
+            rows, directions=rows.directions[:count], thresholds=rows.thresholds[:count]
+        )
     return dataclasses.replace(values, tensors=tensors, rows=rows)
+
+
+def without_bias(
+    values: CraftedValues, tensors: dict[str, Tensor], weight: str, bias: str
+) -> dict[str, Tensor]:
+    """The same rows with the threshold in their direction, as all inputs have a part in common."""
+    inputs, presence = values.rows.inputs, values.rows.presence
+    shares = (presence + UNSEEN)[:, None] * inputs
+    ridge = 1e-6 * torch.eye(inputs.shape[1])
+    ones = torch.linalg.solve(shares.T @ inputs + ridge, shares.sum(0))
+    norm = tensors[weight].norm(dim=1, keepdim=True)
+    rows = F.normalize(tensors[weight] + tensors[bias][:, None] * ones, dim=1)
+    return {weight: norm * rows, bias: torch.zeros_like(tensors[bias])}
+
+
+def move_slowly(
+    options: argparse.Namespace,
+    steps: LocalSteps,
+    anatomy: Anatomy,
+    start: RoundStart,
+    public: PublicText,
+    honest: dict[str, Tensor],
+    target: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """Values that a server has moved to crafted ones in rounds of two clients.
+
+    It moves the first map's rows as far in a round as the rule ``jump`` lets pass, and knows what
+    the inspected client returns. All else is the clients' mean; with ``--left-out`` rows and biases
+    are as the server wants them, and what the inspected client returns does not count.
+    """
+    generator = torch.Generator().manual_seed(options.seed)
+    state = dict(honest)
+    for round_ in range(1, options.slow):
+        options.seen.append(start.inspect(round_, state).verdict == "crafted")
+        own, other = (
+            train_copies(
+                anatomy,
+                [
+                    public.batch(options.texts, options.length, generator)
+                    for _ in range(steps.steps)
+                ],
+                steps,
+                state,
+            )
+            for _ in range(2)
+        )
+        start.note(0, own)
+        mean = {n: other[n] if options.left_out else (own[n] + other[n]) / 2 for n in state}
+        for name in (n for n in state if ".down." in n):
+            base = state[name] if options.left_out else mean[name]
+            step = step_towards(target[name] - base, base - state[name], own[name] - state[name])
+            mean[name] = base + step
+        state = {n: t.detach().clone() for n, t in mean.items()}
+    weight = next(n for n in state if n.endswith("down.weight"))
+    near = torch.cosine_similarity(state[weight], target[weight], dim=1)
+    print(f"cosine with the target {float(near.median()):.3f}", flush=True)
+    return state
+
+
+def step_towards(missing: Tensor, honest: Tensor, own: Tensor) -> Tensor:
+    """A step towards what is missing that the rule ``jump`` lets pass.
+
+    Args:
+        missing: the target less what the clients' mean makes.
+        honest: the change that the mean makes.
+        own: the client's own change.
+    """
+    if missing.dim() == 1:
+        return missing / 4
+    usual = torch.maximum(1.5 * own.norm(dim=1).median(), own.norm(dim=1).max())
+    room = 0.9 * LIMITS["jump"] * usual - honest.norm(dim=1)
+    share = room.clamp(min=0) / missing.norm(dim=1).clamp(min=1e-12)
+    return share.clamp(max=1)[:, None] * missing
 
 
 def rows_of(options: argparse.Namespace) -> Tensor:
@@ -172,14 +245,14 @@ def rows_of(options: argparse.Namespace) -> Tensor:
 
 def split(rows: Tensor, number: int, options: argparse.Namespace) -> list[CraftedRound]:
     """The rounds of one split of the texts."""
-    generator = torch.Generator().manual_seed(options.seed + number)
+    generator = torch.Generator().manual_seed(number)
     order = rows[torch.randperm(len(rows), generator=generator)]
     in_round = options.clients * options.steps * options.texts
     private, rest = order[: options.rounds * in_round], order[options.rounds * in_round :]
     held_out, public = rest[: options.held], rest[options.held :][: options.public]
     if len(private) < options.rounds * in_round or len(public) < 2:
         raise SystemExit(f"{len(rows)} texts are too few: take fewer --rounds or --texts")
-    torch.manual_seed(options.seed + number)
+    torch.manual_seed(number)
     model, names = adapted(options)
     rounds = [
         [
@@ -199,7 +272,8 @@ def split(rows: Tensor, number: int, options: argparse.Namespace) -> list[Crafte
     settings = {"lr": options.rate, "weight_decay": 0.01}
     facts = RunFacts(optimizer="AdamW", optimizer_settings=settings, local_steps=options.steps)
     held = TokenBatch(held_out, held_out, None, "causal") if options.held else None
-    hidden = partial(craft_hidden, options) if options.evades else craft
+    steps = LocalSteps.from_facts(facts)
+    hidden = partial(craft_hidden, options, steps) if options.evades else craft
     with patch.object(crafted, "craft", hidden):
         played = play_crafted_rounds(find_anatomy(model), attack, rounds, facts, held_out=held)
     print(f"split {number}: cut {attack.cut:.3f}", flush=True)
@@ -256,17 +330,29 @@ COLUMNS = (
 
 
 def table(path: Path) -> str:
-    """The cells of a file as a table in Markdown."""
-    lines = [f"| cell | rounds | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
+    """The cells of a file as a table in Markdown; splits of one cell are joined."""
+    cells: dict[str, list[dict[str, Any]]] = {}
     for line in path.read_text("utf-8").splitlines():
         cell = json.loads(line)
-        numbers = [cell["measured"].get(name, [math.nan] * 2) for name in COLUMNS]
+        cells.setdefault(cell["cell"], []).append(cell)
+    columns = " | ".join(COLUMNS)
+    lines = [f"| cell | rounds | seen | {columns} |", "|---" * (len(COLUMNS) + 3) + "|"]
+    for name, splits in cells.items():
+        rounds = [read_round(one) for split in splits for one in split["each"]]
+        seen = [one for split in splits for one in split["seen"]]
         shown = [
-            "not measured" if mean is None else f"{mean:.3g}" + (f" ± {half:.2g}" if half else "")
-            for mean, half in numbers
+            "not measured" if math.isnan(mean) else f"{mean:.3g}" + f" ± {half:.2g}" * (half > 0)
+            for mean, half in (measured(rounds)[column] for column in COLUMNS)
         ]
-        lines.append(f"| {cell['cell']} | {cell['rounds']} | {' | '.join(shown)} |")
+        first = f"| {name} | {len(rounds)} | {sum(seen)} of {len(seen)} | "
+        lines.append(first + " | ".join(shown) + " |")
     return "\n".join(lines)
+
+
+def read_round(saved: dict[str, Any]) -> CraftedRound:
+    """A round that was saved."""
+    counts = ("words", "rare", "usual", "blind")
+    return CraftedRound(**{n: Counts(**v) if n in counts else v for n, v in saved.items()})
 
 
 def main() -> None:
@@ -286,6 +372,9 @@ def main() -> None:
     add("--row-norm", type=float, help="of crafted rows; default: the adapter's own")
     add("--ballast", type=float, default=0.0, help="how far usual words are pushed below; 0: not")
     add("--crafted-rows", type=float, default=1.0, help="share of rows that are crafted")
+    add("--zero-bias", action="store_true", help="thresholds in the rows, as in a first round")
+    add("--slow", type=int, default=0, help="rounds in which rows are moved; 0: sent at once")
+    add("--left-out", action="store_true", help="with --slow: the mean leaves the client out")
     add("--splits", type=int, default=10, help="draws of public and private texts")
     add("--rounds", type=int, default=1, help="of each split")
     add("--public-rounds", type=int, default=3, help="on which the cut is chosen")
@@ -296,8 +385,8 @@ def main() -> None:
         default=64,
         help="held-out texts; 0 measures no losses, in half the time",
     )
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, help="JSON lines that the cell is added to")
+    add("--seed", type=int, default=0, help="number of the first split")
+    add("--out", type=Path, help="JSON lines that each split is added to")
     add("--table", type=Path, help="print the cells of such a file, and measure nothing")
     options = parser.parse_args()
     if options.table:
@@ -305,35 +394,38 @@ def main() -> None:
         return
     if options.model is None or options.out is None:
         parser.error("--model and --out are needed, or --table")
-    options.evades = options.ballast > 0 or options.crafted_rows < 1
-    if options.evades and options.place == "lora":
-        parser.error("--ballast and --crafted-rows are of bottlenecks: --place embedding or block")
+    hidden = options.ballast > 0 or options.crafted_rows < 1
+    options.evades = hidden or options.zero_bias or options.slow > 0
+    if options.evades and options.place != "embedding":
+        parser.error("a server hides bottlenecks behind the embedding: --place embedding")
     torch.set_num_threads(1)
-    start, rows = time.monotonic(), rows_of(options)
-    rounds = [one for i in range(options.splits) for one in split(rows, i, options)]
+    rows = rows_of(options)
     settings = {n: v for n, v in vars(options).items() if n not in ("out", "table", "model")}
     name = f"{Path(options.model).name}, {options.place}, r {options.rank}"
     if options.place == "lora":
         name += f", {options.blocks} blocks"
     if options.evades:
         name += f", ballast {options.ballast:g} in {options.crafted_rows:.0%} of rows"
+        name += ", no bias" * options.zero_bias
+        name += f", moved in {options.slow} rounds" * bool(options.slow)
+        name += ", left out" * options.left_out
     if options.clients > 1:
         name += f", mean of {options.clients} clients"
-    cell = {
-        "cell": f"{name}, {options.steps} x {options.texts} x {options.length} at {options.rate:g}",
-        "rounds": len(rounds),
-        "measured": {
-            name: [None if math.isnan(number) else number for number in pair]
-            for name, pair in measured(rounds).items()
-        },
-        "settings": settings,
-        "each": [dataclasses.asdict(one) for one in rounds],
-        "seconds": time.monotonic() - start,
-        "date": date.today().isoformat(),
-        "machine": platform.machine(),
-    }
-    with options.out.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(cell) + "\n")
+    for number in range(options.splits):
+        start, options.seen = time.monotonic(), []
+        rounds = split(rows, options.seed + number, options)
+        cell = {
+            "cell": f"{name}, {options.steps} x {options.texts} x {options.length} "
+            f"at {options.rate:g}",
+            "each": [dataclasses.asdict(one) for one in rounds],
+            "seen": options.seen,
+            "settings": settings | {"split": options.seed + number},
+            "seconds": time.monotonic() - start,
+            "date": date.today().isoformat(),
+            "machine": platform.machine(),
+        }
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(cell) + "\n")
     print(table(options.out).splitlines()[-1])
 
 

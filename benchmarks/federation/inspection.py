@@ -1,11 +1,11 @@
 """How often ``fedleak inspect`` finds something in honest adapters, and how often in crafted ones.
 
-    python -m benchmarks.federation.inspection --model stories15M=DIR tiny=
+    python -m benchmarks.federation.inspection --model stories15M=DIR tiny= --traps
 
-Honest states are those of set-ups on which no threshold was chosen: models, ranks, rates, runs that
-diverge, starts of PiSSA and OLoRA, servers that do more than take a mean, rounds that a client
-missed. Traps are values that a server crafts, some hidden from one rule or another, and the layers
-of membership attacks.
+Honest states are those of set-ups that are drawn at random: ranks, rates, clients, steps, texts,
+runs that diverge, starts of PiSSA and OLoRA, servers that do more than take a mean, rounds that a
+client missed. No limit was chosen on them. Traps are values that a server crafts, some hidden from
+one rule or another, and the layers of membership attacks.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import copy
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from lightning_fedleak.attacks import AttentionMembership, FCMembership, PublicT
 from lightning_fedleak.attacks.membership.attention_layers import AttentionSettings
 from lightning_fedleak.attacks.words.crafted_rows import CraftedValues, RowSettings, craft
 from lightning_fedleak.federation.inspection import (
-    LIMITS,
     Agreed,
     Inspection,
     LastRound,
@@ -47,9 +45,8 @@ FILES = {
     "wikitext": "wikitext2/train.raw.txt.gz",
     "multi30k": "multi30k/train.en.gz",
 }
-SLOW, TRAPS = "model.embed_tokens.adapter", "traps"
 SMOKE = ("--smallest",)
-ROWS, LENGTH = 2, 24  # texts of a local step, and their tokens
+LENGTH = 24  # tokens of a text
 
 
 class Bottleneck(nn.Module):
@@ -97,6 +94,8 @@ class Setup:
         data: of the even clients, and of the odd ones.
         clients: in a round.
         steps: local steps of even clients, and of odd ones.
+        rows: texts of a local step.
+        rounds: of the federation.
         server: what the server does with the mean: ``"mean"``, ``"momentum"``, ``"adam"``,
             ``"noise"``; ``"missed"``: the mean, and the client takes part every other round.
         std: of a bottleneck's start.
@@ -111,6 +110,8 @@ class Setup:
     data: tuple[str, str] = ("imdb", "imdb")
     clients: int = 2
     steps: tuple[int, int] = (5, 5)
+    rows: int = 2
+    rounds: int = 3
     server: str = "mean"
     std: float = 0.01
     targets: str = "all-linear"
@@ -158,7 +159,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
-def rounds(base: Base, setup: Setup, count: int) -> Iterator[tuple[nn.Module, Sent]]:
+def rounds(base: Base, setup: Setup) -> Iterator[tuple[nn.Module, Sent]]:
     """Yield the model and what the first client gets in each round."""
     model = adapted(base.model, setup)
     parameters = trained(model)
@@ -167,9 +168,8 @@ def rounds(base: Base, setup: Setup, count: int) -> Iterator[tuple[nn.Module, Se
     momentum = {n: torch.zeros_like(p) for n, p in parameters.items()}
     square = {n: torch.zeros_like(p) for n, p in parameters.items()}
     loss = float("nan")
-    target: dict[str, Tensor] | None = None
     generator = torch.Generator().manual_seed(setup.seed)
-    for round_ in range(count):
+    for round_ in range(setup.rounds):
         received = {n: p.detach().clone() for n, p in parameters.items()}
         yield model, Sent(round_, received, previous, own, loss)
         returned = []
@@ -180,7 +180,7 @@ def rounds(base: Base, setup: Setup, count: int) -> Iterator[tuple[nn.Module, Se
             optimizer = kind(parameters.values(), lr=rate)
             rows = base.texts[setup.data[client % 2]]
             for _ in range(setup.steps[client % 2]):
-                ids = rows[[draw.randrange(len(rows)) for _ in range(ROWS)]]
+                ids = rows[[draw.randrange(len(rows)) for _ in range(setup.rows)]]
                 optimizer.zero_grad()
                 out = model(input_ids=ids, labels=ids).loss
                 out.backward()
@@ -190,11 +190,6 @@ def rounds(base: Base, setup: Setup, count: int) -> Iterator[tuple[nn.Module, Se
         if setup.server != "missed" or round_ % 2 == 0:
             own = {n: returned[0][n] - t for n, t in received.items()}
             previous = received
-        target = (
-            target
-            if target is not None or setup.server != "slow"
-            else slow_target(base, setup, model)
-        )
         with torch.no_grad():
             for n, p in parameters.items():
                 change = sum(r[n] for r in returned) / setup.clients - received[n]
@@ -207,8 +202,6 @@ def rounds(base: Base, setup: Setup, count: int) -> Iterator[tuple[nn.Module, Se
                 elif setup.server == "noise":
                     change = change + change.std() * torch.randn(change.shape, generator=generator)
                 p.copy_(received[n] + change)
-                if target is not None and n in target:
-                    p.add_(step_towards(target[n] - p, received[n] - p, own[n]))
 
 
 @torch.no_grad()
@@ -240,61 +233,43 @@ def load(name: str, source: str | None, assets: Path) -> Base:
     return Base(model.eval(), texts, PublicText(texts["imdb"][-200:]))
 
 
-def held_out(model: str) -> list[Setup]:
-    """Return the honest set-ups on which no threshold was chosen."""
-    one = partial(Setup, model)
-    mixed = ("wikitext", "multi30k")
-    setups = [
-        one("bottleneck", rank, rate, data=data, clients=clients, seed=seed)
-        for seed, (rank, rate, data, clients) in enumerate(
-            [
-                (8, 5e-4, ("imdb", "imdb"), 2),
-                (24, 2e-3, mixed, 4),
-                (48, 2e-4, ("wikitext", "wikitext"), 3),
-                (96, 8e-4, mixed, 2),
-                (120, 5e-3, ("multi30k", "multi30k"), 2),
-            ],
-            10,
+CASES = ("plain", "sgd", "plain", "pissa", "momentum", "plain", "diverging", "missed", "plain")
+CASES += ("olora", "adam", "noise")
+TARGETS = ("all-linear", "q_proj+v_proj", "q_proj+k_proj+v_proj+o_proj")
+TARGETS += ("gate_proj+up_proj+down_proj", "up_proj", "o_proj+down_proj")
+
+
+def drawn(model: str, count: int, seed: int) -> Iterator[Setup]:
+    """Yield honest set-ups that are drawn at random: no limit was chosen on them."""
+    draw = random.Random(f"{model} {seed}")
+    for i in range(count):
+        case = CASES[i % len(CASES)]
+        kind = case if case in ("pissa", "olora") else draw.choice(("bottleneck", "lora"))
+        low, high = {"sgd": (1e-2, 2e-1), "diverging": (1e-2, 5e-2)}.get(case, (1e-4, 5e-3))
+        steps = draw.randint(1, 10)
+        yield Setup(
+            model,
+            kind,
+            rank=round(2 * 50 ** draw.random()),
+            rate=low * (high / low) ** draw.random(),
+            optimizer="sgd" if case == "sgd" else "adamw",
+            data=(draw.choice(list(FILES)), draw.choice(list(FILES))),
+            clients=draw.randint(1, 6),
+            steps=(steps, draw.choice((steps, draw.randint(1, 10)))),
+            rows=draw.choice((1, 2, 4)),
+            rounds=draw.randint(3, 8),
+            server=case if case in ("momentum", "adam", "missed", "noise") else "mean",
+            std=draw.choice((0.005, 0.01, 0.02, 0.05)),
+            targets=draw.choice(TARGETS),
+            seed=100 * seed + i,
         )
-    ]
-    setups += [
-        one("lora", rank, rate, data=data, clients=clients, targets=targets, seed=seed)
-        for seed, (rank, rate, data, clients, targets) in enumerate(
-            [
-                (2, 2e-3, ("imdb", "imdb"), 2, "all-linear"),
-                (6, 5e-4, mixed, 4, "q_proj+k_proj+v_proj+o_proj"),
-                (12, 2e-4, ("wikitext", "wikitext"), 3, "gate_proj+up_proj+down_proj"),
-                (24, 1e-3, mixed, 2, "all-linear"),
-                (64, 5e-4, ("multi30k", "multi30k"), 2, "q_proj+v_proj"),
-            ],
-            20,
-        )
-    ]
-    setups += [
-        one("pissa", 4, 5e-4, data=mixed, seed=30),
-        one("pissa", 32, 2e-4, seed=31),
-        one("olora", 12, 2e-4, data=mixed, seed=32),
-        one("bottleneck", 40, 3e-2, "sgd", std=0.05, data=mixed, seed=33),
-        one("lora", 6, 5e-2, "sgd", data=mixed, seed=34),
-        one("lora", 12, 2e-1, "sgd", seed=35),
-        one("lora", 10, 2e-2, steps=(8, 8), data=mixed, seed=36),
-        one("bottleneck", 40, 2e-2, steps=(8, 8), seed=37),
-        one("bottleneck", 80, 6e-4, data=mixed, steps=(2, 10), seed=38),
-        one("lora", 10, 6e-4, data=mixed, steps=(2, 10), seed=39),
-    ]
-    servers = [
-        one(kind, 20, 6e-4, data=mixed, server=server, seed=40 + i)
-        for i, server in enumerate(("momentum", "adam", "missed", "noise"))
-        for kind in ("bottleneck", "lora")
-    ]
-    return setups + servers
 
 
 def crafted(base: Base, setup: Setup, sent: Sent, model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield names of traps, and the state that a server sends in place of an honest one."""
     blocks = {"blocks": "model.layers"} if setup.kind == "bottleneck" else {}
     anatomy = find_anatomy(model, **blocks)
-    tokens = setup.steps[0] * ROWS * LENGTH
+    tokens = setup.steps[0] * setup.rows * LENGTH
     if setup.kind == "bottleneck":
         places = {"embedding": "model.embed_tokens.adapter", "block 0": "model.layers.0.adapter"}
         for place, path in places.items():
@@ -355,30 +330,6 @@ def with_ballast(values: CraftedValues, ballast: float) -> dict[str, Tensor]:
     return tensors
 
 
-def slow_target(base: Base, setup: Setup, model: nn.Module) -> dict[str, Tensor]:
-    """Return rows with ballast that a patient server moves an adapter to."""
-    anatomy = find_anatomy(model, blocks="model.layers")
-    tokens = setup.steps[0] * ROWS * LENGTH
-    values = craft(anatomy, SLOW, base.public, tokens, settings=RowSettings(frequent=100))
-    return {n: t for n, t in with_ballast(values, 3.0).items() if ".down." in n}
-
-
-def step_towards(missing: Tensor, honest: Tensor, own: Tensor) -> Tensor:
-    """Return a step towards what is missing that the rule ``jump`` lets pass.
-
-    Args:
-        missing: the target less the honest mean.
-        honest: what was sent before less the honest mean.
-        own: the client's own change.
-    """
-    if missing.dim() == 1:
-        return missing / 4
-    usual = torch.maximum(1.5 * own.norm(dim=1).median(), own.norm(dim=1).max())
-    room = 0.9 * LIMITS["jump"] * usual - honest.norm(dim=1)
-    share = room.clamp(min=0) / missing.norm(dim=1).clamp(min=1e-12)
-    return share.clamp(max=1)[:, None] * missing
-
-
 def membership_layers(base: Base) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield the layers of membership attacks as they would be sent, at three strengths."""
     anatomy = find_anatomy(base.model)
@@ -428,12 +379,11 @@ def inspected(model: nn.Module, sent: Sent, agreed: Agreed, base: Base, why: str
     )
 
 
-def measure_honest(base: Base, setups: list[Setup], count: int, tallies: dict[str, Tally]) -> None:
+def measure_honest(base: Base, setups: Iterable[Setup], tallies: dict[str, Tally]) -> None:
     """Count what is found in honest states."""
     for setup in setups:
-        agreed = None
-        for model, sent in rounds(base, setup, count):
-            agreed = agreed or agree(model)
+        agreed = agree(adapted(base.model, replace(setup, seed=setup.seed + 50)))
+        for model, sent in rounds(base, setup):
             comparable = setup.server == "mean" and setup.optimizer == "adamw"
             why = "" if comparable else "another server or optimizer, or a round was missed"
             result = inspected(model, sent, agreed, base, why)
@@ -464,7 +414,7 @@ def measure_traps(base: Base, setups: list[Setup], tallies: dict[str, Tally]) ->
     """Count what is found in crafted states, in the first round and in the third."""
     for setup in setups:
         agreed = None
-        for model, sent in rounds(base, setup, 3):
+        for model, sent in rounds(base, setup):
             agreed = agreed or agree(model)
             if sent.round_ == 1:
                 continue
@@ -492,7 +442,9 @@ def measure_traps(base: Base, setups: list[Setup], tallies: dict[str, Tally]) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", nargs="+", default=["tiny="], metavar="NAME=DIR")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--honest", type=int, default=24, metavar="N", help="set-ups of each model")
+    parser.add_argument("--traps", action="store_true", help="measure crafted states too")
+    parser.add_argument("--seed", type=int, default=1, help="of the honest set-ups")
     parser.add_argument("--smallest", action="store_true")
     arguments = parser.parse_args()
     assets = Path(os.environ["FEDLEAK_ASSETS"])
@@ -501,7 +453,6 @@ def main() -> None:
     for one in arguments.model:
         name, _, source = one.partition("=")
         base = load(name, source or None, assets)
-        setups, count = held_out(name), arguments.rounds
         rank = base.model.config.hidden_size // 2
         traps = [
             Setup(name, "bottleneck", rank, seed=50),
@@ -510,39 +461,17 @@ def main() -> None:
             Setup(name, "lora", 8, seed=53),
         ]
         if arguments.smallest:
-            setups, count, traps = setups[5:6], 1, traps[3:]
-        measure_honest(base, setups, count, tallies)
-        measure_traps(base, traps, tallies)
-        if not arguments.smallest:
-            slow = [Setup(name, "bottleneck", 64, 1e-3, server="slow", seed=54)]
-            measure_slow(base, slow[0], tallies)
+            measure_honest(base, [Setup(name, "lora", rounds=1)], tallies)
+            measure_traps(base, traps[3:], tallies)
+            continue
+        measure_honest(base, drawn(name, arguments.honest, arguments.seed), tallies)
+        if arguments.traps:
+            measure_traps(base, traps, tallies)
     print()
     print("| states | n | crafted | diverged | rules |\n|---|---|---|---|---|")
     for name, tally in tallies.items():
         rules = ", ".join(f"{rule} {count}" for rule, count in tally.rules.most_common())
         print(f"| {name} | {tally.states} | {tally.crafted} | {tally.diverged} | {rules} |")
-
-
-def measure_slow(base: Base, setup: Setup, tallies: dict[str, Tally]) -> None:
-    """Count what is found of a server that moves rows to crafted ones over rounds."""
-    agreed, target = None, None
-    for model, sent in rounds(base, setup, 12):
-        agreed = agreed or agree(model)
-        result = inspected(model, sent, agreed, base)
-        tallies.setdefault("slow crafting with ballast 3, each round", Tally()).add(result)
-        target = target or slow_target(base, setup, model)
-        rows = f"{SLOW}.down.weight"
-        near = torch.cosine_similarity(sent.received[rows], target[rows], dim=1).median()
-        print(
-            "slow",
-            setup.model,
-            sent.round_,
-            result.verdict,
-            "cosine",
-            round(float(near), 3),
-            {a.rule: round(a.value, 3) for a in result.answers if not a.why},
-            flush=True,
-        )
 
 
 if __name__ == "__main__":

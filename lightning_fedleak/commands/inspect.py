@@ -32,9 +32,10 @@ ZERO_STARTS = (True, "gaussian", "eva")  # init_lora_weights of PEFT with which 
 TEXTS, LENGTH = 100, 64  # texts that bottlenecks are run on at most, and their tokens; not tuned
 
 CAVEAT = (
-    "That is no proof of honesty. Known to pass: a server that moves rows over some rounds to "
-    "where usual words push below the threshold, and the layers of AttentionMembership where such "
-    "layers were agreed. Not measured: a server that leaves this client out of its mean."
+    "That is no proof of honesty. Known to pass: rows that usual words push below the threshold, "
+    "above all where a server moves them there over some rounds; a few rows in the first round; "
+    "the layers of AttentionMembership where such layers were agreed. Not measured: what "
+    "slow crafting reads, and a server that leaves this client out of its mean."
 )
 
 FOREIGN_SCALE = (
@@ -208,13 +209,13 @@ def _usual_inputs(
     real = mask.bool()
     usual = inspection.usual_types(ids[real])
     layers = {n: int(m[1]) + 1 if (m := re.search(r"\.(\d+)\.", n)) else 0 for n in names}
-    means = {
-        layer: inspection.mean_inputs(
+    sums = {
+        layer: inspection.sum_inputs(
             hidden_states(anatomy, layer, ids, real)[real], ids[real], usual
         )
         for layer in set(layers.values())
     }
-    return {name: means[layer] for name, layer in layers.items()}
+    return {name: sums[layer] for name, layer in layers.items()}
 
 
 def _listed(names: Sequence[str]) -> str:

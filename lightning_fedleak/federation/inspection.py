@@ -40,6 +40,8 @@ Lower limits find weaker traps, and honest states (``benchmarks/federation/inspe
 
 DIVERGED = 0.5  # norm of a row of B A over the base's, at the median; below .35 in honest runs
 MOST_GROWTH = 3.0  # of rows over one's own; above, other clients' runs came apart; not tuned
+ALIVE = 0.3  # of what Adam moves elsewhere; rows that fire once in a round are below; not tuned
+ALIKE = 1.2  # over the largest singular value of independent rows; small matrices are near 1.1
 USUAL_TYPES = 30  # token types whose span every honest row sees; not tuned
 MOST_ROWS = 8192  # of a matrix whose rows are compared, which bounds the memory
 WORST = 5  # rows that an answer names; not tuned
@@ -173,13 +175,17 @@ def find_adapters(state: State) -> Iterator[Adapter]:
             if up is not None and up.shape[1] == len(down):
                 yield Adapter(name, partner, down.float(), up.float())
             continue
-        bias = state.get(name.removesuffix("weight") + "bias")
+        bias = state.get(_bias_of(name))
         if len(down) >= down.shape[1] or bias is None or bias.shape != down.shape[:1]:
             continue
         alike = [n for n in order if matrices[n].shape == down.shape[::-1]]
         nearest = max(alike, key=lambda n: len(_common_path(n, name)), default=name)
         if order.index(nearest) > place:
             yield Adapter(name, nearest, down.float(), matrices[nearest].float(), bias.float())
+
+
+def _bias_of(name: str) -> str:
+    return name.removesuffix("weight") + "bias"
 
 
 def _common_path(*names: str) -> str:
@@ -210,9 +216,28 @@ def usual_types(types: Tensor) -> Tensor:
     return most
 
 
-def mean_inputs(inputs: Tensor, types: Tensor, usual: Tensor) -> Tensor:
-    """Return the mean of the inputs (N, d) at each usual type (k,), (k, d), float64."""
-    return torch.stack([inputs[types == one].double().mean(0) for one in usual])
+def sum_inputs(inputs: Tensor, types: Tensor, usual: Tensor) -> Tensor:
+    """Return the sum of the inputs (N, d) at each usual type (k,), (k, d), float64."""
+    return (types == usual[:, None]).double() @ inputs.double()
+
+
+def shared_direction(rows: Tensor, start: Tensor | None = None) -> Tensor:
+    """Return how far each of rows (r, d) lies along one direction; 0 where random ones do too.
+
+    The largest singular value of r independent rows of norm 1 is near ``1 + sqrt(r / d)``
+    (Marchenko and Pastur). Rows whose thresholds stand in their direction share one.
+
+    Args:
+        rows: of a matrix that nobody has trained yet.
+        start: the agreed ones, of a seed of one's own.
+    """
+    _, values, directions = torch.linalg.svd(normalize(rows.double(), dim=1), full_matrices=False)
+    edge = 1 + (len(rows) / rows.shape[1]) ** 0.5
+    if start is not None:
+        units = normalize(start.to(rows).double(), dim=1)
+        edge = max(edge, float(torch.linalg.matrix_norm(units, 2)))
+    share = (normalize(rows.double(), dim=1) @ directions[0]).abs()
+    return torch.where(values[0] > ALIKE * edge, share, 0.0)
 
 
 def blind_rows(rows: Tensor, usual: Tensor) -> Tensor:
@@ -225,13 +250,14 @@ def blind_rows(rows: Tensor, usual: Tensor) -> Tensor:
 
     Args:
         rows: weights.
-        usual: (k, d), mean inputs of the most usual token types; an eighth of d are used at most.
+        usual: (k, d), what is read at the most usual token types, of any length; an eighth of d
+            are used at most.
     """
     d = rows.shape[1]
-    means = usual[: max(1, d // 8)].double()
-    span, _ = torch.linalg.qr(means.T)
+    inputs = usual[: max(1, d // 8)].double()
+    span, _ = torch.linalg.qr(inputs.T)
     energy = (normalize(rows.double(), dim=1) @ span).square().sum(1)
-    half = torch.tensor(len(means) / 2, dtype=torch.float64)
+    half = torch.tensor(len(inputs) / 2, dtype=torch.float64)
     p = len(rows) * torch.special.gammainc(half, energy * d / 2)
     return torch.where(rows.norm(dim=1) == 0, 0.0, -p.clamp(1e-300, 1).log10())
 
@@ -308,7 +334,7 @@ def inspect_received(
     jump, grown = _jump(adapters, last, incomparable)
     answers = [
         _extra(received, agreed, last),
-        _start(received, loras, agreed, first),
+        _start(received, adapters, agreed, first),
         _equal(finite, {a.partner for a in adapters}),
         _blind(bottlenecks, agreed),
         *rewritten,
@@ -354,14 +380,17 @@ def _extra(received: State, agreed: Agreed, last: LastRound | None) -> Answer:
     return Answer("extra", float(len(names)), len(names), tuple(names[:WORST]))
 
 
-def _start(received: State, loras: list[Adapter], agreed: Agreed, first: bool) -> Answer:
-    """Return which numbers differ from the start that the agreed config makes."""
+def _start(received: State, adapters: list[Adapter], agreed: Agreed, first: bool) -> Answer:
+    """Return what differs from the start that the agreed config makes, of any seed or a shared one.
+
+    Rows that nobody has trained are independent, whatever the seed.
+    """
     if not first:
         return Answer("start", why="this is not the first round")
     start = agreed.start
+    scores = {a.name: shared_direction(a.down, (start or {}).get(a.name)) for a in adapters}
     if start is None:
-        start = {a.partner: torch.zeros_like(a.up) for a in loras}
-    scores = {}
+        start = {a.partner: torch.zeros_like(a.up) for a in adapters if a.bias is None}
     for name, tensor in start.items():
         if name in received and (agreed.shared_seed or not tensor.any()):
             values = received[name]
@@ -369,7 +398,8 @@ def _start(received: State, loras: list[Adapter], agreed: Agreed, first: bool) -
             error = (values.double() - tensor.cpu().double()).abs().reshape(len(values), -1).amax(1)
             scores[name] = torch.where(error > near, error, 0.0)
     why = "nothing of the agreed start is known to be zero: give it, best of a shared seed"
-    names = start if agreed.shared_seed else [a.partner for a in loras]
+    zeros = [a.partner if a.bias is None else _bias_of(a.name) for a in adapters]
+    names = start if agreed.shared_seed else zeros
     return _judge("start", scores, why, names)
 
 
@@ -381,7 +411,7 @@ def _equal(state: State, partners: Collection[str]) -> Answer:
     """
     scores, names = {}, []
     for name, rows in state.items():
-        bias = state.get(name.removesuffix("weight") + "bias")
+        bias = state.get(_bias_of(name))
         if name in partners or rows.dim() != 2 or bias is None or not name.endswith("weight"):
             continue
         if bias.shape in (rows.shape[:1], rows.shape[1:]):
@@ -443,8 +473,13 @@ def _since_start(lora: Adapter, start: State) -> Adapter:
 
 
 def _changes(adapters: list[Adapter], last: LastRound) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return what changed in each adapter's rows since the round before, and one's own change."""
+    """Return what changed in each adapter's rows since the round before, and one's own change.
+
+    An adapter whose rows had no gradient for this client is left out: they moved by decay alone,
+    and other clients may have moved them far.
+    """
     pairs = {}
+    step = max((float(t.float().square().mean().sqrt()) for t in last.update.values()), default=0)
     for a in adapters:
         before, update = last.received.get(a.name), last.update.get(a.name)
         if before is None or update is None or before.shape != a.down.shape:
@@ -452,7 +487,8 @@ def _changes(adapters: list[Adapter], last: LastRound) -> dict[str, tuple[Tensor
         if a.bias is None and not last.received[a.partner].any():
             continue  # while B is zero, A gets next to no gradient
         update = update.detach().cpu().float()
-        if bool(update.norm(dim=1).median() > 0):
+        sizes = update.norm(dim=1)
+        if sizes.median() > 0 and sizes.max() >= ALIVE * step * update.shape[1] ** 0.5:
             pairs[a.name] = (a.down - before.detach().cpu().float(), update)
     return pairs
 

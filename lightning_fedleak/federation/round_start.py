@@ -49,7 +49,7 @@ class StartCheck:
             what looks as of a run that diverged, since crafted values may hide there.
         own_updates: whether ``jump`` is asked, from the second round in a row on. It is not
             applicable where clients do not train with an Adam, whose steps make rows of one size,
-            nor under a :class:`ClientDP`.
+            nor under a :class:`ClientDP`, nor of an adapter whose rows it did not move.
         server: what it does with updates: ``"mean"``; or ``"other"`` (momentum, Adam, noise), with
             which honest rows jump too, so that the rule is not applicable.
         shared_seed: the model that the observer was given holds the adapter values that every
@@ -139,10 +139,9 @@ def usual_inputs(
         torch.split(batch.attention_mask, AT_ONCE),
         strict=True,
     ):
-        hits = (ids[mask.bool()] == usual[:, None]).double()
+        real = mask.bool()
         for total, states in zip(sums, input_states(anatomy, shared, ids, mask), strict=True):
-            total += hits @ states.cpu()[mask.bool()].double()
-    # A mean is as long as its count makes it; the span is the same.
+            total += inspection.sum_inputs(states.cpu()[real], ids[real], usual)
     return {m.name: total for m, total in zip(maps, sums, strict=True)}
 
 
@@ -210,14 +209,11 @@ class RoundStart:
 
     def memory(self, client: str | int) -> tuple[int, dict[str, Tensor]]:
         """Return the last round that a client took part in and its tensors; 0 and none before."""
-        if (
-            self._sent is None
-            or client not in self._updates
-            or self._updates[client][0] != self._sent[0]
-        ):
+        round_, update = self._updates.get(client, (0, {}))
+        if self._sent is None or round_ != self._sent[0]:
             return 0, {}
         sent = {f"sent/{n}": t for n, t in self._sent[1].items()}
-        return self._sent[0], sent | {f"own/{n}": t for n, t in self._updates[client][1].items()}
+        return round_, sent | {f"own/{n}": t for n, t in update.items()}
 
     def recall(self, client: str | int, round_: int, tensors: Mapping[str, Tensor]) -> None:
         """Remember what :meth:`memory` returned, in another process perhaps."""

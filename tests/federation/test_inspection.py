@@ -48,7 +48,7 @@ def bottleneck():
     honest = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     table = model.model.embed_tokens.weight.detach()
     text = zipf_texts(20, 16, TYPES, seed=5).flatten()
-    usual = inspection.mean_inputs(table[text], text, inspection.usual_types(text))
+    usual = inspection.sum_inputs(table[text], text, inspection.usual_types(text))
     return honest, {**honest, **crafted}, Agreed(usual={DOWN: usual}, start=honest)
 
 
@@ -71,6 +71,35 @@ def test_crafted_bottleneck_is_found_at_the_start_and_by_blind_rows(bottleneck):
     assert answer(later, "start").why == "this is not the first round"
 
 
+def test_thresholds_in_rows_without_a_bias_are_found_at_the_start_alone(bottleneck):
+    """All inputs have a part in common, and the product with it stands in for the bias."""
+    honest, _, agreed = bottleneck
+    state = honest | {DOWN: honest[DOWN] - 3 * normal(64, seed=3) / 64}
+    result = inspect_received(state, agreed, first=True)
+    assert {a.rule for a in result.found} == {"start"}
+    assert answer(result, "start").rows[0].startswith(f"{DOWN}[")
+    assert inspect_received(state, agreed).verdict == "nothing found"
+
+
+@pytest.mark.parametrize("start", ["normal", "kaiming_uniform", "orthogonal", "trunc_normal"])
+@pytest.mark.parametrize(("r", "d"), [(2, 16), (8, 64), (48, 96), (144, 288)])
+def test_random_rows_share_no_direction(start, r, d):
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        rows = getattr(torch.nn.init, f"{start}_")(torch.empty(r, d), generator=generator)
+        assert not inspection.shared_direction(rows).any()
+        assert not inspection.shared_direction(rows, rows).any()
+
+
+def test_rows_of_one_direction_are_named_by_how_much_they_have_of_it():
+    rows, common = normal(32, 64), normal(64, seed=1)
+    rows[:12] += 2 * common
+    share = inspection.shared_direction(rows)
+    assert share[:12].min() > 0.8
+    assert share[12:].max() < 0.5
+    assert not inspection.shared_direction(rows, rows).any()  # it was agreed so
+
+
 def test_with_a_shared_seed_every_number_is_compared(bottleneck):
     honest, _, agreed = bottleneck
     shared = dataclasses.replace(agreed, shared_seed=True)
@@ -89,8 +118,8 @@ def test_chance_of_a_blind_row_is_above_that_of_the_beta_law():
     means = torch.stack([inputs[types == t].mean(0) for t in range(k)])
     projector = torch.linalg.pinv(means) @ means
     energy = (rows @ projector).square().sum(1) / rows.square().sum(1)
-    usual = inspection.mean_inputs(inputs, types, torch.arange(k))
-    assert torch.allclose(usual, means)
+    usual = inspection.sum_inputs(inputs, types, torch.arange(k))
+    assert torch.allclose(usual, 3 * means)
     p = 10 ** -inspection.blind_rows(rows, usual)
     chi = (5 * scipy.stats.chi2.cdf((energy * d).numpy(), k)).clip(max=1)
     assert p.numpy() == pytest.approx(chi)
@@ -196,6 +225,23 @@ def test_rows_that_jump_are_found_and_those_of_a_mean_are_not(bottleneck):
     assert set(found.rows) == {f"{DOWN}[3]", f"{DOWN}[20]"}
     why = "two rounds were missed"
     assert answer(inspect_received(state, agreed, last, incomparable=why), "jump").why == why
+
+
+def test_rows_that_were_dead_for_this_client_alone_do_not_jump():
+    """Its own update of them is decay; other clients moved them as all others were moved."""
+    names = [f"layers.{i}.{part}" for i in range(3) for part in ("down.weight", "up.weight")]
+    shapes = [(8, 64), (64, 8)] * 3
+    state = {n: normal(*s, seed=i) for i, (n, s) in enumerate(zip(names, shapes, strict=True))}
+    state |= {f"layers.{i}.down.bias": torch.zeros(8) for i in range(3)}
+    own, other = moved_state(state, 1e-3, 10), moved_state(state, 1e-3, 11)
+    own[names[0]] = -1e-6 * state[names[0]]
+    change = {n: (own[n] + other[n]) / 2 for n in state}
+    sent = {n: t + change[n] for n, t in state.items()}
+    found = answer(inspect_received(sent, Agreed(), LastRound(state, own)), "jump")
+    assert (found.count, found.unasked) == (0, (names[0],))
+    sent[names[2]][5] *= -1
+    found = answer(inspect_received(sent, Agreed(), LastRound(state, own)), "jump")
+    assert found.rows == (f"{names[2]}[5]",)
 
 
 def test_no_jump_is_judged_of_a_lora_whose_b_was_zero():

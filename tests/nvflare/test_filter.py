@@ -193,8 +193,8 @@ def adapted():
     return net
 
 
-def inspects(site):
-    check = StartCheck("refuse", shared_seed=True)
+def inspects(site, check=None):
+    check = check or StartCheck("refuse", shared_seed=True)
     settings = RoundSettings(tensorboard=False, cache=False, inspect=check)
     folder = Path(os.environ[jobs.FOLDER]) / site
     arguments = {"attacks": [BagOfWords()], "folder": folder, "settings": settings}
@@ -242,6 +242,20 @@ def test_the_agreed_start_is_asked_for_in_the_round_that_nvflare_counts_first(
     assert same(reply, jobs.arrays(moved)) == (refused is not None) == (round_ == 0)
     if refused is not None:
         assert [a.rule for a in refused.inspection.found] == ["start"]
+
+
+@pytest.mark.parametrize("round_", [1, 2])
+def test_rows_that_jump_are_seen_in_the_round_after_one_s_own(site, monkeypatch, caplog, round_):
+    monkeypatch.setattr(jobs, "make_observer", lambda name: inspects(name, True))
+    monkeypatch.setattr(jobs, "model", adapted)
+    one = site()
+    returned = values(one.answer(task_of(0, trained_state(adapted()))))
+    sent = {n: torch.as_tensor(t) for n, t in returned.items()}
+    sent[DOWN] = torch.cat([3 * sent[DOWN][6:7] * torch.linspace(-1, 1, 32), sent[DOWN][1:]])
+    reply = one.answer(task_of(round_, sent))
+    warned = any(f"warns in round {round_}" in m and "jump" in m for m in caplog.messages)
+    assert warned == (round_ == 1)  # after a missed round nobody can say
+    assert not same(values(reply), jobs.arrays(sent))  # it warns alone: what was trained leaves
 
 
 # ---- other tasks --------------------------------------------------------------------------------

@@ -75,6 +75,12 @@ def gradient_of(
     return {role: mean[id(leaf)] for role, leaf in leaf_of.items()}
 
 
+def each_gradient(anatomy: Anatomy, batches: Sequence[TokenBatch], role: str) -> Iterator[Tensor]:
+    """Yield the gradient in one role of each batch of public text, with a progress bar."""
+    for batch in track(batches, "gradients of public text"):
+        yield gradient_of(anatomy, batch, [role])[role]
+
+
 def train_copies(
     anatomy: Anatomy,
     batches: Iterable[TokenBatch],

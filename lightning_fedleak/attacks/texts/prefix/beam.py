@@ -36,18 +36,14 @@ class Beam:
             nearest of fewer candidates.
         confidence: (N,) one minus the ratio of the distances of the chosen token and the nearest
             other one, after the best beginning; 0 where nothing was recovered.
-        residuals: (N,) distance of the chosen token's state to the observed one.
         computed: number of tokens that went through the bottom model.
-        runs: number of its forwards.
         finished: False if time ran out.
     """
 
     tokens: Tensor
     verified: int
     confidence: Tensor
-    residuals: Tensor
     computed: int
-    runs: int
     finished: bool
 
 
@@ -83,9 +79,8 @@ class BeamSearch:
         self.place = self.start = int(prefixes.lengths[0])
         self.squares = observed.new_zeros(1, observed.shape[1])
         self.confidence = observed.new_zeros(1, len(observed))
-        self.residuals = observed.new_full((1, len(observed)), float("nan"))
         self.last: Tensor | None = None
-        self.computed = self.runs = 0
+        self.computed = 0
         self.assumed = spread
         self._set_spread(spread)
 
@@ -99,7 +94,7 @@ class BeamSearch:
 
         Args:
             deadline: checked before each forward.
-            learn: improve the spread by the residuals of recovered tokens.
+            learn: improve the spread by the distances of recovered tokens.
         """
         n, due, whole = len(self.observed), LEARN_AT, True
         while whole and self.place < n and not deadline.passed:
@@ -114,9 +109,7 @@ class BeamSearch:
             tokens,
             self.place,
             self.confidence[0],
-            self.residuals[0],
             self.computed + self.prefixes.computed,
-            self.runs + self.prefixes.runs,
             whole and self.place == n,
         )
 
@@ -196,12 +189,9 @@ class BeamSearch:
         self.squares = self.squares[rows] + differences.square()
         self.confidence = self.confidence[rows]
         self.confidence[:, self.place] = sure.clamp(min=0.0).masked_fill(doubtful, 0.0)
-        self.residuals = self.residuals[rows]
-        self.residuals[:, self.place] = differences.norm(dim=1)
         self.last = tokens[rows, columns]
         if not torch.equal(rows, torch.arange(len(self.prefixes.lengths), device=rows.device)):
             self.computed += self.prefixes.computed
-            self.runs += self.prefixes.runs
             self.prefixes = self.prefixes.select(rows)
         self.place += 1
 

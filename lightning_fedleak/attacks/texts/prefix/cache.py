@@ -169,8 +169,7 @@ class Prefixes:
     Attributes:
         lengths: (B,) tokens of each beginning.
         tokens: (B, N) token ids, valid up to ``lengths``.
-        runs: number of forwards of the bottom so far.
-        computed: number of tokens that went through it so far.
+        computed: number of tokens that went through the bottom so far.
 
     Raises:
         ValueError: the model is not causal.
@@ -184,7 +183,6 @@ class Prefixes:
         self.cached = can_cache(bottom, layout) if cached is None else cached
         self.lengths = torch.zeros_like(self.layout.counts)
         self.tokens = torch.zeros_like(self.layout.columns)
-        self.runs = 0
         self.computed = 0
         self._slots = _Slots()
         self._slots.room = self.layout.columns.shape[1]
@@ -271,7 +269,6 @@ class Prefixes:
         past = torch.arange(slots.used, device=sees.device) < self.lengths[:, None]
         attends = [past[:, None].expand(-1, n, -1), sees.expand(rows, -1, -1)]
         visible = torch.cat(attends, 2)[:, None]
-        self.runs += 1
         self.computed += rows * n
         return self.bottom.continued(new, visible, self.layout.positions.gather(1, places), slots)
 
@@ -317,7 +314,6 @@ class Prefixes:
             )
             for a in range(0, len(sent), step)
         ]
-        self.runs += len(parts)
         self.computed += len(sent) * end
         states = torch.cat(parts)
         texts = torch.arange(len(states), device=states.device)[:, None]

@@ -38,24 +38,18 @@ class Recovered:
     Attributes:
         tokens: (B, N). Where time ran out, the token after the last verified one is the best of
             the candidates so far, and the others are the first of the ranking.
-        verified: (B,) number of verified tokens.
         confidence: (B, N) one minus the ratio of the distances of best and runner-up;
             the distance of an unverified runner-up is estimated; 0 where only guessed.
-        residuals: (B, N) distance of the best to the observed state, nan where only guessed.
         noised: whether no token's state equals the observed one, as measured or assumed.
         finished: False if time ran out, also within a sweep of all possible tokens.
         candidates: number of tokens that went through the bottom model.
-        runs: number of its forwards.
     """
 
     tokens: Tensor
-    verified: Tensor
     confidence: Tensor
-    residuals: Tensor
     noised: bool
     finished: bool
     candidates: int
-    runs: int
 
 
 @dataclass(frozen=True)
@@ -113,10 +107,8 @@ class PrefixSearch:
         noised: bool | None,
         deadline: Deadline,
     ) -> None:
-        prior, noise = (
-            verification.Prior(top, prefixes.layout.columns),
-            precision * observed.norm(dim=2),
-        )
+        prior = verification.Prior(top, prefixes.layout.columns)
+        noise = precision * observed.norm(dim=2)
         self.task = task = verification.Task(prefixes, table, observed, prior, noise, deadline)
         self.prefixes, self.counts, self.deadline = prefixes, task.counts, deadline
         self.as_sent = verification.AsSent(task, precision > LOW_PRECISION)
@@ -126,7 +118,6 @@ class PrefixSearch:
         self.opened_again: list[set[int]] = [set() for _ in range(b)]
         self.places = [verification.OpenPlace() for _ in range(b)]
         self.confidence = task.observed.new_zeros(b, n)
-        self.residuals = task.observed.new_full((b, n), float("nan"))
         self.run_length = float(AHEAD[1])
         self.first = verification.ranked_first(task)
         self.guess = self.first[:, :, 0].clone()
@@ -150,13 +141,10 @@ class PrefixSearch:
         self._take_best(tokens, lengths)
         return Recovered(
             tokens=tokens,
-            verified=lengths,
             confidence=self.confidence,
-            residuals=self.residuals,
             noised=self.settling.noised,
             finished=finished,
             candidates=self.prefixes.computed + self.task.beside.computed,
-            runs=self.prefixes.runs + self.task.beside.runs,
         )
 
     def _open(self) -> bool:
@@ -198,11 +186,10 @@ class PrefixSearch:
                 spread,
             )
             rest = search.run(self.deadline.share(texts))
-            self.task.beside.add(verification.Effort(rest.computed, rest.runs))
+            self.task.beside.computed += rest.computed
             end = lengths[i] = rest.verified
             tokens[i, start:end] = rest.tokens[start:end]
             self.confidence[i, start:end] = rest.confidence[start:end]
-            self.residuals[i, start:end] = rest.residuals[start:end]
             finished &= rest.finished
         return finished
 
@@ -215,7 +202,6 @@ class PrefixSearch:
             tokens[i, column:] = self.guess[i, column:]
             if place.tokens and column == int(self.prefixes.lengths[i]):
                 tokens[i, column] = place.tokens[place.best]
-                self.residuals[i, column] = place.distances[place.best]
 
     def _advance(self) -> None:
         """Run one forward over the guesses, and append the tokens that it verifies."""
@@ -307,7 +293,7 @@ class PrefixSearch:
         return correct
 
     def _record(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
-        """Record the residuals and confidences of right tokens."""
+        """Record the confidences of right tokens."""
         table = self.task.table
         is_other = other >= 0
         for i in (correct + is_other.long()).nonzero().squeeze(1).tolist():
@@ -326,7 +312,6 @@ class PrefixSearch:
                     token = int(forward.chain[i, j])
                 if len(place.verified) < table.distinct or j > 0:
                     second = min(second, float(table.isolation(self.guess.new_tensor(token))))
-                self.residuals[i, column] = best
                 twins = j == 0 and len(place.twins) > 1
                 if twins or self.as_sent.may_have_twins(i, column, token):
                     continue

@@ -130,6 +130,13 @@ class AttentionMembership(MembershipAttack):
         "a dishonest server that adds layers of its own, asking for a text it holds"
     )
     default_name = "attention_membership"
+    config_names = (
+        *("layer", "granularity", "design.beta", "design.gamma", "design.whiten", "design.score"),
+        *("design.readout", "design.variant", "design.omit_random", "design.widths"),
+        *("design.causal", "design.ridge", "design.batch", "reader.false_positive_rate"),
+        *("design.seed", "design.select", "tokens", "design.calibration_tokens", "public_text"),
+        *("refresh_every", "reader.upstream_sign"),
+    )
     needs_float64 = True
 
     def __init__(
@@ -179,7 +186,6 @@ class AttentionMembership(MembershipAttack):
         )
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self.public_text = PublicText.parse(public_text, tokenizer)
-        self._digest = PublicText.label(self.public_text)
         self._prepared_at = 0
         self._d: int | None = None
         self._calibration: attention_calibration.Calibration | None = None
@@ -429,16 +435,10 @@ class AttentionMembership(MembershipAttack):
 
     def config(self) -> dict[str, object]:
         """Return the settings for reports; of the public text the beginning of its SHA-256."""
-        names = (
-            *("layer", "granularity", "beta", "gamma", "whiten", "score", "readout", "variant"),
-            *("omit_random", "widths", "causal", "ridge", "batch", "false_positive_rate", "seed"),
-            *("select", "tokens", "calibration_tokens", "public_text", "refresh_every"),
-            "upstream_sign",
-        )
-        values = vars(self) | vars(self.design) | vars(self.reader) | {"public_text": self._digest}
-        values["widths"] = list(self.design.widths)
-        values["calibration_tokens"] = self.design.calibration_tokens or "auto"
-        return {name: values[name] for name in names}
+        return super().config() | {
+            "widths": list(self.design.widths),
+            "calibration_tokens": self.design.calibration_tokens or "auto",
+        }
 
     def _fingerprint(self) -> Tensor:
         """Return (32,) bytes that differ for other settings or another public text."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -43,8 +43,6 @@ LEAST_VARIANCE = 1e-4  # of the largest; whitening enlarges directions of less n
 
 Weighting = Literal["per_position", "paper"]
 Stop = Literal["settled", "cosine"]
-WEIGHTINGS: tuple[Weighting, ...] = ("per_position", "paper")
-STOPS: tuple[Stop, ...] = ("settled", "cosine")
 
 CHECK_EVERY = 25  # steps between checks whether a text has settled. Not tuned
 PATIENCE = 8  # checks without a change of a token after which it has; more cost steps. Not tuned
@@ -207,9 +205,9 @@ class DescentSettings:
     refresh_every: int = 1
 
     def __post_init__(self) -> None:
-        check_choice("stop", self.stop, STOPS)
+        check_choice("stop", self.stop, get_args(Stop))
         check_number("cosine", self.cosine, above=-1, at_most=1)
-        check_choice("weighting", self.weighting, WEIGHTINGS)
+        check_choice("weighting", self.weighting, get_args(Weighting))
         check_integer("at_once", self.at_once)
         check_integer("refresh_every", self.refresh_every)
 

@@ -8,7 +8,8 @@ nor copied for each candidate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,13 +78,15 @@ class Layout:
 
     def to(self, device: torch.device) -> Layout:
         """Return the layout on ``device``."""
-        parts = (self.counts, self.columns, self.positions, self.mask, self.position_ids)
-        return Layout(*(None if p is None else p.to(device) for p in parts))  # type: ignore[arg-type]
+        return self._each(lambda part: part.to(device))
 
     def __getitem__(self, rows: Tensor) -> Layout:
         """Return the layout of the texts ``rows``."""
-        parts = (self.counts, self.columns, self.positions, self.mask, self.position_ids)
-        return Layout(*(None if p is None else p[rows] for p in parts))  # type: ignore[arg-type]
+        return self._each(lambda part: part[rows])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Layout:
+        parts = {name: None if part is None else change(part) for name, part in vars(self).items()}
+        return replace(self, **parts)  # type: ignore[arg-type]
 
     def pack(self, values: Tensor) -> Tensor:
         """Return values (B, L, ...) by column as (B, N, ...) by real token."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,7 +180,12 @@ class PrefixInversion(InversionAttack):
         >>> monitor = LeakageMonitor([attack], every_n_steps=100)
     """
 
-    default_name: ClassVar[str] = "prefix_inversion"
+    default_name = "prefix_inversion"
+    config_names = (
+        *("layer", "budget_seconds", "public_text", "types", "settings.contexts"),
+        *("language_model", "noised", "beam", "settings.batch", "settings.autocast"),
+        *("settings.refresh_every", "settings.renew_table_every", "seed"),
+    )
     needs_float64 = True
 
     def __init__(
@@ -349,15 +354,11 @@ class PrefixInversion(InversionAttack):
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
-        names = (
-            *("layer", "budget_seconds", "public_text", "types", "contexts", "language_model"),
-            *("noised", "beam", "batch", "autocast", "refresh_every", "renew_table_every", "seed"),
-        )
         public, autocast = self.public_text, self.settings.autocast
-        values = vars(self) | vars(self.settings)
-        values["public_text"] = "given" if isinstance(public, PublicText) else public
-        values["autocast"] = None if autocast is None else str(autocast)
-        return {name: values[name] for name in names}
+        return super().config() | {
+            "public_text": "given" if isinstance(public, PublicText) else public,
+            "autocast": None if autocast is None else str(autocast),
+        }
 
 
 def two_ways(bottom: BottomModel, ids: Tensor, mask: Tensor, states: Tensor) -> float:

@@ -43,12 +43,7 @@ from lightning_fedleak.attacks.membership.base import (
     threat_with_public_text,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.validate import (
-    check_integer,
-    check_number,
-    group_old_arguments,
-    old_spelling,
-)
+from lightning_fedleak.validate import check_integer, check_number, old_spelling
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Half-widths of the bands around a member's response, in units of it; not tuned."""
@@ -157,12 +152,8 @@ class AttentionMembership(MembershipAttack):
         **old: Any,
     ) -> None:
         super().__init__(layer, "token", tokens, name)
-        settings = group_old_arguments(
-            type(self).__name__,
-            "attention",
-            attention or AttentionSettings(),
-            _old_settings(**old),
-        )
+        attention = attention or AttentionSettings()
+        settings = self._group("attention", attention, _old_settings(**old))
         score = settings.resolved_score(gamma)
         check_positive_or("gamma", gamma, ("calibrated", "lemma"))
         self.refresh_every = check_integer("refresh_every", refresh_every)

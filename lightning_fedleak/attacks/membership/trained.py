@@ -35,13 +35,7 @@ from lightning_fedleak.attacks.membership.base import (
 from lightning_fedleak.attacks.membership.fc import CraftedFC, Frozen, batch_inputs
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.model_runs import context_length, hidden_states
-from lightning_fedleak.validate import (
-    check_choice,
-    check_integer,
-    check_number,
-    group_old_arguments,
-    old_spelling,
-)
+from lightning_fedleak.validate import check_choice, check_integer, check_number, old_spelling
 
 TWIN_DISTANCE = 1e-2  # L1, over the target's norm, of a sample that is skipped; not tuned
 CHECK_EVERY = 5  # steps of training between tests of the margin; not tuned
@@ -307,9 +301,8 @@ class TrainedMembership(MembershipAttack):
         **old: Any,
     ) -> None:
         super().__init__(layer, granularity, tokens, name)
-        self.training = group_old_arguments(
-            type(self).__name__, "training", training or TrainingSettings(), _old_settings(**old)
-        )
+        training = training or TrainingSettings()
+        self.training = self._group("training", training, _old_settings(**old))
         self.refresh_every = check_integer("refresh_every", refresh_every)
         self.threshold = check_choice("threshold", threshold, ("midpoint", "trained"))
         attack = type(self).__name__

@@ -25,12 +25,7 @@ from lightning_fedleak.attacks.texts.base import (
     join_guesses,
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.validate import (
-    check_choice,
-    check_integer,
-    check_number,
-    group_old_arguments,
-)
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 BETAS = (0.9, 0.999)  # decay of Adam's moments: Kingma & Ba 2015
 EPS = 1e-8  # added to the root of Adam's second moment: Kingma & Ba 2015
@@ -248,9 +243,7 @@ class DescentAttack(InversionAttack):
         super().__init__(layer, budget_seconds, name)
         self.steps = check_integer("steps", steps)
         self.lr = check_number("lr", lr, above=0)
-        self.descent = group_old_arguments(
-            type(self).__name__, "descent", descent or DescentSettings(), old
-        )
+        self.descent = self._group("descent", descent or DescentSettings(), old)
         self._table: TokenTable | None = None
 
     # ---- the adversary's copy -------------------------------------------------------------

@@ -29,13 +29,7 @@ from lightning_fedleak.attacks.texts.base import TINY, Deadline, TextGuess
 from lightning_fedleak.attacks.texts.descent import RowAdam, TokenTable
 from lightning_fedleak.attacks.texts.model_copy import GradientTextAttack, ModelCopy, trained_names
 from lightning_fedleak.snapshots import Observation, whole_tensor
-from lightning_fedleak.validate import (
-    check_choice,
-    check_integer,
-    check_number,
-    group_old_arguments,
-    old_spelling,
-)
+from lightning_fedleak.validate import check_choice, check_integer, check_number, old_spelling
 
 Distance = Literal["l2", "tag", "cosine"]
 Labels = Literal["learned", "text"]
@@ -198,9 +192,8 @@ class GradientMatching(GradientTextAttack):
             )
         self.distance: Distance = distance
         self.labels: Labels = labels
-        self.matching = group_old_arguments(
-            type(self).__name__, "matching", matching or MatchingSettings(), _old_settings(**old)
-        )
+        matching = matching or MatchingSettings()
+        self.matching = self._group("matching", matching, _old_settings(**old))
         self.parameters = None if parameters is None else tuple(parameters)
         self.seed = seed
         self._table: TokenTable | None = None

@@ -26,7 +26,7 @@ from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.words.public_gradients import each_gradient, head_surface
 from lightning_fedleak.snapshots import whole_tensor
-from lightning_fedleak.validate import check_choice, check_integer, group_old_arguments
+from lightning_fedleak.validate import check_choice, check_integer
 
 Scorer = Literal["gmm", "abs"]
 
@@ -363,9 +363,7 @@ class FlatChat(Attack):
         self.scorer: Scorer = scorer
         self.shapes = tuple(shapes)
         self.mask_token_id = mask_token_id
-        self.mixture = group_old_arguments(
-            type(self).__name__, "mixture", mixture or MixtureSettings(), old
-        )
+        self.mixture = self._group("mixture", mixture or MixtureSettings(), old)
         self.seed = seed
         self.regressor: TypeCountRegressor | None = None
         self._role = HEAD_WEIGHT

@@ -30,7 +30,7 @@ from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.search import PrefixSearch, Recovered
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
-from lightning_fedleak.validate import check_integer, group_old_arguments, old_spelling
+from lightning_fedleak.validate import check_integer, old_spelling
 
 # None of the values was tuned.
 BY_SIDE = 256  # candidates in one run; bounds the memory
@@ -210,9 +210,8 @@ class PrefixInversion(InversionAttack):
         self.public_text = PublicText.parse(public_text, tokenizer)
         self.language_model = language_model
         self.noised = noised
-        self.settings = group_old_arguments(
-            type(self).__name__, "settings", settings or PrefixSettings(), _old_settings(**old)
-        )
+        settings = settings or PrefixSettings()
+        self.settings = self._group("settings", settings, _old_settings(**old))
         self.seed = seed
         self._table: StateTable | None = None
         self._table_step: int | None = None

@@ -382,8 +382,9 @@ class FCMembership(MembershipAttack):
         """
         name, previous = str(precision), self._hints.get("trainer")
         current = next((one for one in SAFE if one == name), None)
-        for beginning, one in TRAINERS_WORDS.items():
-            current = current or (one if name.startswith(beginning) else None)
+        if current is None:
+            words = TRAINERS_WORDS.items()
+            current = next((one for word, one in words if name.startswith(word)), None)
         if current is None:
             raise ValueError(
                 f"unknown precision {precision!r}: pass one of {list(SAFE)} or a Trainer's own"

@@ -33,6 +33,7 @@ AHEAD = 4, 48  # tokens guessed ahead, at least and at most; more waste work aft
 LOW_PRECISION = 1e-4  # relative rounding above which it may hide which token is right
 REOPENED = 8  # places of one text that may be opened again; bounds the time
 
+# Of beams.
 OPENING = 16  # candidates of the first ranking that are verified first
 ROUNDS = 32, 64, 128, 256  # more candidates in each round; a round without a nearer one is the last
 GAP = 12.0  # nats by which a beginning may be less likely than the best; less drops true ones

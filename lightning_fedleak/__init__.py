@@ -11,43 +11,42 @@ from typing import TYPE_CHECKING
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from lightning_fedleak.attacks import (
-        AlignedFlatChat,
-        AttentionMembership,
-        BagOfWords,
-        BeamFromWords,
-        BiasSign,
-        CraftedAdapterWords,
-        EmbeddingDescent,
-        FCMembership,
-        FlatChat,
-        GradientMatching,
-        GradientMembership,
-        PrefixInversion,
-        PublicText,
-        RevealLabels,
-        SubspaceMembership,
-        SubspaceTexts,
-        SubspaceWords,
-        TokenRelaxation,
-        TrainedMembership,
-    )
-    from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
-    from lightning_fedleak.canaries import with_canaries
-    from lightning_fedleak.defenses import (
-        DPSGD,
-        ActivationCompression,
-        ActivationNoise,
-        Defense,
-        DefenseError,
-        DPAdamBC,
-        Freeze,
-        GradientCompression,
-        GradientNoise,
-        TokenLDP,
-        mean_of_sample_means,
-    )
-    from lightning_fedleak.strategies import DefendedStrategy
+    from lightning_fedleak.attacks import AlignedFlatChat as AlignedFlatChat
+    from lightning_fedleak.attacks import AttentionMembership as AttentionMembership
+    from lightning_fedleak.attacks import BagOfWords as BagOfWords
+    from lightning_fedleak.attacks import BeamFromWords as BeamFromWords
+    from lightning_fedleak.attacks import BiasSign as BiasSign
+    from lightning_fedleak.attacks import CraftedAdapterWords as CraftedAdapterWords
+    from lightning_fedleak.attacks import EmbeddingDescent as EmbeddingDescent
+    from lightning_fedleak.attacks import FCMembership as FCMembership
+    from lightning_fedleak.attacks import FlatChat as FlatChat
+    from lightning_fedleak.attacks import GradientMatching as GradientMatching
+    from lightning_fedleak.attacks import GradientMembership as GradientMembership
+    from lightning_fedleak.attacks import PrefixInversion as PrefixInversion
+    from lightning_fedleak.attacks import PublicText as PublicText
+    from lightning_fedleak.attacks import RevealLabels as RevealLabels
+    from lightning_fedleak.attacks import SubspaceMembership as SubspaceMembership
+    from lightning_fedleak.attacks import SubspaceTexts as SubspaceTexts
+    from lightning_fedleak.attacks import SubspaceWords as SubspaceWords
+    from lightning_fedleak.attacks import TokenRelaxation as TokenRelaxation
+    from lightning_fedleak.attacks import TrainedMembership as TrainedMembership
+    from lightning_fedleak.callbacks import Games as Games
+    from lightning_fedleak.callbacks import LeakageLimitExceeded as LeakageLimitExceeded
+    from lightning_fedleak.callbacks import LeakageMonitor as LeakageMonitor
+    from lightning_fedleak.callbacks import RiskGate as RiskGate
+    from lightning_fedleak.canaries import with_canaries as with_canaries
+    from lightning_fedleak.defenses import DPSGD as DPSGD
+    from lightning_fedleak.defenses import ActivationCompression as ActivationCompression
+    from lightning_fedleak.defenses import ActivationNoise as ActivationNoise
+    from lightning_fedleak.defenses import Defense as Defense
+    from lightning_fedleak.defenses import DefenseError as DefenseError
+    from lightning_fedleak.defenses import DPAdamBC as DPAdamBC
+    from lightning_fedleak.defenses import Freeze as Freeze
+    from lightning_fedleak.defenses import GradientCompression as GradientCompression
+    from lightning_fedleak.defenses import GradientNoise as GradientNoise
+    from lightning_fedleak.defenses import TokenLDP as TokenLDP
+    from lightning_fedleak.defenses import mean_of_sample_means as mean_of_sample_means
+    from lightning_fedleak.strategies import DefendedStrategy as DefendedStrategy
 
 _HOMES = {
     "attacks": (
@@ -71,12 +70,7 @@ _HOMES = {
         "TokenRelaxation",
         "TrainedMembership",
     ),
-    "callbacks": (
-        "Games",
-        "LeakageLimitExceeded",
-        "LeakageMonitor",
-        "RiskGate",
-    ),
+    "callbacks": ("Games", "LeakageLimitExceeded", "LeakageMonitor", "RiskGate"),
     "canaries": ("with_canaries",),
     "defenses": (
         "ActivationCompression",
@@ -94,45 +88,7 @@ _HOMES = {
     "strategies": ("DefendedStrategy",),
 }
 
-__all__ = [
-    "DPSGD",
-    "ActivationCompression",
-    "ActivationNoise",
-    "AlignedFlatChat",
-    "AttentionMembership",
-    "BagOfWords",
-    "BeamFromWords",
-    "BiasSign",
-    "CraftedAdapterWords",
-    "DPAdamBC",
-    "DefendedStrategy",
-    "Defense",
-    "DefenseError",
-    "EmbeddingDescent",
-    "FCMembership",
-    "FlatChat",
-    "Freeze",
-    "Games",
-    "GradientCompression",
-    "GradientMatching",
-    "GradientMembership",
-    "GradientNoise",
-    "LeakageLimitExceeded",
-    "LeakageMonitor",
-    "PrefixInversion",
-    "PublicText",
-    "RevealLabels",
-    "RiskGate",
-    "SubspaceMembership",
-    "SubspaceTexts",
-    "SubspaceWords",
-    "TokenLDP",
-    "TokenRelaxation",
-    "TrainedMembership",
-    "__version__",
-    "mean_of_sample_means",
-    "with_canaries",
-]
+__all__ = ["__version__", *sorted(name for names in _HOMES.values() for name in names)]
 
 
 def __getattr__(name: str) -> object:

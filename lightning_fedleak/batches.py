@@ -118,24 +118,12 @@ class TokenBatch:
         targets = self.labels[:, 1:] if self.kind == "causal" else self.labels
         return targets[targets != IGNORE_INDEX].long()
 
-    def read_ids(self) -> Tensor:
-        """Return the ids whose embedding is read and not masked, (n,) int64, repeats included.
-
-        An encoder-decoder reads the encoder's ids, and then the decoder's: labels without each
-        row's last (``shift_right``) and without -100. The start and pad tokens that ``shift_right``
-        inserts are left out. On CUDA this waits for the device.
-        """
-        ids = _unmasked(self.input_ids, self.attention_mask)
-        if self.kind != "seq2seq" or self.labels is None:
-            return ids
-        decoder_ids = self.labels[:, :-1]
-        return torch.cat([ids, decoder_ids[decoder_ids != IGNORE_INDEX].long().to(ids.device)])
-
     def context_ids(self, *, one_way: bool = False) -> Tensor:
-        """Return those of :meth:`read_ids` that a label depends on, (n,) int64, with repeats.
+        """Return the ids that are read and that a label depends on, (n,) int64, with repeats.
 
         Padding is among them if the loss counts its prediction. The ids that the decoder of an
-        encoder-decoder reads come last. On CUDA this waits for the device.
+        encoder-decoder reads come last, without the start and pad tokens that ``shift_right``
+        inserts. On CUDA this waits for the device.
 
         Args:
             one_way: see :meth:`context_mask`.

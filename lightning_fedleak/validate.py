@@ -140,6 +140,7 @@ def group_old_arguments(
     settings: Settings,
     old: Mapping[str, object],
     renamed: Mapping[str, str] | None = None,
+    depth: int = 4,
 ) -> Settings:
     """Return settings with arguments that 0.1.0 took one by one, and warn where there are any.
 
@@ -149,6 +150,7 @@ def group_old_arguments(
         settings: a frozen dataclass.
         old: arguments that the constructor does not name.
         renamed: fields of the settings by the names that 0.1.0 had for them.
+        depth: see :func:`warn_of_old_spelling`.
 
     Raises:
         TypeError: the settings have no such field either.
@@ -159,7 +161,7 @@ def group_old_arguments(
     check_names(owner, old, [*(one.name for one in fields(settings)), *renamed])
     new = {renamed.get(name, name): value for name, value in old.items()}
     grouped = f"{argument}={type(settings).__name__}({spelled(new)})"
-    warn_of_old_spelling(f"{owner}({spelled(old)})", f"{owner}({grouped})")
+    warn_of_old_spelling(f"{owner}({spelled(old)})", f"{owner}({grouped})", depth)
     return replace(settings, **new)
 
 
@@ -207,10 +209,16 @@ def check_names(owner: str, names: Iterable[str], accepted: Sequence[str]) -> No
         raise TypeError(f"{owner}() got an unexpected keyword argument '{name}'{hint}")
 
 
-def warn_of_old_spelling(old: str, new: str) -> None:
-    """Warn that a call is spelled in another way than in 0.1.0."""
+def warn_of_old_spelling(old: str, new: str, depth: int = 4) -> None:
+    """Warn that a call is spelled in another way than in 0.1.0.
+
+    Args:
+        old: the call.
+        new: the call as it is spelled now.
+        depth: calls from here up to the user's code, which the warning names.
+    """
     message = f"{old} is spelled {new} now. The old spelling works through 0.2."
-    warnings.warn(message, FutureWarning, stacklevel=4)
+    warnings.warn(message, FutureWarning, stacklevel=depth)
 
 
 def spelled(names: Iterable[str]) -> str:

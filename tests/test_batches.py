@@ -88,10 +88,10 @@ def test_reading_changes_nothing() -> None:
     before = copy.deepcopy(batch)
     read = read_batch(batch, "seq2seq")
     read.target_ids().fill_(1)
-    read.read_ids().fill_(1)
+    read.context_ids().fill_(1)
     bare = read_batch(batch["input_ids"], "causal")
     bare.target_ids().fill_(1)
-    bare.read_ids().fill_(1)
+    bare.context_ids().fill_(1)
     assert batch.keys() == before.keys()
     assert all(torch.equal(batch[k], before[k]) for k in before)
 
@@ -223,7 +223,6 @@ def test_representation_has_no_contents() -> None:
 @pytest.mark.parametrize("kind", ["masked", "seq2seq", "classifier"])
 def test_targets_without_labels_are_unknown(kind: Kind) -> None:
     batch = TokenBatch(IDS, None, MASK, kind)
-    assert batch.read_ids().tolist() == [5, 6, 7, 8, 9, 10]
     with pytest.raises(BatchError, match=f"a {kind} model has no labels.*batch_adapter="):
         batch.target_ids()
 
@@ -243,15 +242,14 @@ def test_empty_batches(shape: tuple[int, int], kind: Kind) -> None:
         assert ignored.n_targets == 0
         assert ignored.target_ids().shape == (0,)
         assert ignored.target_ids().dtype == torch.int64
-        assert ignored.read_ids().shape == (ids.numel(),)
     assert TokenBatch(ids, None, None, "causal").n_targets == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
 def test_ids_of_other_integer_types_come_out_as_int64(dtype: torch.dtype) -> None:
     batch = read_batch(IDS.to(dtype), "causal")
-    assert batch.target_ids().dtype == batch.read_ids().dtype == torch.int64
-    assert batch.read_ids().tolist() == IDS.flatten().tolist()
+    assert batch.target_ids().dtype == batch.context_ids().dtype == torch.int64
+    assert batch.context_ids().tolist() == IDS[:, :-1].flatten().tolist()
 
 
 def test_reading_a_batch_looks_into_no_tensor() -> None:
@@ -367,37 +365,6 @@ def targets_by_hand(batch: TokenBatch) -> list[int]:
 )
 def test_targets_in_reading_order(batch: TokenBatch) -> None:
     assert batch.target_ids().tolist() == targets_by_hand(batch)
-
-
-def rows_looked_up(model: nn.Module, batch: TokenBatch) -> list[list[int]]:
-    """Inputs of every word embedding that the forward calls, in the order of the calls."""
-    calls: list[list[int]] = []
-    everywhere = model.named_modules(remove_duplicate=False)  # one may have another name too
-    handles = [
-        m.register_forward_hook(lambda _, args, __: calls.append(args[0].flatten().tolist()))
-        for m in {m for n, m in everywhere if n.endswith("embed_tokens")}
-    ]
-    try:
-        with torch.no_grad():
-            model(input_ids=batch.input_ids, labels=batch.labels)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-@pytest.mark.parametrize("name", ["llama", "t5", "marian"])
-def test_ids_read_are_those_looked_up(name: str) -> None:
-    """Pad and start tokens (0 here, which no text of these batches holds) aside."""
-    build, kind = MODELS[name]
-    model = build().eval()
-
-    @given(batches(kind))
-    def check(batch: TokenBatch) -> None:
-        looked_up = [t for call in rows_looked_up(model, batch) for t in call if t != 0]
-        assert batch.read_ids().tolist() == looked_up
-
-    check()
 
 
 def test_classes_are_the_targets_of_a_classifier() -> None:

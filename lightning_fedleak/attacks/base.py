@@ -1,4 +1,7 @@
-"""The interface of attacks: from a snapshot, and what the adversary knows, to a guess."""
+"""The interface of attacks: from a snapshot, and what the adversary knows, to a guess.
+
+It hands on what every attack needs besides: its adversary's threat model and the observation.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,12 @@ from torch import Tensor
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.compression import Compression
-from lightning_fedleak.snapshots import Observation
+from lightning_fedleak.snapshots import Observation as Observation
 from lightning_fedleak.snapshots import UnusableObservation as UnusableObservation
-from lightning_fedleak.threats import ThreatModel
+from lightning_fedleak.threats import Capability as Capability
+from lightning_fedleak.threats import ThreatModel as ThreatModel
+from lightning_fedleak.threats import ThreatModelError as ThreatModelError
+from lightning_fedleak.validate import Settings, group_old_arguments
 
 WITHOUT_FLOAT64 = frozenset({"mps"})
 """Device types without float64: Apple's GPUs."""
@@ -158,6 +164,10 @@ class Attack(ABC):
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.default_name
 
+    def _group(self, argument: str, settings: Settings, old: Mapping[str, object]) -> Settings:
+        """Return a constructor's settings with those that 0.1.0 took one by one, which warn."""
+        return group_old_arguments(type(self).__name__, argument, settings, old, depth=5)
+
     def check_device(self, anatomy: Anatomy) -> None:
         """Raise an error if the model's device does not support this attack's arithmetic.
 
@@ -251,3 +261,19 @@ class Attack(ABC):
     def fingerprint(self) -> str:
         """Return what a saved state must agree with, as one string."""
         return repr(sorted(self.arguments().items()))
+
+
+def check_readable(largest: Tensor, name: str) -> None:
+    """Raise an error for a gradient with NaN or infinity, or of zeros alone.
+
+    Args:
+        largest: () size of its largest number, or of a number that is NaN if one of them is.
+        name: of the gradient, which begins the message.
+
+    Raises:
+        UnusableObservation: nothing can be read.
+    """
+    if not bool(largest.isfinite()):
+        raise UnusableObservation(f"{name} has NaN or infinity")
+    if not bool(largest > 0):
+        raise UnusableObservation(f"{name} is all zero: no token was trained on in this step")

@@ -15,7 +15,7 @@ from lightning_fedleak.attacks import MembershipAttack
 from lightning_fedleak.attacks.membership.insertion import Placement, insert
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.games.config import GameError
-from lightning_fedleak.games.pool import pad
+from lightning_fedleak.games.pool import Challenge, pad
 from lightning_fedleak.model_runs import hidden_states, predicting, stop_behind, undisturbed
 
 PROBE_TOKENS = 4  # before and after the token that tests whether a model reads ahead; not tuned
@@ -151,10 +151,7 @@ def _some_ids(anatomy: Anatomy, n: int) -> Tensor:
 
 
 def find_collisions(
-    targets: Sequence[Tensor],
-    positions: Tensor,
-    places: Tensor,
-    data: Sequence[Tensor],
+    challenge: Challenge,
     *,
     layer: int,
     reads: Callable[[int], slice | None],
@@ -173,10 +170,7 @@ def find_collisions(
     layer 0 under rotary positions).
 
     Args:
-        targets: (G,) rows of ids.
-        positions: (G,) target tokens.
-        places: (G,) where each target is in ``data``, -1 where it is not.
-        data: rows of ids of D, all different.
+        challenge: the batch D, and G targets.
         layer: at which the attack reads.
         reads: the tokens that it reads, from the target's position, see
             :meth:`~lightning_fedleak.attacks.membership.base.MembershipAttack.reads`.
@@ -186,6 +180,7 @@ def find_collisions(
     Returns:
         (G,) bool.
     """
+    data, targets, places = challenge.data, challenge.targets, challenge.places.tolist()
     collisions = torch.zeros(len(targets), dtype=torch.bool)
     if layer > 0 and ahead:
         return collisions
@@ -193,7 +188,7 @@ def find_collisions(
     longest = max(ids.shape[1], *(len(t) for t in targets))
     ids = nn.functional.pad(ids, (0, longest - ids.shape[1]), value=-1)
     for g, (target, position, place) in enumerate(
-        zip(targets, positions.tolist(), places.tolist(), strict=True)
+        zip(targets, challenge.positions.tolist(), places, strict=True)
     ):
         span = reads(position)
         if span is not None:

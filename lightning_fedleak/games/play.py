@@ -116,16 +116,7 @@ def _challenges(
             raise GameError("the authors' protocol needs planted=, the ids of its fixed sentence")
         place = _authors_place(config)
         return authors_challenges(pool.rows, planted, config.batch, config.games, place)
-    return game_challenges(
-        pool,
-        config.batch,
-        config.games,
-        config.position,
-        torch.Generator().manual_seed(config.seed),
-        config.targets_per_batch,
-        spare,
-        config.relation,
-    )
+    return game_challenges(pool, config, spare)
 
 
 def _authors_place(config: GameConfig) -> int:
@@ -246,10 +237,7 @@ class _GameRun:
                 upstream = upstreams.get((attack.layer, attack.granularity))
                 guess = attack.guess(self._gradient(attack, targets, client, upstream))
                 collides = find_collisions(
-                    challenge.targets,
-                    challenge.positions,
-                    challenge.places,
-                    challenge.data,
+                    challenge,
                     layer=attack.layer,
                     reads=attack.reads,
                     ahead=self.ahead[attack.layer],

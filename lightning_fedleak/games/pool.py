@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.games.config import GameError, Relation
+from lightning_fedleak.games.config import GameConfig, GameError
 
 
 class SentencePool:
@@ -168,17 +168,8 @@ class Challenge:
         return f"Challenge({len(self.data)} sentences, {len(self.targets)} targets)"
 
 
-def game_challenges(
-    pool: SentencePool,
-    batch: int,
-    games: int,
-    position: str | int,
-    generator: torch.Generator,
-    targets_per_batch: int = 1,
-    spare: int = 0,
-    relation: Relation = "replace_one",
-) -> Iterator[Challenge]:
-    """Yield ``games`` challenges of the game of Fig. 2.
+def game_challenges(pool: SentencePool, config: GameConfig, spare: int = 0) -> Iterator[Challenge]:
+    """Yield the challenges of all games of Fig. 2.
 
     D is ``batch`` distinct sentences of the pool, the bit is fair, the target is uniform in D
     (b = 1) or among the pool's other sentences (b = 0). With several targets for one D each has
@@ -188,20 +179,17 @@ def game_challenges(
 
     Args:
         pool: the distribution.
-        batch: n, sentences in D.
-        games: targets in all.
-        position: ``"random"`` for a uniformly drawn token of the target, ``"last"``, neither of
-            them a special one; or an index, also of a special token.
-        generator: on the CPU; the challenges depend on nothing else.
-        targets_per_batch: games that share one D.
+        config: how the games are played; the challenges depend on its seed and on nothing else. A
+            ``position`` that is an index may be that of a special token.
         spare: tokens at the end of a sentence that are no targets: 1 for a next-token loss, which
             no hidden state of the last token enters.
-        relation: as in :class:`~lightning_fedleak.games.GameConfig`.
 
     Raises:
         GameError: the pool has no more than ``batch`` sentences, or rows too short for
             ``position``.
     """
+    batch, position = config.batch, config.position
+    generator = torch.Generator().manual_seed(config.seed)
     if len(pool) <= batch:
         raise GameError(
             f"batch={batch} needs more than {batch} distinct sentences, so that a target outside "
@@ -220,9 +208,9 @@ def game_challenges(
             "a sentence of the pool holds no token that could be a target (special ones, and the "
             f"last {spare}, are not): make the pool with at_least={1 + spare}"
         )
-    remaining = games
+    remaining = config.games
     while remaining:
-        count = min(remaining, targets_per_batch)
+        count = min(remaining, config.targets_per_batch)
         remaining -= count
         order = torch.randperm(len(pool), generator=generator)
         bits = torch.randint(2, (count,), generator=generator).bool()
@@ -230,7 +218,7 @@ def game_challenges(
         outside_places = torch.randint(len(pool) - batch, (count,), generator=generator) + batch
         places = torch.where(bits, inside_places, outside_places)
         data = order[:batch]
-        if relation == "add_remove":
+        if config.relation == "add_remove":
             places = inside_places
             data = data[bits | (torch.arange(batch) != inside_places)]
         targets = tuple(pool.rows[i] for i in order[places].tolist())

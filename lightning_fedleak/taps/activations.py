@@ -10,12 +10,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.anatomy import (
-    Anatomy,
-    place_of,
-)
+from lightning_fedleak.anatomy import Anatomy, place_of
 from lightning_fedleak.model_runs import reset_compiled
 
 
@@ -91,14 +87,12 @@ class ActivationTap:
         self._keep_gradients = gradients
         self._reach = reach
         self._clone = clone
-        self._first = first
         self._records: dict[int, list[_Record]] = {layer: [] for layer in layers}
-        self._handles: list[RemovableHandle] = []
         self.armed = False
-        for layer, place in self._places.items():
-            self._handles.append(
-                place.on_states(functools.partial(self._pass, layer), first=self._first)
-            )
+        self._handles = [
+            place.on_states(functools.partial(self._pass, layer), first=first)
+            for layer, place in self._places.items()
+        ]
         self._root = anatomy.root
         reset_compiled(self._root)
 

@@ -177,7 +177,7 @@ class UpdateTap:
 
     @torch.no_grad()
     def end(
-        self, step: int, stage: Stage, *, learning_rate: float, local_steps: int, client: int = 0
+        self, step: int, stage: Stage, *, learning_rate: float, local_steps: int
     ) -> UpdateSnapshot:
         """Return ``(before - after) / learning_rate``, computed in the buffers of :meth:`begin`.
 
@@ -203,7 +203,6 @@ class UpdateTap:
             stage,
             tensors,
             self._tied,
-            client,
             local_steps=local_steps,
             learning_rate=learning_rate,
         )

@@ -4,12 +4,17 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_fedleak.games import GameError, SentencePool
-from lightning_fedleak.games.pool import authors_challenges, game_challenges
+from lightning_fedleak.games import GameConfig, GameError, SentencePool
+from lightning_fedleak.games.pool import Challenge, authors_challenges, game_challenges
 
 
 def pool_of(n: int) -> SentencePool:
     return SentencePool([[i, *range(1, 2 + i % 5)] for i in range(n)])
+
+
+def deal(pool, batch, games, position, seed=1, spare=0, **settings) -> list[Challenge]:
+    config = GameConfig(games=games, batch=batch, position=position, seed=seed, **settings)
+    return list(game_challenges(pool, config, spare))
 
 
 def keys(rows) -> list[tuple[int, ...]]:
@@ -19,8 +24,7 @@ def keys(rows) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("targets_per_batch", [1, 4])
 def test_deals_are_those_of_figure_2(targets_per_batch: int) -> None:
     pool = pool_of(30)
-    generator = torch.Generator().manual_seed(3)
-    n, challenges = 0, list(game_challenges(pool, 7, 50, "random", generator, targets_per_batch))
+    n, challenges = 0, deal(pool, 7, 50, "random", 3, targets_per_batch=targets_per_batch)
     for challenge in challenges:
         data = keys(challenge.data)
         assert len(set(data)) == 7
@@ -39,8 +43,7 @@ def test_where_targets_are_added_or_removed_nothing_is_in_their_place() -> None:
     pool = pool_of(30)
 
     def challenges(relation):
-        generator = torch.Generator().manual_seed(3)
-        return list(game_challenges(pool, 7, 50, "random", generator, relation=relation))
+        return deal(pool, 7, 50, "random", 3, relation=relation)
 
     bits = []
     for challenge, replaced in zip(
@@ -63,8 +66,7 @@ def test_bits_are_fair_and_targets_uniform_given_the_bit() -> None:
     """Chi-squared against the distributions of Fig. 2, at a level that this seed passes by far."""
     pool, batch, games = pool_of(12), 4, 6000
     order = {key: i for i, key in enumerate(keys(pool.rows))}
-    generator = torch.Generator().manual_seed(0)
-    challenges = list(game_challenges(pool, batch, games, "random", generator))
+    challenges = deal(pool, batch, games, "random", 0)
     bits = torch.cat([d.bits for d in challenges])
     assert stats.binomtest(int(bits.sum()), games).pvalue > 0.01
     # Lag one: a bit says nothing on the next one.
@@ -84,37 +86,35 @@ def test_bits_are_fair_and_targets_uniform_given_the_bit() -> None:
 def test_positions() -> None:
     pool = SentencePool([[i, i, i] for i in range(1, 9)])
     seen = []
-    for challenge in game_challenges(pool, 2, 900, "random", torch.Generator().manual_seed(1)):
+    for challenge in deal(pool, 2, 900, "random"):
         seen.append(int(challenge.positions))
     assert stats.chisquare(torch.bincount(torch.tensor(seen)).numpy()).pvalue > 0.01
     for position, wanted in (("last", 2), (1, 1)):
-        challenges = game_challenges(pool, 2, 5, position, torch.Generator().manual_seed(1))
+        challenges = deal(pool, 2, 5, position)
         assert {int(d.positions) for d in challenges} == {wanted}
 
 
 def test_a_last_token_that_enters_no_loss_is_not_asked_for() -> None:
     pool = SentencePool([[i, i, i] for i in range(1, 9)])
-    generator = torch.Generator().manual_seed(1)
-    seen = {int(d.positions) for d in game_challenges(pool, 2, 40, "random", generator, spare=1)}
+    seen = {int(d.positions) for d in deal(pool, 2, 40, "random", spare=1)}
     assert seen == {0, 1}
-    [challenge] = game_challenges(pool, 2, 1, "last", generator, spare=1)
+    [challenge] = deal(pool, 2, 1, "last", spare=1)
     assert int(challenge.positions) == 1
     with pytest.raises(GameError, match=r"the last one enters no loss.* at_least=4"):
-        list(game_challenges(pool, 2, 1, 2, generator, spare=1))
+        deal(pool, 2, 1, 2, spare=1)
 
 
 def test_special_tokens_are_not_asked_for() -> None:
     pool = SentencePool([[90, i, i, 91] for i in range(1, 9)], special_ids=(90, 91))
-    generator = torch.Generator().manual_seed(1)
-    seen = {int(d.positions) for d in game_challenges(pool, 2, 40, "random", generator)}
+    seen = {int(d.positions) for d in deal(pool, 2, 40, "random")}
     assert seen == {1, 2}
-    [challenge] = game_challenges(pool, 2, 1, "last", generator)
+    [challenge] = deal(pool, 2, 1, "last")
     assert int(challenge.positions) == 2
-    [challenge] = game_challenges(pool, 2, 1, 3, generator)
+    [challenge] = deal(pool, 2, 1, 3)
     assert int(challenge.positions) == 3
+    few = SentencePool([[90, 1], [90, 2], [1, 2]], at_least=1, special_ids={90})
     with pytest.raises(GameError, match="holds no token that could be a target"):
-        list(game_challenges(SentencePool([[90, 1], [90, 2], [1, 2]], at_least=1, special_ids={90}),
-                        1, 1, "last", generator, spare=1))  # fmt: skip
+        deal(few, 1, 1, "last", spare=1)
 
 
 def test_the_seed_alone_decides_and_the_global_state_is_left() -> None:
@@ -122,7 +122,7 @@ def test_the_seed_alone_decides_and_the_global_state_is_left() -> None:
     first, again, other = (
         [
             (keys(d.data), keys(d.targets), d.bits.tolist(), d.positions.tolist())
-            for d in game_challenges(pool, 5, 12, "random", torch.Generator().manual_seed(seed), 3)
+            for d in deal(pool, 5, 12, "random", seed, targets_per_batch=3)
         ]
         for seed in (4, 4, 5)
     )
@@ -147,11 +147,8 @@ def test_the_authors_challenges() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda p: list(game_challenges(p, 12, 1, "random", torch.Generator())),
-            "more than 12 distinct",
-        ),
-        (lambda p: list(game_challenges(p, 3, 1, 2, torch.Generator())), "at_least=3"),
+        (lambda p: deal(p, 12, 1, "random"), "more than 12 distinct"),
+        (lambda p: deal(p, 3, 1, 2), "at_least=3"),
         (
             lambda p: list(authors_challenges(p.rows, torch.arange(3), 4, 3, 1)),
             "games must be even",

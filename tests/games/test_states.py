@@ -15,7 +15,7 @@ from lightning_fedleak.games.client import (
     reads_ahead,
     tells_positions_apart,
 )
-from lightning_fedleak.games.pool import pad
+from lightning_fedleak.games.pool import Challenge, pad
 from lightning_fedleak.model_runs import hidden_states, undisturbed
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
 
@@ -93,6 +93,10 @@ def test_encoders_without_a_head_and_of_encoder_decoders_are_read_too() -> None:
     assert client_states(find_anatomy(tiny_t5()), [1], ids, mask)[1].shape == (2, 3, 16)
 
 
+def dealt(targets, positions, places, data) -> Challenge:
+    return Challenge(tuple(data), tuple(targets), places >= 0, positions, places)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_collisions_are_where_the_targets_state_occurs_elsewhere(name: str, layer: int) -> None:
@@ -110,10 +114,12 @@ def test_collisions_are_where_the_targets_state_occurs_elsewhere(name: str, laye
         position = int(torch.randint(len(target), (1,), generator=generator))
         found.append(
             find_collisions(
-                [target],
-                torch.tensor([position]),
-                torch.tensor([place]),
-                [pool.rows[i] for i in data],
+                dealt(
+                    [target],
+                    torch.tensor([position]),
+                    torch.tensor([place]),
+                    [pool.rows[i] for i in data],
+                ),
                 layer=layer,
                 reads=lambda position: None,
                 ahead=ahead and layer > 0,
@@ -139,7 +145,7 @@ def test_whole_sentences_collide_where_what_is_read_of_them_is_the_same() -> Non
         (1, 1, True, [False, False, False]),
     ):
         flags = find_collisions(
-            targets, torch.zeros(3, dtype=torch.int64), torch.arange(3), pool.rows,
+            dealt(targets, torch.zeros(3, dtype=torch.int64), torch.arange(3), pool.rows),
             layer=layer, reads=lambda p, n=tokens: slice(0, n), ahead=ahead, positional=True,
         )  # fmt: skip
         assert flags.tolist() == wanted
@@ -151,7 +157,7 @@ def test_who_attends_to_a_sentence_or_its_beginning_collides_where_that_occurs()
     def flags(layer, reads, position=1, ahead=False):
         data = [torch.tensor([1, 2, 3, 5])]
         return find_collisions(
-            pool.rows, torch.full((3,), position), torch.full((3,), -1), data,
+            dealt(pool.rows, torch.full((3,), position), torch.full((3,), -1), data),
             layer=layer, reads=reads, ahead=ahead, positional=True,
         ).tolist()  # fmt: skip
 

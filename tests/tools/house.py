@@ -441,9 +441,8 @@ class House:
     def public_names(self) -> list[str]:
         """Return the names of the package's root, its version aside."""
         for node in self.sources[PACKAGE].tree.body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                names = ast.literal_eval(node.value)
-                return [name for name in names if not name.startswith("__")]
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
+                return [name for names in ast.literal_eval(node.value).values() for name in names]
         return []
 
     def _constants(self) -> Measure:

@@ -43,12 +43,7 @@ from lightning_fedleak.attacks.membership.base import (
     threat_with_public_text,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.validate import (
-    check_integer,
-    check_number,
-    group_old_arguments,
-    old_spelling,
-)
+from lightning_fedleak.validate import check_integer, check_number, old_spelling
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Half-widths of the bands around a member's response, in units of it; not tuned."""
@@ -130,6 +125,13 @@ class AttentionMembership(MembershipAttack):
         "a dishonest server that adds layers of its own, asking for a text it holds"
     )
     default_name = "attention_membership"
+    config_names = (
+        *("layer", "granularity", "design.beta", "design.gamma", "design.whiten", "design.score"),
+        *("design.readout", "design.variant", "design.omit_random", "design.widths"),
+        *("design.causal", "design.ridge", "design.batch", "reader.false_positive_rate"),
+        *("design.seed", "design.select", "tokens", "design.calibration_tokens", "public_text"),
+        *("refresh_every", "reader.upstream_sign"),
+    )
     needs_float64 = True
 
     def __init__(
@@ -150,12 +152,8 @@ class AttentionMembership(MembershipAttack):
         **old: Any,
     ) -> None:
         super().__init__(layer, "token", tokens, name)
-        settings = group_old_arguments(
-            type(self).__name__,
-            "attention",
-            attention or AttentionSettings(),
-            _old_settings(**old),
-        )
+        attention = attention or AttentionSettings()
+        settings = self._group("attention", attention, _old_settings(**old))
         score = settings.resolved_score(gamma)
         check_positive_or("gamma", gamma, ("calibrated", "lemma"))
         self.refresh_every = check_integer("refresh_every", refresh_every)
@@ -179,7 +177,6 @@ class AttentionMembership(MembershipAttack):
         )
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self.public_text = PublicText.parse(public_text, tokenizer)
-        self._digest = PublicText.label(self.public_text)
         self._prepared_at = 0
         self._d: int | None = None
         self._calibration: attention_calibration.Calibration | None = None
@@ -429,16 +426,10 @@ class AttentionMembership(MembershipAttack):
 
     def config(self) -> dict[str, object]:
         """Return the settings for reports; of the public text the beginning of its SHA-256."""
-        names = (
-            *("layer", "granularity", "beta", "gamma", "whiten", "score", "readout", "variant"),
-            *("omit_random", "widths", "causal", "ridge", "batch", "false_positive_rate", "seed"),
-            *("select", "tokens", "calibration_tokens", "public_text", "refresh_every"),
-            "upstream_sign",
-        )
-        values = vars(self) | vars(self.design) | vars(self.reader) | {"public_text": self._digest}
-        values["widths"] = list(self.design.widths)
-        values["calibration_tokens"] = self.design.calibration_tokens or "auto"
-        return {name: values[name] for name in names}
+        return super().config() | {
+            "widths": list(self.design.widths),
+            "calibration_tokens": self.design.calibration_tokens or "auto",
+        }
 
     def _fingerprint(self) -> Tensor:
         """Return (32,) bytes that differ for other settings or another public text."""

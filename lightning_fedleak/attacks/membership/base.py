@@ -23,16 +23,17 @@ from torch import Tensor, nn
 from lightning_fedleak.anatomy import Anatomy, place_of
 from lightning_fedleak.attacks.base import (
     Attack,
+    Capability,
     Guess,
+    Observation,
     Query,
     Surfaces,
+    ThreatModel,
     UnusableObservation,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.compression import COMPRESSIONS
-from lightning_fedleak.snapshots import Observation
-from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Granularity = Literal["full", "token"]

@@ -171,6 +171,9 @@ def _select_inputs(
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 
+TRAINERS_WORDS: dict[str, Precision] = {"bf16": "bf16", "16": "fp16", "32": "fp32", "64": "fp32"}
+"""Precisions by how a Trainer's words for them begin."""
+
 SAFE: dict[Precision, tuple[float, float]] = {
     "fp32": (1e-3, 2.5e-4),
     "tf32": (2e-3, 1e-2),
@@ -378,19 +381,16 @@ class FCMembership(MembershipAttack):
         model's rounding again.
         """
         name, previous = str(precision), self._hints.get("trainer")
-        if name in SAFE:
-            self._hints["trainer"] = _as_precision(name)
-        elif name.startswith("bf16"):
-            self._hints["trainer"] = "bf16"
-        elif name.startswith("16"):
-            self._hints["trainer"] = "fp16"
-        elif name.startswith(("32", "64")):
-            self._hints["trainer"] = "fp32"
-        else:
+        current = next((one for one in SAFE if one == name), None)
+        if current is None:
+            words = TRAINERS_WORDS.items()
+            current = next((one for word, one in words if name.startswith(word)), None)
+        if current is None:
             raise ValueError(
                 f"unknown precision {precision!r}: pass one of {list(SAFE)} or a Trainer's own"
             )
-        if previous not in (None, self._hints["trainer"]):
+        self._hints["trainer"] = current
+        if previous not in (None, current):
             self._measured_at = -MEASURE_EVERY
 
     def meet(self, facts: RunFacts) -> None:
@@ -567,7 +567,3 @@ def _dtype_precision(dtype: torch.dtype, device: torch.device) -> Precision:
         return "fp16"
     coarse = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return "tf32" if coarse and dtype == torch.float32 else "fp32"
-
-
-def _as_precision(name: str) -> Precision:
-    return next(p for p in SAFE if p == name)

@@ -260,10 +260,10 @@ class GradientMembership(PassiveMembership):
         g = whole_tensor(view.gradient(name)).float()
         if not bool(g.isfinite().all()):
             raise UnusableObservation(f"the gradient of {name} has NaN or infinity")
-        update, facts = view.gradients[-1], self._facts
-        if not isinstance(update, UpdateSnapshot) or facts.optimizer is None:
-            return g
-        return self._without_decay(g, name, update) if decays_apart(facts) else g
+        update = view.gradients[-1]
+        if isinstance(update, UpdateSnapshot) and decays_apart(self._facts):
+            return self._without_decay(g, name, update)
+        return g
 
     def _rescale(self, g: Tensor, view: Observation, name: str) -> Tensor:
         """Return a shared gradient; after an adaptive optimizer, scaled to the sizes on public
@@ -284,8 +284,7 @@ class GradientMembership(PassiveMembership):
         gradient: it shows how B's step changed a text's loss, with the opposite sign.
         """
         steps = LocalSteps.from_facts(self._facts)
-        if steps is None:
-            return g
+        assert steps is not None
         if name not in self._round_weights:
             raise RuntimeError(f"attack '{self.name}' has no weights yet: call refresh first")
         weights, numbers = self._round_weights[name].to(g), torch.finfo(g.dtype)

@@ -24,12 +24,8 @@ from lightning_fedleak.attacks.local_steps import check_fresh
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.snapshots import (
-    NotYet,
-    Observation,
-    UpdateSnapshot,
-    explain_weight_term,
-)
+from lightning_fedleak.batches import before_last
+from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, explain_weight_term
 from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.validate import check_integer
 
@@ -210,7 +206,8 @@ class SubspaceMembership(PassiveMembership):
                 shared,
                 self._whitenings,
                 [_remove_span(x, basis) for x, basis in zip(inputs_of_texts, bases, strict=True)],
-                _positions_with_gradient(tokens, causal=causal),
+                # A causal text's last token is a label alone: no gradient depends on it.
+                tokens & before_last(tokens) if causal else tokens,
                 text,
                 words,
             )
@@ -276,14 +273,6 @@ def _first_input_per_block(inputs: Sequence[row_space.SharedInput]) -> list[row_
 def _early_blocks(inputs: int) -> int:
     """Return how many of the inputs are the first blocks', where order hardly matters."""
     return 2 if inputs > 3 else 1
-
-
-def _positions_with_gradient(real: Tensor, *, causal: bool) -> Tensor:
-    """Return (G, L): the positions that gradients depend on, without a causal text's last."""
-    if not causal:
-        return real
-    later = real.flip(1).cumsum(1).flip(1) - real.long()
-    return real & (later > 0)
 
 
 def _evidence(

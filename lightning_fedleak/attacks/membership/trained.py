@@ -35,13 +35,7 @@ from lightning_fedleak.attacks.membership.base import (
 from lightning_fedleak.attacks.membership.fc import CraftedFC, Frozen, batch_inputs
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.model_runs import context_length, hidden_states
-from lightning_fedleak.validate import (
-    check_choice,
-    check_integer,
-    check_number,
-    group_old_arguments,
-    old_spelling,
-)
+from lightning_fedleak.validate import check_choice, check_integer, check_number, old_spelling
 
 TWIN_DISTANCE = 1e-2  # L1, over the target's norm, of a sample that is skipped; not tuned
 CHECK_EVERY = 5  # steps of training between tests of the margin; not tuned
@@ -53,29 +47,6 @@ HARDER = (0.9, 0.8, 0.6, 0.4, 0.2)
 
 EASIER = (0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
 """Rungs below the decision, as multiples of the same distance; not tuned."""
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Mean and spread of each coordinate of public samples, (D,) each."""
-
-    mean: Tensor
-    spread: Tensor
-
-    @classmethod
-    def fit(cls, public: Tensor) -> Scale:
-        """Return the scale of samples (N, D); no spread is below a tenth of the mean spread."""
-        spread = public.std(0, correction=0)
-        floor = 0.1 * spread.mean()
-        return cls(public.mean(0), spread.clamp(min=floor if float(floor) > 0 else 1.0))
-
-    def to(self, reference: Tensor) -> Scale:
-        """Return the scale in the dtype and on the device of ``reference``."""
-        return Scale(self.mean.to(reference), self.spread.to(reference))
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Return rows less the mean, in units of the spread."""
-        return (rows - self.mean) / self.spread
 
 
 @dataclass(frozen=True)
@@ -147,7 +118,6 @@ class TrainingSettings:
 def train_neuron(
     target: Tensor,
     public: Tensor,
-    scale: Scale,
     generator: torch.Generator,
     settings: TrainingSettings,
 ) -> Neuron:
@@ -157,12 +127,12 @@ def train_neuron(
         target: (D,), float32 or float64.
         public: (N, D). Samples within 1% of the target (in L1) are skipped, such as the same prefix
             in a causal model.
-        scale: of the public samples.
         generator: on the CPU; the only source of random numbers.
         settings: of the training.
     """
     twins = (public - target).abs().sum(1) < TWIN_DISTANCE * target.abs().sum()
-    samples, scaled_target = scale(public[~twins]), scale(target[None])
+    mean, spread = mean_and_spread(public)
+    samples, scaled_target = (public[~twins] - mean) / spread, (target[None] - mean) / spread
     parameters = _initial(samples.shape[1], settings.hidden_units, generator, target)
     adam = Adam(parameters, settings.learning_rate)
     step = 0
@@ -180,11 +150,18 @@ def train_neuron(
         adam.step(gradients)
         step += 1
     weight, bias, second, offset = parameters
-    folded = [weight / scale.spread, bias - weight @ (scale.mean / scale.spread), second, offset]
+    folded = [weight / spread, bias - weight @ (mean / spread), second, offset]
     others = public[~twins]
     on_target = network_outputs(folded, target[None])[0]
     on_public = network_outputs(folded, others).max() if len(others) else on_target - 1
     return Neuron(folded[0], folded[1], second, offset[0], on_target, on_public, step)
+
+
+def mean_and_spread(public: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and spread (D,) of samples (N, D); no spread is below a tenth of their mean."""
+    spread = public.std(0, correction=0)
+    floor = 0.1 * spread.mean()
+    return public.mean(0), spread.clamp(min=floor if float(floor) > 0 else 1.0)
 
 
 def network_outputs(parameters: list[Tensor], x: Tensor) -> Tensor:
@@ -324,14 +301,12 @@ class TrainedMembership(MembershipAttack):
         **old: Any,
     ) -> None:
         super().__init__(layer, granularity, tokens, name)
-        self.training = group_old_arguments(
-            type(self).__name__, "training", training or TrainingSettings(), _old_settings(**old)
-        )
+        training = training or TrainingSettings()
+        self.training = self._group("training", training, _old_settings(**old))
         self.refresh_every = check_integer("refresh_every", refresh_every)
         self.threshold = check_choice("threshold", threshold, ("midpoint", "trained"))
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
-        self._digest = PublicText.label(self.public_text)
         self.seed = seed
         self.reader = RungReader(false_positive_rate, upstream_sign)
         self._public: Tensor | None = None
@@ -443,9 +418,8 @@ class TrainedMembership(MembershipAttack):
         key = hashlib.sha256(target.cpu().double().numpy().tobytes() + str(dtype).encode()).digest()
         if key not in self._neurons:
             public, generator = self._public.to(target), torch.Generator().manual_seed(self.seed)
-            scale = Scale.fit(self._public).to(target)
             with torch.autocast(target.device.type, enabled=False):
-                neuron = train_neuron(target, public, scale, generator, self.training)
+                neuron = train_neuron(target, public, generator, self.training)
             self._neurons[key] = neuron
             while len(self._neurons) > 1 and self._cached_bytes() > CACHE_BYTES:
                 self._neurons.popitem(last=False)
@@ -515,7 +489,7 @@ class TrainedMembership(MembershipAttack):
             "granularity": self.granularity,
             **vars(self.training),
             "threshold": self.threshold,
-            "public_text": self._digest,
+            "public_text": PublicText.label(self.public_text),
             "refresh_every": self.refresh_every,
             "seed": self.seed,
             "rungs": self.rungs,

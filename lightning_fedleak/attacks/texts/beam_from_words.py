@@ -16,9 +16,13 @@ from torch import Tensor
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import (
     Attack,
+    Capability,
+    Observation,
     Query,
     RunFacts,
     Surfaces,
+    ThreatModel,
+    ThreatModelError,
     UnusableObservation,
     WordGuess,
 )
@@ -26,9 +30,6 @@ from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
 from lightning_fedleak.attacks.texts.model_copy import GradientTextAttack, ModelCopy, trained_names
 from lightning_fedleak.attacks.words.direct import BagOfWords
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.model_runs import LOGITS_AT_ONCE
-from lightning_fedleak.snapshots import Observation
-from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 from lightning_fedleak.validate import check_integer, check_number
 
 _STARTS = 256  # first words of the beam search, the surest; more cost one run each. Not tuned
@@ -254,13 +255,8 @@ class FluentTexts:
     def _next(self, beams: Tensor) -> Tensor:
         """Return log probabilities (n, V) of what follows each beginning (n, l)."""
         self.tried += len(beams)
-        parts = [self.copy.logits(part)[:, -1].clone() for part in self._split(beams)]
+        parts = [self.copy.logits(part)[:, -1].clone() for part in self.copy.split(beams)]
         return torch.cat(parts).log_softmax(-1)
-
-    def _split(self, texts: Tensor) -> Sequence[Tensor]:
-        """Return texts in parts whose logits fit side by side."""
-        rows = max(1, LOGITS_AT_ONCE // (texts.shape[1] * self.copy.anatomy.vocab_size))
-        return torch.split(texts, rows)
 
     def _repeats(self, beams: Tensor, grams: set[tuple[int, ...]]) -> Tensor:
         """Return (n, k), 1 where a word of the bag would repeat an n-gram."""
@@ -280,7 +276,7 @@ class FluentTexts:
     def log_probabilities(self, texts: Tensor) -> Tensor:
         """Return the log probability (B, L) of each token after those before it, 0 for a first."""
         parts = []
-        for part in self._split(texts):
+        for part in self.copy.split(texts):
             predicted = self.copy.logits(part)[:, :-1].log_softmax(-1)
             parts.append(predicted.gather(2, part[:, 1:, None])[..., 0])
         return torch.nn.functional.pad(torch.cat(parts), (1, 0))

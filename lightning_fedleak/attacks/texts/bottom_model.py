@@ -125,7 +125,6 @@ class BottomModel(CopiedModel):
     Args:
         anatomy: of the live model. Frozen parameters are shared with it, trained ones copied.
         layer: the split: the output of block ``layer``, counted from 1; 0 is the input of block 1.
-        step: optimizer step of the model's weights.
         autocast: dtype of the autocast region that the client runs the bottom in (bf16-mixed);
             None leaves it to the caller's region.
 
@@ -146,19 +145,14 @@ class BottomModel(CopiedModel):
     """
 
     def __init__(
-        self,
-        anatomy: Anatomy,
-        layer: int,
-        *,
-        step: int = 0,
-        autocast: torch.dtype | None = None,
+        self, anatomy: Anatomy, layer: int, *, autocast: torch.dtype | None = None
     ) -> None:
         super().__init__(autocast)
         self.layer = layer
         self._weights: list[tuple[nn.Module, str, Tensor]] = []
         self._copies: dict[int, Tensor] = {}
         self.cache_agrees: bool | None = None
-        self._bind(anatomy, step)
+        self._bind(anatomy, step=0)
         self.vocab_size, self.embedding_width = vocabulary_shape(anatomy)
         self.context = model_runs.context_length(anatomy)
         self._try()

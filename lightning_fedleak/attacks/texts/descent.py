@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,12 +25,7 @@ from lightning_fedleak.attacks.texts.base import (
     join_guesses,
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.validate import (
-    check_choice,
-    check_integer,
-    check_number,
-    group_old_arguments,
-)
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 BETAS = (0.9, 0.999)  # decay of Adam's moments: Kingma & Ba 2015
 EPS = 1e-8  # added to the root of Adam's second moment: Kingma & Ba 2015
@@ -43,8 +38,6 @@ LEAST_VARIANCE = 1e-4  # of the largest; whitening enlarges directions of less n
 
 Weighting = Literal["per_position", "paper"]
 Stop = Literal["settled", "cosine"]
-WEIGHTINGS: tuple[Weighting, ...] = ("per_position", "paper")
-STOPS: tuple[Stop, ...] = ("settled", "cosine")
 
 CHECK_EVERY = 25  # steps between checks whether a text has settled. Not tuned
 PATIENCE = 8  # checks without a change of a token after which it has; more cost steps. Not tuned
@@ -207,9 +200,9 @@ class DescentSettings:
     refresh_every: int = 1
 
     def __post_init__(self) -> None:
-        check_choice("stop", self.stop, STOPS)
+        check_choice("stop", self.stop, get_args(Stop))
         check_number("cosine", self.cosine, above=-1, at_most=1)
-        check_choice("weighting", self.weighting, WEIGHTINGS)
+        check_choice("weighting", self.weighting, get_args(Weighting))
         check_integer("at_once", self.at_once)
         check_integer("refresh_every", self.refresh_every)
 
@@ -250,9 +243,7 @@ class DescentAttack(InversionAttack):
         super().__init__(layer, budget_seconds, name)
         self.steps = check_integer("steps", steps)
         self.lr = check_number("lr", lr, above=0)
-        self.descent = group_old_arguments(
-            type(self).__name__, "descent", descent or DescentSettings(), old
-        )
+        self.descent = self._group("descent", descent or DescentSettings(), old)
         self._table: TokenTable | None = None
 
     # ---- the adversary's copy -------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -50,7 +50,6 @@ RIVALS = 4  # candidates that a token's confidence compares it with
 
 
 Initial = Literal["readout", "mean"]
-INITIALS: tuple[Initial, ...] = ("readout", "mean")
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ class EmbeddingDescent(DescentAttack):
         super().__init__(layer, steps, lr, descent, budget_seconds, name, passed)
         check_choice("likeness", likeness, LIKENESSES)
         if isinstance(initial, str):
-            check_choice("initial", initial, INITIALS, hint="or the id of a token")
+            check_choice("initial", initial, get_args(Initial), hint="or the id of a token")
         else:
             check_integer("initial", initial, at_least=0)
         self.sweeps = check_integer(

@@ -10,31 +10,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks.base import Query, Surfaces, UnusableObservation
+from lightning_fedleak.attacks.base import (
+    Capability,
+    Query,
+    Surfaces,
+    ThreatModel,
+    ThreatModelError,
+    UnusableObservation,
+)
 from lightning_fedleak.attacks.texts.base import TINY, Deadline, TextGuess
 from lightning_fedleak.attacks.texts.descent import RowAdam, TokenTable
 from lightning_fedleak.attacks.texts.model_copy import GradientTextAttack, ModelCopy, trained_names
 from lightning_fedleak.snapshots import Observation, whole_tensor
-from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
-from lightning_fedleak.validate import (
-    check_choice,
-    check_integer,
-    check_number,
-    group_old_arguments,
-    old_spelling,
-)
+from lightning_fedleak.validate import check_choice, check_integer, check_number, old_spelling
 
 Distance = Literal["l2", "tag", "cosine"]
-DISTANCES: tuple[Distance, ...] = ("l2", "tag", "cosine")
 Labels = Literal["learned", "text"]
-LABELS: tuple[Labels, ...] = ("learned", "text")
 
 
 @dataclass(frozen=True)
@@ -182,8 +180,8 @@ class GradientMatching(GradientTextAttack):
         **old: Any,
     ) -> None:
         super().__init__(name, budget_seconds)
-        check_choice("distance", distance, DISTANCES)
-        check_choice("labels", labels, LABELS)
+        check_choice("distance", distance, get_args(Distance))
+        check_choice("labels", labels, get_args(Labels))
         self.texts = check_integer("texts", texts)
         self.length = check_integer("length", length, at_least=2)
         self.steps = check_integer("steps", steps)
@@ -194,9 +192,8 @@ class GradientMatching(GradientTextAttack):
             )
         self.distance: Distance = distance
         self.labels: Labels = labels
-        self.matching = group_old_arguments(
-            type(self).__name__, "matching", matching or MatchingSettings(), _old_settings(**old)
-        )
+        matching = matching or MatchingSettings()
+        self.matching = self._group("matching", matching, _old_settings(**old))
         self.parameters = None if parameters is None else tuple(parameters)
         self.seed = seed
         self._table: TokenTable | None = None

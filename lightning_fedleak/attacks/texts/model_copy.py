@@ -18,7 +18,7 @@ from lightning_fedleak.anatomy import Anatomy, unwrap
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.texts.base import TextAttack
 from lightning_fedleak.attacks.texts.bottom_model import CopiedModel, vocabulary_shape
-from lightning_fedleak.model_runs import call_with, context_length, logits_in, takes
+from lightning_fedleak.model_runs import LOGITS_AT_ONCE, call_with, context_length, logits_in, takes
 from lightning_fedleak.snapshots import Observation, UnusableObservation, UpdateSnapshot
 
 _TRIAL = 3  # tokens of the trial whether a gradient can be differentiated
@@ -34,7 +34,6 @@ class ModelCopy(CopiedModel):
     Args:
         anatomy: of the live model.
         names: of the parameters whose gradient is taken, roles or names in ``anatomy.root``.
-        step: optimizer step of the model's weights.
         autocast: dtype of the client's autocast region, or None.
 
     Raises:
@@ -44,16 +43,11 @@ class ModelCopy(CopiedModel):
     """
 
     def __init__(
-        self,
-        anatomy: Anatomy,
-        names: Sequence[str],
-        *,
-        step: int = 0,
-        autocast: torch.dtype | None = None,
+        self, anatomy: Anatomy, names: Sequence[str], *, autocast: torch.dtype | None = None
     ) -> None:
         super().__init__(autocast)
         self.names = tuple(names)
-        self.refresh(anatomy, step)
+        self.refresh(anatomy, step=0)
         self._try()
 
     @torch.no_grad()
@@ -140,6 +134,11 @@ class ModelCopy(CopiedModel):
         if self.anatomy.kind == "causal":
             logits = logits[:, -ids.shape[1] :]  # virtual tokens come first
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def split(self, texts: Tensor) -> Sequence[Tensor]:
+        """Return texts (B, L) in parts whose logits fit side by side."""
+        rows = max(1, LOGITS_AT_ONCE // (texts.shape[1] * self.anatomy.vocab_size))
+        return torch.split(texts, rows)
 
     def loss(self, ids: Tensor, labels: Tensor, words: Tensor | None = None) -> Tensor:
         """Return the mean cross-entropy that the client trains on.

@@ -37,6 +37,7 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
 )
 from lightning_fedleak.attacks.texts.subspace_search import SubspaceSearch
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
+from lightning_fedleak.model_runs import sees_no_later
 from lightning_fedleak.snapshots import Inapplicable, Observation
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 from lightning_fedleak.validate import check_integer
@@ -160,7 +161,7 @@ class SubspaceTexts(GradientTextAttack):
                 f"attack '{self.name}' orders words by the second block's projections, and this "
                 "model has no second block with linear maps that are called once: remove the attack"
             )
-        if _causal(anatomy, inputs[:2]):
+        if sees_no_later(anatomy):
             return _Blocks(None, tuple(inputs[1:]))
         first = next((k for k in self._words.inputs(anatomy) if k.positional), None)
         if first is None or first.reader is not inputs[0].reader:
@@ -290,14 +291,6 @@ class _Blocks(NamedTuple):
 
     first: row_space.KnownInput | None
     inputs: tuple[row_space.SharedInput, ...]
-
-
-def _causal(anatomy: Anatomy, inputs: Sequence[row_space.SharedInput]) -> bool:
-    """Return whether what the second block reads at a place depends on no later one."""
-    ids = torch.arange(4, device=anatomy.device)[None] % row_space.vocabulary_size(anatomy)
-    states = row_space.input_states(anatomy, inputs, ids)[-1]
-    changed = row_space.input_states(anatomy, inputs, torch.cat([ids[:, :-1], ids[:, :1]], 1))[-1]
-    return bool(torch.equal(states[:, 0], changed[:, 0]))
 
 
 def _padded(texts: Sequence[RecoveredText]) -> tuple[Tensor, Tensor]:

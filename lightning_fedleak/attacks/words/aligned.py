@@ -305,7 +305,7 @@ class AlignedFlatChat(Attack):
         if self._calibration is None:
             self.prepare(anatomy)
             return
-        calibration = self._calibration.on_device(anatomy.device)
+        calibration = self._calibration_on(anatomy.device)
         before = calibration.expected
         parts = self._parts(anatomy, inputs=False)
         directions = calibration.directions.follow(parts.states)
@@ -382,14 +382,20 @@ class AlignedFlatChat(Attack):
         return normalize_update(update, before, rate, steps)
 
     def _read_update(self, update: Tensor) -> WordGuess:
-        if self._calibration is None or self._before is None:
+        if self._before is None:
             raise RuntimeError(self._not_prepared())
-        model = self._calibration = self._calibration.on_device(update.device)
+        model = self._calibration_on(update.device)
         features = update_features(update, self._before.float(), model.directions, model.expected)
         odds = model.readout.logits(features)
         used = odds.sigmoid()
         types = odds.argsort(descending=True)[: int(best_count(used))]
         return WordGuess(types, odds.clamp(min=_RULED_OUT), float(used.sum()))
+
+    def _calibration_on(self, device: torch.device) -> HeadCalibration:
+        if self._calibration is None:
+            raise RuntimeError(self._not_prepared())
+        self._calibration = self._calibration.on_device(device)
+        return self._calibration
 
     def _read_signs(self, gradient: Tensor, rounding: float) -> WordGuess:
         if self._u is None:
@@ -403,9 +409,7 @@ class AlignedFlatChat(Attack):
     def _read_gradient(self, gradient: Tensor) -> WordGuess:
         if self._calibration is None and self._why_not_fitted is not None:
             raise UnusableObservation(self._why_not_fitted)
-        if self._calibration is None:
-            raise RuntimeError(self._not_prepared())
-        calibration = self._calibration = self._calibration.on_device(gradient.device)
+        calibration = self._calibration_on(gradient.device)
         directions, expected = calibration.directions, calibration.expected
         summary = aligned_rows.RowSummary.read(gradient, directions.u)
         self._check_clip(gradient, summary.norms)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks.base import UnusableObservation
+from lightning_fedleak.attacks.base import check_readable
 from lightning_fedleak.attacks.words.public_gradients import GradientParts
 
 _TOKENS_AT_ONCE = 1024  # tokens whose probabilities are computed at once, which bounds the memory
@@ -383,13 +383,7 @@ def checked_norms(gradient: Tensor) -> Tensor:
         UnusableObservation: the gradient has NaN or infinity, or is all zero.
     """
     norms = _map_rows(gradient, lambda rows: torch.linalg.vector_norm(rows, dim=1))
-    largest = norms.max()
-    if not bool(torch.isfinite(largest)):
-        raise UnusableObservation("the head's gradient has NaN or infinity")
-    if not bool(largest > 0):
-        raise UnusableObservation(
-            "the head's gradient is all zero: no token was trained on in this step"
-        )
+    check_readable(norms.max(), "the head's gradient")
     return norms
 
 

@@ -14,6 +14,7 @@ from lightning_fedleak.attacks.base import (
     Surfaces,
     UnusableObservation,
     WordGuess,
+    check_readable,
 )
 from lightning_fedleak.attacks.local_steps import LocalSteps, copy_weights, decays_apart
 from lightning_fedleak.snapshots import Observation, UpdateSnapshot, whole_tensor
@@ -46,12 +47,7 @@ def bag_of_words(gradient: Tensor) -> WordGuess:
         scores[gradient.indices()[0]] = _largest(gradient.values())
     else:
         scores = _largest(gradient)
-    if not bool(scores.isfinite().all()):
-        raise UnusableObservation("the embedding's gradient has NaN or infinity")
-    if not bool((scores > 0).any()):
-        raise UnusableObservation(
-            "the embedding's gradient is all zero: no token was trained on in this step"
-        )
+    check_readable(scores.max(), "the embedding's gradient")
     return _positive_scores(scores, "input")
 
 
@@ -224,12 +220,7 @@ def bias_sign(gradient: Tensor) -> WordGuess:
     gradient = whole_tensor(gradient)
     if gradient.ndim != 1:
         raise ValueError(f"gradient must be (V,), got shape {tuple(gradient.shape)}")
-    if not bool(gradient.isfinite().all()):
-        raise UnusableObservation("the head's bias gradient has NaN or infinity")
-    if not bool(gradient.any()):
-        raise UnusableObservation(
-            "the head's bias gradient is all zero: no token was trained on in this step"
-        )
+    check_readable(gradient.abs().max(), "the head's bias gradient")
     scores = -(gradient if gradient.dtype.itemsize >= 4 else gradient.float())
     return _positive_scores(scores, "output")
 

@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
-from lightning_fedleak.attacks.base import Attack, Query, Surfaces, UnusableObservation, WordGuess
+from lightning_fedleak.attacks.base import (
+    Attack,
+    Capability,
+    Observation,
+    Query,
+    Surfaces,
+    ThreatModel,
+    UnusableObservation,
+    WordGuess,
+)
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
-from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_surface
-from lightning_fedleak.progress import track
-from lightning_fedleak.snapshots import Observation, whole_tensor
-from lightning_fedleak.threats import Capability, ThreatModel
-from lightning_fedleak.validate import check_choice, check_integer, group_old_arguments
+from lightning_fedleak.attacks.words.public_gradients import each_gradient, head_surface
+from lightning_fedleak.snapshots import whole_tensor
+from lightning_fedleak.validate import check_choice, check_integer
 
 Scorer = Literal["gmm", "abs"]
 
@@ -137,7 +144,7 @@ def _is_rounding(gradient: Tensor, sums: Tensor) -> bool:
 
 def separate_clusters(
     s: Tensor, settings: MixtureSettings | None = None, tails: Sequence[float] = TAILS
-) -> tuple[Mixture, int, bool]:
+) -> tuple[Mixture, bool]:
     """Return the first mixture whose positive cluster is wide enough (Remark 1).
 
     Args:
@@ -147,8 +154,8 @@ def separate_clusters(
             one succeeds (the paper re-runs with random starts).
 
     Returns:
-        The mixture (of the largest ratio if none reached ``min_ratio``), the number of fits, and
-        whether the clusters are separated.
+        The mixture (of the largest ratio if none reached ``min_ratio``), and whether the clusters
+        are separated.
 
     Raises:
         ValueError: ``s`` is non-finite or constant, or ``tails`` is empty.
@@ -161,8 +168,8 @@ def separate_clusters(
         mixture = fit_two_gaussians(s, start=tail, regularization=settings.regularization)
         mixtures.append(mixture)
         if mixture.variance_ratio >= settings.min_ratio:
-            return mixture, len(mixtures), True
-    return max(mixtures, key=lambda m: m.variance_ratio), len(tails), False
+            return mixture, True
+    return max(mixtures, key=lambda m: m.variance_ratio), False
 
 
 def rank_types(s: Tensor, mixture: Mixture, scorer: Scorer = "gmm") -> Tensor:
@@ -195,13 +202,11 @@ class FlatChatGuess(WordGuess):
 
     Attributes:
         mixture: fitted to the normalised row sums; its wide component is the positive cluster.
-        fits: number of starts.
         separated: whether the variances of the clusters differ enough. If not, ``mixture`` is the
             one of the largest ratio, and the guess is less reliable.
     """
 
     mixture: Mixture
-    fits: int
     separated: bool
 
 
@@ -260,7 +265,7 @@ def flatchat(
         UnusableObservation: the row sums are non-finite, all zero or equal, or rounding errors.
     """
     s = normalized_row_sums(gradient)
-    mixture, fits, separated = separate_clusters(s, settings)
+    mixture, separated = separate_clusters(s, settings)
     scores = rank_types(s, mixture, scorer)
     estimate = float(n_types(mixture) if callable(n_types) else n_types)
     top = scores.topk(min(max(round(estimate), 1), len(scores)))
@@ -269,7 +274,6 @@ def flatchat(
         scores=scores.float().to(gradient.device),
         n_types=estimate,
         mixture=mixture,
-        fits=fits,
         separated=separated,
     )
 
@@ -359,9 +363,7 @@ class FlatChat(Attack):
         self.scorer: Scorer = scorer
         self.shapes = tuple(shapes)
         self.mask_token_id = mask_token_id
-        self.mixture = group_old_arguments(
-            type(self).__name__, "mixture", mixture or MixtureSettings(), old
-        )
+        self.mixture = self._group("mixture", mixture or MixtureSettings(), old)
         self.seed = seed
         self.regressor: TypeCountRegressor | None = None
         self._role = HEAD_WEIGHT
@@ -400,21 +402,21 @@ class FlatChat(Attack):
             sentences, length = (max(sizes) for sizes in zip(*self.shapes, strict=True))
             text = PublicText.sampled_from(anatomy, 2 * sentences, length, self.seed)
         generator = torch.Generator().manual_seed(self.seed)
-        weights, counts = [], []
-        for sentences, length in track(
-            self.shapes * self.batches_per_shape, "gradients of public text"
-        ):
-            batch = text.batch(
+        batches = [
+            text.batch(
                 sentences, length, generator, kind=anatomy.kind, mask_token_id=self.mask_token_id
             )
-            try:
-                s = normalized_row_sums(gradient_of(anatomy, batch, [self._role])[self._role])
-            except UnusableObservation as error:
-                self._why_not_fitted = f"its regression on public text could not be fitted: {error}"
-                return
-            mixture, _, _ = separate_clusters(s, self.mixture)
-            weights.append(float(mixture.weights[1]))
-            counts.append(float(len(torch.unique(batch.target_ids()))))
+            for sentences, length in self.shapes * self.batches_per_shape
+        ]
+        weights = []
+        try:
+            for gradient in each_gradient(anatomy, batches, self._role):
+                mixture, _ = separate_clusters(normalized_row_sums(gradient), self.mixture)
+                weights.append(float(mixture.weights[1]))
+        except UnusableObservation as error:
+            self._why_not_fitted = f"its regression on public text could not be fitted: {error}"
+            return
+        counts = [float(len(torch.unique(batch.target_ids()))) for batch in batches]
         self.regressor = TypeCountRegressor.fit(weights, counts, self.degree)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:

@@ -4,7 +4,7 @@ In one dimension the data enters EM only through ``n``, ``sum x`` and ``sum x**2
 responsibilities. Values are therefore collected once into bins that keep those three sums, and EM
 runs on the bins: with one responsibility per bin it is a variational EM whose objective is a lower
 bound on the log-likelihood, tight as the bins get narrow. The values themselves are read only for
-the start, for the bins, and for the log-likelihood at the end.
+the start and for the bins.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ _Parameters = tuple[float, float, float, float, float]
 _Step = Callable[[_Parameters], "tuple[_Parameters, float] | None"]
 
 _LOG_2PI = math.log(2 * math.pi)
+_RESOLUTION = 128  # bins in one deviation of the narrow component and in each doubling beyond
+_TOLERANCE = 1e-7  # change in a step, of numbers of _distance, below which EM ends; not tuned
+_MOST_STEPS = 3000  # EM steps at most; real row sums take some ten
 _START_VALUES = 8192  # values that a start is computed from; more cost time, not tuned
 _VARIANCE_FLOOR = 1e-20  # smallest variance of a component over the total: float64's rounding
 _REBINNINGS = 12  # times that finer bins are made at most; not tuned
 _FINEST = 0.3  # shrinkage of the narrow deviation below which finer bins are made; not tuned
-_FACTORS = 512  # factors from 1 to 2 in one logarithm: their product fits into float64
 _LONGEST_JUMP = 1.0  # longest extrapolation, see _distance; longer ones miss EM's optimum
 
 
@@ -41,17 +43,13 @@ class Mixture:
         weights: (2,) float64 on the CPU, positive, summing to 1.
         means: (2,) float64 on the CPU, in the unit of the values.
         variances: (2,) float64 on the CPU, in that unit squared; ``variances[0] <= variances[1]``.
-        log_likelihood: mean log density of the values in nats; NaN for a start.
-        iterations: number of EM steps, on bins and on values together.
-        converged: whether the last step on the bins changed no parameter by more than the
-            tolerance. False also if a component vanished.
+        converged: whether the last step of EM changed no parameter by more than a tolerance. False
+            also if a component vanished.
     """
 
     weights: Tensor
     means: Tensor
     variances: Tensor
-    log_likelihood: float = math.nan
-    iterations: int = 0
     converged: bool = False
 
     @property
@@ -60,7 +58,7 @@ class Mixture:
         return float(self.variances[1] / self.variances[0])
 
 
-def tail_start(values: Tensor, tail: float = 0.01) -> Mixture:
+def tail_start(x: _Array, tail: float, floor: float = 0.0) -> Mixture:
     """Return a start for the fit without randomness: the tails and the centre.
 
     The wide component gets the share ``tail`` of the values that are farthest from the median, the
@@ -68,14 +66,10 @@ def tail_start(values: Tensor, tail: float = 0.01) -> Mixture:
     mean, so that a few far values on one side do not start as a component of no width.
 
     Args:
-        values: (n,) finite values, not all equal.
+        x: (n,) finite values, not all equal.
         tail: share of the values that starts in the wide component, between 0 and 1.
+        floor: smallest variance of a component.
     """
-    x = _to_numpy(values)
-    return _tail_start(x, tail, float(x.var()) * _VARIANCE_FLOOR)
-
-
-def _tail_start(x: _Array, tail: float, floor: float) -> Mixture:
     check_number("tail", tail, above=0, below=1)
     if len(x) > 2 * _START_VALUES:  # a start needs no more
         thinned = x[:: len(x) // _START_VALUES]
@@ -99,36 +93,22 @@ def _tensor(numbers: list[float]) -> Tensor:
 
 
 def fit_two_gaussians(
-    values: Tensor,
-    *,
-    start: Mixture | float = 0.01,
-    resolution: int = 128,
-    tolerance: float = 1e-7,
-    max_iterations: int = 3000,
-    polish: int = 0,
-    regularization: float = 0.0,
+    values: Tensor, *, start: float = 0.01, regularization: float = 0.0
 ) -> Mixture:
     """Return the fit of ``w0 N(m0, v0) + w1 N(m1, v1)`` by maximum likelihood.
 
     EM runs on bins that are narrow at the centre and grow logarithmically into the tails. It is
     accelerated by squared extrapolation (SQUAREM, Varadhan and Roland 2008) wherever that does not
     lower the objective, and starts again on finer bins if the narrow component shrinks to their
-    scale. ``polish`` plain EM steps on the values follow. The likelihood of a mixture has several
-    optima: the result is the one that exact EM reaches from ``start``.
+    scale. The likelihood of a mixture has several optima: the result is the one that exact EM
+    reaches from the start.
 
     It runs in float64 on the CPU whatever the device of ``values``: one copy of n numbers, no
     synchronisation per step, and the same result everywhere.
 
     Args:
         values: (n,) finite values, n >= 2, not all equal.
-        start: the first mixture, or the share of the values that ``tail_start`` puts in the wide
-            component.
-        resolution: bins in one standard deviation of the narrow component at the start, next to
-            its mean; and in each doubling of the distance further out. A power of two.
-        tolerance: EM on the bins ends when a step changes neither the log odds of the weights, nor
-            a mean in its standard deviation, nor a log variance by more than this.
-        max_iterations: EM steps on the bins at most.
-        polish: EM steps on the values themselves.
+        start: the share of the values that :func:`tail_start` puts in the wide component.
         regularization: added to both variances in every step, in the unit of the values squared:
             scikit-learn's ``reg_covar`` (1e-6 there). With it EM ends near, not at, a maximum of
             the likelihood.
@@ -136,39 +116,23 @@ def fit_two_gaussians(
     Raises:
         ValueError: there are too few values, non-finite ones, or all are equal.
     """
-    if resolution < 1 or resolution & (resolution - 1):
-        raise ValueError(f"resolution must be a power of two, got {resolution}")
     x = _to_numpy(values)
     scaled = x - x.mean()
     floor = float(scaled @ scaled) / len(x) * _VARIANCE_FLOOR
-    if not isinstance(start, Mixture):
-        start = _tail_start(x, start, floor)
-    mixture, iterations, converged = start, 0, False
+    mixture, steps_left = tail_start(x, start, floor), _MOST_STEPS
     for _ in range(_REBINNINGS):
         # Centre and unit of the narrow component keep x and x**2 of the bulk near one.
         centre = float(mixture.means[0])
         unit = math.sqrt(max(float(mixture.variances[0]), floor))
         np.subtract(x, centre, out=scaled)
         scaled *= 1 / unit
-        limits = floor / unit**2, regularization / unit**2
-        theta = _pack(mixture, centre, unit)
-        step = _em_step(*_bin(scaled, resolution), *limits)
-        theta, steps, converged = _accelerate(step, theta, tolerance, max_iterations - iterations)
-        iterations += steps
-        mixture = _unpack(theta, centre, unit, math.nan, iterations, converged)
+        step = _em_step(*_bin(scaled), floor / unit**2, regularization / unit**2)
+        theta, steps, converged = _accelerate(step, _pack(mixture, centre, unit), steps_left)
+        steps_left -= steps
+        mixture = _unpack(theta, centre, unit, converged)
         if not converged or float(mixture.variances[0]) >= (_FINEST * unit) ** 2:
             break
-    if polish:
-        exact = _em_step(np.stack([np.ones_like(scaled), scaled, scaled * scaled]), None, *limits)
-    for _ in range(polish):
-        result = exact(theta)
-        if result is None:
-            converged = False
-            break
-        theta = result[0]
-        iterations += 1
-    log_likelihood = _log_likelihood(scaled, theta) - math.log(unit)
-    return _unpack(theta, centre, unit, log_likelihood, iterations, converged)
+    return mixture
 
 
 def _to_numpy(values: Tensor) -> _Array:
@@ -183,7 +147,7 @@ def _to_numpy(values: Tensor) -> _Array:
     return x
 
 
-def _bin(x: _Array, resolution: int) -> tuple[_Array, _Array]:
+def _bin(x: _Array) -> tuple[_Array, _Array]:
     """Return features (3, b) = 1, mean x, mean x**2 of each non-empty bin, and the counts (b,).
 
     A bin holds the values whose ``1 + |x|`` has the same exponent and leading digits of the
@@ -193,7 +157,7 @@ def _bin(x: _Array, resolution: int) -> tuple[_Array, _Array]:
     folded += 1
     index = folded.view(np.int64)
     index -= np.float64(1).view(np.int64)
-    index >>= 53 - resolution.bit_length()
+    index >>= 53 - _RESOLUTION.bit_length()
     buffer = x.view(np.int64) >> 63  # all ones where x is negative
     index ^= buffer
     index -= index.min()
@@ -222,34 +186,13 @@ def _mean_log_wide(theta: _Parameters, mean: float, mean_square: float) -> float
     return log_w1 - 0.5 * (_LOG_2PI + log_v1 + distance * math.exp(-log_v1))
 
 
-def _log_likelihood(x: _Array, theta: _Parameters) -> float:
-    """Return the mean log density of (n,) values."""
-    constant, linear, square = _log_odds(theta).tolist()
-    odds = square * x
-    odds += linear
-    odds *= x
-    odds += constant
-    # -log(posterior of 1) = max(-odds, 0) + log(1 + exp(-|odds|)): many factors from 1 to 2 can be
-    # multiplied before one logarithm.
-    surprise = -float(np.minimum(odds, 0).sum())
-    np.abs(odds, out=odds)
-    np.negative(odds, out=odds)
-    np.exp(odds, out=odds)
-    odds += 1
-    whole = len(x) // _FACTORS * _FACTORS
-    products = np.multiply.reduce(odds[:whole].reshape(_FACTORS, -1), axis=0)
-    surprise += float(np.log(products).sum() + np.log(odds[whole:]).sum())
-    wide = _mean_log_wide(theta, float(x.mean()), float(x @ x) / len(x))
-    return wide + surprise / len(x)
-
-
-def _em_step(features: _Array, count: _Array | None, floor: float, added: float) -> _Step:
-    """Return the EM step on (3, b) features with counts (None: all one).
+def _em_step(features: _Array, count: _Array, floor: float, added: float) -> _Step:
+    """Return the EM step on (3, b) features with counts (b,).
 
     The posterior log odds of the two components are a quadratic in x, so that a step is one
     product for the odds, one exponential, and one product for the moments of each component.
     """
-    weighted = features if count is None else features * count
+    weighted = features * count
     total, total_1, total_2 = weighted.sum(axis=1).tolist()
 
     def step(theta: _Parameters) -> tuple[_Parameters, float] | None:
@@ -257,7 +200,7 @@ def _em_step(features: _Array, count: _Array | None, floor: float, added: float)
         smaller = np.exp(-np.abs(odds))
         both = 1 + smaller
         certainty = np.minimum(odds, 0) - np.log(both)
-        certain = float(certainty.sum() if count is None else certainty @ count)
+        certain = float(certainty @ count)
         objective = _mean_log_wide(theta, total_1 / total, total_2 / total) - certain / total
         likelier, other = 1 / both, smaller / both
         wide = odds >= 0
@@ -273,12 +216,10 @@ def _em_step(features: _Array, count: _Array | None, floor: float, added: float)
     return step
 
 
-def _accelerate(
-    step: _Step, theta: _Parameters, tolerance: float, max_iterations: int
-) -> tuple[_Parameters, int, bool]:
+def _accelerate(step: _Step, theta: _Parameters, most_steps: int) -> tuple[_Parameters, int, bool]:
     """Return parameters, steps and convergence of SQUAREM with a monotone safeguard."""
     steps = 0
-    while steps < max_iterations:
+    while steps < most_steps:
         first = step(theta)
         if first is None:
             return theta, steps, False
@@ -288,7 +229,7 @@ def _accelerate(
         if second is None:
             return once, steps, False
         twice, objective = second
-        if _distance(once, twice) <= tolerance:
+        if _distance(once, twice) <= _TOLERANCE:
             return twice, steps, True
         change = [b - a for a, b in zip(theta, once, strict=True)]
         bend = [c - 2 * b + a for a, b, c in zip(theta, once, twice, strict=True)]
@@ -333,8 +274,6 @@ def _pack(mixture: Mixture, centre: float, unit: float) -> _Parameters:
     w0, w1 = mixture.weights.tolist()
     m0, m1 = mixture.means.tolist()
     v0, v1 = mixture.variances.tolist()
-    if not min(w0, w1, v0, v1) > 0:
-        raise ValueError("start: weights and variances must be positive")
     return (
         math.log(w1 / w0),
         (m0 - centre) / unit,
@@ -344,19 +283,10 @@ def _pack(mixture: Mixture, centre: float, unit: float) -> _Parameters:
     )
 
 
-def _unpack(
-    theta: _Parameters,
-    centre: float,
-    unit: float,
-    log_likelihood: float,
-    iterations: int,
-    converged: bool,
-) -> Mixture:
+def _unpack(theta: _Parameters, centre: float, unit: float, converged: bool) -> Mixture:
     log_odds, m0, m1, log_v0, log_v1 = theta
     weights = _tensor([-log_odds, log_odds]).sigmoid()
     means = _tensor([m0, m1]) * unit + centre
     variances = _tensor([log_v0, log_v1]).exp() * unit**2
     order = [0, 1] if log_v0 <= log_v1 else [1, 0]
-    return Mixture(
-        weights[order], means[order], variances[order], log_likelihood, iterations, converged
-    )
+    return Mixture(weights[order], means[order], variances[order], converged)

@@ -75,6 +75,12 @@ def gradient_of(
     return {role: mean[id(leaf)] for role, leaf in leaf_of.items()}
 
 
+def each_gradient(anatomy: Anatomy, batches: Sequence[TokenBatch], role: str) -> Iterator[Tensor]:
+    """Yield the gradient in one role of each batch of public text, with a progress bar."""
+    for batch in track(batches, "gradients of public text"):
+        yield gradient_of(anatomy, batch, [role])[role]
+
+
 def train_copies(
     anatomy: Anatomy,
     batches: Iterable[TokenBatch],
@@ -482,7 +488,8 @@ def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
     whole = weight.detach().float()
     adapter = _head_adapter(anatomy)
     if adapter is not None and not getattr(anatomy.head, "merged", False):
-        whole = whole + adapter.b.detach().float() @ adapter.projection
+        b, projection = adapter
+        whole = whole + b.detach().float() @ projection
     return whole, None if bias is None else bias.detach().float()
 
 
@@ -503,33 +510,22 @@ class HeadSurface:
 def head_surface(anatomy: Anatomy) -> HeadSurface:
     """Return the trained matrix of the head: its weight, or the B of a LoRA on it."""
     adapter = _head_adapter(anatomy)
-    if adapter is None or anatomy.trainable(HEAD_WEIGHT) or not adapter.b.requires_grad:
+    if adapter is None or anatomy.trainable(HEAD_WEIGHT) or not adapter[0].requires_grad:
         return HeadSurface(HEAD_WEIGHT)
-    name = next(n for n, p in anatomy.root.named_parameters() if p is adapter.b)
-    return HeadSurface(name, adapter.projection)
+    b, projection = adapter
+    name = next(n for n, p in anatomy.root.named_parameters() if p is b)
+    return HeadSurface(name, projection)
 
 
-@dataclass(frozen=True)
-class _HeadAdapter:
-    """A LoRA on the head: ``W h + B (projection h)``.
-
-    Attributes:
-        b: (V, r).
-        projection: (r, d), A times LoRA's scale.
-    """
-
-    b: nn.Parameter
-    projection: Tensor
-
-
-def _head_adapter(anatomy: Anatomy) -> _HeadAdapter | None:
+def _head_adapter(anatomy: Anatomy) -> tuple[nn.Parameter, Tensor] | None:
+    """Return B (V, r) of a LoRA on the head and its A (r, d) times LoRA's scale, or None."""
     head: Any = anatomy.head  # a layer of PEFT, or none
     if not isinstance(getattr(head, "lora_B", None), nn.ModuleDict):
         return None
     for name in head.active_adapters:
         if name in head.lora_B:
             projection = head.scaling[name] * head.lora_A[name].weight.detach().float()
-            return _HeadAdapter(head.lora_B[name].weight, projection)
+            return head.lora_B[name].weight, projection
     return None
 
 

@@ -36,12 +36,10 @@ class RevealLabelsGuess(WordGuess):
     Attributes:
         rank: rank of the gradient, the dimension of the linear programs.
         candidates: number of types that the basis does not exclude.
-        programs: number of linear programs that were solved.
     """
 
     rank: int
     candidates: int
-    programs: int
 
 
 def reveal_labels(
@@ -104,10 +102,8 @@ def reveal_labels(
     scale = np.abs(coefficients).max(axis=1)
     constraints = coefficients / np.where(scale > 0, scale, 1)[:, None]
     types: list[int] = []
-    programs = 0
     for i, t in enumerate(candidates):
-        separable, n_programs = _is_separable(constraints, basis, t, deadline)
-        programs += n_programs
+        separable = _is_separable(constraints, basis, t, deadline)
         if separable is None:
             raise UnusableObservation(
                 f"{max_seconds:g} s were not enough: {i} of {len(candidates)} candidate types "
@@ -121,7 +117,6 @@ def reveal_labels(
         n_types=float(len(types)),
         rank=rank,
         candidates=len(candidates),
-        programs=programs,
     )
 
 
@@ -302,14 +297,13 @@ def _large_volume_basis(rows: Array) -> tuple[NDArray[np.int64], Array]:
 
 def _is_separable(
     constraints: Array, basis: NDArray[np.int64], t: int, deadline: float
-) -> tuple[bool | None, int]:
+) -> bool | None:
     """Return whether an r has ``c_t r = -1`` and ``c_j r >= 0`` for all other rows j.
+
+    The result is None if time ran out.
 
     Rows of the basis are unit vectors, so that their constraints are bounds. The other constraints
     are added when they are violated: a program that is infeasible with some is so with all.
-
-    Returns:
-        The answer (None: out of time), and the number of programs that were solved.
     """
     rank = constraints.shape[1]
     lower = np.where(basis == t, -1.0, 0.0)
@@ -319,21 +313,20 @@ def _is_separable(
     others[basis] = False
     others[t] = False
     working = np.zeros(len(constraints), dtype=bool)
-    r = lower
-    programs = 0
+    r, meets_bounds = lower, in_basis
     while True:
-        if in_basis or programs:
+        if meets_bounds:
             values = constraints @ r
             violated = np.flatnonzero(
                 others & ~working & (values < -_SLACK * (1 + np.abs(r).max()))
             )
             if len(violated) == 0:
-                return True, programs
+                return True
             worst = violated[np.argsort(values[violated])[:_ROWS_PER_ROUND]]
             working[worst] = True
         seconds = deadline - time.monotonic()
         if seconds <= 0:
-            return None, programs
+            return None
         solution = linprog(
             np.ones(rank),
             A_ub=-constraints[working] if working.any() else None,
@@ -344,14 +337,13 @@ def _is_separable(
             method="highs",
             options={"time_limit": seconds},
         )
-        programs += 1
         if solution.status == 2:
-            return False, programs
+            return False
         if solution.status == 1:
-            return None, programs
+            return None
         if solution.status != 0:
             raise UnusableObservation(
                 "the linear program of a type was neither solved nor shown infeasible "
                 f"({solution.message}); the gradient may be too noisy for this method"
             )
-        r = solution.x
+        r, meets_bounds = solution.x, True

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, is_encoder_decoder, without_peft
+from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import (
     Attack,
+    Capability,
     Query,
     RunFacts,
     Surfaces,
+    ThreatModel,
+    ThreatModelError,
     UnusableObservation,
     WordGuess,
 )
@@ -27,18 +31,6 @@ from lightning_fedleak.attacks.local_steps import (
     rounding_error,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.row_space import (
-    NO_GRADIENT_YET,
-    KnownInput,
-    NotAdditive,
-    PursuitResult,
-    ReadableInput,
-    build_dictionary,
-    find_known_inputs,
-    find_linear_maps,
-    in_decoder,
-    vocabulary_size,
-)
 from lightning_fedleak.snapshots import (
     Inapplicable,
     NotYet,
@@ -46,7 +38,6 @@ from lightning_fedleak.snapshots import (
     UpdateSnapshot,
     whole_tensor,
 )
-from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 from lightning_fedleak.validate import check_number
 
 _PRIOR_TYPES = 256.0  # types that a batch is expected to have, for the prior odds; not tuned
@@ -138,10 +129,10 @@ class SubspaceWords(Attack):
         self._capacity: float | None = None
         self._stored: dict[str, float] = {}
         self._before: dict[str, Tensor] = {}
-        self._inputs: tuple[Anatomy, tuple[KnownInput, ...]] | None = None
+        self._inputs: tuple[Anatomy, tuple[row_space.KnownInput, ...]] | None = None
         self._sides: frozenset[bool] = frozenset()
         self._roles: tuple[str, ...] = ()
-        self._readable: list[ReadableInput] = []
+        self._readable: list[row_space.ReadableInput] = []
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the trained maps that read a known input, or those of the widest input.
@@ -153,19 +144,19 @@ class SubspaceWords(Attack):
         names = [m.name for known_input in inputs for m in known_input.trainable_maps(anatomy)]
         return Surfaces(gradients=tuple(names or [m.name for m in inputs[0].maps]))
 
-    def inputs(self, anatomy: Anatomy) -> tuple[KnownInput, ...]:
+    def inputs(self, anatomy: Anatomy) -> tuple[row_space.KnownInput, ...]:
         """Return the known inputs of a model, in the order in which they are read.
 
         Raises:
             ThreatModelError: it has none.
         """
         if self._inputs is None or self._inputs[0] is not anatomy:
-            maps = find_linear_maps(anatomy)
+            maps = row_space.find_linear_maps(anatomy)
             if anatomy.target_rows is not None:  # a decoder's words are of another vocabulary
-                maps = [m for m in maps if not in_decoder(m.name)]
-            known_inputs = find_known_inputs(anatomy, maps)
+                maps = [m for m in maps if not row_space.in_decoder(m.name)]
+            known_inputs = row_space.find_known_inputs(anatomy, maps)
 
-            def reading_order(known_input: KnownInput) -> tuple[bool, bool, bool, int]:
+            def reading_order(known_input: row_space.KnownInput) -> tuple[bool, bool, bool, int]:
                 """Return the key that puts inputs of factors B last, then narrow ones."""
                 return (
                     all(m.factor == "B" for m in known_input.maps),
@@ -217,18 +208,18 @@ class SubspaceWords(Attack):
             is_factor_b = all(m.factor == "B" for m in maps)
             weights = (anatomy.parameter(m.name) for m in maps if is_factor_b)
             nonzero = any(bool(whole_tensor(w).any()) for w in weights if w is not None)
-            if nonzero and in_decoder(maps[0].name) in sides:
+            if nonzero and row_space.in_decoder(maps[0].name) in sides:
                 continue
             readable = current.pop(known_input, None)
             if readable is None or not readable.is_current(anatomy, self._facts.autocast):
                 readable = None  # whose memory the next one takes
                 autocast = self._facts.autocast
                 try:
-                    dictionary = build_dictionary(anatomy, known_input, autocast=autocast)
-                except NotAdditive as error:
+                    dictionary = row_space.build_dictionary(anatomy, known_input, autocast=autocast)
+                except row_space.NotAdditive as error:
                     refused.append(f"{maps[0].name}: {error}")
                     continue
-                readable = ReadableInput(known_input, maps, dictionary, odds)
+                readable = row_space.ReadableInput(known_input, maps, dictionary, odds)
             readable.follow(anatomy)
             readable.prepare_atoms()
             self._readable.append(readable)
@@ -239,7 +230,7 @@ class SubspaceWords(Attack):
 
     def _log_odds(self, anatomy: Anatomy) -> Tensor:
         """Return (V,) log odds of a token being in a batch of some hundred types."""
-        size = vocabulary_size(anatomy)
+        size = row_space.vocabulary_size(anatomy)
         if self.public_text is None:
             counts = torch.ones(size)
         else:
@@ -309,7 +300,7 @@ class SubspaceWords(Attack):
 
     def _read_sides(
         self, view: Observation, noise: Mapping[str, float], errors: Mapping[str, Tensor] | None
-    ) -> dict[bool, PursuitResult]:
+    ) -> dict[bool, row_space.PursuitResult]:
         """Return a result for each side of an encoder-decoder (True: the decoder) that is read.
 
         Raises:
@@ -319,7 +310,7 @@ class SubspaceWords(Attack):
         maps_on_words = [r for r in self._readable if not r.is_factor_b] or self._readable
         roles = [m.name for readable in maps_on_words for m in readable.maps]
         uneven, errors = errors, entry_errors(snapshot, roles, self._facts, noise, errors)
-        results: dict[bool, PursuitResult] = {}
+        results: dict[bool, row_space.PursuitResult] = {}
         refusals: list[UnusableObservation] = []
         for readable in self._readable:
             side = readable.decoder
@@ -439,7 +430,7 @@ class SubspaceWords(Attack):
         # An entry with an infinite error has a gradient too, of which the sign alone is known.
         trained = [gradients[n].any() | errors[n].isinf().any() for n in factors & shared.keys()]
         if trained and not any(trained):
-            raise NotYet(NO_GRADIENT_YET)
+            raise NotYet(row_space.NO_GRADIENT_YET)
         sizes = (errors[n] < _HALF_KNOWN * gradients[n].abs() for n in shared)
         if all(bool(size_known.double().mean() < 0.5) for size_known in sizes):
             raise UnusableObservation(

@@ -58,7 +58,7 @@ def test_causal_models_are_told_from_encoders(make, causal) -> None:
 def test_the_copy_stays_behind_until_it_is_refreshed() -> None:
     model = models.tiny_gpt2()
     anatomy = find_anatomy(model)
-    bottom = BottomModel(anatomy, 2, step=5)
+    bottom = BottomModel(anatomy, 2)
     before = bottom.hidden(IDS)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,7 +66,7 @@ def test_the_copy_stays_behind_until_it_is_refreshed() -> None:
     live = {n: p.clone() for n, p in model.named_parameters()}
     assert torch.equal(bottom.hidden(IDS), before)
     assert all(torch.equal(p, live[n]) for n, p in model.named_parameters())
-    assert bottom.age(9) == 4
+    assert bottom.age(9) == 9
     bottom.refresh(anatomy, 9)
     assert bottom.age(9) == 0
     assert torch.equal(bottom.hidden(IDS), hidden_states(anatomy, 2, IDS))

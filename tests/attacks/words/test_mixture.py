@@ -38,6 +38,13 @@ SAMPLES = {
 }
 
 
+def log_likelihood(x: torch.Tensor, mixture: Mixture) -> float:
+    """The mean log density of values, one by one."""
+    parts = torch.distributions.Normal(mixture.means, mixture.variances.sqrt())
+    each = mixture.weights.log() + parts.log_prob(x.double()[:, None])
+    return float(each.logsumexp(1).mean())
+
+
 def sklearn_fit(x: torch.Tensor, start: Mixture, reg_covar: float = 0.0) -> GaussianMixture:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -55,12 +62,11 @@ def sklearn_fit(x: torch.Tensor, start: Mixture, reg_covar: float = 0.0) -> Gaus
 @pytest.mark.parametrize("name", SAMPLES)
 def test_reaches_the_optimum_that_scikit_learn_reaches_from_the_same_start(name: str) -> None:
     x = SAMPLES[name]
-    start = tail_start(x, 0.05)
-    fitted = fit_two_gaussians(x, start=start)
-    other = sklearn_fit(x, start)
+    fitted = fit_two_gaussians(x, start=0.05)
+    other = sklearn_fit(x, tail_start(x.numpy(), 0.05))
     reached = other.score(x.numpy()[:, None])
     assert fitted.converged
-    assert abs(fitted.log_likelihood - reached) <= 1e-6 * abs(reached)
+    assert abs(log_likelihood(x, fitted) - reached) <= 1e-6 * abs(reached)
     order = other.covariances_.ravel().argsort()
     np.testing.assert_allclose(fitted.weights, other.weights_[order], rtol=2e-3)
     np.testing.assert_allclose(fitted.variances, other.covariances_.ravel()[order], rtol=5e-3)
@@ -71,34 +77,13 @@ def test_reaches_the_optimum_that_scikit_learn_reaches_from_the_same_start(name:
 @pytest.mark.parametrize("reg_covar", [1e-6, 1e-4])
 def test_regularization_is_reg_covar(reg_covar: float) -> None:
     x = SAMPLES["peaked"]
-    start = tail_start(x)
-    fitted = fit_two_gaussians(x, start=start, regularization=reg_covar)
-    other = sklearn_fit(x, start, reg_covar)
+    fitted = fit_two_gaussians(x, start=0.01, regularization=reg_covar)
+    other = sklearn_fit(x, tail_start(x.numpy(), 0.01), reg_covar)
     order = other.covariances_.ravel().argsort()
     np.testing.assert_allclose(fitted.weights, other.weights_[order], rtol=1e-3)
     np.testing.assert_allclose(fitted.variances, other.covariances_.ravel()[order], rtol=1e-3)
     reached = other.score(x.numpy()[:, None])
-    assert abs(fitted.log_likelihood - reached) <= 1e-6 * abs(reached)
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_log_likelihood_is_the_mean_log_density(name: str) -> None:
-    x = SAMPLES[name]
-    fitted = fit_two_gaussians(x)
-    terms = [
-        math.fsum(
-            w * math.exp(-((v - m) ** 2) / (2 * s)) / math.sqrt(2 * math.pi * s)
-            for w, m, s in zip(
-                fitted.weights.tolist(),
-                fitted.means.tolist(),
-                fitted.variances.tolist(),
-                strict=True,
-            )
-        )
-        for v in x.tolist()
-    ]
-    by_hand = math.fsum(math.log(t) for t in terms) / len(terms)
-    assert fitted.log_likelihood == pytest.approx(by_hand, rel=1e-9)
+    assert abs(log_likelihood(x, fitted) - reached) <= 1e-6 * abs(reached)
 
 
 @settings(max_examples=25, deadline=None)
@@ -126,9 +111,7 @@ def test_finds_the_components_it_was_drawn_from(
         torch.tensor([offset * unit] * 2, dtype=torch.float64),
         torch.tensor([unit**2, ratio * unit**2], dtype=torch.float64),
     )
-    parts = torch.distributions.Normal(truth.means, truth.variances.sqrt())
-    each = truth.weights.log() + parts.log_prob(x.double()[:, None])
-    assert fitted.log_likelihood >= float(each.logsumexp(1).mean())
+    assert log_likelihood(x, fitted) >= log_likelihood(x, truth)
 
 
 def test_scale_order_and_dtype_do_not_matter() -> None:
@@ -144,14 +127,8 @@ def test_scale_order_and_dtype_do_not_matter() -> None:
 def test_more_em_does_not_raise_the_likelihood() -> None:
     x = SAMPLES["heavy tails"]
     fitted = fit_two_gaussians(x)
-    further = fit_two_gaussians(x, start=fitted, max_iterations=0, polish=500)
-    assert 0 <= further.log_likelihood - fitted.log_likelihood < 1e-7
-
-
-def test_coarse_bins_start_the_polish_nearby() -> None:
-    x = SAMPLES["two gaussians"]
-    fine, coarse = fit_two_gaussians(x), fit_two_gaussians(x, resolution=2, polish=30)
-    assert coarse.log_likelihood == pytest.approx(fine.log_likelihood, rel=1e-8)
+    further = sklearn_fit(x, fitted).score(x.numpy()[:, None])
+    assert abs(further - log_likelihood(x, fitted)) < 1e-7
 
 
 def test_values_that_are_mostly_one_number() -> None:
@@ -160,7 +137,7 @@ def test_values_that_are_mostly_one_number() -> None:
     fitted = fit_two_gaussians(x)
     assert float(fitted.weights[1]) == pytest.approx(0.04, rel=0.01)
     assert bool((fitted.variances > 0).all())
-    assert math.isfinite(fitted.log_likelihood)
+    assert math.isfinite(log_likelihood(x, fitted))
 
 
 def test_no_randomness_is_used() -> None:
@@ -171,8 +148,7 @@ def test_no_randomness_is_used() -> None:
 
 
 def test_tail_start_splits_by_distance_from_the_median() -> None:
-    x = torch.tensor([0.0, 1.0, 2.0, 3.0, 100.0])
-    start = tail_start(x, 0.2)
+    start = tail_start(np.array([0.0, 1.0, 2.0, 3.0, 100.0]), 0.2)
     assert start.weights.tolist() == [0.8, 0.2]
     assert start.means.tolist() == [1.5, 100.0]
     assert start.variances.tolist() == [1.25, 98.5**2]
@@ -196,6 +172,3 @@ def test_refuses_what_has_no_fit(values: torch.Tensor, message: str) -> None:
 def test_refuses_a_start_without_mass() -> None:
     with pytest.raises(ValueError, match="tail must be a number above 0 and below 1"):
         fit_two_gaussians(torch.arange(5.0), start=1.5)
-    dead = Mixture(*(torch.tensor(p, dtype=torch.float64) for p in ([1, 0], [0, 0], [1, 1])))
-    with pytest.raises(ValueError, match="positive"):
-        fit_two_gaussians(torch.arange(5.0), start=dead)

@@ -8,7 +8,8 @@ nor copied for each candidate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,13 +78,15 @@ class Layout:
 
     def to(self, device: torch.device) -> Layout:
         """Return the layout on ``device``."""
-        parts = (self.counts, self.columns, self.positions, self.mask, self.position_ids)
-        return Layout(*(None if p is None else p.to(device) for p in parts))  # type: ignore[arg-type]
+        return self._each(lambda part: part.to(device))
 
     def __getitem__(self, rows: Tensor) -> Layout:
         """Return the layout of the texts ``rows``."""
-        parts = (self.counts, self.columns, self.positions, self.mask, self.position_ids)
-        return Layout(*(None if p is None else p[rows] for p in parts))  # type: ignore[arg-type]
+        return self._each(lambda part: part[rows])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Layout:
+        parts = {name: None if part is None else change(part) for name, part in vars(self).items()}
+        return replace(self, **parts)  # type: ignore[arg-type]
 
     def pack(self, values: Tensor) -> Tensor:
         """Return values (B, L, ...) by column as (B, N, ...) by real token."""
@@ -169,8 +172,7 @@ class Prefixes:
     Attributes:
         lengths: (B,) tokens of each beginning.
         tokens: (B, N) token ids, valid up to ``lengths``.
-        runs: number of forwards of the bottom so far.
-        computed: number of tokens that went through it so far.
+        computed: number of tokens that went through the bottom so far.
 
     Raises:
         ValueError: the model is not causal.
@@ -184,7 +186,6 @@ class Prefixes:
         self.cached = can_cache(bottom, layout) if cached is None else cached
         self.lengths = torch.zeros_like(self.layout.counts)
         self.tokens = torch.zeros_like(self.layout.columns)
-        self.runs = 0
         self.computed = 0
         self._slots = _Slots()
         self._slots.room = self.layout.columns.shape[1]
@@ -271,7 +272,6 @@ class Prefixes:
         past = torch.arange(slots.used, device=sees.device) < self.lengths[:, None]
         attends = [past[:, None].expand(-1, n, -1), sees.expand(rows, -1, -1)]
         visible = torch.cat(attends, 2)[:, None]
-        self.runs += 1
         self.computed += rows * n
         return self.bottom.continued(new, visible, self.layout.positions.gather(1, places), slots)
 
@@ -317,7 +317,6 @@ class Prefixes:
             )
             for a in range(0, len(sent), step)
         ]
-        self.runs += len(parts)
         self.computed += len(sent) * end
         states = torch.cat(parts)
         texts = torch.arange(len(states), device=states.device)[:, None]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.search import PrefixSearch, Recovered
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
-from lightning_fedleak.validate import check_integer, group_old_arguments, old_spelling
+from lightning_fedleak.validate import check_integer, old_spelling
 
 # None of the values was tuned.
 BY_SIDE = 256  # candidates in one run; bounds the memory
@@ -180,7 +180,12 @@ class PrefixInversion(InversionAttack):
         >>> monitor = LeakageMonitor([attack], every_n_steps=100)
     """
 
-    default_name: ClassVar[str] = "prefix_inversion"
+    default_name = "prefix_inversion"
+    config_names = (
+        *("layer", "budget_seconds", "public_text", "types", "settings.contexts"),
+        *("language_model", "noised", "beam", "settings.batch", "settings.autocast"),
+        *("settings.refresh_every", "settings.renew_table_every", "seed"),
+    )
     needs_float64 = True
 
     def __init__(
@@ -205,9 +210,8 @@ class PrefixInversion(InversionAttack):
         self.public_text = PublicText.parse(public_text, tokenizer)
         self.language_model = language_model
         self.noised = noised
-        self.settings = group_old_arguments(
-            type(self).__name__, "settings", settings or PrefixSettings(), _old_settings(**old)
-        )
+        settings = settings or PrefixSettings()
+        self.settings = self._group("settings", settings, _old_settings(**old))
         self.seed = seed
         self._table: StateTable | None = None
         self._table_step: int | None = None
@@ -349,15 +353,11 @@ class PrefixInversion(InversionAttack):
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""
-        names = (
-            *("layer", "budget_seconds", "public_text", "types", "contexts", "language_model"),
-            *("noised", "beam", "batch", "autocast", "refresh_every", "renew_table_every", "seed"),
-        )
         public, autocast = self.public_text, self.settings.autocast
-        values = vars(self) | vars(self.settings)
-        values["public_text"] = "given" if isinstance(public, PublicText) else public
-        values["autocast"] = None if autocast is None else str(autocast)
-        return {name: values[name] for name in names}
+        return super().config() | {
+            "public_text": "given" if isinstance(public, PublicText) else public,
+            "autocast": None if autocast is None else str(autocast),
+        }
 
 
 def two_ways(bottom: BottomModel, ids: Tensor, mask: Tensor, states: Tensor) -> float:

@@ -7,11 +7,15 @@ model over the guesses verifies them up to the first mistake. There more candida
 :mod:`~lightning_fedleak.attacks.texts.prefix.verification` chooses and accepts them.
 
 Where no token's state equals the observed one, the states were noised or the copy of the bottom
-model is stale. Then :mod:`~lightning_fedleak.attacks.texts.prefix.beam` reads the rest.
+model is stale. Then beams read the rest (:class:`BeamSearch`). The true text is then the one whose
+states are nearest to the observed ones in sum, and a wrong token changes all later states a little.
+So several beginnings are continued, each candidate is verified after each of them, and those with
+the smallest total distance stay, as far as noise explains their distance from the best.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +25,6 @@ from torch import Tensor
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.bottom_model import NextTokens
 from lightning_fedleak.attacks.texts.prefix import verification
-from lightning_fedleak.attacks.texts.prefix.beam import BeamSearch
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
 
@@ -29,6 +32,13 @@ from lightning_fedleak.attacks.texts.prefix.table import StateTable
 AHEAD = 4, 48  # tokens guessed ahead, at least and at most; more waste work after a mistake
 LOW_PRECISION = 1e-4  # relative rounding above which it may hide which token is right
 REOPENED = 8  # places of one text that may be opened again; bounds the time
+
+# Of beams.
+OPENING = 16  # candidates of the first ranking that are verified first
+ROUNDS = 32, 64, 128, 256  # more candidates in each round; a round without a nearer one is the last
+GAP = 12.0  # nats by which a beginning may be less likely than the best; less drops true ones
+LEARN_AT = 4  # places after which the noise's spread is learned, then at twice as many, and so on
+DOUBT = 16.0  # places that the assumed spread counts for beside the learned one
 
 
 @dataclass
@@ -38,24 +48,18 @@ class Recovered:
     Attributes:
         tokens: (B, N). Where time ran out, the token after the last verified one is the best of
             the candidates so far, and the others are the first of the ranking.
-        verified: (B,) number of verified tokens.
         confidence: (B, N) one minus the ratio of the distances of best and runner-up;
             the distance of an unverified runner-up is estimated; 0 where only guessed.
-        residuals: (B, N) distance of the best to the observed state, nan where only guessed.
         noised: whether no token's state equals the observed one, as measured or assumed.
         finished: False if time ran out, also within a sweep of all possible tokens.
         candidates: number of tokens that went through the bottom model.
-        runs: number of its forwards.
     """
 
     tokens: Tensor
-    verified: Tensor
     confidence: Tensor
-    residuals: Tensor
     noised: bool
     finished: bool
     candidates: int
-    runs: int
 
 
 @dataclass(frozen=True)
@@ -113,10 +117,8 @@ class PrefixSearch:
         noised: bool | None,
         deadline: Deadline,
     ) -> None:
-        prior, noise = (
-            verification.Prior(top, prefixes.layout.columns),
-            precision * observed.norm(dim=2),
-        )
+        prior = verification.Prior(top, prefixes.layout.columns)
+        noise = precision * observed.norm(dim=2)
         self.task = task = verification.Task(prefixes, table, observed, prior, noise, deadline)
         self.prefixes, self.counts, self.deadline = prefixes, task.counts, deadline
         self.as_sent = verification.AsSent(task, precision > LOW_PRECISION)
@@ -126,7 +128,6 @@ class PrefixSearch:
         self.opened_again: list[set[int]] = [set() for _ in range(b)]
         self.places = [verification.OpenPlace() for _ in range(b)]
         self.confidence = task.observed.new_zeros(b, n)
-        self.residuals = task.observed.new_full((b, n), float("nan"))
         self.run_length = float(AHEAD[1])
         self.first = verification.ranked_first(task)
         self.guess = self.first[:, :, 0].clone()
@@ -137,7 +138,7 @@ class PrefixSearch:
         Args:
             beam: beginnings that are continued side by side where states are noised.
             spread: (d,) what noise adds, as in
-                :class:`~lightning_fedleak.attacks.texts.prefix.beam.BeamSearch`.
+                :class:`BeamSearch`.
         """
         while self._open() and not self.settling.noised and not self.deadline.passed:
             self._advance()
@@ -150,13 +151,10 @@ class PrefixSearch:
         self._take_best(tokens, lengths)
         return Recovered(
             tokens=tokens,
-            verified=lengths,
             confidence=self.confidence,
-            residuals=self.residuals,
             noised=self.settling.noised,
             finished=finished,
             candidates=self.prefixes.computed + self.task.beside.computed,
-            runs=self.prefixes.runs + self.task.beside.runs,
         )
 
     def _open(self) -> bool:
@@ -198,11 +196,10 @@ class PrefixSearch:
                 spread,
             )
             rest = search.run(self.deadline.share(texts))
-            self.task.beside.add(verification.Effort(rest.computed, rest.runs))
+            self.task.beside.computed += rest.computed
             end = lengths[i] = rest.verified
             tokens[i, start:end] = rest.tokens[start:end]
             self.confidence[i, start:end] = rest.confidence[start:end]
-            self.residuals[i, start:end] = rest.residuals[start:end]
             finished &= rest.finished
         return finished
 
@@ -215,7 +212,6 @@ class PrefixSearch:
             tokens[i, column:] = self.guess[i, column:]
             if place.tokens and column == int(self.prefixes.lengths[i]):
                 tokens[i, column] = place.tokens[place.best]
-                self.residuals[i, column] = place.distances[place.best]
 
     def _advance(self) -> None:
         """Run one forward over the guesses, and append the tokens that it verifies."""
@@ -307,7 +303,7 @@ class PrefixSearch:
         return correct
 
     def _record(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
-        """Record the residuals and confidences of right tokens."""
+        """Record the confidences of right tokens."""
         table = self.task.table
         is_other = other >= 0
         for i in (correct + is_other.long()).nonzero().squeeze(1).tolist():
@@ -326,7 +322,6 @@ class PrefixSearch:
                     token = int(forward.chain[i, j])
                 if len(place.verified) < table.distinct or j > 0:
                     second = min(second, float(table.isolation(self.guess.new_tensor(token))))
-                self.residuals[i, column] = best
                 twins = j == 0 and len(place.twins) > 1
                 if twins or self.as_sent.may_have_twins(i, column, token):
                     continue
@@ -351,3 +346,184 @@ class PrefixSearch:
         self.guess[rows, forward.places[rows, columns]] = self.task.table.nearest(
             forward.chain[rows, columns], differences
         )
+
+
+# ---- beams, where states are noised ---------------------------------------------------------
+
+
+@dataclass
+class Beam:
+    """The text that the search has read.
+
+    Attributes:
+        tokens: (N,); valid up to ``verified``.
+        verified: number of tokens that were recovered before time ran out; the last one may be the
+            nearest of fewer candidates.
+        confidence: (N,) one minus the ratio of the distances of the chosen token and the nearest
+            other one, after the best beginning; 0 where nothing was recovered.
+        computed: number of tokens that went through the bottom model.
+        finished: False if time ran out.
+    """
+
+    tokens: Tensor
+    verified: int
+    confidence: Tensor
+    computed: int
+    finished: bool
+
+
+class BeamSearch:
+    """The search for the rest of one text.
+
+    Args:
+        prefixes: the text's beginning, which stays.
+        table: ranks candidates.
+        observed: (N, d) float32 states by real token.
+        first: (N, k) candidates for each place from the observed state alone, the likeliest first.
+        expected: returns the log-probabilities (V,) of the token at a place, up to a constant; None
+            where nothing is expected.
+        width: beginnings that are continued, at most.
+        spread: (d,) standard deviation of observed states about the true ones, up to a factor;
+            distances count in these units.
+    """
+
+    def __init__(
+        self,
+        prefixes: Prefixes,
+        table: StateTable,
+        observed: Tensor,
+        first: Tensor,
+        expected: Callable[[int], Tensor | None],
+        width: int,
+        spread: Tensor,
+    ) -> None:
+        one = torch.zeros(1, dtype=torch.int64, device=observed.device)
+        self.prefixes = prefixes.select(one)
+        self.table, self.observed, self.first = table, observed, first
+        self.expected, self.width = expected, width
+        self.place = self.start = int(prefixes.lengths[0])
+        self.squares = observed.new_zeros(1, observed.shape[1])
+        self.confidence = observed.new_zeros(1, len(observed))
+        self.last: Tensor | None = None
+        self.computed = 0
+        self.assumed = spread
+        self._set_spread(spread)
+
+    def _set_spread(self, spread: Tensor) -> None:
+        self.spread = spread
+        self.entries = self.table.entries / spread
+        self.lengths = self.entries.square().sum(1)
+
+    def run(self, deadline: Deadline, *, learn: bool = True) -> Beam:
+        """Return the rest of the text.
+
+        Args:
+            deadline: checked before each forward.
+            learn: improve the spread by the distances of recovered tokens.
+        """
+        n, due, whole = len(self.observed), LEARN_AT, True
+        while whole and self.place < n and not deadline.passed:
+            whole = self._step(deadline)
+            if learn and self.place - self.start >= due:
+                due *= 2
+                self._learn()
+        tokens = self.prefixes.tokens[0].clone()
+        if self.last is not None:
+            tokens[self.place - 1] = self.last[0]
+        return Beam(
+            tokens,
+            self.place,
+            self.confidence[0],
+            self.computed + self.prefixes.computed,
+            whole and self.place == n,
+        )
+
+    def _step(self, deadline: Deadline) -> bool:
+        """Choose the token at one place; return False if time ran out before all rounds.
+
+        Then it is the nearest of fewer candidates, and its confidence is 0.
+        """
+        rows = torch.arange(len(self.squares), device=self.observed.device)
+        target = self.observed[self.place]
+        tokens = self.first[self.place, :OPENING].expand(len(rows), -1)
+        states = self._open(tokens)
+        squares = ((states - target) / self.spread).square().sum(2)
+        whole = True
+        for count in ROUNDS:
+            best = squares.argmin(1)
+            more = self._more(tokens, states[rows, best], tokens[rows, best], count)
+            if not more.shape[1]:
+                break
+            whole = not deadline.passed
+            if not whole:
+                break
+            more_states = self.prefixes.attempt(more).float()
+            far = ((more_states - target) / self.spread).square().sum(2)
+            nearer = far.amin(1) < squares[rows, best]
+            tokens, states = torch.cat([tokens, more], 1), torch.cat([states, more_states], 1)
+            squares = torch.cat([squares, far], 1)
+            if not bool(nearer.any()):
+                break
+        self._choose(tokens, states, squares)
+        if not whole:
+            self.confidence[:, self.place - 1] = 0.0
+        return whole
+
+    def _open(self, candidates: Tensor) -> Tensor:
+        """Return the states of the first candidates after the tokens that were chosen last."""
+        if self.last is None:
+            return self.prefixes.attempt(candidates).float()
+        depths = candidates.new_ones(candidates.shape[1])
+        states = self.prefixes.follow(self.last[:, None], candidates, depths)[:, 1:]
+        self.prefixes.keep(torch.ones_like(self.prefixes.lengths))
+        self.last = None
+        return states.float()
+
+    def _more(self, tokens: Tensor, states: Tensor, best: Tensor, count: int) -> Tensor:
+        """Return new candidates (W, k) whose expected states are nearest to the observed one.
+
+        A quarter are those that the model's top expects.
+        """
+        free = self.table.distinct - tokens.shape[1]
+        count = min(count, free)
+        points = (self.observed[self.place] - states) / self.spread + self.entries[best]
+        far = self.lengths + points.square().sum(1, keepdim=True)
+        far = torch.addmm(far, points, self.entries.T, alpha=-2.0).clamp_(min=1e-12)
+        far = self.table.only_tried(far.neg_()).scatter_(1, tokens, -float("inf"))
+        prior = self.expected(self.place)
+        if prior is None or count < 4:
+            return far.topk(count, dim=1).indices
+        near = far.topk(count - count // 4, dim=1).indices
+        likely = far.neg_().log_().mul_(-0.125 * self.observed.shape[1]).add_(prior)
+        likely = likely.nan_to_num_(nan=-float("inf")).scatter_(1, near, -float("inf"))
+        return torch.cat([near, likely.topk(count // 4, dim=1).indices], 1)
+
+    def _choose(self, tokens: Tensor, states: Tensor, squares: Tensor) -> None:
+        """Keep the best beginnings, each with its token at this place."""
+        totals = (self.squares / self.spread.square()).sum(1, keepdim=True) + squares
+        ranked = totals.flatten().topk(min(self.width, totals.numel()), largest=False)
+        unit = float(ranked.values[0]) / ((self.place - self.start + 1) * len(self.spread))
+        near = ranked.values - ranked.values[0] <= 2.0 * GAP * max(unit, 1e-30)
+        best_ranked = ranked.indices[near]
+        rows, columns = best_ranked // tokens.shape[1], best_ranked % tokens.shape[1]
+        differences = states[rows, columns] - self.observed[self.place]
+        best = squares[rows, columns]
+        others = squares[rows].scatter(1, columns[:, None], float("inf")).amin(1)
+        sure = 1.0 - (best / others.clamp(min=1e-30)).sqrt()
+        doubtful = self.table.doubtful[tokens[rows, columns]]
+        self.squares = self.squares[rows] + differences.square()
+        self.confidence = self.confidence[rows]
+        self.confidence[:, self.place] = sure.clamp(min=0.0).masked_fill(doubtful, 0.0)
+        self.last = tokens[rows, columns]
+        if not torch.equal(rows, torch.arange(len(self.prefixes.lengths), device=rows.device)):
+            self.computed += self.prefixes.computed
+            self.prefixes = self.prefixes.select(rows)
+        self.place += 1
+
+    def _learn(self) -> None:
+        """Learn the spread by dimension from the best beginning's residuals and the assumption."""
+        places = self.place - self.start
+        assumed = self.assumed.square()
+        level = (self.squares[0] / assumed).mean() / places
+        learned = (self.squares[0] + DOUBT * level * assumed) / (places + DOUBT)
+        self._set_spread(learned.clamp(min=1e-30).sqrt())

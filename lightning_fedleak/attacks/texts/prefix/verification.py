@@ -77,15 +77,9 @@ class Prior:
 
 @dataclass
 class Effort:
-    """The number of tokens that went through the bottom model, and of its forwards."""
+    """The number of tokens that went through the bottom model."""
 
     computed: int = 0
-    runs: int = 0
-
-    def add(self, other: Effort | Prefixes) -> None:
-        """Add the numbers of ``other``."""
-        self.computed += other.computed
-        self.runs += other.runs
 
 
 @dataclass(frozen=True)
@@ -282,7 +276,7 @@ class AsSent:
         run = self.restart(rows)
         run.lengths = lengths
         states = run.follow(chain).float()
-        self.task.beside.add(run)
+        self.task.beside.computed += run.computed
         places = lengths[:, None] + torch.arange(chain.shape[1], device=rows.device)
         last = self.task.observed.shape[1] - 1
         same = (states == self.task.observed[rows[:, None], places.clamp(max=last)]).all(2)
@@ -316,7 +310,7 @@ class AsSent:
         device = self.task.lengths.device
         again = self.restart(torch.tensor([i], device=device))
         states = again.attempt(torch.tensor([near], device=device))[0].float()
-        self.task.beside.add(again)
+        self.task.beside.computed += again.computed
         place.rerun.update(near)
         hits = (states == self.task.observed[i, column]).all(1).nonzero()
         if not len(hits):
@@ -474,7 +468,7 @@ class Settling:
                 if self.as_sent.same(i, place) is not None:
                     break
                 rivals = self._rivals(token, self._radius_of(distance, noise))
-        self.task.beside.add(run)
+        self.task.beside.computed += run.computed
         cut = bool(open_[rivals].any()) and place.distances[place.best] > 0
         if cut and whole.passed:
             return

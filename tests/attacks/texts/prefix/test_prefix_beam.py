@@ -8,9 +8,9 @@ import torch
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.attacks.texts.prefix.beam import Beam, BeamSearch
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.inversion import typical_states
+from lightning_fedleak.attacks.texts.prefix.search import Beam, BeamSearch
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
 from lightning_fedleak.model_runs import hidden_states
 from tests.helpers import models
@@ -49,8 +49,11 @@ class Case:
         )
         return search.run(deadline or Deadline(), learn=False)
 
+    def residuals(self, tokens: torch.Tensor) -> torch.Tensor:
+        return (self.states(tokens[None])[0] - self.observed[: len(tokens)]).norm(dim=1)
+
     def total(self, tokens: torch.Tensor) -> float:
-        return float((self.states(tokens[None])[0] - self.observed).square().sum())
+        return float(self.residuals(tokens).square().sum())
 
     def by_brute_force(self, width: int) -> torch.Tensor:
         """Beam search that verifies every token behind every beginning, without a cache."""
@@ -80,9 +83,7 @@ def test_one_beginning_is_greedy_search(make, sigma) -> None:
 def test_beams_leave_no_more_than_greedy_search_over_all_tokens(make, seed) -> None:
     case = Case(make, seed, 1.0)
     found = case.read(6)
-    total = case.total(found.tokens)
-    assert total <= case.total(case.by_brute_force(1)) * (1 + 1e-5)
-    assert float(found.residuals.square().sum()) == pytest.approx(total, rel=1e-4)
+    assert case.total(found.tokens) <= case.total(case.by_brute_force(1)) * (1 + 1e-5)
     assert found.verified == LENGTH
 
 
@@ -109,7 +110,6 @@ def test_time_that_is_over_leaves_all_open() -> None:
     assert found.verified == 0
     assert not found.finished
     assert found.computed == 0
-    assert bool(found.residuals.isnan().all())
 
 
 class Ticks(Deadline):
@@ -134,6 +134,7 @@ def test_the_place_at_which_time_runs_out_has_the_nearest_seen(count) -> None:
     assert 0 < found.verified < LENGTH
     done = found.verified - 1
     assert torch.equal(found.tokens[:done], whole.tokens[:done])
-    assert bool(found.residuals[: found.verified].isfinite().all())
-    assert bool((found.residuals[:done] == whole.residuals[:done]).all())
-    assert float(found.residuals[done]) >= float(whole.residuals[done]) * (1 - 1e-6)
+    nearest, nearest_seen = (
+        float(case.residuals(beam.tokens[: found.verified])[done]) for beam in (whole, found)
+    )
+    assert nearest_seen >= nearest * (1 - 1e-6)

@@ -30,14 +30,8 @@ from rich.text import Text
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import AlignedFlatChat, Attack, FlatChat, PublicText
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.commands import printing
 from lightning_fedleak.commands.options import DemoOptions
-from lightning_fedleak.commands.printing import (
-    INTERRUPTED,
-    make_folder,
-    model_name,
-    text_name,
-    three_digits,
-)
 from lightning_fedleak.finetuning import TRAINING, CausalLMFineTuning, TextDataModule, quiet_logs
 from lightning_fedleak.looks import gates
 from lightning_fedleak.records import read_results
@@ -112,7 +106,7 @@ class Demo(DemoOptions):
         with _quiet():
             data = self._data()
             data.setup()
-            make_folder(folder, self.out)
+            printing.make_folder(folder, self.out)
             self._introduce(console, data)
             public = self._public_text(console)
             watched = self._fit(console, public, folder / "watched", gated=False)
@@ -143,7 +137,7 @@ class Demo(DemoOptions):
                 f"\nThe report, one page for people who decide: {page}",
                 soft_wrap=True,
             )
-        return INTERRUPTED if interrupted else 0
+        return printing.INTERRUPTED if interrupted else 0
 
     def _data(self) -> TextDataModule:
         return TextDataModule(
@@ -157,10 +151,10 @@ class Demo(DemoOptions):
 
     def _introduce(self, console: Console, data: TextDataModule) -> None:
         console.print(
-            f"A client fine-tunes {model_name(self.model)} on {text_name(self.text)} and shares "
-            f"the gradient of each step ({self.batch_size} texts of at most {self.length} tokens) "
-            "with a server. The server is honest but curious: it knows the model, has text that "
-            "the model itself wrote, and "
+            f"A client fine-tunes {printing.model_name(self.model)} on "
+            f"{printing.text_name(self.text)} and shares the gradient of each step "
+            f"({self.batch_size} texts of at most {self.length} tokens) with a server. The server "
+            "is honest but curious: it knows the model, has text that the model itself wrote, and "
             "reads one update at a time."
         )
 
@@ -319,10 +313,10 @@ class LiveTable(L.Callback):
     def _on_look(self, trainer: L.Trainer) -> None:
         latest = self.monitor.latest
         loss = float(trainer.callback_metrics.get("train_loss", math.nan))
-        row = [str(self.monitor.last_step), three_digits(loss)]
+        row = [str(self.monitor.last_step), printing.three_digits(loss)]
         for name in self._attacks:
             row += [
-                three_digits(latest.get(f"leakage/{name}/{metric}", math.nan))
+                printing.three_digits(latest.get(f"leakage/{name}/{metric}", math.nan))
                 for metric in _METRICS
             ]
         if self._live is None:

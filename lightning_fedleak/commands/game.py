@@ -27,13 +27,8 @@ from lightning_fedleak.games.play import Adversary, Defend
 from lightning_fedleak.games.pool import AUTHORS_POSITION
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.model_runs import context_length
+from lightning_fedleak.studies import membership
 from lightning_fedleak.studies.defense_specs import parse_defenses
-from lightning_fedleak.studies.membership import (
-    PASSIVE,
-    PLANTED,
-    MembershipAdversaries,
-    move_from_start,
-)
 from lightning_fedleak.studies.models import PRECISIONS, find_model, with_lora
 
 _PUBLIC_SHARE = 0.25  # of --text that the server gets; not tuned, more leaves fewer sentences
@@ -80,7 +75,7 @@ class GameCommand(GameOptions):
         anatomy = find_model(self.model, PRECISIONS[self.precision])
         anatomy = with_lora(anatomy, self.lora_r, self.targets, self.seed)
         if self.lora_r:
-            move_from_start(anatomy, self.seed)
+            membership.move_from_start(anatomy, self.seed)
         context = context_length(anatomy)
         if context is not None and self.tokens > context:
             raise SourceError(
@@ -91,7 +86,7 @@ class GameCommand(GameOptions):
         defense = self._defense(anatomy, tokenizer)
         texts, public = self._texts(anatomy, tokenizer)
         pool = self._pool(texts, tokenizer, anatomy.kind)
-        adversaries = MembershipAdversaries(
+        adversaries = membership.MembershipAdversaries(
             self.tokens, self.batch, public, defense is not None, self.seed
         )
         attacks = adversaries.make(self.attack, layers)
@@ -223,7 +218,7 @@ class GameCommand(GameOptions):
         if self.protocol != "authors":
             return None
         front = [] if self.bos is None else [self.bos]
-        ids = front + tokenizer(PLANTED, verbose=False)["input_ids"]
+        ids = front + tokenizer(membership.PLANTED, verbose=False)["input_ids"]
         place = self.position if isinstance(self.position, int) else AUTHORS_POSITION
         if self.tokens <= place:
             raise SourceError(
@@ -235,8 +230,8 @@ class GameCommand(GameOptions):
     def _introduce(self, console: Console, pool: SentencePool) -> None:
         model = model_name(self.model)
         trained = model if self.lora_r == 0 else f"a LoRA of rank {self.lora_r} on {model}"
-        servers = _ADDS if any(name not in PASSIVE for name in self.attack) else ""
-        servers += _READS if any(name in PASSIVE for name in self.attack) else ""
+        servers = _ADDS if any(name not in membership.PASSIVE for name in self.attack) else ""
+        servers += _READS if any(name in membership.PASSIVE for name in self.attack) else ""
         console.print(
             f"A client trains {trained} ({self.precision}) on a batch of {self.batch} out of "
             f"{len(pool)} different sentences of {text_name(self.text)}, each of at most "

@@ -22,15 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_fedleak.anatomy import Anatomy, place_of
 from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.commands import printing
 from lightning_fedleak.commands.options import InvertOptions
-from lightning_fedleak.commands.printing import (
-    INTERRUPTED,
-    make_folder,
-    model_name,
-    print_table,
-    text_name,
-    unwritable,
-)
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, load_tokenizer, read_texts
 from lightning_fedleak.model_runs import context_length
@@ -107,7 +100,7 @@ class InvertCommand(InvertOptions):
         """
         console = console or Console(highlight=False)
         self._check_options()
-        make_folder(self.out, self.out)
+        printing.make_folder(self.out, self.out)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = load_tokenizer(self.model)
         anatomy = find_model(self.model, PRECISIONS[self.precision])
@@ -119,13 +112,13 @@ class InvertCommand(InvertOptions):
         console.print(study.introduction)
         cells, interrupted = self._measure(console, study)
         if cells:
-            print_table(console, study.table(cells), keys=4)
+            printing.print_table(console, study.table(cells), keys=4)
             console.print(study.explanation(cells))
             self._plot(console, [c for c in cells if isinstance(c, ActivationCell)])
             console.print(f"Results: {self._file}", soft_wrap=True)
         if interrupted:
             console.print(f"Interrupted after {len(cells)} cells.")
-            return INTERRUPTED
+            return printing.INTERRUPTED
         return 0 if any(c.rates for c in cells) else 1
 
     # ---- what is measured -----------------------------------------------------------------
@@ -139,11 +132,11 @@ class InvertCommand(InvertOptions):
         makers = self._makers(attacks, tokenizer)
         unit = " standard deviations of each dimension" if self.relative else ""
         return _Study(
-            f"A client holds {model_name(self.model)} ({self.precision}) up to block "
+            f"A client holds {printing.model_name(self.model)} ({self.precision}) up to block "
             f"{' or '.join(map(str, layers))} of {len(anatomy.blocks)}, and sends the hidden "
-            f"states of {self.texts} texts of {text_name(self.text)}, each of {_listed(rows)} "
-            f"tokens, with Gaussian noise of {_listed(self._sigmas)}{unit}. The server has the "
-            "same weights, and reads the texts.",
+            f"states of {self.texts} texts of {printing.text_name(self.text)}, each of "
+            f"{_listed(rows)} tokens, with Gaussian noise of {_listed(self._sigmas)}{unit}. The "
+            "server has the same weights, and reads the texts.",
             lambda announce: run_cells(
                 anatomy,
                 rows,
@@ -177,7 +170,7 @@ class InvertCommand(InvertOptions):
         if self.lora_r:
             # Of the longest, which begin after all that is attacked at any length.
             step_of_adamw(anatomy, rows[max(rows)][attacked:])
-        model = f"{model_name(self.model)} ({self.precision})"
+        model = f"{printing.model_name(self.model)} ({self.precision})"
         adapted = (
             f"A client trains a LoRA of rank {self.lora_r} on {model}, one step of AdamW behind "
             "its start"
@@ -190,8 +183,8 @@ class InvertCommand(InvertOptions):
             noise = f", with Gaussian noise of {_listed(self._sigmas)}{unit}"
         return _Study(
             f"{adapted}, and shares the gradient of one batch (texts in it: {_listed(sizes)}) of "
-            f"{text_name(self.text)}, each text of {_listed(rows)} tokens{noise}. The server has "
-            "the same weights, and reads the texts.",
+            f"{printing.text_name(self.text)}, each text of {_listed(rows)} tokens{noise}. The "
+            "server has the same weights, and reads the texts.",
             lambda announce: run_gradient_cells(
                 anatomy,
                 {length: ids[:attacked] for length, ids in rows.items()},
@@ -357,7 +350,7 @@ class InvertCommand(InvertOptions):
             part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
             part.replace(self._file)
         except OSError as error:
-            raise unwritable(self._file, error, "folder with --out") from error
+            raise printing.unwritable(self._file, error, "folder with --out") from error
 
     def _plot(self, console: Console, cells: Sequence[ActivationCell]) -> None:
         for name in PLOTS.values():  # of an earlier run, with other numbers

@@ -12,18 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from lightning_fedleak.commands.options import (
-    PHRASES,
-    CapacityOptions,
-    DemoOptions,
-    FederateOptions,
-    GameOptions,
-    InspectOptions,
-    InvertOptions,
-    MemorizationOptions,
-    SweepOptions,
-    shape,
-)
+from lightning_fedleak.commands import options
 
 
 @dataclass(frozen=True)
@@ -39,7 +28,7 @@ class CostOptions:
     """
 
     model: str | None = field(default=None, metadata={"metavar": "NAME"})
-    batch: str = field(default="8x64", metadata={"metavar": "BxL", "type": shape})
+    batch: str = field(default="8x64", metadata={"metavar": "BxL", "type": options.shape})
     peft: Literal["lora", "none"] = "lora"
     lora_r: int = field(default=8, metadata={"metavar": "N", "type": int})
     targets: str | None = field(default=None, metadata={"metavar": "NAMES"})
@@ -118,15 +107,15 @@ class FitOptions:
 
 
 _COMMANDS: dict[str, type] = {
-    "demo": DemoOptions,
-    "game": GameOptions,
-    "invert": InvertOptions,
-    "capacity": CapacityOptions,
+    "demo": options.DemoOptions,
+    "game": options.GameOptions,
+    "invert": options.InvertOptions,
+    "capacity": options.CapacityOptions,
     "cost": CostOptions,
-    "memorization": MemorizationOptions,
-    "inspect": InspectOptions,
-    "federate": FederateOptions,
-    "sweep": SweepOptions,
+    "memorization": options.MemorizationOptions,
+    "inspect": options.InspectOptions,
+    "federate": options.FederateOptions,
+    "sweep": options.SweepOptions,
     "report": ReportOptions,
     "compare": CompareOptions,
     "recipes": RecipesOptions,
@@ -172,9 +161,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     namespace, unknown = fedleak.parse_known_args(arguments)
     if unknown:
         command = commands[namespace.command]
-        options = [name for action in command._actions for name in action.option_strings]
+        known = [name for action in command._actions for name in action.option_strings]
         names = [word.partition("=")[0] for word in unknown if word.startswith("-")] or unknown
-        phrases = ", ".join(name + _nearest(name, options) for name in names)
+        phrases = ", ".join(name + _nearest(name, known) for name in names)
         command.error(f"no such option{'s' * (len(names) > 1)}: {phrases}")
     return namespace
 
@@ -189,13 +178,13 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     fedleak.add_argument("--version", action="version", version=version("lightning-fedleak"))
     listed = ",".join(_COMMANDS)
     commands = fedleak.add_subparsers(required=True, dest="command", metavar=f"{{{listed}}}")
-    for command_name, options in _COMMANDS.items():
-        brief, description, helps = _documentation(options)
+    for command_name, kind in _COMMANDS.items():
+        brief, description, helps = _documentation(kind)
         command = commands.add_parser(
             command_name, help=brief, description=description, formatter_class=_Help
         )
-        hints = get_type_hints(options)
-        for option in fields(options):
+        hints = get_type_hints(kind)
+        for option in fields(kind):
             arguments = _arguments(option, hints[option.name])
             name = option.name
             if option.default is not MISSING:
@@ -205,16 +194,16 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     return fedleak, commands.choices
 
 
-def _documentation(options: type) -> tuple[str, str, Mapping[str, str]]:
+def _documentation(kind: type) -> tuple[str, str, Mapping[str, str]]:
     """Return what the help says of a command in a line and at length, and of each of its options.
 
     All of it is the docstring of the command's settings.
     """
-    text, _, attributes = (inspect.getdoc(options) or "").partition("\n\nAttributes:\n")
+    text, _, attributes = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
     brief, _, description = text.partition("\n\n")
     _, *entries = re.split(r"^    (\w+): ", attributes, flags=re.MULTILINE)
     sentences = (" ".join(entry.split()).removesuffix(".") for entry in entries[1::2])
-    helps = (sentence.format_map(PHRASES).replace("%", "%%") for sentence in sentences)
+    helps = (sentence.format_map(options.PHRASES).replace("%", "%%") for sentence in sentences)
     brief = (brief[:1].lower() + brief[1:]).removesuffix(".")
     return brief, description, dict(zip(entries[::2], helps, strict=True))
 

@@ -11,36 +11,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.attacks.memorization import (
-    Canaries,
-    Combined,
-    ErrorZone,
-    Extraction,
-    ExtractionGuess,
-    Loss,
-    LossRatio,
-    MemorizationAttack,
-    MemorizationGuess,
-    MinK,
-    Windows,
-    Zlib,
-    blind_scores,
-)
+from lightning_fedleak.attacks import memorization
 from lightning_fedleak.canaries import InclusionRecord
 from lightning_fedleak.canaries.items import digest_of
 from lightning_fedleak.canaries.repeats import LEAST_LABELS, scored_texts
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import SourceError
-from lightning_fedleak.metrics import Rate
-from lightning_fedleak.metrics.released import (
-    blind_aucs,
-    canary_tiers,
-    extraction_values,
-    follow_one_law,
-    membership_values,
-    others_needed,
-    visible_tpr,
-)
+from lightning_fedleak.metrics import Rate, released
 from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.studies.models import find_model
 from lightning_fedleak.taps import Text, ask_tokens, compressed_bytes, pool_digest
@@ -48,18 +25,18 @@ from lightning_fedleak.taps import Text, ask_tokens, compressed_bytes, pool_dige
 LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
 
 
-def all_attacks() -> tuple[MemorizationAttack, ...]:
+def all_attacks() -> tuple[memorization.MemorizationAttack, ...]:
     """Return every attack on a released model, the headline first and the baselines last."""
     return (
-        Combined(),
-        LossRatio(),
-        ErrorZone(),
-        Windows(),
-        MinK(calibrated=True, name="min_k_base"),
-        MinK(),
-        Zlib(),
-        Loss(),
-        Extraction(),
+        memorization.Combined(),
+        memorization.LossRatio(),
+        memorization.ErrorZone(),
+        memorization.Windows(),
+        memorization.MinK(calibrated=True, name="min_k_base"),
+        memorization.MinK(),
+        memorization.Zlib(),
+        memorization.Loss(),
+        memorization.Extraction(),
     )
 
 
@@ -87,7 +64,7 @@ class Comparison:
     @property
     def one_law(self) -> bool:
         """Return whether members and others could not be told apart before the training."""
-        return follow_one_law(self.blind)
+        return released.follow_one_law(self.blind)
 
 
 class ReleasedPool:
@@ -136,7 +113,7 @@ class ReleasedPool:
         self,
         base: TokenSnapshot,
         now: TokenSnapshot,
-        attacks: Sequence[MemorizationAttack] = (),
+        attacks: Sequence[memorization.MemorizationAttack] = (),
         *,
         look: int = 1,
         alpha: float = 0.05,
@@ -150,27 +127,32 @@ class ReleasedPool:
             look: number of the look at these texts, counted from 1.
             alpha: probability of error over all looks together.
         """
-        released = ReleasedModel(now, base, self.compressed)
+        view = Observation(released=ReleasedModel(now, base, self.compressed))
         values: dict[str, Mapping[str, float]] = {}
         for attack in attacks or all_attacks():
-            guess = attack.run(Observation(released=released))
-            if isinstance(attack, Extraction) and isinstance(guess, ExtractionGuess):
-                values[attack.name] = extraction_values(
+            guess = attack.run(view)
+            if isinstance(attack, memorization.Extraction) and isinstance(
+                guess, memorization.ExtractionGuess
+            ):
+                values[attack.name] = released.extraction_values(
                     guess, attack, self.members, look=look, alpha=alpha
                 )
-            elif isinstance(guess, MemorizationGuess):
-                values[attack.name] = membership_values(
+            elif isinstance(guess, memorization.MemorizationGuess):
+                values[attack.name] = released.membership_values(
                     guess.scores, self.members, look=look, alpha=alpha
                 )
         n_members = int(self.members.sum())
         n_others = len(self.texts) - n_members
         return Comparison(
             values,
-            blind_aucs(blind_scores(base, self.compressed, self.texts, self.members), self.members),
+            released.blind_aucs(
+                memorization.blind_scores(base, self.compressed, self.texts, self.members),
+                self.members,
+            ),
             n_members,
             n_others,
-            visible_tpr(n_members, n_others, look=look, alpha=alpha),
-            others_needed(look, alpha),
+            released.visible_tpr(n_members, n_others, look=look, alpha=alpha),
+            released.others_needed(look, alpha),
         )
 
 
@@ -237,13 +219,13 @@ class PlantedCanaries:
             raise SourceError(
                 f"a canary has {shortest} tokens: --suffix counts {shortest - 1} at most"
             )
-        attack = Canaries(suffix)
-        released = ReleasedModel(now, base, torch.ones(len(self.texts)))
-        guess = attack.run(Observation(released=released))
-        assert isinstance(guess, ExtractionGuess)
+        attack = memorization.Canaries(suffix)
+        model = ReleasedModel(now, base, torch.ones(len(self.texts)))
+        guess = attack.run(Observation(released=model))
+        assert isinstance(guess, memorization.ExtractionGuess)
         members = torch.tensor(self.record.included)
         repeats = torch.tensor(self.record.repeats)
-        return canary_tiers(
+        return released.canary_tiers(
             guess, attack, self.record.times, repeats, members, ~members, alpha=alpha
         )
 

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    PreTrainedConfig,
-)
+import transformers
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.extras import install
@@ -32,20 +26,20 @@ def find_model(name: str | None, dtype: torch.dtype) -> Anatomy:
     """
     source, settings = model_source(name)
     with loading(source, "language model"):
-        config = AutoConfig.from_pretrained(source, **settings)
+        config = transformers.AutoConfig.from_pretrained(source, **settings)
         settings["dtype"] = dtype
         architectures = " ".join(getattr(config, "architectures", None) or ())
         if "MaskedLM" in architectures:
-            model = AutoModelForMaskedLM.from_pretrained(source, **settings)
+            model = transformers.AutoModelForMaskedLM.from_pretrained(source, **settings)
         elif "CausalLM" in architectures or "LMHead" in architectures:
-            model = AutoModelForCausalLM.from_pretrained(source, **settings)
+            model = transformers.AutoModelForCausalLM.from_pretrained(source, **settings)
         else:
-            model = AutoModel.from_pretrained(source, **settings)
+            model = transformers.AutoModel.from_pretrained(source, **settings)
             return find_anatomy(model.eval(), kind="classifier")
     return find_anatomy(model.eval())
 
 
-def find_config(name: str | None) -> PreTrainedConfig:
+def find_config(name: str | None) -> transformers.PreTrainedConfig:
     """Return the configuration of a causal model.
 
     Args:
@@ -56,7 +50,9 @@ def find_config(name: str | None) -> PreTrainedConfig:
     """
     source, settings = model_source(name)
     with loading(source, "language model"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, **settings)
+        config: transformers.PreTrainedConfig = transformers.AutoConfig.from_pretrained(
+            source, **settings
+        )
     if not hasattr(config, "vocab_size") or getattr(config, "is_encoder_decoder", False):
         raise SourceError(f"--model {source} is no causal model, whose costs alone are known here")
     return config

@@ -77,20 +77,6 @@ MOST_NOISE = 1e6  # largest noise multiplier that noise_multiplier_for tries. No
 CACHED = 64  # histories whose PRV epsilon an accountant stores. Not tuned
 
 
-def tightened(epsilon: float, prv: Callable[[float], float]) -> float:
-    """Return the bound of PRV with an error below 0.6% of itself, where its mesh allows.
-
-    The error is a share (``PRV_ERROR``) of the scale that PRV is called with. Where RDP's bound is
-    many times the answer, as at a small sample rate, PRV is called again with the answer for scale.
-    """
-    scale = epsilon
-    while True:
-        epsilon = min(epsilon, prv(scale))
-        if not 0 < epsilon < scale / 3:
-            return epsilon
-        scale = 2 * epsilon
-
-
 def prv_epsilon(
     history: Sequence[tuple[float, float, int]],
     delta: float,
@@ -98,13 +84,30 @@ def prv_epsilon(
     rdp: Floats,
     sampling: SamplingScheme,
 ) -> float:
-    """Return PRV's upper bound on epsilon, ``inf`` where it has none; as :func:`read_prv`."""
+    """Return PRV's upper bound with an error below 0.6% of itself, where its mesh allows.
+
+    The error is a share (``PRV_ERROR``) of the scale that PRV is called with. Where RDP's bound is
+    many times the answer, as at a small sample rate, PRV is called again with the answer for scale.
+
+    Args:
+        history: as for :func:`read_prv`.
+        delta: as there.
+        epsilon: RDP's bound, which is returned where PRV has none that is smaller.
+        rdp: as there.
+        sampling: as there.
+    """
 
     def read(composed: Any, delta_error: float, error: float) -> Floats:
         return np.array([composed.compute_epsilon(delta, delta_error, error)[2]])
 
-    bound = read_prv(history, delta, epsilon, rdp, read, sampling)
-    return math.inf if bound is None or not math.isfinite(bound[0]) else max(float(bound[0]), 0.0)
+    scale = epsilon
+    while True:
+        bound = read_prv(history, delta, scale, rdp, read, sampling)
+        if bound is not None and math.isfinite(bound[0]):
+            epsilon = min(epsilon, max(float(bound[0]), 0.0))
+        if not 0 < epsilon < scale / 3:
+            return epsilon
+        scale = 2 * epsilon
 
 
 def read_prv(
@@ -372,9 +375,7 @@ def epsilon_of(
     rdp = composed_rdp(history, sampling)
     epsilon = float(epsilons_of_rdp(rdp, delta).min())
     if kind == "prv" and 0 < epsilon < math.inf:
-        epsilon = tightened(
-            epsilon, lambda bound: prv_epsilon(history, delta, bound, rdp, sampling)
-        )
+        epsilon = prv_epsilon(history, delta, epsilon, rdp, sampling)
     return epsilon if epsilon <= LARGEST_EPSILON else math.inf
 
 

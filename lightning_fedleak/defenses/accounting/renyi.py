@@ -60,17 +60,10 @@ def _rdp_of_poisson(noise_multiplier: float, sample_rate: float) -> Floats:
     check_opacus()
     from opacus.accountants.analysis.rdp import compute_rdp
 
-    rdp: Floats
-    if noise_multiplier == 0:
-        rdp = np.full(len(ORDERS), np.inf)
-    else:
-        rdp = np.asarray(
-            compute_rdp(
-                q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(ORDERS)
-            ),
-            dtype=np.float64,
-        )
-        rdp = np.where(rdp >= 0, rdp, np.inf)
+    computed = compute_rdp(
+        q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(ORDERS)
+    )
+    rdp: Floats = np.where(computed >= 0, computed, np.inf)
     rdp.flags.writeable = False
     return rdp
 

@@ -14,16 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses.accounting import (
-    Account,
-    Budget,
-    BudgetedDefense,
-    ClipPath,
-    TruncatedPoisson,
-    check_delta_for,
-    effective_noise_multiplier,
-    factors_of,
-)
+from lightning_fedleak.defenses import accounting
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
     Curve,
@@ -32,25 +23,12 @@ from lightning_fedleak.defenses.base import (
     Privacy,
     State,
 )
-from lightning_fedleak.defenses.dpsgd import setup_checks
+from lightning_fedleak.defenses.dpsgd import settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, clip_of
 from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoise
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.sampling import check_same_data, sampling_of
-from lightning_fedleak.defenses.dpsgd.settings import (
-    ClipSettings,
-    OldArguments,
-    ReleaseSettings,
-    Unit,
-    Users,
-    check_budget,
-    check_clip,
-    check_continued,
-    check_planned,
-    check_sampling,
-    guarantee_of,
-)
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep, check_same_clip
 from lightning_fedleak.defenses.noise import NoiseGauge, base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.processes import Team, reshard, trainer_of
@@ -61,7 +39,7 @@ _STREAM = "gradient"  # of noise
 CLIP_ATTRIBUTES = ("max_grad_norm", "gamma", "per_layer", "layer_noise")
 
 
-class DPSGD(BudgetedDefense):
+class DPSGD(accounting.BudgetedDefense):
     """Differentially private SGD (Abadi et al. 2016) in the local or central model.
 
     Every optimizer step releases ``(sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2)) / L``: g_i is
@@ -121,27 +99,29 @@ class DPSGD(BudgetedDefense):
         noise_multiplier: float | None = None,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
-        accountant: Account = "prv",
+        accountant: accounting.Account = "prv",
         *,
         poisson_sampling: bool = True,
         max_physical_batch_size: int | None = None,
         ledger: str | os.PathLike[str] | None = None,
-        unit: Unit = "example",
-        clip: ClipSettings | None = None,
-        release: ReleaseSettings | None = None,
+        unit: settings.Unit = "example",
+        clip: settings.ClipSettings | None = None,
+        release: settings.ReleaseSettings | None = None,
         seed: int | None = None,
         **old: Any,
     ) -> None:
-        names = [*signature(DPSGD).parameters, *OldArguments.__dataclass_fields__]
+        names = [*signature(DPSGD).parameters, *settings.OldArguments.__dataclass_fields__]
         check_names("DPSGD", old, names)
-        poisson_sampling, max_physical_batch_size, clip, release, unit = OldArguments(
+        poisson_sampling, max_physical_batch_size, clip, release, unit = settings.OldArguments(
             **old
         ).convert(poisson_sampling, max_physical_batch_size, clip, release, unit)
-        check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
-        check_clip(max_grad_norm, clip)
-        check_sampling(unit, release, poisson_sampling, max_physical_batch_size, accountant)
-        check_planned(max_grad_norm, clip, release, unit, accountant)
-        users = unit if isinstance(unit, Users) else None
+        settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
+        settings.check_clip(max_grad_norm, clip)
+        settings.check_sampling(
+            unit, release, poisson_sampling, max_physical_batch_size, accountant
+        )
+        settings.check_planned(max_grad_norm, clip, release, unit, accountant)
+        users = unit if isinstance(unit, settings.Users) else None
         self._release, self._users = release, users
         self.max_grad_norm = max_grad_norm
         self.gamma, self.per_layer, self.layer_noise = clip.gamma, clip.per_layer, clip.layer_noise
@@ -164,10 +144,10 @@ class DPSGD(BudgetedDefense):
         # With correlated noise an example's place decides which steps it may be in.
         independent = poisson_sampling and self.mechanism == "independent"
         filtered = accountant == "filter"
-        self.guarantee = guarantee_of(self.trust, independent, seed, filtered, self.unit)
+        self.guarantee = settings.guarantee_of(self.trust, independent, seed, filtered, self.unit)
         self._noise = StepNoise(self.mechanism, self.bands)
         self._checkpointed = 0
-        self._budget = Budget(
+        self._budget = accounting.Budget(
             accountant,
             noise_multiplier,
             target_epsilon,
@@ -176,8 +156,10 @@ class DPSGD(BudgetedDefense):
             harden_factor=release.harden_factor,
             max_hardenings=release.max_hardenings,
         )
-        self._budget.factors = factors_of("noise_schedule", release.noise_schedule)
-        self._path = ClipPath(factors_of("schedule", clip.schedule), clip.quantile)
+        self._budget.factors = accounting.factors_of("noise_schedule", release.noise_schedule)
+        self._path = accounting.ClipPath(
+            accounting.factors_of("schedule", clip.schedule), clip.quantile
+        )
         self._base_clip: Clip | None = None
         self.ledger = None if ledger is None else os.path.abspath(ledger)
         self._ledger = ledger
@@ -188,14 +170,14 @@ class DPSGD(BudgetedDefense):
 
     def settings(self) -> dict[str, bool | int | float | str]:
         """Return the public settings, the accountant and the noise multiplier."""
-        settings = super().settings() | {"accountant": self._budget.kind}
-        settings["poisson"] = settings.pop("poisson_sampling")  # the name in records
+        values = super().settings() | {"accountant": self._budget.kind}
+        values["poisson"] = values.pop("poisson_sampling")  # the name in records
         if self.noise_multiplier is not None:
-            settings["noise_multiplier"] = self.noise_multiplier
-        settings |= self._path.settings(self._budget.factors)
+            values["noise_multiplier"] = self.noise_multiplier
+        values |= self._path.settings(self._budget.factors)
         if isinstance(self.max_grad_norm, Mapping):
-            settings["max_grad_norm"] = f"{math.hypot(*self.max_grad_norm.values()):g}, by layers"
-        return settings
+            values["max_grad_norm"] = f"{math.hypot(*self.max_grad_norm.values()):g}, by layers"
+        return values
 
     def group_privacy(self, rows: int) -> Privacy:
         """Return the cost of the releases so far to ``rows`` examples, added or removed together.
@@ -284,11 +266,11 @@ class DPSGD(BudgetedDefense):
                 users=self._users,
             )
             self._budget.draw_by(sampling.scheme)
-        if isinstance(sampling.scheme, TruncatedPoisson):
+        if isinstance(sampling.scheme, accounting.TruncatedPoisson):
             self._read_ledger(context, sampling.scheme.unit)
         with team.together():
             delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
-            check_delta_for(delta, sampling.examples)
+            accounting.check_delta_for(delta, sampling.examples)
             if self._path.factors:
                 self._budget.plan(self._planned(sampling, context))
             self._budget.settle(sampling.rate, delta, self._planned(sampling, context))
@@ -416,7 +398,9 @@ class DPSGD(BudgetedDefense):
                 if isinstance(optimizer, DPAdamBC):
                     optimizer.set_noise(self.noise_variances(parameters, context))
             if noise.is_accounted:
-                self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
+                self._budget.record(
+                    accounting.effective_noise_multiplier(sigma, context.clients, self.trust)
+                )
         if self._path.quantile is not None:
             key = self._key(context, self._base(context), self.releases, 0, "quantile")
             halves = team.summed(clipped.halves())
@@ -498,7 +482,7 @@ class DPSGD(BudgetedDefense):
             return
         releases = int(state["releases"])
         if releases:
-            check_continued(state, releases, self.trust, self.unit)
+            settings.check_continued(state, releases, self.trust, self.unit)
             self._noise.load_state_dict(state)
         self._path.log_factor = float(state.get("log_factor", 0.0))
         self._checkpointed = self._budget.load_state_dict(state, releases)

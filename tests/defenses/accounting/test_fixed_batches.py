@@ -15,7 +15,7 @@ from scipy.stats import binom, norm
 
 from lightning_fedleak.defenses.accounting import Accountant, RenyiFilter
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of, noise_multiplier_for
-from lightning_fedleak.defenses.accounting.curve import curve_of
+from lightning_fedleak.defenses.accounting.budget import curve_of
 from lightning_fedleak.defenses.accounting.fixed_batches import (
     TruncatedPoisson,
     WithoutReplacementPRV,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,24 +10,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_fedleak.report import NothingToReport, findings, read
+from lightning_fedleak.finetuning import SourceError
+from lightning_fedleak.report import ReportError, findings, read
 from lightning_fedleak.report.attacks import AttackSummary, Points
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.wording import in_words, interval, share
 
 
-def compare(before: Path, after: Path, console: Console | None = None) -> None:
-    """Print the newest fit of each folder side by side.
-
-    Args:
-        before: log folder of the first run.
-        after: log folder of the second run.
-        console: where to print; stdout by default.
+def run(options: argparse.Namespace) -> int:
+    """Print the newest fit of two log folders side by side, and return 0.
 
     Raises:
-        NothingToReport: one of them holds no run.
+        SourceError: one of them holds no run.
     """
-    console = console or Console(highlight=False)
+    console, before, after = Console(highlight=False), options.before, options.after
     runs = [_runs(place) for place in (before, after)]
     first, second = (listed[-1] for listed in runs)
     table = Table(show_lines=True)
@@ -53,6 +50,7 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
         "Leakage: mean of all measurements, then the latest result with its 95% interval. Where "
         "intervals overlap, the difference may be chance."
     )
+    return 0
 
 
 def _add_attacks(table: Table, first: FitSummary, second: FitSummary) -> None:
@@ -81,9 +79,12 @@ def _add_privacy(table: Table, first: FitSummary, second: FitSummary) -> None:
 
 
 def _runs(place: Path) -> Sequence[FitSummary]:
-    runs = findings(read([place])).runs
+    try:
+        runs = findings(read([place])).runs
+    except ReportError as error:
+        raise SourceError(str(error)) from error
     if not runs:
-        raise NothingToReport(f"'{place}' holds results of commands, and no run of a Trainer")
+        raise SourceError(f"'{place}' holds results of commands, and no run of a Trainer")
     return runs
 
 

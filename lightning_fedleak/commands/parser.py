@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from lightning_fedleak.commands import options
+from lightning_fedleak.finetuning.assets import SourceError, check_model_source
+from lightning_fedleak.finetuning.texts import check_text_source
+from lightning_fedleak.studies.names import check_defense
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,32 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         phrases = ", ".join(name + _nearest(name, known) for name in names)
         command.error(f"no such option{'s' * (len(names) > 1)}: {phrases}")
     return namespace
+
+
+def check_sources(namespace: argparse.Namespace) -> None:
+    """Raise an error for missing defences, models and texts.
+
+    Args:
+        namespace: as :func:`parse` returns it.
+
+    Raises:
+        SourceError: what is wrong with which of them.
+    """
+    defenses = getattr(namespace, "defense", None) or ()
+    for defense in (defenses,) if isinstance(defenses, str) else defenses:
+        check_defense(defense)
+    check_model_source(getattr(namespace, "model", None))
+    check_model_source(getattr(namespace, "base", None))
+    texts = ("members", "others") if hasattr(namespace, "others") else ("text",)
+    for name, column_name in (*((text, "column") for text in texts), ("public", "public_column")):
+        source, column = getattr(namespace, name, None), getattr(namespace, column_name, None)
+        option = f"--{column_name.replace('_', '-')}"
+        if name == "public" and source == "sampled":  # by the model itself
+            continue
+        if source is not None:
+            check_text_source(source, column, option=option)
+        elif column is not None:
+            raise SourceError(f"{option} names a column of --{name}: give that too")
 
 
 def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:

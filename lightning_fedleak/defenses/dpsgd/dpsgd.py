@@ -28,7 +28,7 @@ from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, clip_of
 from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoise
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
-from lightning_fedleak.defenses.dpsgd.sampling import check_same_data, sampling_of
+from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep, check_same_clip
 from lightning_fedleak.defenses.noise import NoiseGauge, base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.processes import Team, reshard, trainer_of
@@ -277,7 +277,7 @@ class DPSGD(accounting.BudgetedDefense):
             self._path.share_of_noise(max(self._budget.planned_noise), sampling.expected)
         users = sampling.users_digest
         team.check_alike(examples=sampling.examples, batch_size=sampling.expected, users=users)
-        check_same_data(sampling.loader, team, poisson=self.poisson_sampling)
+        setup_checks.check_same_data(sampling.loader, team, poisson=self.poisson_sampling)
         self._forget_if_moved()
         # Computed on another machine, it may differ in its last bits.
         self.noise_multiplier = team.broadcast(self.noise_multiplier)

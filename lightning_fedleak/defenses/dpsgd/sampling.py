@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import warnings
 from collections.abc import Sequence
@@ -24,7 +23,6 @@ from torch.utils.data import (
 )
 
 from lightning_fedleak.defenses.accounting import SamplingScheme, TruncatedPoisson
-from lightning_fedleak.defenses.accounting.ledger import check_count, check_sample_rate
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd import correlated_noise
 from lightning_fedleak.defenses.dpsgd.poisson import (
@@ -37,10 +35,8 @@ from lightning_fedleak.defenses.dpsgd.poisson import (
 )
 from lightning_fedleak.defenses.dpsgd.settings import ReleaseSettings, Users
 from lightning_fedleak.defenses.dpsgd.users import check_documents, check_order, rows_by_user
-from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.validate import check_integer
 
-COMPARED = 5  # examples that show whether processes have the same dataset. Not tuned
 LOADING = (
     *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers"),
@@ -199,47 +195,6 @@ def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
         )
 
 
-def check_same_data(loader: DataLoader[Any], team: Team, *, poisson: bool) -> None:
-    """Raise an error for processes of one client whose parts may overlap; a collective.
-
-    The parts are places in the dataset. Where processes have shuffled or split it differently, or
-    where samplers that are not replaced have different seeds, an example may be in several parts:
-    clipped in each, and more than once in the sum. A few examples are compared, if loading one
-    twice gives the same.
-
-    Args:
-        loader: for training; its dataset is whole in each process.
-        team: the processes of this client.
-        poisson: whether the sampler was replaced.
-
-    Raises:
-        DefenseError: they differ, or an example cannot be loaded.
-    """
-    if team.size == 1:
-        return
-    if not poisson:
-        sampler: Any = loader.sampler
-        names = "seed", "shuffle", "drop_last"
-        team.check_alike(**{f"the sampler's {n}": float(getattr(sampler, n)) for n in names})
-    with team.together():
-        digest, repeated = _digest(loader.dataset), _digest(loader.dataset)
-    changes, high, low = team.largest([digest != repeated, digest, -digest])
-    if high != -low and not changes:
-        raise DefenseError(
-            "DPSGD: the processes of the client hold other examples at the same places of their "
-            "datasets, so an example may be in the parts of two of them, clipped in each and twice "
-            "in the sum. Shuffle and split the data by the same seed in all processes."
-        )
-
-
-def _digest(dataset: Any) -> int:
-    """Return a digest of a few examples, of 48 bits."""
-    last = len(dataset) - 1
-    examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
-    digest = hashlib.sha256("\0".join(correlated_noise.values_in(examples)).encode()).digest()
-    return int.from_bytes(digest[:6], "big")
-
-
 def poisson_loader(
     loader: DataLoader[Any],
     rate: float,
@@ -276,7 +231,6 @@ def poisson_loader(
         DefenseError: a loader whose sampling cannot be replaced without changing what it loads, or
             a value out of range; says what to change.
     """
-    check_sample_rate(rate)
     check_integer("client", draws.client, at_least=0, at_most=clients - 1, error=DefenseError)
     if len(draws.entropy) < LEAST_ENTROPY:
         raise DefenseError(
@@ -285,7 +239,6 @@ def poisson_loader(
         )
     if steps is None:
         steps = max(1, round(1 / rate))
-    check_count(steps, "steps")
     check_torch_loader(loader)
     _check_fetches_none(loader)
     shard = _shard(loader)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
+from lightning_fedleak.defenses.dpsgd.correlated_noise import values_in
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
-from lightning_fedleak.defenses.processes import trainer_of
+from lightning_fedleak.defenses.processes import Team, trainer_of
 
+COMPARED = 5  # examples that show whether processes have the same dataset. Not tuned
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 """Lightning's names of the precisions without a gradient scaler."""
 
@@ -193,3 +197,44 @@ def planned_steps(context: DefenseContext, per_epoch: int, argument: str = "targ
             f"max_epochs or max_steps{alternative}."
         )
     return int(min(counts))
+
+
+def check_same_data(loader: DataLoader[Any], team: Team, *, poisson: bool) -> None:
+    """Raise an error for processes of one client whose parts may overlap; a collective.
+
+    The parts are places in the dataset. Where processes have shuffled or split it differently, or
+    where samplers that are not replaced have different seeds, an example may be in several parts:
+    clipped in each, and more than once in the sum. A few examples are compared, if loading one
+    twice gives the same.
+
+    Args:
+        loader: for training; its dataset is whole in each process.
+        team: the processes of this client.
+        poisson: whether the sampler was replaced.
+
+    Raises:
+        DefenseError: they differ, or an example cannot be loaded.
+    """
+    if team.size == 1:
+        return
+    if not poisson:
+        sampler: Any = loader.sampler
+        names = "seed", "shuffle", "drop_last"
+        team.check_alike(**{f"the sampler's {n}": float(getattr(sampler, n)) for n in names})
+    with team.together():
+        digest, repeated = _digest(loader.dataset), _digest(loader.dataset)
+    changes, high, low = team.largest([digest != repeated, digest, -digest])
+    if high != -low and not changes:
+        raise DefenseError(
+            "DPSGD: the processes of the client hold other examples at the same places of their "
+            "datasets, so an example may be in the parts of two of them, clipped in each and twice "
+            "in the sum. Shuffle and split the data by the same seed in all processes."
+        )
+
+
+def _digest(dataset: Any) -> int:
+    """Return a digest of a few examples, of 48 bits."""
+    last = len(dataset) - 1
+    examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
+    digest = hashlib.sha256("\0".join(values_in(examples)).encode()).digest()
+    return int.from_bytes(digest[:6], "big")

@@ -72,8 +72,11 @@ def _run(module: str, name: str, options: argparse.Namespace) -> int:
     # Threads that spin while they wait starve each other where other programs use the cores too;
     # OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import transformers
+
     from lightning_fedleak.commands.printing import USER_ERRORS
 
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     command = getattr(importlib.import_module(f"lightning_fedleak.commands.{module}"), name)
     try:
         status: int = command(**vars(options)).run()

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import transformers
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -26,7 +25,6 @@ from lightning_fedleak.commands import printing
 from lightning_fedleak.commands.options import InvertOptions
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, load_tokenizer, read_texts
-from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.studies.invert import (
     ActivationCell,
     GradientCell,
@@ -41,7 +39,7 @@ from lightning_fedleak.studies.invert import (
     step_of_adamw,
 )
 from lightning_fedleak.studies.invert.plots import Axis, plot_cells, worth_drawing
-from lightning_fedleak.studies.models import PRECISIONS, find_model, with_lora
+from lightning_fedleak.studies.models import PRECISIONS, check_context, find_model, with_lora
 from lightning_fedleak.studies.names import GRADIENT_ATTACKS, INVERT_ATTACKS
 
 PLOTS: dict[Axis, str] = {"sigma": "noise.png", "length": "length.png"}
@@ -101,7 +99,6 @@ class InvertCommand(InvertOptions):
         console = console or Console(highlight=False)
         self._check_options()
         printing.make_folder(self.out, self.out)
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = load_tokenizer(self.model)
         anatomy = find_model(self.model, PRECISIONS[self.precision])
         if self.from_ == "gradients":
@@ -255,7 +252,6 @@ class InvertCommand(InvertOptions):
     def _rows(
         self, anatomy: Anatomy, tokenizer: PreTrainedTokenizerBase, least_rows: int, most_rows: int
     ) -> dict[int, Tensor]:
-        context = context_length(anatomy)
         least_tokens = 2 if anatomy.kind == "causal" else 1
         texts = read_texts(self.text or EMBEDDED_MESSAGES, self.column, option="--column")
         if self.bos is not None and self.bos >= anatomy.vocab_size:
@@ -264,11 +260,7 @@ class InvertCommand(InvertOptions):
             )
         rows: dict[int, Tensor] = {}
         for length in sorted(set(self.lengths)):
-            if context is not None and length > context:
-                raise SourceError(
-                    f"--lengths {length} is longer than the model's context of {context}: give "
-                    f"{context} or fewer"
-                )
+            check_context(anatomy, length, "--lengths")
             if length < least_tokens:
                 raise SourceError(f"--lengths {length}: give at least {least_tokens} tokens")
             try:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -48,7 +47,6 @@ class MemorizationCommand(MemorizationOptions):
             AnatomyError: a model's parts could not be found.
         """
         console = console or Console()
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = load_tokenizer(self.base)
         members, others = (
             tokenize(read_texts(source, self.column), tokenizer, self.length)

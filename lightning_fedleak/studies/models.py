@@ -8,6 +8,7 @@ import transformers
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError, loading, model_source
+from lightning_fedleak.model_runs import context_length
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -96,3 +97,22 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
     except ValueError as error:
         raise SourceError(f"--targets {targets}: {error}") from error
     return find_anatomy(model.eval(), kind=anatomy.kind)
+
+
+def check_context(anatomy: Anatomy, tokens: int, option: str) -> None:
+    """Raise an error where the model reads no texts that are so long.
+
+    Args:
+        anatomy: the model's.
+        tokens: of a text.
+        option: for the message.
+
+    Raises:
+        SourceError: says how many tokens it reads.
+    """
+    context = context_length(anatomy)
+    if context is not None and tokens > context:
+        raise SourceError(
+            f"{option} {tokens} is longer than the model's context of {context}: give "
+            f"{context} or fewer"
+        )

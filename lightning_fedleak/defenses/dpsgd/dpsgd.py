@@ -378,7 +378,7 @@ class DPSGD(accounting.BudgetedDefense):
         step, sampling = self._in_fit()
         # What follows would send other messages where these differ.
         norm = step.clip.sensitivity
-        std = sigma * self._share(sigma, sampling) * norm
+        std = sigma * self._path.share_of_noise(sigma, sampling.expected) * norm
         team.check_alike(noise_multiplier=sigma, releases=self.releases, max_grad_norm=norm)
         check_same_clip(self._fixed, self._clip_settings())
         with team.together():
@@ -548,13 +548,9 @@ class DPSGD(accounting.BudgetedDefense):
         """Return the standard deviation of the next update's noise, all layers together."""
         step, sampling = self._in_fit()
         sigma = self._client_noise(context)
-        std = sigma * self._share(sigma, sampling) * step.clip.sensitivity
+        share = self._path.share_of_noise(sigma, sampling.expected)
+        std = sigma * share * step.clip.sensitivity
         return std / sampling.expected * self._noise.scale
-
-    def _share(self, sigma: float, sampling: Sampling) -> float:
-        """Return the noise on gradients over what it would be if none of them were counted."""
-        path = self._path
-        return 1.0 if path.quantile is None else path.share_of_noise(sigma, sampling.expected)
 
     def _clip(self, context: DefenseContext) -> Clip:
         self._fixed = self._clip_settings()

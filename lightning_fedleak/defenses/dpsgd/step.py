@@ -88,17 +88,14 @@ class LossCheck:
 
     Attributes:
         unchecked: whether something in the step since the last release was new.
-        weights, terms: see :class:`FormCheck`.
+        form: what the last loss is a mean of.
     """
 
     def __init__(self, trusted: bool) -> None:
         self.unchecked = False
-        self.weights: Tensor | None = None
-        self.terms = 0
+        self.form = loss_graph.FormCheck()
         self._trusted = trusted
-        self._form = loss_graph.FormCheck()
         self._top: list[Call] = []
-        self._separate = False
         self._checked_forms: set[StepForm] = set()
         self._last_check = 0
 
@@ -117,12 +114,10 @@ class LossCheck:
             DefenseError: it is not known to be a mean of per-sample means.
         """
         if self._trusted:
-            self._top, self._separate = loss_graph.outputs_of(loss, recorder.calls), True
-            self.weights, self.terms = None, recorder.samples
+            self._top = loss_graph.outputs_of(loss, recorder.calls)
+            self.form.separate, self.form.terms = True, recorder.samples
         else:
-            self._top = self._form(loss, recorder.calls, recorder.samples)
-            self._separate = self._form.separate
-            self.weights, self.terms = self._form.weights, self._form.terms
+            self._top = self.form(loss, recorder.calls, recorder.samples)
 
     def check_graph(
         self, loss: Tensor, recorder: Recorder, releases: int, team: Team, *, counts: bool = True
@@ -143,12 +138,12 @@ class LossCheck:
             DefenseError: samples are mixed.
         """
         layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
-        form = layouts, self._form.form
+        form = layouts, self.form.form
         new = counts and (
             form not in self._checked_forms or releases >= self._last_check + CHECK_EVERY
         )
         due = new and recorder.samples > 1
-        new, due, joint = map(bool, team.largest([new, due, not self._separate]))
+        new, due, joint = map(bool, team.largest([new, due, not self.form.separate]))
         self.unchecked = self.unchecked or new
         top, self._top = self._top, []
         if not due:
@@ -389,7 +384,7 @@ class WatchedStep:
         precision is. ``p.grad`` becomes the mean's again. Gradients of another backward, of an
         attack say, are left as they are.
         """
-        terms, engine = max(1, self.check.terms), torch.autograd.Variable._execution_engine
+        terms, engine = max(1, self.check.form.terms), torch.autograd.Variable._execution_engine
         trained: list[Any] = [p for p in root.parameters() if p.requires_grad]
 
         def begin(gradient: Tensor) -> Tensor:
@@ -421,7 +416,7 @@ class WatchedStep:
                 recorder,
                 self.clip,
                 context,
-                weights=self.check.weights if recorder.samples else None,
+                weights=self.check.form.weights if recorder.samples else None,
                 earlier=earlier,
                 users=self._users,
             )

@@ -24,7 +24,7 @@ from lightning_fedleak.defenses.accounting.renyi import (
     deltas_of_rdp,
 )
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
-from lightning_fedleak.defenses.base import Curve, Defense, DefenseError, Privacy, State
+from lightning_fedleak.defenses.base import Curve, Defense, DefenseError, Privacy, State, refuse
 
 EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; saves calls of PRV
 CURVE_POINTS = 64  # pairs of a curve; at 32 the TPR that one allows is .6% larger (sigma 1)
@@ -410,20 +410,20 @@ class Budget:
         """
         account = {k.removeprefix(_ACCOUNT): v for k, v in state.items() if k.startswith(_ACCOUNT)}
         filtered = "orders" in account
-        if releases and filtered != (self.kind == "filter"):
-            raise DefenseError(
-                f"{self._owner}: the checkpoint's {releases} releases were "
-                f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
-                f"accountant={self.kind!r}. A budget holds from the first release on: go on with "
-                "the accountant of the checkpoint, or begin a new run."
-            )
         earlier = state.get("factors", repr(()))
-        if releases and earlier != repr(self.factors):
-            raise DefenseError(
-                f"{self._owner}: the checkpoint's {releases} releases were made with noise by the "
-                f"factors {earlier}, and this run has {self.factors!r}. Noise is fixed before a "
-                "run: go on with the same schedule, or begin a new run."
-            )
+        refusals = {
+            f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
+            f"accountant={self.kind!r}. A budget holds from the first release on: go on with the "
+            "accountant of the checkpoint, or begin a new run.": (
+                filtered != (self.kind == "filter")
+            ),
+            f"made with noise by the factors {earlier}, and this run has {self.factors!r}. Noise "
+            "is fixed before a run: go on with the same schedule, or begin a new run.": (
+                earlier != repr(self.factors)
+            ),
+        }
+        owner = f"{self._owner}: the checkpoint's {releases} releases were "
+        refuse(owner, refusals if releases else {})
         self.draw_by(self._sampling_in(state) if releases else self._sampling)
         self.horizon = int(state.get("horizon", 0)) if releases else self.horizon
         self.notches = max(self.notches, int(state.get("notches", 0)))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.correlated_noise import values_in
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
@@ -31,45 +31,35 @@ def check_trainer(context: DefenseContext, *, poisson: bool) -> None:
     Raises:
         DefenseError: says which setting.
     """
-    if context.precision not in PRECISIONS:
-        raise DefenseError(
-            f"DPSGD: precision={context.precision!r} is not supported: a gradient scaler unscales "
-            "the summed gradient only, not each sample's. Use 'bf16-mixed' or '32-true'."
-        )
-    if context.device.type == "mps":
-        raise DefenseError(
-            "DPSGD adds up squared norms in float64, which an Apple GPU (mps) does not have. Use "
-            "Trainer(accelerator='cpu')."
-        )
-    if not getattr(context.root, "automatic_optimization", True):
-        raise DefenseError(
-            "DPSGD: manual optimization hides the loss, and with it whether it is a mean of "
-            "per-sample means. Return the loss from training_step with "
-            "automatic_optimization=True."
-        )
     trainer = trainer_of(context)
-    if trainer is None:
-        return
-    if getattr(trainer, "gradient_clip_val", None):
-        raise DefenseError(
-            "DPSGD clips each sample's gradient by max_grad_norm, and gradient_clip_val of the "
-            "Trainer would have no effect on what it releases. Leave gradient_clip_val out."
-        )
     accumulated = getattr(trainer, "accumulate_grad_batches", 1)
-    if accumulated != 1:
-        raise DefenseError(
-            f"DPSGD: accumulate_grad_batches={accumulated} joins several batches into one release, "
-            "in which a sample can occur more than once and each loss is divided before it is "
-            f"clipped. Use accumulate_grad_batches=1 and a batch_size {accumulated} times as big: "
-            "DPSGD(max_physical_batch_size=...) runs it in pieces that fit into memory."
-        )
-    if poisson and getattr(trainer, "overfit_batches", False):
-        raise DefenseError(
-            f"DPSGD draws each batch from all of the data, so that "
-            f"overfit_batches={trainer.overfit_batches} would not repeat the same batches. Give "
-            "the loader a few rows alone (torch.utils.data.Subset), or pass "
-            "DPSGD(poisson_sampling=False)."
-        )
+    repeated = getattr(trainer, "overfit_batches", False)
+    refusals = {
+        f": precision={context.precision!r} is not supported: a gradient scaler unscales the "
+        "summed gradient only, not each sample's. Use 'bf16-mixed' or '32-true'.": (
+            context.precision not in PRECISIONS
+        ),
+        " adds up squared norms in float64, which an Apple GPU (mps) does not have. Use "
+        "Trainer(accelerator='cpu').": context.device.type == "mps",
+        ": manual optimization hides the loss, and with it whether it is a mean of per-sample "
+        "means. Return the loss from training_step with automatic_optimization=True.": (
+            not getattr(context.root, "automatic_optimization", True)
+        ),
+        " clips each sample's gradient by max_grad_norm, and gradient_clip_val of the Trainer "
+        "would have no effect on what it releases. Leave gradient_clip_val out.": (
+            getattr(trainer, "gradient_clip_val", None)
+        ),
+        f": accumulate_grad_batches={accumulated} joins several batches into one release, in which "
+        "a sample can occur more than once and each loss is divided before it is clipped. Use "
+        f"accumulate_grad_batches=1 and a batch_size {accumulated} times as big: "
+        "DPSGD(max_physical_batch_size=...) runs it in pieces that fit into memory.": (
+            accumulated != 1
+        ),
+        f" draws each batch from all of the data, so that overfit_batches={repeated} would not "
+        "repeat the same batches. Give the loader a few rows alone (torch.utils.data.Subset), or "
+        "pass DPSGD(poisson_sampling=False).": poisson and repeated,
+    }
+    refuse("DPSGD", refusals)
 
 
 def check_no_other_noise(trainer: Any, dpsgd: Defense) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import transformers
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -238,7 +237,6 @@ def _quiet() -> Iterator[None]:
     with quiet_logs(levels), warnings.catch_warnings():
         for notice in _NOTICES:
             warnings.filterwarnings("ignore", message=notice)
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         yield
 
 

@@ -14,7 +14,7 @@ decisions that depend on the data.
   (below ``4e-15`` times the number of releases) RDP's epsilon is reported.
 
 Both also cover batches of a fixed number, drawn without replacement
-(``sampling="without_replacement"``): Zhu, Dong & Wang 2022, as ``fixed_batches`` says. The number
+(``sampling="without_replacement"``): Zhu, Dong & Wang 2022, as ``renyi`` says. The number
 of examples is public then, and neighbours differ by one example put in another's place. And both
 cover Poisson samples of at most a fixed number (:class:`TruncatedPoisson`, Ganesh 2025).
 
@@ -40,11 +40,6 @@ from scipy.fft import next_fast_len
 from scipy.optimize import brentq
 from torch import Tensor
 
-from lightning_fedleak.defenses.accounting.fixed_batches import (
-    MixturePRV,
-    TruncatedPoisson,
-    WithoutReplacementPRV,
-)
 from lightning_fedleak.defenses.accounting.ledger import (
     Ledger,
     check_count,
@@ -54,7 +49,10 @@ from lightning_fedleak.defenses.accounting.ledger import (
 )
 from lightning_fedleak.defenses.accounting.renyi import (
     Floats,
+    MixturePRV,
     SamplingScheme,
+    TruncatedPoisson,
+    WithoutReplacementPRV,
     check_opacus,
     epsilons_of_rdp,
     rdp_of,

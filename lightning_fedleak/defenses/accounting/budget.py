@@ -13,16 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fedleak.defenses.accounting import accounting
+from lightning_fedleak.defenses.accounting import accounting, renyi
 from lightning_fedleak.defenses.accounting.accounting import Accountant, AccountantKind, factor_at
 from lightning_fedleak.defenses.accounting.groups import group_epsilon
 from lightning_fedleak.defenses.accounting.ledger import check_count, client_path
-from lightning_fedleak.defenses.accounting.renyi import (
-    Floats,
-    SamplingScheme,
-    TruncatedPoisson,
-    deltas_of_rdp,
-)
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
 from lightning_fedleak.defenses.base import Curve, Defense, DefenseError, Privacy, State, refuse
 
@@ -73,11 +67,11 @@ class Budget:
         seeded: bool,
         harden_factor: float,
         max_hardenings: int | None,
-        sampling: SamplingScheme = "poisson",
+        sampling: renyi.SamplingScheme = "poisson",
         owner: str = "DPSGD",
     ) -> None:
         self._owner = owner
-        self._sampling: SamplingScheme = sampling
+        self._sampling: renyi.SamplingScheme = sampling
         self.kind: Account = kind
         self.noise_multiplier = noise_multiplier
         self.target_epsilon = target_epsilon
@@ -230,7 +224,7 @@ class Budget:
         if not (self.horizon and self.accountant.steps):
             self.horizon = planned_steps()
 
-    def draw_by(self, sampling: SamplingScheme) -> None:
+    def draw_by(self, sampling: renyi.SamplingScheme) -> None:
         """Fix how batches are drawn, now that the training data are known.
 
         Raises:
@@ -373,7 +367,7 @@ class Budget:
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return what releases were accounted as, the noise, and its hardenings."""
         state: dict[str, Tensor | int | float | str] = {}
-        if isinstance(self._sampling, TruncatedPoisson):
+        if isinstance(self._sampling, renyi.TruncatedPoisson):
             state |= {"truncated_at": self._sampling.most, "examples": self._sampling.examples}
         if self.rate is not None and self.delta is not None:
             state["rate"], state["delta"] = self.rate, self.delta
@@ -441,11 +435,11 @@ class Budget:
         counted = account.get("releases")
         return 0 if counted is None else int(torch.as_tensor(counted)[:, 2].sum())
 
-    def _sampling_in(self, state: State) -> SamplingScheme:
+    def _sampling_in(self, state: State) -> renyi.SamplingScheme:
         """Return how the releases of a state were drawn."""
         if "truncated_at" in state:
-            return TruncatedPoisson(int(state["examples"]), int(state["truncated_at"]))
-        return "poisson" if isinstance(self._sampling, TruncatedPoisson) else self._sampling
+            return renyi.TruncatedPoisson(int(state["examples"]), int(state["truncated_at"]))
+        return "poisson" if isinstance(self._sampling, renyi.TruncatedPoisson) else self._sampling
 
     @property
     def _target(self) -> str:
@@ -476,7 +470,7 @@ class Budget:
 def curve_of(
     history: Sequence[tuple[float, float, int]],
     kind: AccountantKind,
-    sampling: SamplingScheme = "poisson",
+    sampling: renyi.SamplingScheme = "poisson",
 ) -> Curve:
     """Return pairs (epsilon, delta) that all hold for releases with fixed noise.
 
@@ -501,10 +495,10 @@ def curve_of(
         return ()
     epsilons = np.linspace(0.0, largest, CURVE_POINTS)
     rdp = accounting.composed_rdp(history, sampling)
-    deltas = deltas_of_rdp(rdp, epsilons)
+    deltas = renyi.deltas_of_rdp(rdp, epsilons)
     if kind == "prv" and largest > 0:
 
-        def read(composed: Any, delta_error: float, error: float) -> Floats:
+        def read(composed: Any, delta_error: float, error: float) -> renyi.Floats:
             estimates = [composed.compute_delta_estimate(e - error) for e in epsilons]
             return np.maximum(estimates, 0.0) + delta_error
 

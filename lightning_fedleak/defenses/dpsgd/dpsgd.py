@@ -330,8 +330,8 @@ class DPSGD(accounting.BudgetedDefense):
 
     def on_batch(self, batch: Any, context: DefenseContext) -> Any:
         """Return the batch, or with several processes one example in place of an empty one."""
-        step, sampling = self._in_fit()
-        return step.batch_to_run(batch, sampling, context) if self._team.size > 1 else batch
+        step = self._in_fit()
+        return step.batch_to_run(batch, context) if self._team.size > 1 else batch
 
     def on_logical_batch(
         self, step: Callable[[Any], Any], batch: Any, context: DefenseContext
@@ -342,8 +342,7 @@ class DPSGD(accounting.BudgetedDefense):
             DefenseError: it was released already, is not the one that was drawn, or weights were
                 written to.
         """
-        watched, sampling = self._in_fit()
-        return watched.run_whole(step, batch, sampling, self.releases, context)
+        return self._in_fit().run_whole(step, batch, self.releases, context)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
@@ -357,8 +356,7 @@ class DPSGD(accounting.BudgetedDefense):
             DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
                 samples are mixed, or a buffer was changed.
         """
-        step, sampling = self._in_fit()
-        return step.run(training_step, batch, sampling, self.releases, context)
+        return self._in_fit().run(training_step, batch, self.releases, context)
 
     def before_release(self) -> None:
         """Raise :class:`BudgetSpent` for a release that the budget does not cover."""
@@ -375,7 +373,8 @@ class DPSGD(accounting.BudgetedDefense):
                 or weights do not move, or were written to. Nothing is released.
         """
         team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
-        step, sampling = self._in_fit()
+        step = self._in_fit()
+        sampling = step.sampling
         # What follows would send other messages where these differ.
         norm = step.clip.sensitivity
         std = sigma * self._path.share_of_noise(sigma, sampling.expected) * norm
@@ -427,9 +426,9 @@ class DPSGD(accounting.BudgetedDefense):
         context: DefenseContext,
     ) -> CanaryGradient:
         """Return the canary clipped together with each sample's gradient, with separate noise."""
-        step, sampling = self._in_fit()
+        step = self._in_fit()
         check_same_clip(self._fixed, self._clip_settings())
-        released = step.clipped_canary(canary, parameters, sampling, context)
+        released = step.clipped_canary(canary, parameters, context)
         std = self.noise_std(context)
         if std:
             number, step.canaries = step.canaries, step.canaries + 1
@@ -441,7 +440,7 @@ class DPSGD(accounting.BudgetedDefense):
 
     def noise_std(self, context: DefenseContext) -> float:
         """Return the root mean square of the noise on each number of the next update."""
-        step, _ = self._in_fit()
+        step = self._in_fit()
         std = self._largest_std(context)
         trained = [p for p in context.root.parameters() if p.requires_grad]
         square = sum(p.numel() * step.clip.relative_noise(p) ** 2 for p in trained)
@@ -454,7 +453,7 @@ class DPSGD(accounting.BudgetedDefense):
 
         It is that of the optimizer's gradient, which is averaged over clients.
         """
-        step, _ = self._in_fit()
+        step = self._in_fit()
         std = self._largest_std(context)
         return {p: (std * step.clip.relative_noise(p)) ** 2 / context.clients for p in parameters}
 
@@ -536,21 +535,21 @@ class DPSGD(accounting.BudgetedDefense):
         if self._team.largest([self._noise.is_moved])[0]:
             self._noise.forget()
 
-    def _in_fit(self) -> tuple[WatchedStep, Sampling]:
+    def _in_fit(self) -> WatchedStep:
         if self._step is None or self._sampling is None:
             raise DefenseError("DPSGD: a step or a release outside of fit; nothing was released")
         if self._base_clip is not None and (self._path.factors or self._path.quantile):
             factor = self._path.factor(self.accountant.steps, self._budget.horizon)
             self._step.clip = self._base_clip.times(factor)
-        return self._step, self._sampling
+        self._step.sampling = self._sampling
+        return self._step
 
     def _largest_std(self, context: DefenseContext) -> float:
         """Return the standard deviation of the next update's noise, all layers together."""
-        step, sampling = self._in_fit()
-        sigma = self._client_noise(context)
-        share = self._path.share_of_noise(sigma, sampling.expected)
-        std = sigma * share * step.clip.sensitivity
-        return std / sampling.expected * self._noise.scale
+        step, sigma = self._in_fit(), self._client_noise(context)
+        expected = step.sampling.expected
+        std = sigma * self._path.share_of_noise(sigma, expected) * step.clip.sensitivity
+        return std / expected * self._noise.scale
 
     def _clip(self, context: DefenseContext) -> Clip:
         self._fixed = self._clip_settings()

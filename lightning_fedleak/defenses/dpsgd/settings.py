@@ -6,19 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from lightning_fedleak import validate
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.accounting.schedules import Factors, QuantileClip, factors_of
 from lightning_fedleak.defenses.base import DefenseError, State, refuse
 from lightning_fedleak.defenses.dpsgd.clipped_sum import LayerNoise, MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
-from lightning_fedleak.validate import (
-    check_choice,
-    check_integer,
-    check_number,
-    spelled,
-    warn_of_old_spelling,
-)
 
 GroupBy = str | Callable[[Any], Any] | Sequence[Any]
 
@@ -200,10 +194,12 @@ class OldArguments:
             )
         if old:
             calls = (
-                f"{a}={GROUPS[a].__name__}({spelled(part)})" for a, part in parts.items() if part
+                f"{a}={GROUPS[a].__name__}({validate.spelled(part)})"
+                for a, part in parts.items()
+                if part
             )
             new = ", ".join([*(f"{name}=" for name in arguments), *calls])
-            warn_of_old_spelling(f"DPSGD({spelled(old)})", f"DPSGD({new})")
+            validate.warn_of_old_spelling(f"DPSGD({validate.spelled(old)})", f"DPSGD({new})")
         return (
             arguments.get("poisson_sampling", poisson_sampling),
             arguments.get("max_physical_batch_size", max_physical_batch_size),
@@ -416,12 +412,12 @@ def guarantee_of(
 
 
 def _check_choice(name: str, value: object, choices: Sequence[object], hint: str = "") -> None:
-    check_choice(f"DPSGD: {name}", value, choices, hint=hint, error=DefenseError)
+    validate.check_choice(f"DPSGD: {name}", value, choices, hint=hint, error=DefenseError)
 
 
 def _check_integer(name: str, value: object, **limits: Any) -> None:
-    check_integer(f"DPSGD: {name}", value, error=DefenseError, **limits)
+    validate.check_integer(f"DPSGD: {name}", value, error=DefenseError, **limits)
 
 
 def _check_number(name: str, value: object, **limits: Any) -> None:
-    check_number(f"DPSGD: {name}", value, error=DefenseError, **limits)
+    validate.check_number(f"DPSGD: {name}", value, error=DefenseError, **limits)

@@ -184,7 +184,10 @@ class WatchedStep:
         canaries: how many were released beside this step.
         clip: as passed.
         row: as passed.
+        sampling: how batches are drawn; set before the first.
     """
+
+    sampling: Sampling
 
     def __init__(
         self,
@@ -222,31 +225,25 @@ class WatchedStep:
         self._recorder.adopt()
         self.weights.restart()
 
-    def batch_to_run(self, batch: Any, sampling: Sampling, context: DefenseContext) -> Any:
+    def batch_to_run(self, batch: Any, context: DefenseContext) -> Any:
         """Return the batch, or one example that does not count in place of an empty one."""
         self._stands_in, self._failure = False, None
         try:
             if count_samples(batch) == 0:
-                batch = _on_device(sampling.placeholder(), context)
+                batch = _on_device(self.sampling.placeholder(), context)
                 self._stands_in = True
         except Exception as error:  # raised with the other processes, in `_begin`
             self._failure = error
         return batch
 
     def run_whole(
-        self,
-        step: Callable[[Any], Any],
-        batch: Any,
-        sampling: Sampling,
-        releases: int,
-        context: DefenseContext,
+        self, step: Callable[[Any], Any], batch: Any, releases: int, context: DefenseContext
     ) -> Any:
         """Run a logical batch, in pieces where it has more rows than are to be run at once.
 
         Args:
             step: passes a batch to ``training_step``, with :meth:`run` around it.
             batch: the logical one.
-            sampling: how it was drawn.
             releases: how many were made.
             context: where the step runs.
 
@@ -256,13 +253,13 @@ class WatchedStep:
         Raises:
             DefenseError: as :meth:`run`.
         """
-        self._begin(batch, sampling, context)
+        self._begin(batch, context)
         samples = real = 0 if self._stands_in else count_samples(batch)
         self._in_logical_batch = True
         try:
             if self._fill is not None:
                 if not samples and not self._stands_in:
-                    batch = _on_device(sampling.placeholder(), context)
+                    batch = _on_device(self.sampling.placeholder(), context)
                 batch = filled(batch, max(1, samples), self._fill)
                 samples, self._real, self._stands_in = self._fill, real, False
                 self._share = self._fill / max(1, real)
@@ -302,32 +299,26 @@ class WatchedStep:
             self._in_logical_batch = self._stands_in = False
             self._real = None
 
-    def _begin(self, batch: Any, sampling: Sampling, context: DefenseContext) -> None:
+    def _begin(self, batch: Any, context: DefenseContext) -> None:
         with self._team.together():
             if self._failure is not None:
                 raise self._failure
             self._batches.begin(batch, context)
             self.weights.begin(context.root)
             samples = 0 if self._stands_in else count_samples(batch)
-            sampling.check_size(samples)
-            sampling.check_turn(self.row(), samples)
-            self._users = sampling.users_in(samples)
+            self.sampling.check_size(samples)
+            self.sampling.check_turn(self.row(), samples)
+            self._users = self.sampling.users_in(samples)
         self._clipped = self._earlier = None
 
     def run(
-        self,
-        training_step: Callable[[], Any],
-        batch: Any,
-        sampling: Sampling,
-        releases: int,
-        context: DefenseContext,
+        self, training_step: Callable[[], Any], batch: Any, releases: int, context: DefenseContext
     ) -> Any:
         """Record the forward pass and check the loss; an empty batch has a loss of zero.
 
         Args:
             training_step: of the module.
             batch: that it gets: a logical one, or a piece of it within :meth:`run_whole`.
-            sampling: how it was drawn.
             releases: how many were made.
             context: where the step runs.
 
@@ -341,7 +332,7 @@ class WatchedStep:
         """
         recorder, team = self._recorder, self._team
         if not self._in_logical_batch:
-            self._begin(batch, sampling, context)
+            self._begin(batch, context)
         self._end_scaling()
         samples = count_samples(batch)
         if samples == 0:
@@ -353,7 +344,7 @@ class WatchedStep:
         buffers = Buffers(context.root, contents=contents)
         synchronized = buffers.read_at_root_call() if is_ddp(context) else nullcontext()
         # A batch of few samples, where most have more, may be joined as it is by chance.
-        comparable = samples >= DISTINCT or sampling.expected < USUAL_SAMPLES
+        comparable = samples >= DISTINCT or self.sampling.expected < USUAL_SAMPLES
         tensors = tensors_of(batch) if comparable else ()
         counts, real = not self._stands_in, self._real
         with recorder.step(samples, counts=counts, real=real, tensors=tensors), synchronized:
@@ -426,7 +417,6 @@ class WatchedStep:
         self,
         canary: CanaryGradient,
         parameters: Sequence[nn.Parameter],
-        sampling: Sampling,
         context: DefenseContext,
     ) -> CanaryGradient:
         """Return the canary clipped together with each sample's gradient, without noise.
@@ -444,7 +434,7 @@ class WatchedStep:
                 "DPSGD: noise on the sum of samples cannot be clipped sample by sample"
             )
         clipped = self.clipped(parameters, context)
-        return clipped.with_canary(canary.samples, sampling.expected)
+        return clipped.with_canary(canary.samples, self.sampling.expected)
 
     @property
     def can_compare(self) -> bool:

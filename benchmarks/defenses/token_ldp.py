@@ -24,7 +24,7 @@ from torch import nn
 
 from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer, bit_rates, the_rates
-from lightning_fedleak.defenses.token_ldp.reference import reference_sample
+from lightning_fedleak.defenses.token_ldp.randomness import reference_sample
 
 SMOKE = (
     "speed --vocabulary 512 --rows 32 --length 8 --repeats 1",

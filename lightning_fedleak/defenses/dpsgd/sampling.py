@@ -10,17 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-)
+from torch.utils import data
 
 from lightning_fedleak.defenses.accounting import SamplingScheme, TruncatedPoisson
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
@@ -196,7 +186,7 @@ def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
 
 
 def poisson_loader(
-    loader: DataLoader[Any],
+    loader: data.DataLoader[Any],
     rate: float,
     draws: Draws,
     *,
@@ -204,7 +194,7 @@ def poisson_loader(
     steps: int | None = None,
     users: Sequence[Sequence[int]] | None = None,
     rows_per_user: int | None = None,
-) -> DataLoader[Any]:
+) -> data.DataLoader[Any]:
     """Return a loader's dataset, collate function and workers with Poisson sampling.
 
     Where a DistributedSampler splits the dataset (Lightning adds one under DDP) the shard is this
@@ -257,10 +247,10 @@ def poisson_loader(
         first = users[shard[0]][0]
     loading = {name: getattr(loader, name) for name in LOADING}
     collate = EmptyCollate(loader.collate_fn, loader.dataset, first)
-    return DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
+    return data.DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
 
 
-def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
+def checked_loader(loader: data.DataLoader[Any]) -> data.DataLoader[Any]:
     """Return the same loader, which yields an example once in an epoch at most, as one row.
 
     Under a DistributedSampler another process may repeat an example, in one batch of an epoch.
@@ -281,26 +271,26 @@ def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 def is_sharded(loader: Any) -> bool:
     """Return whether a loader's sampler splits the dataset among processes."""
-    return isinstance(getattr(loader, "sampler", None), DistributedSampler)
+    return isinstance(getattr(loader, "sampler", None), data.DistributedSampler)
 
 
-def check_torch_loader(loader: DataLoader[Any]) -> None:
+def check_torch_loader(loader: data.DataLoader[Any]) -> None:
     """Raise an error for a loader whose examples cannot be drawn one by one.
 
     Raises:
         DefenseError: says what to change.
     """
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, data.DataLoader):
         raise DefenseError(
             f"DP-SGD needs a torch DataLoader, got {type(loader).__name__}. Return one "
             "DataLoader from `train_dataloader`."
         )
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    if type(loader).__iter__ is not data.DataLoader.__iter__:
         raise DefenseError(
             f"{type(loader).__name__} makes batches in an `__iter__` of its own. {_ALREADY} Use a "
             "plain DataLoader."
         )
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, data.IterableDataset):
         raise DefenseError(
             "an iterable dataset cannot be sampled by chance: it has no length and no index. Load "
             "it into a map-style dataset (with `__len__` and `__getitem__`)."
@@ -312,7 +302,7 @@ def check_torch_loader(loader: DataLoader[Any]) -> None:
             "batch_size=None turns batching off, and Poisson sampling makes batches: give the "
             "DataLoader a batch_size and single examples."
         )
-    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+    if type(loader.batch_sampler) is not data.BatchSampler or loader.batch_size is None:
         raise DefenseError(
             f"the batch sampler {type(loader.batch_sampler).__name__} is one of your own. "
             f"{_ALREADY} Pass batch_size=... instead of batch_sampler=..."
@@ -320,7 +310,7 @@ def check_torch_loader(loader: DataLoader[Any]) -> None:
     correlated_noise.count_places(loader.dataset)
 
 
-def _check_fetches_none(loader: DataLoader[Any]) -> None:
+def _check_fetches_none(loader: data.DataLoader[Any]) -> None:
     """Raise an error unless a dataset that fetches several examples at once can fetch none."""
     fetch = getattr(loader.dataset, "__getitems__", list)
     call = f"`{type(loader.dataset).__name__}.__getitems__([])`"
@@ -337,18 +327,18 @@ def _check_fetches_none(loader: DataLoader[Any]) -> None:
         )
 
 
-def _shard(loader: DataLoader[Any]) -> range:
+def _shard(loader: data.DataLoader[Any]) -> range:
     """Return the indices of this process's examples, each of which is in the dataset once."""
-    if isinstance(loader.dataset, Subset | ConcatDataset):
+    if isinstance(loader.dataset, data.Subset | data.ConcatDataset):
         _check_once(loader.dataset)
     size, sampler = correlated_noise.count_places(loader.dataset), loader.sampler
     # Of these classes exactly: one derived from them may choose or repeat any examples.
-    if type(sampler) is RandomSampler and not sampler.replacement:
+    if type(sampler) is data.RandomSampler and not sampler.replacement:
         plain = sampler.num_samples == size
-    elif type(sampler) is DistributedSampler and sampler.dataset is loader.dataset:
+    elif type(sampler) is data.DistributedSampler and sampler.dataset is loader.dataset:
         return range(sampler.rank, size, sampler.num_replicas)
     else:
-        plain = type(sampler) is SequentialSampler
+        plain = type(sampler) is data.SequentialSampler
     if not plain:
         inner = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
         raise DefenseError(
@@ -358,7 +348,7 @@ def _shard(loader: DataLoader[Any]) -> range:
     return range(size)
 
 
-def _check_once(dataset: Dataset[Any]) -> None:
+def _check_once(dataset: data.Dataset[Any]) -> None:
     """Raise an error where a Subset or ConcatDataset has an example at two places."""
     sources, places = correlated_noise.origins(dataset)
     order = np.lexsort((places, sources))

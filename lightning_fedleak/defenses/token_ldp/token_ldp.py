@@ -18,7 +18,6 @@ from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.defenses.token_ldp import randomness, words
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
 from lightning_fedleak.defenses.token_ldp.randomness import Implementation
-from lightning_fedleak.defenses.token_ldp.reference import clients
 from lightning_fedleak.validate import check_choice, check_names, check_number, group_old_arguments
 
 Per = Literal["token", "sequence"]
@@ -48,7 +47,7 @@ class LDPProtocol:
         check_choice("TokenLDP: implementation", self.implementation, names, error=DefenseError)
         if self.implementation == "multi-freq-ldpy":
             try:
-                clients()
+                randomness.clients()
             except ImportError as error:
                 raise words.refused(str(error)) from error
 

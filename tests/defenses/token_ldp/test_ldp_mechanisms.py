@@ -25,7 +25,7 @@ from lightning_fedleak.defenses.token_ldp.mechanisms import (
     the_threshold,
     uniform_keep,
 )
-from lightning_fedleak.defenses.token_ldp.reference import reference_sample
+from lightning_fedleak.defenses.token_ldp.randomness import reference_sample
 
 RULES = [
     ("grr", "uniform"),

@@ -17,7 +17,7 @@ from lightning_fedleak.commands.printing import INTERRUPTED, make_folder, print_
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import CausalLMFineTuning, SourceError
 from lightning_fedleak.studies import sweep
-from lightning_fedleak.studies.sweep.plots import plot_pareto
+from lightning_fedleak.studies.sweep.grid import plot_pareto
 
 _SHARED = {one.name for one in fields(sweep.Setting)}
 

@@ -16,15 +16,9 @@ from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.commands.options import MemorizationOptions
 from lightning_fedleak.commands.printing import print_table, three_digits
 from lightning_fedleak.finetuning import SourceError, load_tokenizer, read_texts
-from lightning_fedleak.metrics.released import other_law
-from lightning_fedleak.studies.memorization import (
-    Comparison,
-    PlantedCanaries,
-    ReleasedPool,
-    Tiers,
-    ask_both,
-    tokenize,
-)
+from lightning_fedleak.studies.canaries import PlantedCanaries, Tiers
+from lightning_fedleak.studies.memorization import Comparison, ReleasedPool, tokenize
+from lightning_fedleak.studies.models import ask_both
 
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
 
@@ -101,7 +95,7 @@ class MemorizationCommand(MemorizationOptions):
     def _warnings(self, result: Comparison) -> list[str]:
         """Return what makes numbers unknown, and what to do."""
         sentences = []
-        if (why := other_law(result.blind)) is not None:
+        if (why := result.other_law) is not None:
             finding = f"Members and others may follow different laws: {why}."
             sentences.append(
                 f"{finding} --drawn says that a coin chose the others, so that this is chance."

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.commands.options import SweepOptions
-from lightning_fedleak.commands.printing import INTERRUPTED, make_folder, print_table
-from lightning_fedleak.extras import install
+from lightning_fedleak.commands.printing import (
+    INTERRUPTED,
+    make_folder,
+    print_table,
+    without_matplotlib,
+)
 from lightning_fedleak.finetuning import CausalLMFineTuning, SourceError
 from lightning_fedleak.studies import sweep
 from lightning_fedleak.studies.sweep.grid import plot_pareto
@@ -111,8 +113,8 @@ class SweepCommand(SweepOptions):
             console.print(explain_defenses(results))
         paths = [str(self.out / "results.json")]
         if any(r.val_loss is not None for _, r in results):
-            if importlib.util.find_spec("matplotlib") is None:
-                console.print(f"No plot: {escape(install('plots'))}")
+            if missing := without_matplotlib():
+                console.print(f"No plot: {missing}")
             else:
                 plot_pareto(results, self.out / "pareto.png", loss_before=before)
                 paths.append(str(self.out / "pareto.png"))

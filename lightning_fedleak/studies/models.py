@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 import transformers
 
@@ -9,6 +12,8 @@ from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError, loading, model_source
 from lightning_fedleak.model_runs import context_length
+from lightning_fedleak.snapshots import TokenSnapshot
+from lightning_fedleak.taps import Text, ask_tokens
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -116,3 +121,48 @@ def check_context(anatomy: Anatomy, tokens: int, option: str) -> None:
             f"{option} {tokens} is longer than the model's context of {context}: give "
             f"{context} or fewer"
         )
+
+
+def ask_both(
+    texts: Sequence[Text], model: str | Path, base: str | Path
+) -> tuple[TokenSnapshot, TokenSnapshot]:
+    """Return what the base and the trained model say of texts; one model is in memory at a time.
+
+    Args:
+        texts: the texts.
+        model: folder of the trained model, or of PEFT adapters on ``base``.
+        base: folder of the model that the training began from, or its name on the hub.
+
+    Raises:
+        SourceError: a model cannot be loaded, or is not causal.
+    """
+    anatomy = _causal(find_model(str(base), torch.float32), "--base")
+    before = ask_tokens(anatomy, texts)
+    if (Path(model) / "adapter_config.json").is_file():
+        after = ask_tokens(_with_adapters(anatomy, model), texts)
+    else:
+        del anatomy
+        after = ask_tokens(_causal(find_model(str(model), torch.float32), "--model"), texts)
+    return before, after
+
+
+def _causal(anatomy: Anatomy, option: str) -> Anatomy:
+    if anatomy.kind != "causal":
+        raise SourceError(
+            f"{option} is a {anatomy.kind} model: what a model has memorized is read from a causal "
+            "language model, which predicts every next token"
+        )
+    return anatomy
+
+
+def _with_adapters(anatomy: Anatomy, folder: str | Path) -> Anatomy:
+    """Return the base with the adapters of a folder."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise SourceError(f"--model holds adapters of PEFT: {install('peft')}") from error
+    try:
+        adapted = PeftModel.from_pretrained(anatomy.model, str(folder))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise SourceError(f"the adapters in '{folder}' do not fit --base: {error}") from error
+    return find_anatomy(adapted.eval())

@@ -43,7 +43,8 @@ class SweepCommand(SweepOptions):
             SpecError: a defence that cannot be meant.
         """
         console = console or Console(highlight=False)
-        setting = self._setting()
+        shared = {name: value for name, value in vars(self).items() if name in _SHARED}
+        setting = sweep.Setting(**shared, attacks=tuple(dict.fromkeys(self.attack)))
         specs = [spec for text in self.defense for spec in sweep.parse_defenses(text)]
         self._check(setting)
         grid = sweep.Grid([sweep.GridCell(setting, spec) for spec in specs], self.out)
@@ -69,11 +70,6 @@ class SweepCommand(SweepOptions):
             interrupted, before = True, None
             console.print("\nInterrupted. This is what was measured until then.", style="bold")
         return self._finish(console, grid, before, interrupted)
-
-    def _setting(self) -> sweep.Setting:
-        """Return what all cells have in common: the options of the same names."""
-        shared = {name: value for name, value in vars(self).items() if name in _SHARED}
-        return sweep.Setting(**shared, attacks=tuple(dict.fromkeys(self.attack)))
 
     def _check(self, setting: sweep.Setting) -> None:
         """Raise an error that would make every cell fail before the first of them runs."""

@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,12 +33,13 @@ class BudgetSpent(DefenseError):
     """One more release would cost more than ``target_epsilon``; it was not made."""
 
 
+@dataclass(eq=False)
 class Budget:
     """The noise of the next release, the account of all before it, and whether one more fits.
 
-    Args:
+    Attributes:
         kind: how to account.
-        noise_multiplier: sigma at the beginning; None to find it from ``target_epsilon``.
+        noise_multiplier: sigma at the beginning; None until it is found from ``target_epsilon``.
         target_epsilon: what the whole run may cost; None for no limit.
         target_delta: delta of the guarantee; None for a tenth of one over the examples.
         seeded: whether the noise can be guessed, so that epsilon is infinite.
@@ -46,10 +47,7 @@ class Budget:
         max_hardenings: hardenings that are allowed; None for no limit.
         sampling: how batches are drawn.
         owner: class of the defence, for messages.
-
-    Attributes:
         accountant: counts releases.
-        noise_multiplier: sigma that the run begins with; None until it is found.
         notches: how often the noise was turned up.
         rate: chance of each example to be in a batch; None until the training data are known.
         delta: of the guarantee; None until then, unless it was passed.
@@ -57,35 +55,25 @@ class Budget:
         horizon: releases of the plan that factors are for; 0 until it is known.
     """
 
-    def __init__(
-        self,
-        kind: Account,
-        noise_multiplier: float | None,
-        target_epsilon: float | None,
-        target_delta: float | None,
-        *,
-        seeded: bool,
-        harden_factor: float,
-        max_hardenings: int | None,
-        sampling: renyi.SamplingScheme = "poisson",
-        owner: str = "DPSGD",
-    ) -> None:
-        self._owner = owner
-        self._sampling: renyi.SamplingScheme = sampling
-        self.kind: Account = kind
-        self.noise_multiplier = noise_multiplier
-        self.target_epsilon = target_epsilon
-        self.target_delta = target_delta
-        self.seeded = seeded
-        self.harden_factor = harden_factor
-        self.max_hardenings = max_hardenings
+    kind: Account
+    noise_multiplier: float | None
+    target_epsilon: float | None
+    target_delta: float | None
+    _: KW_ONLY
+    seeded: bool
+    harden_factor: float
+    max_hardenings: int | None
+    sampling: renyi.SamplingScheme = "poisson"
+    owner: str = "DPSGD"
+
+    def __post_init__(self) -> None:
         self.notches = 0
         self.factors: tuple[float, ...] = ()
         self.horizon = 0
         self.rate: float | None = None
-        self.delta = target_delta
+        self.delta = self.target_delta
         self.accountant = self._new_accountant(None)
-        self._calibrates = noise_multiplier is None
+        self._calibrates = self.noise_multiplier is None
         self._calibrated = False
         self._covered = 0
         self._covered_rate: float | None = None
@@ -98,7 +86,7 @@ class Budget:
             DefenseError: before the training data are known.
         """
         if self.rate is None or self.delta is None or self.noise_multiplier is None:
-            raise DefenseError(f"{self._owner}.privacy is known once a fit has begun")
+            raise DefenseError(f"{self.owner}.privacy is known once a fit has begun")
         account, epsilon = self.accountant, math.inf
         if isinstance(account, RenyiFilter):
             epsilon = account.epsilon
@@ -119,7 +107,7 @@ class Budget:
             return ((self.accountant.epsilon, delta),)
         if self.seeded:
             return ()
-        return curve_of(self.accountant.history, self.accountant.kind, self._sampling)
+        return curve_of(self.accountant.history, self.accountant.kind, self.sampling)
 
     def group_privacy(self, rows: int, *, independent: bool) -> Privacy:
         """Return the cost of the releases so far to so many examples, added or removed together.
@@ -158,7 +146,7 @@ class Budget:
             DefenseError: before the training data are known, where sigma is found from them.
         """
         if self.noise_multiplier is None:
-            raise DefenseError(f"{self._owner}: no training data yet, so the noise is not known")
+            raise DefenseError(f"{self.owner}: no training data yet, so the noise is not known")
         return (
             self.noise_multiplier
             * factor_at(self.factors, self.accountant.steps, self.horizon)
@@ -189,7 +177,7 @@ class Budget:
         if previous * self.harden_factor > accounting.MOST_NOISE:
             return None
         self.notches += 1
-        return f"{self._owner.lower()}: noise multiplier {previous:g} -> {self.noise_now:g}"
+        return f"{self.owner.lower()}: noise multiplier {previous:g} -> {self.noise_now:g}"
 
     def open_ledger(
         self,
@@ -230,15 +218,15 @@ class Budget:
         Raises:
             DefenseError: releases were drawn otherwise.
         """
-        if sampling == self._sampling:
+        if sampling == self.sampling:
             return
         if self.accountant.steps:
             raise DefenseError(
-                f"{self._owner}: the {self.accountant.steps} releases before were drawn by "
-                f"{self._sampling}, and this run draws by {sampling}. Go on with the data and the "
+                f"{self.owner}: the {self.accountant.steps} releases before were drawn by "
+                f"{self.sampling}, and this run draws by {sampling}. Go on with the data and the "
                 "truncated_batch_size of those, or begin a new run."
             )
-        self._sampling = self.accountant.sampling = sampling
+        self.sampling = self.accountant.sampling = sampling
 
     def settle(self, rate: float, delta: float, planned_steps: Callable[[], int]) -> None:
         """Find the noise, now that the training data are known.
@@ -266,7 +254,7 @@ class Budget:
             parts = range(steps if self.factors else 0)
             plan = Counter(factor_at(self.factors, n, self.horizon) for n in parts)
             self.noise_multiplier = accounting.noise_multiplier_for(
-                self.target_epsilon, delta, rate, steps, kind, self._sampling, plan
+                self.target_epsilon, delta, rate, steps, kind, self.sampling, plan
             )
             self._covered = steps if self.accountant.steps == 0 else 0
             self._covered_rate = rate
@@ -293,7 +281,7 @@ class Budget:
         epsilon = account.epsilon(self.delta)
         if epsilon > self.target_epsilon:
             raise BudgetSpent(
-                f"{self._owner}: the {account.steps} releases of the checkpoint or ledger cost "
+                f"{self.owner}: the {account.steps} releases of the checkpoint or ledger cost "
                 f"epsilon={epsilon:.4g} at delta={self.delta} already, more than target_epsilon="
                 f"{self.target_epsilon}. Raise target_epsilon, or begin a new run from a model "
                 "that this data did not train."
@@ -312,7 +300,7 @@ class Budget:
             for one in noises
         ):
             raise DefenseError(
-                f"{self._owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
+                f"{self.owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
                 f"not those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
                 f"{rows[-1][1]:g} (noise of a seed counts as 0). accountant={self.kind!r} holds "
                 "for noise and rate that are fixed before the run: go on with the noise, "
@@ -328,7 +316,7 @@ class Budget:
         """
         if not self.affords_another():
             raise BudgetSpent(
-                f"{self._owner}: after {self.accountant.steps} releases one more would cost more "
+                f"{self.owner}: after {self.accountant.steps} releases one more would cost more "
                 f"than target_epsilon={self.target_epsilon} at delta={self.delta}. It was not "
                 "made; the weights are those of the last one."
             )
@@ -358,7 +346,7 @@ class Budget:
         planned = self.noise_now
         if not math.isclose(accounted, planned, rel_tol=1e-9):
             raise DefenseError(
-                f"{self._owner}: noise multiplier {accounted} is not {planned}, as planned"
+                f"{self.owner}: noise multiplier {accounted} is not {planned}, as planned"
             )
         assert self.rate is not None
         more = {"planned": True} if self.factors else {}
@@ -367,8 +355,8 @@ class Budget:
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return what releases were accounted as, the noise, and its hardenings."""
         state: dict[str, Tensor | int | float | str] = {}
-        if isinstance(self._sampling, renyi.TruncatedPoisson):
-            state |= {"truncated_at": self._sampling.most, "examples": self._sampling.examples}
+        if isinstance(self.sampling, renyi.TruncatedPoisson):
+            state |= {"truncated_at": self.sampling.most, "examples": self.sampling.examples}
         if self.rate is not None and self.delta is not None:
             state["rate"], state["delta"] = self.rate, self.delta
         if self.notches:
@@ -416,9 +404,9 @@ class Budget:
                 earlier != repr(self.factors)
             ),
         }
-        owner = f"{self._owner}: the checkpoint's {releases} releases were "
+        owner = f"{self.owner}: the checkpoint's {releases} releases were "
         refuse(owner, refusals if releases else {})
-        self.draw_by(self._sampling_in(state) if releases else self._sampling)
+        self.draw_by(self._sampling_in(state) if releases else self.sampling)
         self.horizon = int(state.get("horizon", 0)) if releases else self.horizon
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self.rate is None and "rate" in state:
@@ -439,7 +427,7 @@ class Budget:
         """Return how the releases of a state were drawn."""
         if "truncated_at" in state:
             return renyi.TruncatedPoisson(int(state["examples"]), int(state["truncated_at"]))
-        return "poisson" if isinstance(self._sampling, renyi.TruncatedPoisson) else self._sampling
+        return "poisson" if isinstance(self.sampling, renyi.TruncatedPoisson) else self.sampling
 
     @property
     def _target(self) -> str:
@@ -462,9 +450,9 @@ class Budget:
             assert self.target_epsilon is not None
             assert self.target_delta is not None
             return RenyiFilter(
-                self.target_epsilon, self.target_delta, None, ledger, sampling=self._sampling
+                self.target_epsilon, self.target_delta, None, ledger, sampling=self.sampling
             )
-        return Accountant(self.kind, ledger, sampling=self._sampling)
+        return Accountant(self.kind, ledger, sampling=self.sampling)
 
 
 def curve_of(

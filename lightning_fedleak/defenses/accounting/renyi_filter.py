@@ -77,9 +77,8 @@ class RenyiFilter:
             DefenseError: not one such release fits in the budget at any order.
         """
         if not self.orders or not (self._orders_fixed or self.steps):
-            for sigma, rate, _ in self._ledger:
+            for sigma, rate, _ in self.history[:1]:
                 noise_multiplier, sample_rate = sigma, rate
-                break
             event = noise_multiplier, sample_rate, self.sampling
             self._fix((best_order(self.epsilon, self.delta, *event),))
 
@@ -181,7 +180,7 @@ class RenyiFilter:
         if not self.orders:
             raise DefenseError("a RenyiFilter without orders has no budget yet: call begin first")
         spent = np.zeros(len(self.orders))
-        for sigma, rate, count in self._ledger:
+        for sigma, rate, count in self.history:
             spent = spent + count * self._rdp(sigma, rate)
         return spent
 

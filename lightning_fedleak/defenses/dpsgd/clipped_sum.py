@@ -543,10 +543,8 @@ class ClippedSum:
             rows = [self._components(i, p, team) for i, p in enumerate(parameters)]
         numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).to(context.device)
         sums = team.summed(numbers).tolist()
-        coarse = self.half or self._earlier.half
-        coarse = (
-            coarse or context.precision.startswith("bf16") or per_sample.rounds_products(context)
-        )
+        half = self.half or self._earlier.half or context.precision.startswith("bf16")
+        coarse = half or per_sample.rounds_products(context)
         tolerance = COARSE if team.largest([coarse])[0] else FINE
         pairs = zip(parameters, sums, strict=True)
         finite = [(p, row) for p, row in pairs if all(map(math.isfinite, row))]

@@ -106,7 +106,7 @@ class Demo(DemoOptions):
             data = self._data()
             data.setup()
             printing.make_folder(folder, self.out)
-            self._introduce(console, data)
+            self._introduce(console)
             public = self._public_text(console)
             watched = self._fit(console, public, folder / "watched", gated=False)
             second = None
@@ -148,7 +148,7 @@ class Demo(DemoOptions):
             seed=self.seed,
         )
 
-    def _introduce(self, console: Console, data: TextDataModule) -> None:
+    def _introduce(self, console: Console) -> None:
         console.print(
             f"A client fine-tunes {printing.model_name(self.model)} on "
             f"{printing.text_name(self.text)} and shares the gradient of each step "
@@ -295,9 +295,7 @@ class LiveTable(L.Callback):
         """Close the table."""
         self._close()
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         """Close the table, so that what is printed next stands below it."""
         self._close()
 

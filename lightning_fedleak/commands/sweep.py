@@ -10,13 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.commands import printing
 from lightning_fedleak.commands.options import SweepOptions
-from lightning_fedleak.commands.printing import (
-    INTERRUPTED,
-    make_folder,
-    print_table,
-    without_matplotlib,
-)
 from lightning_fedleak.finetuning import CausalLMFineTuning, SourceError
 from lightning_fedleak.studies import sweep
 from lightning_fedleak.studies.sweep.grid import plot_pareto
@@ -73,7 +68,7 @@ class SweepCommand(SweepOptions):
 
     def _check(self, setting: sweep.Setting) -> None:
         """Raise an error that would make every cell fail before the first of them runs."""
-        make_folder(self.out, self.out)
+        printing.make_folder(self.out, self.out)
         with sweep.quiet():
             anatomy = find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft))
         blocks = len(anatomy.blocks)
@@ -105,18 +100,18 @@ class SweepCommand(SweepOptions):
         results = grid.results()
         grid.write(self.out / "results.json")
         if results:
-            print_table(console, defense_table(results, before))
+            printing.print_table(console, defense_table(results, before))
             console.print(explain_defenses(results))
         paths = [str(self.out / "results.json")]
         if any(r.val_loss is not None for _, r in results):
-            if missing := without_matplotlib():
+            if missing := printing.without_matplotlib():
                 console.print(f"No plot: {missing}")
             else:
                 plot_pareto(results, self.out / "pareto.png", loss_before=before)
                 paths.append(str(self.out / "pareto.png"))
         console.print(f"\nWritten: {', '.join(paths)}", soft_wrap=True)
         if interrupted:
-            return INTERRUPTED
+            return printing.INTERRUPTED
         return 1 if any(r.error is not None for _, r in results) else 0
 
 

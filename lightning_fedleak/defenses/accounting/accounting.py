@@ -40,13 +40,8 @@ from scipy.fft import next_fast_len
 from scipy.optimize import brentq
 from torch import Tensor
 
-from lightning_fedleak.defenses.accounting.ledger import (
-    Ledger,
-    check_count,
-    check_noise_multiplier,
-    check_release,
-    check_sample_rate,
-)
+from lightning_fedleak.defenses.accounting import ledger
+from lightning_fedleak.defenses.accounting.ledger import Ledger
 from lightning_fedleak.defenses.accounting.renyi import (
     Floats,
     MixturePRV,
@@ -319,7 +314,7 @@ class Accountant:
             DefenseError: a value out of range.
         """
         _check_delta(delta)
-        check_release(noise_multiplier, sample_rate, count)
+        ledger.check_release(noise_multiplier, sample_rate, count)
         event = noise_multiplier, sample_rate
         others = tuple(row for row in self.history if row[:2] != event)
         total = count + sum(row[2] for row in self.history if row[:2] == event)
@@ -365,7 +360,7 @@ def epsilon_of(
     _check_kind(kind, sampling)
     _check_delta(delta)
     for row in history:
-        check_release(*row)
+        ledger.check_release(*row)
     if not history:
         return 0.0
     if min(row[0] for row in history) < LEAST_NOISE:
@@ -411,8 +406,8 @@ def noise_multiplier_for(
     """
     _check_kind(kind, sampling)
     _check_delta(target_delta, "target_delta")
-    check_sample_rate(sample_rate)
-    check_count(steps, "steps")
+    ledger.check_sample_rate(sample_rate)
+    ledger.check_count(steps, "steps")
     check_number(
         "target_epsilon",
         target_epsilon,
@@ -491,8 +486,8 @@ def effective_noise_multiplier(
     Raises:
         DefenseError: a value out of range.
     """
-    check_noise_multiplier(noise_multiplier)
-    check_count(clients, "clients")
+    ledger.check_noise_multiplier(noise_multiplier)
+    ledger.check_count(clients, "clients")
     hint = "the server sees each client's update, or only their sum by secure aggregation"
     check_choice("trust", trust, ("local", "central"), hint=hint, error=DefenseError)
     check_integer(
@@ -541,7 +536,7 @@ def check_delta_for(delta: float, examples: int) -> None:
         DefenseError: outside (0, 1), or not below ``1 / examples``.
     """
     _check_delta(delta, "target_delta")
-    check_count(examples, "examples")
+    ledger.check_count(examples, "examples")
     if delta >= 1 / examples:
         raise DefenseError(
             f"target_delta={delta!r} must be below 1 / {examples} = {1 / examples:.3g}, the number "

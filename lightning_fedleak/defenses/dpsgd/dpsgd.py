@@ -261,7 +261,7 @@ class DPSGD(accounting.BudgetedDefense):
                 dataloader,
                 context,
                 draws,
-                poisson=self.poisson_sampling,
+                by_chance=self.poisson_sampling,
                 release=self._release,
                 users=self._users,
             )

@@ -14,15 +14,7 @@ from torch.utils import data
 
 from lightning_fedleak.defenses.accounting import SamplingScheme, TruncatedPoisson
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
-from lightning_fedleak.defenses.dpsgd import correlated_noise
-from lightning_fedleak.defenses.dpsgd.poisson import (
-    Draws,
-    EmptyCollate,
-    PoissonBatchSampler,
-    RowCollate,
-    Sampling,
-    UserBatchSampler,
-)
+from lightning_fedleak.defenses.dpsgd import correlated_noise, poisson
 from lightning_fedleak.defenses.dpsgd.settings import ReleaseSettings, Users
 from lightning_fedleak.defenses.dpsgd.users import check_documents, check_order, rows_by_user
 from lightning_fedleak.validate import check_integer
@@ -42,21 +34,21 @@ _ALREADY = (
 def sampling_of(
     dataloader: Any,
     context: DefenseContext,
-    draws: Draws,
+    draws: poisson.Draws,
     *,
-    poisson: bool,
+    by_chance: bool,
     release: ReleaseSettings,
     users: Users | None = None,
-) -> Sampling:
+) -> poisson.Sampling:
     """Return the loader to train with instead of ``dataloader``.
 
     Args:
         dataloader: as Lightning has prepared it.
         context: client and process.
         draws: entropy and step; the groups follow from the mechanism.
-        poisson: whether to draw Poisson samples; of a dataset with a ``public_length`` by that, not
-            by its length. Otherwise the loader's batches are taken, and each
-            example is accounted as if it were in all of them.
+        by_chance: whether to draw Poisson samples; of a dataset with a ``public_length`` by that,
+            not by its length. Otherwise the loader's batches are taken, and each example is
+            accounted as if it were in all of them.
         release: ``"banded"`` noise draws from ``bands`` groups in turn, ``"banded_inverse"`` the
             same batches in every epoch; a ``truncated_batch_size`` is the most in a batch.
         users: None to draw examples.
@@ -73,12 +65,12 @@ def sampling_of(
         warnings.warn(overlap_warning(context.clients, release.trust), stacklevel=3)
     if context.processes > 1:
         _check_shares(dataloader, context)
-    if not poisson:
+    if not by_chance:
         _check_repeats(dataloader, context)
         expected = float(batch_size * context.processes)
         loader = checked_loader(dataloader)
         check_documents(loader, by_user=False)
-        return Sampling(loader, 1.0, expected, examples)
+        return poisson.Sampling(loader, 1.0, expected, examples)
     mechanism = release.mechanism
     by_key = None if users is None else rows_by_user(dataloader.dataset, users.group_by)
     rows = None if by_key is None else [*by_key.values()]
@@ -110,7 +102,7 @@ def sampling_of(
         users=rows,
         rows_per_user=None if users is None else users.rows_per_user,
     )
-    assert isinstance(loader.batch_sampler, PoissonBatchSampler)
+    assert isinstance(loader.batch_sampler, poisson.PoissonBatchSampler)
     check_documents(loader, by_user=rows is not None)
     if rows is not None:
         check_order(loader)
@@ -124,7 +116,7 @@ def sampling_of(
     if release.trust == "central" and context.clients > 1:
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)
-    return Sampling(loader, rate, expected, examples, rows, groups, places, scheme)
+    return poisson.Sampling(loader, rate, expected, examples, rows, groups, places, scheme)
 
 
 def _count_groups(release: ReleaseSettings, steps: int, share: int, batch_size: int) -> int:
@@ -188,7 +180,7 @@ def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
 def poisson_loader(
     loader: data.DataLoader[Any],
     rate: float,
-    draws: Draws,
+    draws: poisson.Draws,
     *,
     clients: int,
     steps: int | None = None,
@@ -241,12 +233,12 @@ def poisson_loader(
             f"holds {count} for all clients. Use fewer clients or more data."
         )
     if users is None:
-        sampler, first = PoissonBatchSampler(shard, rate, steps, draws), shard[0]
+        sampler, first = poisson.PoissonBatchSampler(shard, rate, steps, draws), shard[0]
     else:
-        sampler = UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
+        sampler = poisson.UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
         first = users[shard[0]][0]
     loading = {name: getattr(loader, name) for name in LOADING}
-    collate = EmptyCollate(loader.collate_fn, loader.dataset, first)
+    collate = poisson.EmptyCollate(loader.collate_fn, loader.dataset, first)
     return data.DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
 
 
@@ -265,7 +257,7 @@ def checked_loader(loader: data.DataLoader[Any]) -> data.DataLoader[Any]:
     _shard(loader)
     checked = copy.copy(loader)
     checked._iterator = None
-    checked.collate_fn = RowCollate(loader.collate_fn)
+    checked.collate_fn = poisson.RowCollate(loader.collate_fn)
     return checked
 
 
@@ -295,7 +287,7 @@ def check_torch_loader(loader: data.DataLoader[Any]) -> None:
             "an iterable dataset cannot be sampled by chance: it has no length and no index. Load "
             "it into a map-style dataset (with `__len__` and `__getitem__`)."
         )
-    if isinstance(loader.batch_sampler, PoissonBatchSampler):
+    if isinstance(loader.batch_sampler, poisson.PoissonBatchSampler):
         raise DefenseError("this loader already samples by Poisson: give each loader once")
     if loader.batch_sampler is None:
         raise DefenseError(

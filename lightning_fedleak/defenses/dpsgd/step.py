@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.dpsgd.logical import Piece, filled, pieces_of, run_pieces
@@ -53,20 +53,16 @@ class DrawnBatches:
         _check_one_loader(context)
         self._current = _number_of(batch, context)
         repeated = self._released is not None and self._is_released()
-        if self._poisson and repeated:
-            raise DefenseError(
-                "DPSGD: this batch was released already (a second optimizer step on it, in an "
-                "overridden optimizer_step perhaps). Every release is accounted as a Poisson "
-                "sample of its own. Take one optimizer step on each batch, or pass "
-                "poisson_sampling=False: then each example is accounted as if it were in all of "
-                "them."
-            )
-        if self._waiting:
-            raise DefenseError(
-                "DPSGD: a second batch came before the first was released (gradient accumulation, "
-                "by a callback perhaps). Let every batch have its own optimizer step: a larger "
-                "batch_size, of which DPSGD(max_physical_batch_size=...) runs a few rows at a time."
-            )
+        refusals = {
+            "this batch was released already (a second optimizer step on it, in an overridden "
+            "optimizer_step perhaps). Every release is accounted as a Poisson sample of its own. "
+            "Take one optimizer step on each batch, or pass poisson_sampling=False: then each "
+            "example is accounted as if it were in all of them.": self._poisson and repeated,
+            "a second batch came before the first was released (gradient accumulation, by a "
+            "callback perhaps). Let every batch have its own optimizer step: a larger batch_size, "
+            "of which DPSGD(max_physical_batch_size=...) runs a few rows at a time.": self._waiting,
+        }
+        refuse("DPSGD: ", refusals)
         self._waiting = True
 
     def released(self) -> None:
@@ -424,15 +420,14 @@ class WatchedStep:
         Raises:
             DefenseError: the canary is of other samples than the batch, or was noised before.
         """
-        if self._team.size > 1:
-            raise DefenseError(
-                "DPSGD: what the samples of the client's other processes add to a canary is not "
-                "computed; use client='rank', or one process"
-            )
-        if canary.noise is not None:
-            raise DefenseError(
-                "DPSGD: noise on the sum of samples cannot be clipped sample by sample"
-            )
+        refusals = {
+            "what the samples of the client's other processes add to a canary is not computed; use "
+            "client='rank', or one process": self._team.size > 1,
+            "noise on the sum of samples cannot be clipped sample by sample": (
+                canary.noise is not None
+            ),
+        }
+        refuse("DPSGD: ", refusals)
         clipped = self.clipped(parameters, context)
         return clipped.with_canary(canary.samples, self.sampling.expected)
 

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_fedleak.commands.options import FederateOptions
 from lightning_fedleak.commands.parser import check_sources, parse
@@ -25,7 +26,15 @@ _CLASSES = {
     "inspect": ("inspect", "InspectCommand"),
     "federate": ("federate", "FederateCommand"),
 }
-"""Module and class of each subcommand that measures something; others are a ``run``."""
+"""Module and class of each subcommand that measures something."""
+
+_FUNCTIONS = {
+    "recipes": ("recipes", "list_or_copy"),
+    "report": ("compare", "write_report"),
+    "compare": ("compare", "compare"),
+    "completion": ("completion", "print_script"),
+}
+"""Module and function of each that does not."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command in _CLASSES:
             return _run(*_CLASSES[command], options)
-        status: int = importlib.import_module(f"lightning_fedleak.commands.{command}").run(options)
+        status: int = _attribute(*_FUNCTIONS[command])(options)
         return status
     except SourceError as error:
         return _fail(error)
@@ -59,6 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(error: object) -> int:
     print(f"fedleak: {error}", file=sys.stderr)
     return 1
+
+
+def _attribute(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"lightning_fedleak.commands.{module}"), name)
 
 
 def _run(module: str, name: str, options: argparse.Namespace) -> int:
@@ -77,7 +90,7 @@ def _run(module: str, name: str, options: argparse.Namespace) -> int:
     from lightning_fedleak.commands.printing import USER_ERRORS
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    command = getattr(importlib.import_module(f"lightning_fedleak.commands.{module}"), name)
+    command = _attribute(module, name)
     try:
         status: int = command(**vars(options)).run()
     except USER_ERRORS as error:

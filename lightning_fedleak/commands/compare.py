@@ -1,4 +1,4 @@
-"""``fedleak compare``: what changed between two runs."""
+"""``fedleak report`` and ``fedleak compare``: what runs showed, and what changed between two."""
 
 from __future__ import annotations
 
@@ -11,13 +11,30 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_fedleak.finetuning import SourceError
-from lightning_fedleak.report import ReportError, findings, read
+from lightning_fedleak.report import ReportError, findings, print_card, read, write
 from lightning_fedleak.report.attacks import AttackSummary, Points
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.wording import in_words, interval, share
 
 
-def run(options: argparse.Namespace) -> int:
+def write_report(options: argparse.Namespace) -> int:
+    """Write the report of runs, or print a model card, and return 0.
+
+    Raises:
+        SourceError: the runs cannot be read.
+    """
+    try:
+        if options.model_card:
+            print_card(options.runs, options.about)
+            return 0
+        for path in write(options.runs, options.out, options.about, options.reveal):
+            print(path)
+    except ReportError as error:
+        raise SourceError(str(error)) from error
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
     """Print the newest fit of two log folders side by side, and return 0.
 
     Raises:

@@ -30,7 +30,7 @@ complete -o default -F _fedleak fedleak
 """
 
 
-def run(options: argparse.Namespace) -> int:
+def print_script(options: argparse.Namespace) -> int:
     """Print what the chosen shell has to read, and return 0."""
     print(script(options.shell), end="")
     return 0

@@ -44,7 +44,7 @@ def _first_sentence(path: Traversable) -> str:
     return comment.partition(". ")[0].removesuffix(".") + "."
 
 
-def run(options: argparse.Namespace) -> int:
+def list_or_copy(options: argparse.Namespace) -> int:
     """List all recipes, or copy those that are named, with or without ``.yaml``, and return 0.
 
     Raises:

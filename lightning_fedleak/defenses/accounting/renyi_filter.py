@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_fedleak.defenses.accounting import renyi
 from lightning_fedleak.defenses.accounting.accounting import LEAST_NOISE, History
 from lightning_fedleak.defenses.accounting.ledger import Ledger, check_release
+from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.validate import check_number
 
@@ -56,11 +57,11 @@ class RenyiFilter:
         orders: Sequence[float] | None = DEFAULT_ORDERS,
         ledger: str | os.PathLike[str] | None = None,
         *,
-        sampling: renyi.SamplingScheme = "poisson",
+        sampling: SamplingScheme = "poisson",
     ) -> None:
         self.epsilon = check_number("epsilon", epsilon, above=0, error=DefenseError)
         self.delta = check_number("delta", delta, above=0, below=1, error=DefenseError)
-        self.sampling: renyi.SamplingScheme = sampling
+        self.sampling: SamplingScheme = sampling
         self.orders: tuple[float, ...] = ()
         self._orders_fixed = orders is not None
         if orders is not None:
@@ -195,7 +196,7 @@ def best_order(
     delta: float,
     noise_multiplier: float,
     sample_rate: float,
-    sampling: renyi.SamplingScheme = "poisson",
+    sampling: SamplingScheme = "poisson",
 ) -> float:
     """Return the order at which the most releases of one kind fit in (epsilon, delta).
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses import accounting
+from lightning_fedleak.defenses.accounting import Account
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
     Curve,
@@ -29,6 +30,7 @@ from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, clip
 from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoise
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
+from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSettings, Unit, Users
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep, check_same_clip
 from lightning_fedleak.defenses.noise import NoiseGauge, base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.processes import Team, reshard, trainer_of
@@ -99,14 +101,14 @@ class DPSGD(accounting.BudgetedDefense):
         noise_multiplier: float | None = None,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
-        accountant: accounting.Account = "prv",
+        accountant: Account = "prv",
         *,
         poisson_sampling: bool = True,
         max_physical_batch_size: int | None = None,
         ledger: str | os.PathLike[str] | None = None,
-        unit: settings.Unit = "example",
-        clip: settings.ClipSettings | None = None,
-        release: settings.ReleaseSettings | None = None,
+        unit: Unit = "example",
+        clip: ClipSettings | None = None,
+        release: ReleaseSettings | None = None,
         seed: int | None = None,
         **old: Any,
     ) -> None:
@@ -121,7 +123,7 @@ class DPSGD(accounting.BudgetedDefense):
             unit, release, poisson_sampling, max_physical_batch_size, accountant
         )
         settings.check_planned(max_grad_norm, clip, release, unit, accountant)
-        users = unit if isinstance(unit, settings.Users) else None
+        users = unit if isinstance(unit, Users) else None
         self._release, self._users = release, users
         self.max_grad_norm = max_grad_norm
         self.gamma, self.per_layer, self.layer_noise = clip.gamma, clip.per_layer, clip.layer_noise

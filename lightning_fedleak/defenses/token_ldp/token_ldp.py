@@ -18,6 +18,7 @@ from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.defenses.token_ldp import randomness, words
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
 from lightning_fedleak.defenses.token_ldp.randomness import Implementation
+from lightning_fedleak.defenses.token_ldp.words import BatchForm
 from lightning_fedleak.validate import check_choice, check_names, check_number, group_old_arguments
 
 Per = Literal["token", "sequence"]
@@ -53,10 +54,10 @@ class LDPProtocol:
 
 
 @dataclass(frozen=True)
-class OldTokenArguments(words.BatchForm, LDPProtocol):
+class OldTokenArguments(BatchForm, LDPProtocol):
     """Arguments that 0.1.0 took one by one, which work through 0.2."""
 
-    def fields_of(self, group: type[words.BatchForm | LDPProtocol]) -> dict[str, Any]:
+    def fields_of(self, group: type[BatchForm | LDPProtocol]) -> dict[str, Any]:
         """Return those of a group that differ from their defaults."""
         values = {field.name: getattr(self, field.name) for field in fields(group)}
         return {f.name: values[f.name] for f in fields(group) if values[f.name] != f.default}
@@ -225,7 +226,7 @@ class TokenLDP(Defense):
         bits: int | None = None,
         memoize: bool | None = None,
         protocol: LDPProtocol | None = None,
-        form: words.BatchForm | None = None,
+        form: BatchForm | None = None,
         seed: int | None = None,
         **old: Any,
     ) -> None:
@@ -236,7 +237,7 @@ class TokenLDP(Defense):
             "TokenLDP", "protocol", protocol or LDPProtocol(), arguments.fields_of(LDPProtocol)
         )
         form = group_old_arguments(
-            "TokenLDP", "form", form or words.BatchForm(), arguments.fields_of(words.BatchForm)
+            "TokenLDP", "form", form or BatchForm(), arguments.fields_of(BatchForm)
         )
         check_number("TokenLDP: epsilon", epsilon, above=0, error=DefenseError)
         check_choice("TokenLDP: per", per, get_args(Per), error=DefenseError)

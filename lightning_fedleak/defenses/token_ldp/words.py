@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak import batches
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, AnatomyError, Kind, find_anatomy
+from lightning_fedleak.batches import BatchAdapter, BatchWriter, TokenBatch
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.validate import check_choice
 
@@ -199,9 +200,7 @@ class Text:
     kind: Kind
     special: Tensor
 
-    def written(
-        self, tokens: batches.TokenBatch, replacements: Tensor, replace_labels: bool
-    ) -> batches.TokenBatch:
+    def written(self, tokens: TokenBatch, replacements: Tensor, replace_labels: bool) -> TokenBatch:
         """Return ``tokens`` with other words, and with their labels.
 
         Args:
@@ -225,7 +224,7 @@ class Text:
         return replace(tokens, input_ids=inputs.to(tokens.input_ids), labels=labels)
 
 
-def text_of(tokens: batches.TokenBatch, words: Words, keep_special: bool) -> Text:
+def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
     """Return the true text of a batch.
 
     Raises:
@@ -278,8 +277,8 @@ class BatchForm:
     kind: Kind | None = None
     example_ids: str | None = None
     public_fields: Collection[str] = ()
-    batch_adapter: batches.BatchAdapter | None = None
-    batch_writer: batches.BatchWriter | None = None
+    batch_adapter: BatchAdapter | None = None
+    batch_writer: BatchWriter | None = None
 
     def __post_init__(self) -> None:
         kinds = get_args(Kind)
@@ -290,7 +289,7 @@ class BatchForm:
                 "makes a copy with other ids"
             )
 
-    def read(self, batch: Any, kind: Kind) -> batches.TokenBatch:
+    def read(self, batch: Any, kind: Kind) -> TokenBatch:
         """Return ids, mask and labels of a batch.
 
         Raises:
@@ -315,7 +314,7 @@ class BatchForm:
             )
         return tokens
 
-    def write(self, batch: Any, tokens: batches.TokenBatch) -> Any:
+    def write(self, batch: Any, tokens: TokenBatch) -> Any:
         """Return a copy of ``batch`` with the ids and labels of ``tokens``.
 
         Raises:

@@ -8,14 +8,12 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from lightning_fedleak.commands.options import FederateOptions
-from lightning_fedleak.commands.parser import parse
+from lightning_fedleak.commands.parser import check_sources, parse
 from lightning_fedleak.extras import install
-from lightning_fedleak.finetuning.assets import SourceError, check_model_source
-from lightning_fedleak.finetuning.texts import check_text_source
-from lightning_fedleak.studies.names import check_defense
+from lightning_fedleak.finetuning.assets import SourceError
 
 _CLASSES = {
     "demo": ("demo", "Demo"),
@@ -29,6 +27,14 @@ _CLASSES = {
     "federate": ("federate", "FederateCommand"),
 }
 """Module and class of each subcommand that measures something."""
+
+_FUNCTIONS = {
+    "recipes": ("recipes", "list_or_copy"),
+    "report": ("compare", "write_report"),
+    "compare": ("compare", "compare"),
+    "completion": ("completion", "print_script"),
+}
+"""Module and function of each that does not."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command in _CLASSES:
             return _run(*_CLASSES[command], options)
-        return _LIGHT_COMMANDS[command](options)
+        status: int = _attribute(*_FUNCTIONS[command])(options)
+        return status
     except SourceError as error:
         return _fail(error)
     except KeyboardInterrupt:
@@ -63,56 +70,14 @@ def _fail(error: object) -> int:
     return 1
 
 
-def _recipes(options: argparse.Namespace) -> int:
-    from lightning_fedleak.commands.recipes import list_or_copy
-
-    return list_or_copy(options.names, options.to or Path())
-
-
-def _report(options: argparse.Namespace) -> int:
-    from lightning_fedleak.report import ReportError, print_card, write
-
-    try:
-        if options.model_card:
-            print_card(options.runs, options.about)
-            return 0
-        for path in write(options.runs, options.out, options.about, options.reveal):
-            print(path)
-    except ReportError as error:
-        return _fail(error)
-    return 0
-
-
-def _compare(options: argparse.Namespace) -> int:
-    from lightning_fedleak.commands.compare import compare
-    from lightning_fedleak.report import ReportError
-
-    try:
-        compare(options.before, options.after)
-    except ReportError as error:
-        return _fail(error)
-    return 0
-
-
-def _completion(options: argparse.Namespace) -> int:
-    from lightning_fedleak.commands.completion import script
-
-    print(script(options.shell), end="")
-    return 0
-
-
-_LIGHT_COMMANDS = {
-    "recipes": _recipes,
-    "report": _report,
-    "compare": _compare,
-    "completion": _completion,
-}
+def _attribute(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"lightning_fedleak.commands.{module}"), name)
 
 
 def _run(module: str, name: str, options: argparse.Namespace) -> int:
     """Run a command's class, and print errors that a user can mend."""
     # What needs no library is checked before libraries load, which is slow.
-    _check_sources(options)
+    check_sources(options)
     if name == "FederateCommand":
         FederateOptions(**vars(options)).check()
     if name == "Demo" and importlib.util.find_spec("tensorboard") is None:
@@ -120,37 +85,17 @@ def _run(module: str, name: str, options: argparse.Namespace) -> int:
     # Threads that spin while they wait starve each other where other programs use the cores too;
     # OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import transformers
+
     from lightning_fedleak.commands.printing import USER_ERRORS
 
-    command = getattr(importlib.import_module(f"lightning_fedleak.commands.{module}"), name)
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    command = _attribute(module, name)
     try:
         status: int = command(**vars(options)).run()
     except USER_ERRORS as error:
         return _fail(error)
     return status
-
-
-def _check_sources(options: argparse.Namespace) -> None:
-    """Raise an error for missing defences, models and texts.
-
-    Raises:
-        SourceError: what is wrong with which of them.
-    """
-    defenses = getattr(options, "defense", None) or ()
-    for defense in (defenses,) if isinstance(defenses, str) else defenses:
-        check_defense(defense)
-    check_model_source(getattr(options, "model", None))
-    check_model_source(getattr(options, "base", None))
-    texts = ("members", "others") if hasattr(options, "others") else ("text",)
-    for name, column_name in (*((text, "column") for text in texts), ("public", "public_column")):
-        source, column = getattr(options, name, None), getattr(options, column_name, None)
-        option = f"--{column_name.replace('_', '-')}"
-        if name == "public" and source == "sampled":  # by the model itself
-            continue
-        if source is not None:
-            check_text_source(source, column, option=option)
-        elif column is not None:
-            raise SourceError(f"{option} names a column of --{name}: give that too")
 
 
 def _fit(arguments: Sequence[str] | None) -> int:

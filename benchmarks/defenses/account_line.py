@@ -30,7 +30,7 @@ from lightning_fedleak.auditing import curve_tpr, dp_tpr, gaussian_tpr, refutes
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.canaries import leave_out
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
-from lightning_fedleak.defenses.accounting.curve import curve_of
+from lightning_fedleak.defenses.accounting.budget import curve_of
 from lightning_fedleak.finetuning import CausalLMFineTuning
 from lightning_fedleak.finetuning.data import PadRight, load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts

@@ -15,6 +15,7 @@ Membership games under it: ``token_ldp_games.py``.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 
@@ -22,8 +23,8 @@ import torch
 from torch import nn
 
 from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
-from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
-from lightning_fedleak.defenses.token_ldp.reference import reference_sample
+from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer, bit_rates, the_rates
+from lightning_fedleak.defenses.token_ldp.randomness import reference_sample
 
 SMOKE = (
     "speed --vocabulary 512 --rows 32 --length 8 --repeats 1",
@@ -96,6 +97,25 @@ def speed(args: argparse.Namespace) -> None:
         print(f"| {mechanism} | {1e3 * token:.3f} | {whole:.2f} | {ratio:,.0f} |")
 
 
+def decoded_epsilon(randomizer: Randomizer, epsilon: float) -> float:
+    """Return the decoded index' epsilon, at most ``epsilon``: log of the law's largest ratio."""
+    b = randomizer.buckets
+    if randomizer.decode != "first":
+        keep = randomizer.keep(epsilon)
+        # Above, float64 holds too few digits of 1 - keep.
+        if randomizer.mechanism == "grr" or keep > 1 - 1e-9:
+            return epsilon
+        return math.log(keep) + math.log(b - 1) - math.log1p(-keep)
+    p, q = (the_rates if randomizer.mechanism == "the" else bit_rates)(epsilon)
+    none_set = (1.0 - p) * (1.0 - q) ** (b - 1)
+    # Without the factor (1 - q)^(y - 1): the input is y itself, below y, above y.
+    chances = [p * (1.0 - q), (1.0 - p) * q]
+    if b > 2:
+        chances.append(q * (1.0 - q))
+    ratios = [(p + none_set) / (q + none_set), max(chances) / min(chances)]
+    return math.log(max(ratios))
+
+
 def kept(args: argparse.Namespace) -> None:
     print("| mechanism, rule | " + " | ".join(f"eps {e:g}" for e in args.epsilon) + " |")
     print("|---|" + "---|" * len(args.epsilon))
@@ -109,7 +129,7 @@ def kept(args: argparse.Namespace) -> None:
     ):
         randomizer = Randomizer.with_defaults(mechanism, args.vocabulary, rule, None, bits)
         found = [
-            f"{randomizer.keep(e):.2g} ({randomizer.decoded_epsilon(e):.2f})" for e in args.epsilon
+            f"{randomizer.keep(e):.2g} ({decoded_epsilon(randomizer, e):.2f})" for e in args.epsilon
         ]
         name = f"{mechanism}, {rule or '-'}" + (f", {bits} bits" if bits else "")
         print(f"| {name} | " + " | ".join(found) + " |")

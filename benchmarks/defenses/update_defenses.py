@@ -60,17 +60,16 @@ from lightning_fedleak.finetuning.lightning import CausalLMFineTuning, TextDataM
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.studies.defense_specs import parse_defenses
-from lightning_fedleak.studies.sweep.cell import (
+from lightning_fedleak.studies.sweep.cell import loss_before, quiet
+from lightning_fedleak.studies.sweep.grid import (
     CellResult,
     Grid,
     GridCell,
     Leakage,
     Setting,
     leakage_of,
-    loss_before,
-    quiet,
+    plot_pareto,
 )
-from lightning_fedleak.studies.sweep.plots import plot_pareto
 
 SMOKE = (
     "noise --model {model} --private {text} --public {text} --shape 2x8 --batches 2 "

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +36,6 @@ class CapacityCommand(CapacityOptions):
             AnatomyError: the model's parts could not be found.
         """
         console = console or Console(highlight=False)
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         size, length = map(int, self.batch.split("x"))
         tokenizer = load_tokenizer(self.model)
         without_adapters = find_model(self.model, torch.float32)
@@ -125,7 +123,6 @@ class CostCommand(CostOptions):
             SourceError: the model or the adapters cannot be used.
         """
         console = console or Console(highlight=False)
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         config = find_config(self.model)
         rows, length = map(int, self.batch.split("x"))
         rank = self.lora_r if self.peft == "lora" else 0

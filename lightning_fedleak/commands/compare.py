@@ -1,7 +1,8 @@
-"""``fedleak compare``: what changed between two runs."""
+"""``fedleak report`` and ``fedleak compare``: what runs showed, and what changed between two."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,24 +10,37 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_fedleak.report import NothingToReport, findings, read
+from lightning_fedleak.finetuning import SourceError
+from lightning_fedleak.report import ReportError, findings, print_card, read, write
 from lightning_fedleak.report.attacks import AttackSummary, Points
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.wording import in_words, interval, share
 
 
-def compare(before: Path, after: Path, console: Console | None = None) -> None:
-    """Print the newest fit of each folder side by side.
-
-    Args:
-        before: log folder of the first run.
-        after: log folder of the second run.
-        console: where to print; stdout by default.
+def write_report(options: argparse.Namespace) -> int:
+    """Write the report of runs, or print a model card, and return 0.
 
     Raises:
-        NothingToReport: one of them holds no run.
+        SourceError: the runs cannot be read.
     """
-    console = console or Console(highlight=False)
+    try:
+        if options.model_card:
+            print_card(options.runs, options.about)
+            return 0
+        for path in write(options.runs, options.out, options.about, options.reveal):
+            print(path)
+    except ReportError as error:
+        raise SourceError(str(error)) from error
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Print the newest fit of two log folders side by side, and return 0.
+
+    Raises:
+        SourceError: one of them holds no run.
+    """
+    console, before, after = Console(highlight=False), options.before, options.after
     runs = [_runs(place) for place in (before, after)]
     first, second = (listed[-1] for listed in runs)
     table = Table(show_lines=True)
@@ -53,6 +67,7 @@ def compare(before: Path, after: Path, console: Console | None = None) -> None:
         "Leakage: mean of all measurements, then the latest result with its 95% interval. Where "
         "intervals overlap, the difference may be chance."
     )
+    return 0
 
 
 def _add_attacks(table: Table, first: FitSummary, second: FitSummary) -> None:
@@ -81,9 +96,12 @@ def _add_privacy(table: Table, first: FitSummary, second: FitSummary) -> None:
 
 
 def _runs(place: Path) -> Sequence[FitSummary]:
-    runs = findings(read([place])).runs
+    try:
+        runs = findings(read([place])).runs
+    except ReportError as error:
+        raise SourceError(str(error)) from error
     if not runs:
-        raise NothingToReport(f"'{place}' holds results of commands, and no run of a Trainer")
+        raise SourceError(f"'{place}' holds results of commands, and no run of a Trainer")
     return runs
 
 

@@ -30,6 +30,12 @@ complete -o default -F _fedleak fedleak
 """
 
 
+def print_script(options: argparse.Namespace) -> int:
+    """Print what the chosen shell has to read, and return 0."""
+    print(script(options.shell), end="")
+    return 0
+
+
 def script(shell: str) -> str:
     """Return what a shell has to read to complete subcommands, options and their choices.
 

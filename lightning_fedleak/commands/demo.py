@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import transformers
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -30,14 +29,8 @@ from rich.text import Text
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import AlignedFlatChat, Attack, FlatChat, PublicText
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
+from lightning_fedleak.commands import printing
 from lightning_fedleak.commands.options import DemoOptions
-from lightning_fedleak.commands.printing import (
-    INTERRUPTED,
-    make_folder,
-    model_name,
-    text_name,
-    three_digits,
-)
 from lightning_fedleak.finetuning import TRAINING, CausalLMFineTuning, TextDataModule, quiet_logs
 from lightning_fedleak.looks import gates
 from lightning_fedleak.records import read_results
@@ -112,8 +105,8 @@ class Demo(DemoOptions):
         with _quiet():
             data = self._data()
             data.setup()
-            make_folder(folder, self.out)
-            self._introduce(console, data)
+            printing.make_folder(folder, self.out)
+            self._introduce(console)
             public = self._public_text(console)
             watched = self._fit(console, public, folder / "watched", gated=False)
             second = None
@@ -143,7 +136,7 @@ class Demo(DemoOptions):
                 f"\nThe report, one page for people who decide: {page}",
                 soft_wrap=True,
             )
-        return INTERRUPTED if interrupted else 0
+        return printing.INTERRUPTED if interrupted else 0
 
     def _data(self) -> TextDataModule:
         return TextDataModule(
@@ -155,12 +148,12 @@ class Demo(DemoOptions):
             seed=self.seed,
         )
 
-    def _introduce(self, console: Console, data: TextDataModule) -> None:
+    def _introduce(self, console: Console) -> None:
         console.print(
-            f"A client fine-tunes {model_name(self.model)} on {text_name(self.text)} and shares "
-            f"the gradient of each step ({self.batch_size} texts of at most {self.length} tokens) "
-            "with a server. The server is honest but curious: it knows the model, has text that "
-            "the model itself wrote, and "
+            f"A client fine-tunes {printing.model_name(self.model)} on "
+            f"{printing.text_name(self.text)} and shares the gradient of each step "
+            f"({self.batch_size} texts of at most {self.length} tokens) with a server. The server "
+            "is honest but curious: it knows the model, has text that the model itself wrote, and "
             "reads one update at a time."
         )
 
@@ -244,7 +237,6 @@ def _quiet() -> Iterator[None]:
     with quiet_logs(levels), warnings.catch_warnings():
         for notice in _NOTICES:
             warnings.filterwarnings("ignore", message=notice)
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         yield
 
 
@@ -303,9 +295,7 @@ class LiveTable(L.Callback):
         """Close the table."""
         self._close()
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         """Close the table, so that what is printed next stands below it."""
         self._close()
 
@@ -319,10 +309,10 @@ class LiveTable(L.Callback):
     def _on_look(self, trainer: L.Trainer) -> None:
         latest = self.monitor.latest
         loss = float(trainer.callback_metrics.get("train_loss", math.nan))
-        row = [str(self.monitor.last_step), three_digits(loss)]
+        row = [str(self.monitor.last_step), printing.three_digits(loss)]
         for name in self._attacks:
             row += [
-                three_digits(latest.get(f"leakage/{name}/{metric}", math.nan))
+                printing.three_digits(latest.get(f"leakage/{name}/{metric}", math.nan))
                 for metric in _METRICS
             ]
         if self._live is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -10,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from rich.progress import Progress, TimeRemainingColumn
 from rich.table import Table
@@ -23,18 +23,12 @@ from lightning_fedleak.commands.printing import model_name, print_table, text_na
 from lightning_fedleak.defenses import BatchForm, Defense, DefenseContext, DefenseError, TokenLDP
 from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, load_tokenizer, read_texts
 from lightning_fedleak.games import GameConfig, GameResult, SentencePool, play
-from lightning_fedleak.games.play import Adversary, Defend
+from lightning_fedleak.games.play import Defend
 from lightning_fedleak.games.pool import AUTHORS_POSITION
 from lightning_fedleak.metrics import Rate
-from lightning_fedleak.model_runs import context_length
+from lightning_fedleak.studies import membership
 from lightning_fedleak.studies.defense_specs import parse_defenses
-from lightning_fedleak.studies.membership import (
-    PASSIVE,
-    PLANTED,
-    MembershipAdversaries,
-    move_from_start,
-)
-from lightning_fedleak.studies.models import PRECISIONS, find_model, with_lora
+from lightning_fedleak.studies.models import PRECISIONS, check_context, find_model, with_lora
 
 _PUBLIC_SHARE = 0.25  # of --text that the server gets; not tuned, more leaves fewer sentences
 _PUBLIC_TEXTS = 200  # texts that the server calibrates on, at most; not tuned, more take longer
@@ -75,23 +69,17 @@ class GameCommand(GameOptions):
         console = console or Console(highlight=False)
         if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
             raise SourceError(f"--json {self.json} is no file in an existing folder")
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = load_tokenizer(self.model)
         anatomy = find_model(self.model, PRECISIONS[self.precision])
         anatomy = with_lora(anatomy, self.lora_r, self.targets, self.seed)
         if self.lora_r:
-            move_from_start(anatomy, self.seed)
-        context = context_length(anatomy)
-        if context is not None and self.tokens > context:
-            raise SourceError(
-                f"--tokens {self.tokens} is longer than the model's context of {context}: give "
-                f"{context} or fewer"
-            )
+            membership.move_from_start(anatomy, self.seed)
+        check_context(anatomy, self.tokens, "--tokens")
         layers = self.layer or [max(1, len(anatomy.blocks) // 2)]
         defense = self._defense(anatomy, tokenizer)
         texts, public = self._texts(anatomy, tokenizer)
         pool = self._pool(texts, tokenizer, anatomy.kind)
-        adversaries = MembershipAdversaries(
+        adversaries = membership.MembershipAdversaries(
             self.tokens, self.batch, public, defense is not None, self.seed
         )
         attacks = adversaries.make(self.attack, layers)
@@ -114,10 +102,16 @@ class GameCommand(GameOptions):
                 f"Guarantee: {defense.guarantee}.",
                 soft_wrap=True,
             )
+        planted = self._planted(tokenizer)
         defend = None if defense is None else self._defend(defense, anatomy)
-        results = self._play(
-            console, anatomy, attacks, pool, config, self._planted(tokenizer), defend
-        )
+        columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            advance = functools.partial(
+                progress.advance, progress.add_task("games", total=config.games)
+            )
+            results = play(
+                anatomy, attacks, pool, config, planted=planted, progress=advance, defend=defend
+            )
         fitted = defense is not None and self.protocol == "game"
         print_table(console, game_table(results, fitted))
         console.print(explain_games(results, fitted))
@@ -223,7 +217,7 @@ class GameCommand(GameOptions):
         if self.protocol != "authors":
             return None
         front = [] if self.bos is None else [self.bos]
-        ids = front + tokenizer(PLANTED, verbose=False)["input_ids"]
+        ids = front + tokenizer(membership.PLANTED, verbose=False)["input_ids"]
         place = self.position if isinstance(self.position, int) else AUTHORS_POSITION
         if self.tokens <= place:
             raise SourceError(
@@ -235,37 +229,14 @@ class GameCommand(GameOptions):
     def _introduce(self, console: Console, pool: SentencePool) -> None:
         model = model_name(self.model)
         trained = model if self.lora_r == 0 else f"a LoRA of rank {self.lora_r} on {model}"
-        servers = _ADDS if any(name not in PASSIVE for name in self.attack) else ""
-        servers += _READS if any(name in PASSIVE for name in self.attack) else ""
+        servers = _ADDS if any(name not in membership.PASSIVE for name in self.attack) else ""
+        servers += _READS if any(name in membership.PASSIVE for name in self.attack) else ""
         console.print(
             f"A client trains {trained} ({self.precision}) on a batch of {self.batch} out of "
             f"{len(pool)} different sentences of {text_name(self.text)}, each of at most "
             f"{self.tokens} tokens ({pool.duplicates} repeats and {pool.short} too short "
             f"ones left out). {servers}"
         )
-
-    def _play(
-        self,
-        console: Console,
-        anatomy: Anatomy,
-        attacks: Sequence[Adversary],
-        pool: SentencePool,
-        config: GameConfig,
-        planted: Tensor | None,
-        defend: Defend | None,
-    ) -> list[GameResult]:
-        columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("games", total=config.games)
-            return play(
-                anatomy,
-                attacks,
-                pool,
-                config,
-                planted=planted,
-                progress=lambda n: progress.advance(task, n),
-                defend=defend,
-            )
 
     def _write(
         self, results: Sequence[GameResult], pool: SentencePool, defense: Defense | None

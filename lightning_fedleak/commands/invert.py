@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,10 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import transformers
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
@@ -22,42 +19,20 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_fedleak.anatomy import Anatomy, place_of
 from lightning_fedleak.attacks import PublicText
+from lightning_fedleak.commands import printing
 from lightning_fedleak.commands.options import InvertOptions
-from lightning_fedleak.commands.printing import (
-    INTERRUPTED,
-    make_folder,
-    model_name,
-    print_table,
-    text_name,
-    unwritable,
-)
-from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, load_tokenizer, read_texts
-from lightning_fedleak.model_runs import context_length
-from lightning_fedleak.studies.invert import (
-    ActivationCell,
-    GradientCell,
-    Noise,
-    TooLittleText,
-    batches_of,
-    make_adversary,
-    make_reader,
-    rows_of_length,
-    run_cells,
-    run_gradient_cells,
-    step_of_adamw,
-)
-from lightning_fedleak.studies.invert.plots import Axis, plot_cells, worth_drawing
-from lightning_fedleak.studies.models import PRECISIONS, find_model, with_lora
-from lightning_fedleak.studies.names import GRADIENT_ATTACKS, INVERT_ATTACKS
+from lightning_fedleak.studies import invert
+from lightning_fedleak.studies.invert import ActivationCell, GradientCell
+from lightning_fedleak.studies.models import PRECISIONS, check_context, find_model, with_lora
 
-PLOTS: dict[Axis, str] = {"sigma": "noise.png", "length": "length.png"}
+PLOTS: dict[invert.Axis, str] = {"sigma": "noise.png", "length": "length.png"}
 
 UTILITY_TEXTS = 16  # texts that measure the task, at least; not tuned
 PUBLIC_TEXTS, PUBLIC_TOKENS = 64, 64  # of --public that 'prefix' reads, at most; not tuned
 
 NOISE = {"activations": (0.0, 0.3, 1.0, 3.0), "gradients": (0.0,)}
-ATTACKS = {"activations": INVERT_ATTACKS, "gradients": GRADIENT_ATTACKS}
+ATTACKS = {"activations": invert.ADVERSARIES, "gradients": tuple(invert.READERS)}
 USED_BY = {
     "activations": ("public", "layer", "steps"),
     "gradients": ("lora_r", "targets", "batch_sizes"),
@@ -107,8 +82,7 @@ class InvertCommand(InvertOptions):
         """
         console = console or Console(highlight=False)
         self._check_options()
-        make_folder(self.out, self.out)
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        printing.make_folder(self.out, self.out)
         tokenizer = load_tokenizer(self.model)
         anatomy = find_model(self.model, PRECISIONS[self.precision])
         if self.from_ == "gradients":
@@ -119,13 +93,13 @@ class InvertCommand(InvertOptions):
         console.print(study.introduction)
         cells, interrupted = self._measure(console, study)
         if cells:
-            print_table(console, study.table(cells), keys=4)
+            printing.print_table(console, study.table(cells), keys=4)
             console.print(study.explanation(cells))
             self._plot(console, [c for c in cells if isinstance(c, ActivationCell)])
             console.print(f"Results: {self._file}", soft_wrap=True)
         if interrupted:
             console.print(f"Interrupted after {len(cells)} cells.")
-            return INTERRUPTED
+            return printing.INTERRUPTED
         return 0 if any(c.rates for c in cells) else 1
 
     # ---- what is measured -----------------------------------------------------------------
@@ -139,12 +113,12 @@ class InvertCommand(InvertOptions):
         makers = self._makers(attacks, tokenizer)
         unit = " standard deviations of each dimension" if self.relative else ""
         return _Study(
-            f"A client holds {model_name(self.model)} ({self.precision}) up to block "
+            f"A client holds {printing.model_name(self.model)} ({self.precision}) up to block "
             f"{' or '.join(map(str, layers))} of {len(anatomy.blocks)}, and sends the hidden "
-            f"states of {self.texts} texts of {text_name(self.text)}, each of {_listed(rows)} "
-            f"tokens, with Gaussian noise of {_listed(self._sigmas)}{unit}. The server has the "
-            "same weights, and reads the texts.",
-            lambda announce: run_cells(
+            f"states of {self.texts} texts of {printing.text_name(self.text)}, each of "
+            f"{_listed(rows)} tokens, with Gaussian noise of {_listed(self._sigmas)}{unit}. The "
+            "server has the same weights, and reads the texts.",
+            lambda announce: invert.run_cells(
                 anatomy,
                 rows,
                 makers,
@@ -168,16 +142,16 @@ class InvertCommand(InvertOptions):
                 "--from gradients shares the gradient of next-token prediction, which this model "
                 "does not do: give a causal language model"
             )
-        attacks = list(dict.fromkeys(self.attack or GRADIENT_ATTACKS[:1]))
+        attacks = list(dict.fromkeys(self.attack or ATTACKS["gradients"][:1]))
         anatomy = with_lora(anatomy, self.lora_r, self.targets, self.seed)
         sizes = sorted(set(self.batch_sizes))
-        attacked = max(size * batches_of(self.texts, size) for size in sizes)
+        attacked = max(size * invert.batches_of(self.texts, size) for size in sizes)
         extra = max(sizes) if self.lora_r else 0
         rows = self._rows(anatomy, tokenizer, attacked + min(extra, 1), attacked + extra)
         if self.lora_r:
             # Of the longest, which begin after all that is attacked at any length.
-            step_of_adamw(anatomy, rows[max(rows)][attacked:])
-        model = f"{model_name(self.model)} ({self.precision})"
+            invert.step_of_adamw(anatomy, rows[max(rows)][attacked:])
+        model = f"{printing.model_name(self.model)} ({self.precision})"
         adapted = (
             f"A client trains a LoRA of rank {self.lora_r} on {model}, one step of AdamW behind "
             "its start"
@@ -190,12 +164,12 @@ class InvertCommand(InvertOptions):
             noise = f", with Gaussian noise of {_listed(self._sigmas)}{unit}"
         return _Study(
             f"{adapted}, and shares the gradient of one batch (texts in it: {_listed(sizes)}) of "
-            f"{text_name(self.text)}, each text of {_listed(rows)} tokens{noise}. The server has "
-            "the same weights, and reads the texts.",
-            lambda announce: run_gradient_cells(
+            f"{printing.text_name(self.text)}, each text of {_listed(rows)} tokens{noise}. The "
+            "server has the same weights, and reads the texts.",
+            lambda announce: invert.run_gradient_cells(
                 anatomy,
                 {length: ids[:attacked] for length, ids in rows.items()},
-                [(a, partial(make_reader, a, budget_seconds=self._budget)) for a in attacks],
+                [(a, partial(invert.make_reader, a, budget_seconds=self._budget)) for a in attacks],
                 sizes,
                 self._noises,
                 texts=self.texts,
@@ -212,8 +186,8 @@ class InvertCommand(InvertOptions):
         return sorted(set(NOISE[self.from_] if self.noise is None else self.noise))
 
     @property
-    def _noises(self) -> list[Noise]:
-        return [Noise(sigma, self.relative, self.seed) for sigma in self._sigmas]
+    def _noises(self) -> list[invert.Noise]:
+        return [invert.Noise(sigma, self.relative, self.seed) for sigma in self._sigmas]
 
     @property
     def _budget(self) -> float | None:
@@ -262,7 +236,6 @@ class InvertCommand(InvertOptions):
     def _rows(
         self, anatomy: Anatomy, tokenizer: PreTrainedTokenizerBase, least_rows: int, most_rows: int
     ) -> dict[int, Tensor]:
-        context = context_length(anatomy)
         least_tokens = 2 if anatomy.kind == "causal" else 1
         texts = read_texts(self.text or EMBEDDED_MESSAGES, self.column, option="--column")
         if self.bos is not None and self.bos >= anatomy.vocab_size:
@@ -271,15 +244,11 @@ class InvertCommand(InvertOptions):
             )
         rows: dict[int, Tensor] = {}
         for length in sorted(set(self.lengths)):
-            if context is not None and length > context:
-                raise SourceError(
-                    f"--lengths {length} is longer than the model's context of {context}: give "
-                    f"{context} or fewer"
-                )
+            check_context(anatomy, length, "--lengths")
             if length < least_tokens:
                 raise SourceError(f"--lengths {length}: give at least {least_tokens} tokens")
             try:
-                rows[length] = rows_of_length(
+                rows[length] = invert.rows_of_length(
                     texts,
                     tokenizer,
                     length,
@@ -288,7 +257,7 @@ class InvertCommand(InvertOptions):
                     seed=self.seed,
                     start_token_id=self.bos,
                 )
-            except TooLittleText as error:
+            except invert.TooLittleText as error:
                 raise SourceError(f"--lengths {length}: {error}") from error
         return rows
 
@@ -311,7 +280,7 @@ class InvertCommand(InvertOptions):
                 settings["public_text"] = PublicText(ids)
             except ValueError as error:
                 raise SourceError(f"--public '{self.public}': {error}") from error
-        return [(name, partial(make_adversary, name, **settings)) for name in attacks]
+        return [(name, partial(invert.make_adversary, name, **settings)) for name in attacks]
 
     # ---- the run --------------------------------------------------------------------------
 
@@ -357,20 +326,20 @@ class InvertCommand(InvertOptions):
             part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
             part.replace(self._file)
         except OSError as error:
-            raise unwritable(self._file, error, "folder with --out") from error
+            raise printing.unwritable(self._file, error, "folder with --out") from error
 
     def _plot(self, console: Console, cells: Sequence[ActivationCell]) -> None:
         for name in PLOTS.values():  # of an earlier run, with other numbers
             (self.out / name).unlink(missing_ok=True)
         if not cells:
             return
-        if importlib.util.find_spec("matplotlib") is None:
-            console.print(f"No plots: they need matplotlib ({escape(install('plots'))}).")
+        if missing := printing.without_matplotlib():
+            console.print(f"No plots: they need matplotlib ({missing}).")
             return
         model = "embedded model" if self.model is None else Path(self.model).name
         for axis, name in PLOTS.items():
-            if worth_drawing(cells, axis):
-                plot_cells(cells, axis, self.out / name, model=model)
+            if invert.worth_drawing(cells, axis):
+                invert.plot_cells(cells, axis, self.out / name, model=model)
                 console.print(f"Plot: {self.out / name}", soft_wrap=True)
 
 

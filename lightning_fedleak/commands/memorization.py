@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -17,15 +16,9 @@ from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.commands.options import MemorizationOptions
 from lightning_fedleak.commands.printing import print_table, three_digits
 from lightning_fedleak.finetuning import SourceError, load_tokenizer, read_texts
-from lightning_fedleak.metrics.released import other_law
-from lightning_fedleak.studies.memorization import (
-    Comparison,
-    PlantedCanaries,
-    ReleasedPool,
-    Tiers,
-    ask_both,
-    tokenize,
-)
+from lightning_fedleak.studies.canaries import PlantedCanaries, Tiers
+from lightning_fedleak.studies.memorization import Comparison, ReleasedPool, tokenize
+from lightning_fedleak.studies.models import ask_both
 
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
 
@@ -48,7 +41,6 @@ class MemorizationCommand(MemorizationOptions):
             AnatomyError: a model's parts could not be found.
         """
         console = console or Console()
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = load_tokenizer(self.base)
         members, others = (
             tokenize(read_texts(source, self.column), tokenizer, self.length)
@@ -103,7 +95,7 @@ class MemorizationCommand(MemorizationOptions):
     def _warnings(self, result: Comparison) -> list[str]:
         """Return what makes numbers unknown, and what to do."""
         sentences = []
-        if (why := other_law(result.blind)) is not None:
+        if (why := result.other_law) is not None:
             finding = f"Members and others may follow different laws: {why}."
             sentences.append(
                 f"{finding} --drawn says that a coin chose the others, so that this is chance."

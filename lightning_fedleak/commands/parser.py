@@ -12,18 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from lightning_fedleak.commands.options import (
-    PHRASES,
-    CapacityOptions,
-    DemoOptions,
-    FederateOptions,
-    GameOptions,
-    InspectOptions,
-    InvertOptions,
-    MemorizationOptions,
-    SweepOptions,
-    shape,
-)
+from lightning_fedleak.commands import options
+from lightning_fedleak.finetuning.assets import SourceError, check_model_source
+from lightning_fedleak.finetuning.texts import check_text_source
+from lightning_fedleak.studies.names import check_defense
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,7 @@ class CostOptions:
     """
 
     model: str | None = field(default=None, metadata={"metavar": "NAME"})
-    batch: str = field(default="8x64", metadata={"metavar": "BxL", "type": shape})
+    batch: str = field(default="8x64", metadata={"metavar": "BxL", "type": options.shape})
     peft: Literal["lora", "none"] = "lora"
     lora_r: int = field(default=8, metadata={"metavar": "N", "type": int})
     targets: str | None = field(default=None, metadata={"metavar": "NAMES"})
@@ -118,15 +110,15 @@ class FitOptions:
 
 
 _COMMANDS: dict[str, type] = {
-    "demo": DemoOptions,
-    "game": GameOptions,
-    "invert": InvertOptions,
-    "capacity": CapacityOptions,
+    "demo": options.DemoOptions,
+    "game": options.GameOptions,
+    "invert": options.InvertOptions,
+    "capacity": options.CapacityOptions,
     "cost": CostOptions,
-    "memorization": MemorizationOptions,
-    "inspect": InspectOptions,
-    "federate": FederateOptions,
-    "sweep": SweepOptions,
+    "memorization": options.MemorizationOptions,
+    "inspect": options.InspectOptions,
+    "federate": options.FederateOptions,
+    "sweep": options.SweepOptions,
     "report": ReportOptions,
     "compare": CompareOptions,
     "recipes": RecipesOptions,
@@ -172,11 +164,37 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     namespace, unknown = fedleak.parse_known_args(arguments)
     if unknown:
         command = commands[namespace.command]
-        options = [name for action in command._actions for name in action.option_strings]
+        known = [name for action in command._actions for name in action.option_strings]
         names = [word.partition("=")[0] for word in unknown if word.startswith("-")] or unknown
-        phrases = ", ".join(name + _nearest(name, options) for name in names)
+        phrases = ", ".join(name + _nearest(name, known) for name in names)
         command.error(f"no such option{'s' * (len(names) > 1)}: {phrases}")
     return namespace
+
+
+def check_sources(namespace: argparse.Namespace) -> None:
+    """Raise an error for missing defences, models and texts.
+
+    Args:
+        namespace: as :func:`parse` returns it.
+
+    Raises:
+        SourceError: what is wrong with which of them.
+    """
+    defenses = getattr(namespace, "defense", None) or ()
+    for defense in (defenses,) if isinstance(defenses, str) else defenses:
+        check_defense(defense)
+    check_model_source(getattr(namespace, "model", None))
+    check_model_source(getattr(namespace, "base", None))
+    texts = ("members", "others") if hasattr(namespace, "others") else ("text",)
+    for name, column_name in (*((text, "column") for text in texts), ("public", "public_column")):
+        source, column = getattr(namespace, name, None), getattr(namespace, column_name, None)
+        option = f"--{column_name.replace('_', '-')}"
+        if name == "public" and source == "sampled":  # by the model itself
+            continue
+        if source is not None:
+            check_text_source(source, column, option=option)
+        elif column is not None:
+            raise SourceError(f"{option} names a column of --{name}: give that too")
 
 
 def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -189,13 +207,13 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     fedleak.add_argument("--version", action="version", version=version("lightning-fedleak"))
     listed = ",".join(_COMMANDS)
     commands = fedleak.add_subparsers(required=True, dest="command", metavar=f"{{{listed}}}")
-    for command_name, options in _COMMANDS.items():
-        brief, description, helps = _documentation(options)
+    for command_name, kind in _COMMANDS.items():
+        brief, description, helps = _documentation(kind)
         command = commands.add_parser(
             command_name, help=brief, description=description, formatter_class=_Help
         )
-        hints = get_type_hints(options)
-        for option in fields(options):
+        hints = get_type_hints(kind)
+        for option in fields(kind):
             arguments = _arguments(option, hints[option.name])
             name = option.name
             if option.default is not MISSING:
@@ -205,16 +223,16 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     return fedleak, commands.choices
 
 
-def _documentation(options: type) -> tuple[str, str, Mapping[str, str]]:
+def _documentation(kind: type) -> tuple[str, str, Mapping[str, str]]:
     """Return what the help says of a command in a line and at length, and of each of its options.
 
     All of it is the docstring of the command's settings.
     """
-    text, _, attributes = (inspect.getdoc(options) or "").partition("\n\nAttributes:\n")
+    text, _, attributes = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
     brief, _, description = text.partition("\n\n")
     _, *entries = re.split(r"^    (\w+): ", attributes, flags=re.MULTILINE)
     sentences = (" ".join(entry.split()).removesuffix(".") for entry in entries[1::2])
-    helps = (sentence.format_map(PHRASES).replace("%", "%%") for sentence in sentences)
+    helps = (sentence.format_map(options.PHRASES).replace("%", "%%") for sentence in sentences)
     brief = (brief[:1].lower() + brief[1:]).removesuffix(".")
     return brief, description, dict(zip(entries[::2], helps, strict=True))
 

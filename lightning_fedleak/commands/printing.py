@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_fedleak.anatomy import AnatomyError
 from lightning_fedleak.attacks import ThreatModelError
 from lightning_fedleak.defenses import DefenseError
+from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.games import GameError
 from lightning_fedleak.taps import UpdateError
@@ -59,6 +62,11 @@ def unwritable(path: Path, error: OSError, alternative: str) -> SourceError:
     return SourceError(
         f"'{path}' cannot be written to ({error.strerror}): name another {alternative}."
     )
+
+
+def without_matplotlib() -> str:
+    """Return how matplotlib is installed, as Rich prints it; nothing where it is there."""
+    return "" if importlib.util.find_spec("matplotlib") else escape(install("plots"))
 
 
 def print_table(console: Console, table: Table, keys: int = 1) -> None:

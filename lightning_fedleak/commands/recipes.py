@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import textwrap
-from collections.abc import Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -44,28 +44,21 @@ def _first_sentence(path: Traversable) -> str:
     return comment.partition(". ")[0].removesuffix(".") + "."
 
 
-def list_or_copy(names: Sequence[str], to: Path) -> int:
-    """List all recipes, or copy those that are named.
-
-    Args:
-        names: of recipes, with or without ``.yaml``; none lists all.
-        to: folder of the copies; it is created.
-
-    Returns:
-        0.
+def list_or_copy(options: argparse.Namespace) -> int:
+    """List all recipes, or copy those that are named, with or without ``.yaml``, and return 0.
 
     Raises:
         SourceError: there is no such recipe, or another file of its name is there.
     """
-    sentences = recipes()
-    if not names:
+    sentences, to = recipes(), options.to or Path()
+    if not options.names:
         indent = max(map(len, sentences)) + 2
         for name, sentence in sentences.items():
             first, *lines = textwrap.wrap(sentence, _WIDTH - indent)
             print(f"{name:<{indent}}{first}", *(" " * indent + line for line in lines), sep="\n")
         print("", *textwrap.wrap(_USAGE, _WIDTH, break_on_hyphens=False), sep="\n")
         return 0
-    chosen = list(dict.fromkeys(name.removesuffix(".yaml") for name in names))
+    chosen = list(dict.fromkeys(name.removesuffix(".yaml") for name in options.names))
     wrong = [name for name in chosen if name not in sentences]
     if wrong:
         questions = [f"'{name}'{did_you_mean(name, [*sentences])}" for name in wrong]

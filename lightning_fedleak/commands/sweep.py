@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.commands import printing
 from lightning_fedleak.commands.options import SweepOptions
-from lightning_fedleak.commands.printing import INTERRUPTED, make_folder, print_table
-from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning import CausalLMFineTuning, SourceError
 from lightning_fedleak.studies import sweep
-from lightning_fedleak.studies.sweep.plots import plot_pareto
+from lightning_fedleak.studies.sweep.grid import plot_pareto
 
 _SHARED = {one.name for one in fields(sweep.Setting)}
 
@@ -41,7 +38,8 @@ class SweepCommand(SweepOptions):
             SpecError: a defence that cannot be meant.
         """
         console = console or Console(highlight=False)
-        setting = self._setting()
+        shared = {name: value for name, value in vars(self).items() if name in _SHARED}
+        setting = sweep.Setting(**shared, attacks=tuple(dict.fromkeys(self.attack)))
         specs = [spec for text in self.defense for spec in sweep.parse_defenses(text)]
         self._check(setting)
         grid = sweep.Grid([sweep.GridCell(setting, spec) for spec in specs], self.out)
@@ -68,14 +66,9 @@ class SweepCommand(SweepOptions):
             console.print("\nInterrupted. This is what was measured until then.", style="bold")
         return self._finish(console, grid, before, interrupted)
 
-    def _setting(self) -> sweep.Setting:
-        """Return what all cells have in common: the options of the same names."""
-        shared = {name: value for name, value in vars(self).items() if name in _SHARED}
-        return sweep.Setting(**shared, attacks=tuple(dict.fromkeys(self.attack)))
-
     def _check(self, setting: sweep.Setting) -> None:
         """Raise an error that would make every cell fail before the first of them runs."""
-        make_folder(self.out, self.out)
+        printing.make_folder(self.out, self.out)
         with sweep.quiet():
             anatomy = find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft))
         blocks = len(anatomy.blocks)
@@ -107,18 +100,18 @@ class SweepCommand(SweepOptions):
         results = grid.results()
         grid.write(self.out / "results.json")
         if results:
-            print_table(console, defense_table(results, before))
+            printing.print_table(console, defense_table(results, before))
             console.print(explain_defenses(results))
         paths = [str(self.out / "results.json")]
         if any(r.val_loss is not None for _, r in results):
-            if importlib.util.find_spec("matplotlib") is None:
-                console.print(f"No plot: {escape(install('plots'))}")
+            if missing := printing.without_matplotlib():
+                console.print(f"No plot: {missing}")
             else:
                 plot_pareto(results, self.out / "pareto.png", loss_before=before)
                 paths.append(str(self.out / "pareto.png"))
         console.print(f"\nWritten: {', '.join(paths)}", soft_wrap=True)
         if interrupted:
-            return INTERRUPTED
+            return printing.INTERRUPTED
         return 1 if any(r.error is not None for _, r in results) else 0
 
 

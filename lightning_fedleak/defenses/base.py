@@ -111,6 +111,21 @@ class DefenseError(ValueError):
     """
 
 
+def refuse(owner: str, refusals: Mapping[str, object]) -> None:
+    """Raise an error with the first message whose condition holds.
+
+    Args:
+        owner: of the settings; stands before the message.
+        refusals: the condition of each message.
+
+    Raises:
+        DefenseError: one of the conditions holds.
+    """
+    for message, condition in refusals.items():
+        if condition:
+            raise DefenseError(f"{owner}{message}")
+
+
 def parameter_name(parameter: nn.Parameter, root: nn.Module) -> str:
     """Return a parameter's name in the root, or its shape where the root does not have it."""
     for name, candidate in root.named_parameters():

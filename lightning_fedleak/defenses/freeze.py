@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy, AnatomyError, find_anatomy, matrix_shape
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State, refuse
 from lightning_fedleak.validate import check_choice
 
 Part = Literal["head", "embeddings", "head+embeddings"]
@@ -226,22 +226,19 @@ class Freeze(Defense):
         """Return the parameters of the part, by identity."""
         head = _parameters([] if anatomy.head is None else [anatomy.head])
         embeddings = _parameters(_word_embeddings(anatomy))
-        if part != "embeddings" and not head:
-            raise DefenseError(
-                f"Freeze({part!r}): this model has no output head with parameters; it could "
-                "be frozen only with Freeze('embeddings')."
-            )
-        if part != "head" and not embeddings:
-            raise DefenseError(
-                f"Freeze({part!r}): the input embeddings of this model have no parameters."
-            )
-        if part != "head+embeddings" and (anatomy.tied or head.keys() & embeddings.keys()):
-            counterpart = "embeddings" if part == "head" else "head"
-            raise DefenseError(
-                f"Freeze({part!r}): head and input embeddings of this model are one tied "
-                f"matrix, so the {counterpart} would be frozen too. Use Freeze('head+embeddings'), "
-                "or untie them where the model can be: tie_word_embeddings=False in its config."
-            )
+        tied = anatomy.tied or head.keys() & embeddings.keys()
+        refusals = {
+            "this model has no output head with parameters; it could be frozen only with "
+            "Freeze('embeddings').": part != "embeddings" and not head,
+            "the input embeddings of this model have no parameters.": (
+                part != "head" and not embeddings
+            ),
+            "head and input embeddings of this model are one tied matrix, so the "
+            f"{'embeddings' if part == 'head' else 'head'} would be frozen too. Use "
+            "Freeze('head+embeddings'), or untie them where the model can be: "
+            "tie_word_embeddings=False in its config.": part != "head+embeddings" and tied,
+        }
+        refuse(f"Freeze({part!r}): ", refusals)
         if part == "head":
             return head
         return embeddings if part == "embeddings" else head | embeddings

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses import processes
+from lightning_fedleak.defenses import noise, processes
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
     DefenseContext,
@@ -18,17 +18,10 @@ from lightning_fedleak.defenses.base import (
     State,
     parameter_name,
 )
-from lightning_fedleak.defenses.noise import (
-    HardenedNoise,
-    base_of,
-    gaussian_epsilon,
-    noise_key,
-    standard_normal,
-)
 from lightning_fedleak.validate import check_integer, check_names, check_number
 
 
-class GradientNoise(HardenedNoise):
+class GradientNoise(noise.HardenedNoise):
     """Clips the 2-norm of a client's whole update, then adds Gaussian noise to every coordinate.
 
     The update is the joint gradient of all trainable parameters of one optimizer; with several
@@ -159,7 +152,7 @@ class GradientNoise(HardenedNoise):
         if math.isinf(precision):
             return math.inf
         sigma = math.sqrt(clients / precision) / 2 if precision else math.inf
-        return gaussian_epsilon(sigma=sigma, delta=delta)
+        return noise.gaussian_epsilon(sigma=sigma, delta=delta)
 
     @property
     def _private(self) -> bool:
@@ -188,8 +181,8 @@ class GradientNoise(HardenedNoise):
             if self.sigma:
                 part = index + (processes.shard_number(parameter.grad) << processes.SHARD_BITS)
                 key = self._key(context, release, part)
-                noise = standard_normal(key, gradient.shape, gradient.device, values.dtype)
-                values.add_(noise, alpha=self.standard_deviation)
+                standard = noise.standard_normal(key, gradient.shape, gradient.device, values.dtype)
+                values.add_(standard, alpha=self.standard_deviation)
             if values is not gradient:
                 gradient.copy_(values)
 
@@ -214,8 +207,8 @@ class GradientNoise(HardenedNoise):
             number, self._canaries = self._canaries, self._canaries + 1
             key = self._key(context, self.releases, number, stream="canary")
             shape, device = canary.samples.shape[1:], canary.samples.device
-            noise = standard_normal(key, shape, device, canary.samples.dtype)
-            canary = canary.noised(noise * self.standard_deviation, self.standard_deviation)
+            standard = noise.standard_normal(key, shape, device, canary.samples.dtype)
+            canary = canary.noised(standard * self.standard_deviation, self.standard_deviation)
         return canary
 
     def noise_std(self, context: DefenseContext) -> float:
@@ -244,8 +237,8 @@ class GradientNoise(HardenedNoise):
     def _key(
         self, context: DefenseContext, release: int, index: int, stream: str = "gradient"
     ) -> bytes:
-        base = base_of(context.entropy, self.seed if self._seeded else None)
-        return noise_key(base, context.client, release, index, self.name, stream)
+        base = noise.base_of(context.entropy, self.seed if self._seeded else None)
+        return noise.noise_key(base, context.client, release, index, self.name, stream)
 
 
 def _why_none(clip: float | None, sigma: float) -> str:

@@ -11,12 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lightning_fedleak.finetuning.assets import (
-    EMBEDDED_MESSAGES,
-    SourceError,
-    loading,
-    model_source,
-)
+from lightning_fedleak.finetuning import assets
 from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.lightning_packages import mixed
 from lightning_fedleak.validate import check_integer, check_number
@@ -35,8 +30,8 @@ def load_tokenizer(name: str | Path | None) -> PreTrainedTokenizerBase:
     Raises:
         SourceError: there is no such tokenizer, or no way to reach it.
     """
-    source, settings = model_source(name)
-    with loading(source, "tokenizer"):
+    source, settings = assets.model_source(name)
+    with assets.loading(source, "tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **settings)
     return tokenizer
 
@@ -173,13 +168,13 @@ class TextBatches(LightningDataModule):
             return
         limit = self.tokenizer.model_max_length
         if self.length > limit:
-            raise SourceError(
+            raise assets.SourceError(
                 f"length={self.length} is more than the {limit} tokens that this model can read"
             )
-        source = EMBEDDED_MESSAGES if self.text is None else self.text
+        source = assets.EMBEDDED_MESSAGES if self.text is None else self.text
         texts = read_texts(source, self.column)
         if len(texts) < 2:
-            raise SourceError(
+            raise assets.SourceError(
                 f"'{source}' holds one text only, and training and validation need one each. A "
                 "plain text file has one text a line."
             )
@@ -188,7 +183,7 @@ class TextBatches(LightningDataModule):
         train = TokenRows.tokenize([texts[i] for i in order[n_val:]], self.tokenizer, self.length)
         val = TokenRows.tokenize([texts[i] for i in order[:n_val]], self.tokenizer, self.length)
         if len(train) < self.batch_size or not len(val):
-            raise SourceError(
+            raise assets.SourceError(
                 f"'{source}' gives {len(train)} rows of at most {self.length} tokens for training "
                 f"and {len(val)} for validation; at least {self.batch_size} (batch_size) and 1 are "
                 "needed. Give more text, or make batch_size or length smaller."

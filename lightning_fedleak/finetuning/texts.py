@@ -190,19 +190,6 @@ def _read_folder(folder: Path, column: str | None, option: str) -> list[str]:
     return [_decoded(_content(file), file) for file in files]
 
 
-def _unpacked(path: Path) -> tuple[str, bytes]:
-    """Return the suffix that names a file's kind, and its content."""
-    packed = path.suffix.lower() == ".gz"
-    kind = (Path(path.stem).suffix if packed else path.suffix).lower()
-    data = _content(path)
-    if packed:
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise SourceError(f"'{path}' is not a readable .gz file: {error}") from error
-    return kind, data
-
-
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -214,7 +201,14 @@ def _file_rows(path: Path) -> Rows | str:
     """Return the rows of a file, or its plain text."""
     if path.suffix.lower() == ".parquet":
         return _parquet_rows(path)
-    kind, data = _unpacked(path)
+    packed = path.suffix.lower() == ".gz"
+    kind = (Path(path.stem).suffix if packed else path.suffix).lower()
+    data = _content(path)
+    if packed:
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise SourceError(f"'{path}' is not a readable .gz file: {error}") from error
     text = _decoded(data, path)
     if kind not in _TABLES:
         return text

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import refuse
 from lightning_fedleak.lightning_packages import mixed, twin
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY, UpdateRelease
 from lightning_fedleak.taps import check_optimizer
@@ -271,19 +272,19 @@ class DDPSeam(Seam, DDPStrategy):
     def _check_model(self, model: nn.Module) -> None:
         if not self._fedleak.reduces:
             return
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise DefenseError(
-                "DefendedStrategy: precision='16-mixed' cannot be used when each rank is a client "
-                "and defences act on gradients: the ranks could disagree about a skipped step. "
-                "Use 'bf16-mixed' or '32-true', or client='world'."
-            )
         synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-        if self._layer_sync is not None or synchronised:
-            raise DefenseError(
-                "DefendedStrategy: synchronised batch norm sends statistics of raw activations "
-                "from each client to the others. Use Trainer(sync_batchnorm=False), or "
-                "client='world'."
-            )
+        refusals = {
+            "precision='16-mixed' cannot be used when each rank is a client and defences act on "
+            "gradients: the ranks could disagree about a skipped step. Use 'bf16-mixed' or "
+            "'32-true', or client='world'.": (
+                getattr(self.precision_plugin, "scaler", None) is not None
+            ),
+            "synchronised batch norm sends statistics of raw activations from each client to the "
+            "others. Use Trainer(sync_batchnorm=False), or client='world'.": (
+                self._layer_sync is not None or synchronised
+            ),
+        }
+        refuse("DefendedStrategy: ", refusals)
 
     def configure_ddp(self) -> None:
         """Wrap in DistributedDataParallel only where its reducer may run."""

@@ -10,15 +10,8 @@ from typing import Any
 
 import torch
 
+from lightning_fedleak import attacks
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks import (
-    PublicText,
-    SubspaceWords,
-    WordGuess,
-    gradient_of,
-    nonzero_starts,
-    row_space,
-)
 from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.model_runs import context_length
@@ -77,14 +70,14 @@ class CapacityStudy:
             )
 
     @cached_property
-    def known_input(self) -> row_space.KnownInput:
+    def known_input(self) -> attacks.row_space.KnownInput:
         """Return the input of the first block's trained maps.
 
         Raises:
             SourceError: no trained map reads an input that tokens determine.
         """
-        for candidate in row_space.find_known_inputs(
-            self.anatomy, row_space.find_linear_maps(self.anatomy)
+        for candidate in attacks.row_space.find_known_inputs(
+            self.anatomy, attacks.row_space.find_linear_maps(self.anatomy)
         ):
             if any(m.factor != "B" for m in candidate.trainable_maps(self.anatomy)):
                 return candidate
@@ -95,7 +88,7 @@ class CapacityStudy:
         )
 
     @property
-    def maps(self) -> list[row_space.LinearMap]:
+    def maps(self) -> list[attacks.row_space.LinearMap]:
         """Return the trained maps whose gradients' rows are sums of the tokens' inputs."""
         return [m for m in self.known_input.trainable_maps(self.anatomy) if m.factor != "B"]
 
@@ -104,7 +97,7 @@ class CapacityStudy:
         """Return how many such rows an update shares."""
         return sum(m.rows for m in self.maps)
 
-    def planted(self, seconds: float) -> row_space.Capacity:
+    def planted(self, seconds: float) -> attacks.row_space.Capacity:
         """Return how many types, planted at random, these rows reveal.
 
         Args:
@@ -114,13 +107,13 @@ class CapacityStudy:
             SourceError: the first block's input is no sum over token and position.
         """
         try:
-            dictionary = row_space.build_dictionary(self.anatomy, self.known_input)
-        except row_space.NotAdditive as error:
+            dictionary = attacks.row_space.build_dictionary(self.anatomy, self.known_input)
+        except attacks.row_space.NotAdditive as error:
             raise SourceError(f"this model cannot be read: {error}") from error
         trained = self.known_input.trainable_maps(self.anatomy)
-        factors = row_space.factor_rows(self.anatomy, [m for m in trained if m.regularised])
-        atoms = row_space.Atoms(*dictionary.atoms(self.length, tuple(factors.values())))
-        return row_space.measure_capacity(atoms, self.rows, seconds=seconds, seed=self.seed)
+        factors = attacks.row_space.factor_rows(self.anatomy, [m for m in trained if m.regularised])
+        atoms = attacks.row_space.Atoms(*dictionary.atoms(self.length, tuple(factors.values())))
+        return attacks.row_space.measure_capacity(atoms, self.rows, seconds=seconds, seed=self.seed)
 
     def trials(self, texts: Sequence[str], tokenizer: Any, size: int) -> list[Trial]:
         """Return trials around the smallest batch that is not read exactly, by their size.
@@ -130,8 +123,8 @@ class CapacityStudy:
             tokenizer: of the model.
             size: texts of the first batch.
         """
-        text = PublicText(texts, tokenizer)
-        attack = SubspaceWords(capacity_seconds=0)
+        text = attacks.PublicText(texts, tokenizer)
+        attack = attacks.SubspaceWords(capacity_seconds=0)
         attack.prepare(self.anatomy)
         trials: dict[int, Trial] = {}
 
@@ -150,7 +143,7 @@ class CapacityStudy:
                 good, bad = (middle, bad) if exact(middle) else (good, middle)
         return [trials[count] for count in sorted(trials)]
 
-    def _trial(self, attack: SubspaceWords, text: PublicText, texts: int) -> Trial:
+    def _trial(self, attack: attacks.SubspaceWords, text: attacks.PublicText, texts: int) -> Trial:
         generator = torch.Generator().manual_seed(self.seed)
         rows = text.draw(texts, generator).tolist()
         batch = text.rows(
@@ -161,12 +154,12 @@ class CapacityStudy:
             mask_token_id=self.mask_token_id,
         )
         roles = attack.needs(self.anatomy).gradients
-        weights = nonzero_starts(self.anatomy, generator)
-        gradient = gradient_of(self.anatomy, batch, roles, instead=weights)
+        weights = attacks.nonzero_starts(self.anatomy, generator)
+        gradient = attacks.gradient_of(self.anatomy, batch, roles, instead=weights)
         view = Observation((GradientSnapshot(0, Stage.SHARED, gradient),))
         truth = torch.unique(batch.context_ids())
         start = time.perf_counter()
-        guess: WordGuess | None
+        guess: attacks.WordGuess | None
         try:
             guess = attack.run(view)
         except UnusableObservation:

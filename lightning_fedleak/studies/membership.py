@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -57,11 +57,8 @@ class MembershipAdversaries:
         label = f"{name}@{layer}"
         tokens, seed = self.tokens, self.seed
         if name.startswith("fc"):
-            if self.randomised:
-                return FCMembership(
-                    layer, granularity, tokens=tokens, name=label, ladder=RANDOMISED_LADDER
-                )
-            return FCMembership(layer, granularity, tokens=tokens, name=label)
+            ladder: dict[str, Any] = {"ladder": RANDOMISED_LADDER} if self.randomised else {}
+            return FCMembership(layer, granularity, tokens=tokens, name=label, **ladder)
         public = self._public_text(name)
         if name.startswith("trained"):
             return attacks.TrainedMembership(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    PreTrainedConfig,
-)
+import transformers
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.extras import install
 from lightning_fedleak.finetuning.assets import SourceError, loading, model_source
+from lightning_fedleak.model_runs import context_length
+from lightning_fedleak.snapshots import TokenSnapshot
+from lightning_fedleak.taps import Text, ask_tokens
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -32,20 +32,20 @@ def find_model(name: str | None, dtype: torch.dtype) -> Anatomy:
     """
     source, settings = model_source(name)
     with loading(source, "language model"):
-        config = AutoConfig.from_pretrained(source, **settings)
+        config = transformers.AutoConfig.from_pretrained(source, **settings)
         settings["dtype"] = dtype
         architectures = " ".join(getattr(config, "architectures", None) or ())
         if "MaskedLM" in architectures:
-            model = AutoModelForMaskedLM.from_pretrained(source, **settings)
+            model = transformers.AutoModelForMaskedLM.from_pretrained(source, **settings)
         elif "CausalLM" in architectures or "LMHead" in architectures:
-            model = AutoModelForCausalLM.from_pretrained(source, **settings)
+            model = transformers.AutoModelForCausalLM.from_pretrained(source, **settings)
         else:
-            model = AutoModel.from_pretrained(source, **settings)
+            model = transformers.AutoModel.from_pretrained(source, **settings)
             return find_anatomy(model.eval(), kind="classifier")
     return find_anatomy(model.eval())
 
 
-def find_config(name: str | None) -> PreTrainedConfig:
+def find_config(name: str | None) -> transformers.PreTrainedConfig:
     """Return the configuration of a causal model.
 
     Args:
@@ -56,7 +56,9 @@ def find_config(name: str | None) -> PreTrainedConfig:
     """
     source, settings = model_source(name)
     with loading(source, "language model"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, **settings)
+        config: transformers.PreTrainedConfig = transformers.AutoConfig.from_pretrained(
+            source, **settings
+        )
     if not hasattr(config, "vocab_size") or getattr(config, "is_encoder_decoder", False):
         raise SourceError(f"--model {source} is no causal model, whose costs alone are known here")
     return config
@@ -100,3 +102,67 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
     except ValueError as error:
         raise SourceError(f"--targets {targets}: {error}") from error
     return find_anatomy(model.eval(), kind=anatomy.kind)
+
+
+def check_context(anatomy: Anatomy, tokens: int, option: str) -> None:
+    """Raise an error where the model reads no texts that are so long.
+
+    Args:
+        anatomy: the model's.
+        tokens: of a text.
+        option: for the message.
+
+    Raises:
+        SourceError: says how many tokens it reads.
+    """
+    context = context_length(anatomy)
+    if context is not None and tokens > context:
+        raise SourceError(
+            f"{option} {tokens} is longer than the model's context of {context}: give "
+            f"{context} or fewer"
+        )
+
+
+def ask_both(
+    texts: Sequence[Text], model: str | Path, base: str | Path
+) -> tuple[TokenSnapshot, TokenSnapshot]:
+    """Return what the base and the trained model say of texts; one model is in memory at a time.
+
+    Args:
+        texts: the texts.
+        model: folder of the trained model, or of PEFT adapters on ``base``.
+        base: folder of the model that the training began from, or its name on the hub.
+
+    Raises:
+        SourceError: a model cannot be loaded, or is not causal.
+    """
+    anatomy = _causal(find_model(str(base), torch.float32), "--base")
+    before = ask_tokens(anatomy, texts)
+    if (Path(model) / "adapter_config.json").is_file():
+        after = ask_tokens(_with_adapters(anatomy, model), texts)
+    else:
+        del anatomy
+        after = ask_tokens(_causal(find_model(str(model), torch.float32), "--model"), texts)
+    return before, after
+
+
+def _causal(anatomy: Anatomy, option: str) -> Anatomy:
+    if anatomy.kind != "causal":
+        raise SourceError(
+            f"{option} is a {anatomy.kind} model: what a model has memorized is read from a causal "
+            "language model, which predicts every next token"
+        )
+    return anatomy
+
+
+def _with_adapters(anatomy: Anatomy, folder: str | Path) -> Anatomy:
+    """Return the base with the adapters of a folder."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise SourceError(f"--model holds adapters of PEFT: {install('peft')}") from error
+    try:
+        adapted = PeftModel.from_pretrained(anatomy.model, str(folder))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise SourceError(f"the adapters in '{folder}' do not fit --base: {error}") from error
+    return find_anatomy(adapted.eval())

@@ -169,13 +169,13 @@ def test_one_failed_cell_does_not_lose_the_rest(
 def test_an_interrupt_writes_what_is_done(
     model: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = invert_cli.run_cells
+    plain = invert_cli.invert.run_cells
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         yield next(plain(*args, **kwargs))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(invert_cli, "run_cells", interrupted)
+    monkeypatch.setattr(invert_cli.invert, "run_cells", interrupted)
     printed = ran(
         InvertCommand(
             model=model, text=text, noise=(0.0, 1.0), lengths=(8,), texts=2, out=tmp_path,

@@ -175,13 +175,13 @@ def test_an_encoder_shares_no_such_gradient(text: str, tmp_path: Path) -> None:
 def test_an_interrupt_writes_what_is_done(
     model: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = invert_cli.run_gradient_cells
+    plain = invert_cli.invert.run_gradient_cells
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         yield next(plain(*args, **kwargs))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(invert_cli, "run_gradient_cells", interrupted)
+    monkeypatch.setattr(invert_cli.invert, "run_gradient_cells", interrupted)
     printed = ran(command(model, text, tmp_path, noise=(0.0, 1.0), texts=1), status=130)
     assert "Interrupted after 1 cells" in printed
     assert len(cells_in(tmp_path)) == 1

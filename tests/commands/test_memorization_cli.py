@@ -20,7 +20,8 @@ from lightning_fedleak.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODE
 from lightning_fedleak.finetuning.data import load_tokenizer
 from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.looks import Memorization
-from lightning_fedleak.studies.memorization import PlantedCanaries, tokenize
+from lightning_fedleak.studies.canaries import PlantedCanaries
+from lightning_fedleak.studies.memorization import tokenize
 from tests.looks.channels.test_memorization import fit
 
 

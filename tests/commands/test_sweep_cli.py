@@ -14,13 +14,8 @@ from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.records import MetricValue, ResultLine
 from lightning_fedleak.studies.defense_specs import parse_defenses
 from lightning_fedleak.studies.names import SWEEP_ATTACKS
-from lightning_fedleak.studies.sweep.cell import (
-    CellResult,
-    GridCell,
-    Setting,
-    _leakage,
-    run_cell,
-)
+from lightning_fedleak.studies.sweep.cell import run_cell
+from lightning_fedleak.studies.sweep.grid import CellResult, GridCell, Setting, _leakage
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 

@@ -19,7 +19,7 @@ from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.studies.capacity import Trial
 from lightning_fedleak.studies.defense_specs import DefenseSpec
 from lightning_fedleak.studies.invert import ActivationCell, GradientCell, Utility
-from lightning_fedleak.studies.sweep import cell as sweep_cell
+from lightning_fedleak.studies.sweep import grid
 
 RATES = {
     name: Rate(0.9987, 0.9512, 0.9999) for name in ("token_accuracy", "exact_sentences", "rouge_l")
@@ -68,13 +68,13 @@ def of_games() -> Table:
 
 
 def of_a_sweep() -> Table:
-    setting = sweep_cell.Setting()
-    known = sweep_cell.Leakage("token_accuracy", 0.9123, 0.8765, 0.9876, 12, 0, True)
+    setting = grid.Setting()
+    known = grid.Leakage("token_accuracy", 0.9123, 0.8765, 0.9876, 12, 0, True)
     names = ("flatchat", "aligned_flatchat", "fc_membership", "prefix_inversion", "descent")
-    result = sweep_cell.CellResult(12.3456, {"epsilon": 123.456}, dict.fromkeys(names, known))
+    result = grid.CellResult(12.3456, {"epsilon": 123.456}, dict.fromkeys(names, known))
     long = DefenseSpec("dpsgd", {"max_grad_norm": 1.25, "noise_multiplier": 0.75, "poisson": True})
     return sweep.defense_table(
-        [(sweep_cell.GridCell(setting, spec), result) for spec in (DefenseSpec("none", {}), long)],
+        [(grid.GridCell(setting, spec), result) for spec in (DefenseSpec("none", {}), long)],
         12.3456,
     )
 

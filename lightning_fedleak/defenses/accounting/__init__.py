@@ -16,12 +16,10 @@ from lightning_fedleak.defenses.accounting.budget import Account as Account
 from lightning_fedleak.defenses.accounting.budget import Budget as Budget
 from lightning_fedleak.defenses.accounting.budget import BudgetedDefense as BudgetedDefense
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
-from lightning_fedleak.defenses.accounting.fixed_batches import (
-    TruncatedPoisson as TruncatedPoisson,
-)
 from lightning_fedleak.defenses.accounting.groups import group_epsilon as group_epsilon
 from lightning_fedleak.defenses.accounting.ledger import Ledger as Ledger
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme as SamplingScheme
+from lightning_fedleak.defenses.accounting.renyi import TruncatedPoisson as TruncatedPoisson
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter as RenyiFilter
 from lightning_fedleak.defenses.accounting.schedules import ClipPath as ClipPath
 from lightning_fedleak.defenses.accounting.schedules import factors_of as factors_of

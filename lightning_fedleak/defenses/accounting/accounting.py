@@ -14,7 +14,7 @@ decisions that depend on the data.
   (below ``4e-15`` times the number of releases) RDP's epsilon is reported.
 
 Both also cover batches of a fixed number, drawn without replacement
-(``sampling="without_replacement"``): Zhu, Dong & Wang 2022, as ``fixed_batches`` says. The number
+(``sampling="without_replacement"``): Zhu, Dong & Wang 2022, as ``renyi`` says. The number
 of examples is public then, and neighbours differ by one example put in another's place. And both
 cover Poisson samples of at most a fixed number (:class:`TruncatedPoisson`, Ganesh 2025).
 
@@ -40,21 +40,14 @@ from scipy.fft import next_fast_len
 from scipy.optimize import brentq
 from torch import Tensor
 
-from lightning_fedleak.defenses.accounting.fixed_batches import (
-    MixturePRV,
-    TruncatedPoisson,
-    WithoutReplacementPRV,
-)
-from lightning_fedleak.defenses.accounting.ledger import (
-    Ledger,
-    check_count,
-    check_noise_multiplier,
-    check_release,
-    check_sample_rate,
-)
+from lightning_fedleak.defenses.accounting import ledger
+from lightning_fedleak.defenses.accounting.ledger import Ledger
 from lightning_fedleak.defenses.accounting.renyi import (
     Floats,
+    MixturePRV,
     SamplingScheme,
+    TruncatedPoisson,
+    WithoutReplacementPRV,
     check_opacus,
     epsilons_of_rdp,
     rdp_of,
@@ -77,20 +70,6 @@ MOST_NOISE = 1e6  # largest noise multiplier that noise_multiplier_for tries. No
 CACHED = 64  # histories whose PRV epsilon an accountant stores. Not tuned
 
 
-def tightened(epsilon: float, prv: Callable[[float], float]) -> float:
-    """Return the bound of PRV with an error below 0.6% of itself, where its mesh allows.
-
-    The error is a share (``PRV_ERROR``) of the scale that PRV is called with. Where RDP's bound is
-    many times the answer, as at a small sample rate, PRV is called again with the answer for scale.
-    """
-    scale = epsilon
-    while True:
-        epsilon = min(epsilon, prv(scale))
-        if not 0 < epsilon < scale / 3:
-            return epsilon
-        scale = 2 * epsilon
-
-
 def prv_epsilon(
     history: Sequence[tuple[float, float, int]],
     delta: float,
@@ -98,13 +77,30 @@ def prv_epsilon(
     rdp: Floats,
     sampling: SamplingScheme,
 ) -> float:
-    """Return PRV's upper bound on epsilon, ``inf`` where it has none; as :func:`read_prv`."""
+    """Return PRV's upper bound with an error below 0.6% of itself, where its mesh allows.
+
+    The error is a share (``PRV_ERROR``) of the scale that PRV is called with. Where RDP's bound is
+    many times the answer, as at a small sample rate, PRV is called again with the answer for scale.
+
+    Args:
+        history: as for :func:`read_prv`.
+        delta: as there.
+        epsilon: RDP's bound, which is returned where PRV has none that is smaller.
+        rdp: as there.
+        sampling: as there.
+    """
 
     def read(composed: Any, delta_error: float, error: float) -> Floats:
         return np.array([composed.compute_epsilon(delta, delta_error, error)[2]])
 
-    bound = read_prv(history, delta, epsilon, rdp, read, sampling)
-    return math.inf if bound is None or not math.isfinite(bound[0]) else max(float(bound[0]), 0.0)
+    scale = epsilon
+    while True:
+        bound = read_prv(history, delta, scale, rdp, read, sampling)
+        if bound is not None and math.isfinite(bound[0]):
+            epsilon = min(epsilon, max(float(bound[0]), 0.0))
+        if not 0 < epsilon < scale / 3:
+            return epsilon
+        scale = 2 * epsilon
 
 
 def read_prv(
@@ -318,7 +314,7 @@ class Accountant:
             DefenseError: a value out of range.
         """
         _check_delta(delta)
-        check_release(noise_multiplier, sample_rate, count)
+        ledger.check_release(noise_multiplier, sample_rate, count)
         event = noise_multiplier, sample_rate
         others = tuple(row for row in self.history if row[:2] != event)
         total = count + sum(row[2] for row in self.history if row[:2] == event)
@@ -364,7 +360,7 @@ def epsilon_of(
     _check_kind(kind, sampling)
     _check_delta(delta)
     for row in history:
-        check_release(*row)
+        ledger.check_release(*row)
     if not history:
         return 0.0
     if min(row[0] for row in history) < LEAST_NOISE:
@@ -372,9 +368,7 @@ def epsilon_of(
     rdp = composed_rdp(history, sampling)
     epsilon = float(epsilons_of_rdp(rdp, delta).min())
     if kind == "prv" and 0 < epsilon < math.inf:
-        epsilon = tightened(
-            epsilon, lambda bound: prv_epsilon(history, delta, bound, rdp, sampling)
-        )
+        epsilon = prv_epsilon(history, delta, epsilon, rdp, sampling)
     return epsilon if epsilon <= LARGEST_EPSILON else math.inf
 
 
@@ -412,8 +406,8 @@ def noise_multiplier_for(
     """
     _check_kind(kind, sampling)
     _check_delta(target_delta, "target_delta")
-    check_sample_rate(sample_rate)
-    check_count(steps, "steps")
+    ledger.check_sample_rate(sample_rate)
+    ledger.check_count(steps, "steps")
     check_number(
         "target_epsilon",
         target_epsilon,
@@ -492,8 +486,8 @@ def effective_noise_multiplier(
     Raises:
         DefenseError: a value out of range.
     """
-    check_noise_multiplier(noise_multiplier)
-    check_count(clients, "clients")
+    ledger.check_noise_multiplier(noise_multiplier)
+    ledger.check_count(clients, "clients")
     hint = "the server sees each client's update, or only their sum by secure aggregation"
     check_choice("trust", trust, ("local", "central"), hint=hint, error=DefenseError)
     check_integer(
@@ -542,7 +536,7 @@ def check_delta_for(delta: float, examples: int) -> None:
         DefenseError: outside (0, 1), or not below ``1 / examples``.
     """
     _check_delta(delta, "target_delta")
-    check_count(examples, "examples")
+    ledger.check_count(examples, "examples")
     if delta >= 1 / examples:
         raise DefenseError(
             f"target_delta={delta!r} must be below 1 / {examples} = {1 / examples:.3g}, the number "

@@ -5,28 +5,24 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fedleak.defenses.accounting.accounting import (
-    MOST_NOISE,
-    Accountant,
-    AccountantKind,
-    factor_at,
-    noise_multiplier_for,
-)
-from lightning_fedleak.defenses.accounting.curve import curve_of
+from lightning_fedleak.defenses.accounting import accounting, renyi
+from lightning_fedleak.defenses.accounting.accounting import Accountant, AccountantKind, factor_at
 from lightning_fedleak.defenses.accounting.groups import group_epsilon
 from lightning_fedleak.defenses.accounting.ledger import check_count, client_path
-from lightning_fedleak.defenses.accounting.renyi import SamplingScheme, TruncatedPoisson
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter
-from lightning_fedleak.defenses.base import Curve, Defense, DefenseError, Privacy, State
+from lightning_fedleak.defenses.base import Curve, Defense, DefenseError, Privacy, State, refuse
 
 EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; saves calls of PRV
+CURVE_POINTS = 64  # pairs of a curve; at 32 the TPR that one allows is .6% larger (sigma 1)
+LEAST_DELTA = 1e-9  # of a curve; larger: events of a smaller chance than it refute nothing
 _ACCOUNT = "accountant/"
 
 Account = AccountantKind | Literal["filter"]
@@ -37,12 +33,13 @@ class BudgetSpent(DefenseError):
     """One more release would cost more than ``target_epsilon``; it was not made."""
 
 
+@dataclass(eq=False)
 class Budget:
     """The noise of the next release, the account of all before it, and whether one more fits.
 
-    Args:
+    Attributes:
         kind: how to account.
-        noise_multiplier: sigma at the beginning; None to find it from ``target_epsilon``.
+        noise_multiplier: sigma at the beginning; None until it is found from ``target_epsilon``.
         target_epsilon: what the whole run may cost; None for no limit.
         target_delta: delta of the guarantee; None for a tenth of one over the examples.
         seeded: whether the noise can be guessed, so that epsilon is infinite.
@@ -50,10 +47,7 @@ class Budget:
         max_hardenings: hardenings that are allowed; None for no limit.
         sampling: how batches are drawn.
         owner: class of the defence, for messages.
-
-    Attributes:
         accountant: counts releases.
-        noise_multiplier: sigma that the run begins with; None until it is found.
         notches: how often the noise was turned up.
         rate: chance of each example to be in a batch; None until the training data are known.
         delta: of the guarantee; None until then, unless it was passed.
@@ -61,35 +55,25 @@ class Budget:
         horizon: releases of the plan that factors are for; 0 until it is known.
     """
 
-    def __init__(
-        self,
-        kind: Account,
-        noise_multiplier: float | None,
-        target_epsilon: float | None,
-        target_delta: float | None,
-        *,
-        seeded: bool,
-        harden_factor: float,
-        max_hardenings: int | None,
-        sampling: SamplingScheme = "poisson",
-        owner: str = "DPSGD",
-    ) -> None:
-        self._owner = owner
-        self._sampling: SamplingScheme = sampling
-        self.kind: Account = kind
-        self.noise_multiplier = noise_multiplier
-        self.target_epsilon = target_epsilon
-        self.target_delta = target_delta
-        self.seeded = seeded
-        self.harden_factor = harden_factor
-        self.max_hardenings = max_hardenings
+    kind: Account
+    noise_multiplier: float | None
+    target_epsilon: float | None
+    target_delta: float | None
+    _: KW_ONLY
+    seeded: bool
+    harden_factor: float
+    max_hardenings: int | None
+    sampling: renyi.SamplingScheme = "poisson"
+    owner: str = "DPSGD"
+
+    def __post_init__(self) -> None:
         self.notches = 0
         self.factors: tuple[float, ...] = ()
         self.horizon = 0
         self.rate: float | None = None
-        self.delta = target_delta
+        self.delta = self.target_delta
         self.accountant = self._new_accountant(None)
-        self._calibrates = noise_multiplier is None
+        self._calibrates = self.noise_multiplier is None
         self._calibrated = False
         self._covered = 0
         self._covered_rate: float | None = None
@@ -102,7 +86,7 @@ class Budget:
             DefenseError: before the training data are known.
         """
         if self.rate is None or self.delta is None or self.noise_multiplier is None:
-            raise DefenseError(f"{self._owner}.privacy is known once a fit has begun")
+            raise DefenseError(f"{self.owner}.privacy is known once a fit has begun")
         account, epsilon = self.accountant, math.inf
         if isinstance(account, RenyiFilter):
             epsilon = account.epsilon
@@ -123,7 +107,7 @@ class Budget:
             return ((self.accountant.epsilon, delta),)
         if self.seeded:
             return ()
-        return curve_of(self.accountant.history, self.accountant.kind, self._sampling)
+        return curve_of(self.accountant.history, self.accountant.kind, self.sampling)
 
     def group_privacy(self, rows: int, *, independent: bool) -> Privacy:
         """Return the cost of the releases so far to so many examples, added or removed together.
@@ -162,7 +146,7 @@ class Budget:
             DefenseError: before the training data are known, where sigma is found from them.
         """
         if self.noise_multiplier is None:
-            raise DefenseError(f"{self._owner}: no training data yet, so the noise is not known")
+            raise DefenseError(f"{self.owner}: no training data yet, so the noise is not known")
         return (
             self.noise_multiplier
             * factor_at(self.factors, self.accountant.steps, self.horizon)
@@ -190,10 +174,10 @@ class Budget:
         if not self.can_harden or self.notches == self.max_hardenings:
             return None
         previous = self.noise_now
-        if previous * self.harden_factor > MOST_NOISE:
+        if previous * self.harden_factor > accounting.MOST_NOISE:
             return None
         self.notches += 1
-        return f"{self._owner.lower()}: noise multiplier {previous:g} -> {self.noise_now:g}"
+        return f"{self.owner.lower()}: noise multiplier {previous:g} -> {self.noise_now:g}"
 
     def open_ledger(
         self,
@@ -228,21 +212,21 @@ class Budget:
         if not (self.horizon and self.accountant.steps):
             self.horizon = planned_steps()
 
-    def draw_by(self, sampling: SamplingScheme) -> None:
+    def draw_by(self, sampling: renyi.SamplingScheme) -> None:
         """Fix how batches are drawn, now that the training data are known.
 
         Raises:
             DefenseError: releases were drawn otherwise.
         """
-        if sampling == self._sampling:
+        if sampling == self.sampling:
             return
         if self.accountant.steps:
             raise DefenseError(
-                f"{self._owner}: the {self.accountant.steps} releases before were drawn by "
-                f"{self._sampling}, and this run draws by {sampling}. Go on with the data and the "
+                f"{self.owner}: the {self.accountant.steps} releases before were drawn by "
+                f"{self.sampling}, and this run draws by {sampling}. Go on with the data and the "
                 "truncated_batch_size of those, or begin a new run."
             )
-        self._sampling = self.accountant.sampling = sampling
+        self.sampling = self.accountant.sampling = sampling
 
     def settle(self, rate: float, delta: float, planned_steps: Callable[[], int]) -> None:
         """Find the noise, now that the training data are known.
@@ -269,8 +253,8 @@ class Budget:
             kind: AccountantKind = "prv" if self.kind == "prv" else "rdp"
             parts = range(steps if self.factors else 0)
             plan = Counter(factor_at(self.factors, n, self.horizon) for n in parts)
-            self.noise_multiplier = noise_multiplier_for(
-                self.target_epsilon, delta, rate, steps, kind, self._sampling, plan
+            self.noise_multiplier = accounting.noise_multiplier_for(
+                self.target_epsilon, delta, rate, steps, kind, self.sampling, plan
             )
             self._covered = steps if self.accountant.steps == 0 else 0
             self._covered_rate = rate
@@ -297,7 +281,7 @@ class Budget:
         epsilon = account.epsilon(self.delta)
         if epsilon > self.target_epsilon:
             raise BudgetSpent(
-                f"{self._owner}: the {account.steps} releases of the checkpoint or ledger cost "
+                f"{self.owner}: the {account.steps} releases of the checkpoint or ledger cost "
                 f"epsilon={epsilon:.4g} at delta={self.delta} already, more than target_epsilon="
                 f"{self.target_epsilon}. Raise target_epsilon, or begin a new run from a model "
                 "that this data did not train."
@@ -316,7 +300,7 @@ class Budget:
             for one in noises
         ):
             raise DefenseError(
-                f"{self._owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
+                f"{self.owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
                 f"not those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
                 f"{rows[-1][1]:g} (noise of a seed counts as 0). accountant={self.kind!r} holds "
                 "for noise and rate that are fixed before the run: go on with the noise, "
@@ -332,7 +316,7 @@ class Budget:
         """
         if not self.affords_another():
             raise BudgetSpent(
-                f"{self._owner}: after {self.accountant.steps} releases one more would cost more "
+                f"{self.owner}: after {self.accountant.steps} releases one more would cost more "
                 f"than target_epsilon={self.target_epsilon} at delta={self.delta}. It was not "
                 "made; the weights are those of the last one."
             )
@@ -362,7 +346,7 @@ class Budget:
         planned = self.noise_now
         if not math.isclose(accounted, planned, rel_tol=1e-9):
             raise DefenseError(
-                f"{self._owner}: noise multiplier {accounted} is not {planned}, as planned"
+                f"{self.owner}: noise multiplier {accounted} is not {planned}, as planned"
             )
         assert self.rate is not None
         more = {"planned": True} if self.factors else {}
@@ -371,8 +355,8 @@ class Budget:
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return what releases were accounted as, the noise, and its hardenings."""
         state: dict[str, Tensor | int | float | str] = {}
-        if isinstance(self._sampling, TruncatedPoisson):
-            state |= {"truncated_at": self._sampling.most, "examples": self._sampling.examples}
+        if isinstance(self.sampling, renyi.TruncatedPoisson):
+            state |= {"truncated_at": self.sampling.most, "examples": self.sampling.examples}
         if self.rate is not None and self.delta is not None:
             state["rate"], state["delta"] = self.rate, self.delta
         if self.notches:
@@ -408,21 +392,21 @@ class Budget:
         """
         account = {k.removeprefix(_ACCOUNT): v for k, v in state.items() if k.startswith(_ACCOUNT)}
         filtered = "orders" in account
-        if releases and filtered != (self.kind == "filter"):
-            raise DefenseError(
-                f"{self._owner}: the checkpoint's {releases} releases were "
-                f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
-                f"accountant={self.kind!r}. A budget holds from the first release on: go on with "
-                "the accountant of the checkpoint, or begin a new run."
-            )
         earlier = state.get("factors", repr(()))
-        if releases and earlier != repr(self.factors):
-            raise DefenseError(
-                f"{self._owner}: the checkpoint's {releases} releases were made with noise by the "
-                f"factors {earlier}, and this run has {self.factors!r}. Noise is fixed before a "
-                "run: go on with the same schedule, or begin a new run."
-            )
-        self.draw_by(self._sampling_in(state) if releases else self._sampling)
+        refusals = {
+            f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
+            f"accountant={self.kind!r}. A budget holds from the first release on: go on with the "
+            "accountant of the checkpoint, or begin a new run.": (
+                filtered != (self.kind == "filter")
+            ),
+            f"made with noise by the factors {earlier}, and this run has {self.factors!r}. Noise "
+            "is fixed before a run: go on with the same schedule, or begin a new run.": (
+                earlier != repr(self.factors)
+            ),
+        }
+        owner = f"{self.owner}: the checkpoint's {releases} releases were "
+        refuse(owner, refusals if releases else {})
+        self.draw_by(self._sampling_in(state) if releases else self.sampling)
         self.horizon = int(state.get("horizon", 0)) if releases else self.horizon
         self.notches = max(self.notches, int(state.get("notches", 0)))
         if self.rate is None and "rate" in state:
@@ -439,11 +423,11 @@ class Budget:
         counted = account.get("releases")
         return 0 if counted is None else int(torch.as_tensor(counted)[:, 2].sum())
 
-    def _sampling_in(self, state: State) -> SamplingScheme:
+    def _sampling_in(self, state: State) -> renyi.SamplingScheme:
         """Return how the releases of a state were drawn."""
         if "truncated_at" in state:
-            return TruncatedPoisson(int(state["examples"]), int(state["truncated_at"]))
-        return "poisson" if isinstance(self._sampling, TruncatedPoisson) else self._sampling
+            return renyi.TruncatedPoisson(int(state["examples"]), int(state["truncated_at"]))
+        return "poisson" if isinstance(self.sampling, renyi.TruncatedPoisson) else self.sampling
 
     @property
     def _target(self) -> str:
@@ -466,9 +450,50 @@ class Budget:
             assert self.target_epsilon is not None
             assert self.target_delta is not None
             return RenyiFilter(
-                self.target_epsilon, self.target_delta, None, ledger, sampling=self._sampling
+                self.target_epsilon, self.target_delta, None, ledger, sampling=self.sampling
             )
-        return Accountant(self.kind, ledger, sampling=self._sampling)
+        return Accountant(self.kind, ledger, sampling=self.sampling)
+
+
+def curve_of(
+    history: Sequence[tuple[float, float, int]],
+    kind: AccountantKind,
+    sampling: renyi.SamplingScheme = "poisson",
+) -> Curve:
+    """Return pairs (epsilon, delta) that all hold for releases with fixed noise.
+
+    Together they limit every test by more than the pair at one delta does. Epsilons lie evenly
+    from 0 to that of :data:`LEAST_DELTA`.
+
+    Args:
+        history: as for ``epsilon_of``.
+        kind: ``"prv"`` or ``"rdp"``.
+        sampling: of all releases.
+
+    Returns:
+        ``(0, 0)`` alone for no releases; no pair where epsilon is infinite.
+
+    Raises:
+        DefenseError: a value out of range, or Opacus is missing.
+    """
+    largest = accounting.epsilon_of(history, LEAST_DELTA, kind, sampling)
+    if not history:
+        return ((0.0, 0.0),)
+    if math.isinf(largest):
+        return ()
+    epsilons = np.linspace(0.0, largest, CURVE_POINTS)
+    rdp = accounting.composed_rdp(history, sampling)
+    deltas = renyi.deltas_of_rdp(rdp, epsilons)
+    if kind == "prv" and largest > 0:
+
+        def read(composed: Any, delta_error: float, error: float) -> renyi.Floats:
+            estimates = [composed.compute_delta_estimate(e - error) for e in epsilons]
+            return np.maximum(estimates, 0.0) + delta_error
+
+        bounds = accounting.read_prv(history, LEAST_DELTA, largest, rdp, read, sampling)
+        deltas = deltas if bounds is None else np.fmin(deltas, bounds)
+    deltas[-1] = min(deltas[-1], LEAST_DELTA)
+    return tuple(zip(epsilons.tolist(), deltas.tolist(), strict=True))
 
 
 class BudgetedDefense(Defense):

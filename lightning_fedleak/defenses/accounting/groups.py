@@ -16,11 +16,7 @@ import numpy as np
 from scipy.special import logsumexp
 from scipy.stats import binom
 
-from lightning_fedleak.defenses.accounting.accounting import (
-    LARGEST_EPSILON,
-    LEAST_NOISE,
-    check_delta_for,
-)
+from lightning_fedleak.defenses.accounting import accounting
 from lightning_fedleak.defenses.accounting.ledger import check_count, check_release
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, Floats, epsilons_of_rdp
 
@@ -46,18 +42,18 @@ def group_epsilon(history: Sequence[tuple[float, float, int]], delta: float, row
         DefenseError: a value out of range.
     """
     check_count(rows, "rows")
-    check_delta_for(delta, 1)
+    accounting.check_delta_for(delta, 1)
     for row in history:
         check_release(*row)
     if not history:
         return 0.0
-    if min(row[0] for row in history) < LEAST_NOISE:
+    if min(row[0] for row in history) < accounting.LEAST_NOISE:
         return math.inf
     both = np.zeros((2, len(ORDERS)))
     for sigma, rate, count in history:
         both = both + count * group_rdp(sigma, rate, rows)
     epsilon = max(float(epsilons_of_rdp(rdp, delta).min()) for rdp in both)
-    return epsilon if epsilon <= LARGEST_EPSILON else math.inf
+    return epsilon if epsilon <= accounting.LARGEST_EPSILON else math.inf
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -57,15 +56,10 @@ class Ledger:
         """Return the number of releases."""
         return sum(self._counts.values())
 
-    def __iter__(self) -> Iterator[tuple[float, float, int]]:
-        """Yield noise multiplier, sample rate and count of every kind of release."""
-        for (noise_multiplier, sample_rate), count in self._counts.items():
-            yield noise_multiplier, sample_rate, count
-
     @property
     def rows(self) -> tuple[tuple[float, float, int], ...]:
-        """Return the kinds of releases; ``tuple(ledger)`` would allocate ``len(ledger)`` places."""
-        return tuple(row for row in self)
+        """Return noise multiplier, sample rate and count of every kind of release."""
+        return tuple((*event, count) for event, count in self._counts.items())
 
     @property
     def kinds(self) -> frozenset[Event]:
@@ -92,7 +86,7 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return ``releases``: (K, 3) float64, noise multiplier, sample rate and count."""
-        rows = [[sigma, rate, float(count)] for sigma, rate, count in self]
+        rows = [[sigma, rate, float(count)] for sigma, rate, count in self.rows]
         return {"releases": torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)}
 
     def load_state_dict(self, state: State) -> None:

@@ -10,15 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fedleak.defenses.accounting import renyi
 from lightning_fedleak.defenses.accounting.accounting import LEAST_NOISE, History
 from lightning_fedleak.defenses.accounting.ledger import Ledger, check_release
-from lightning_fedleak.defenses.accounting.renyi import (
-    ORDERS,
-    Floats,
-    SamplingScheme,
-    conversion,
-    rdp_of,
-)
+from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.validate import check_number
 
@@ -83,9 +78,8 @@ class RenyiFilter:
             DefenseError: not one such release fits in the budget at any order.
         """
         if not self.orders or not (self._orders_fixed or self.steps):
-            for sigma, rate, _ in self._ledger:
+            for sigma, rate, _ in self.history[:1]:
                 noise_multiplier, sample_rate = sigma, rate
-                break
             event = noise_multiplier, sample_rate, self.sampling
             self._fix((best_order(self.epsilon, self.delta, *event),))
 
@@ -161,15 +155,15 @@ class RenyiFilter:
         self._ledger.load_state_dict(state)
 
     def _fix(self, orders: Sequence[float]) -> None:
-        unknown = sorted(set(orders) - set(ORDERS))
+        unknown = sorted(set(orders) - set(renyi.ORDERS))
         if not orders or unknown:
             raise DefenseError(
                 f"orders={tuple(orders)!r}: give at least one, out of renyi.ORDERS"
                 + (f"; {unknown} are not in it" if unknown else "")
             )
         orders = tuple(sorted(set(orders)))
-        places = np.array([ORDERS.index(order) for order in orders])
-        budget = self.epsilon - conversion(self.delta / len(orders))[places]
+        places = np.array([renyi.ORDERS.index(order) for order in orders])
+        budget = self.epsilon - renyi.conversion(self.delta / len(orders))[places]
         if not (budget > 0).any():
             raise DefenseError(
                 f"epsilon={self.epsilon!r} at delta={self.delta!r} leaves no budget at the orders "
@@ -177,21 +171,21 @@ class RenyiFilter:
             )
         self.orders, self._places, self._budget = orders, places, budget
 
-    def _rdp(self, noise_multiplier: float, sample_rate: float) -> Floats:
+    def _rdp(self, noise_multiplier: float, sample_rate: float) -> renyi.Floats:
         if noise_multiplier < LEAST_NOISE:
             return np.full(len(self.orders), np.inf)
-        rdp: Floats = rdp_of(noise_multiplier, sample_rate, self.sampling)[self._places]
+        rdp: renyi.Floats = renyi.rdp_of(noise_multiplier, sample_rate, self.sampling)[self._places]
         return rdp
 
-    def _spent(self) -> Floats:
+    def _spent(self) -> renyi.Floats:
         if not self.orders:
             raise DefenseError("a RenyiFilter without orders has no budget yet: call begin first")
         spent = np.zeros(len(self.orders))
-        for sigma, rate, count in self._ledger:
+        for sigma, rate, count in self.history:
             spent = spent + count * self._rdp(sigma, rate)
         return spent
 
-    def _share(self, spent: Floats) -> float:
+    def _share(self, spent: renyi.Floats) -> float:
         positive = self._budget > 0
         return float((spent[positive] / self._budget[positive]).min())
 
@@ -212,9 +206,9 @@ def best_order(
         DefenseError: not one release fits at any order.
     """
     check_release(noise_multiplier, sample_rate)
-    budget = epsilon - conversion(delta)
+    budget = epsilon - renyi.conversion(delta)
     with np.errstate(invalid="ignore", divide="ignore"):
-        rdp = rdp_of(noise_multiplier, sample_rate, sampling)
+        rdp = renyi.rdp_of(noise_multiplier, sample_rate, sampling)
         releases = np.where(budget > 0, budget / rdp, 0.0)
     best = int(np.nanargmax(releases))
     if not releases[best] >= 1 or noise_multiplier < LEAST_NOISE:
@@ -222,4 +216,4 @@ def best_order(
             f"not one release at noise_multiplier={noise_multiplier!r}, sample_rate="
             f"{sample_rate!r} fits in (epsilon={epsilon:g}, delta={delta:g}): more noise is needed"
         )
-    return ORDERS[best]
+    return renyi.ORDERS[best]

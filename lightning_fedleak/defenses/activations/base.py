@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.anatomy import (
-    Anatomy,
-    Place,
-    find_anatomy,
-    place_of,
-)
+from lightning_fedleak.anatomy import Anatomy, Place, find_anatomy, place_of
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
 from lightning_fedleak.model_runs import is_observed, reset_compiled
 from lightning_fedleak.validate import check_integer

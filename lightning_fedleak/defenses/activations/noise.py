@@ -12,14 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fedleak.defenses import noise
 from lightning_fedleak.defenses.activations.base import ActivationDefense
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
-from lightning_fedleak.defenses.noise import (
-    HardenedNoise,
-    gaussian_epsilon,
-    noise_key,
-    standard_normal,
-)
 from lightning_fedleak.defenses.processes import SHARD_BITS
 from lightning_fedleak.validate import check_integer, check_names, check_number
 
@@ -27,7 +22,7 @@ _REMEMBERED = 4096  # forwards of one step that a recomputation may repeat; olde
 _SAMPLES = 64  # entries that distinguish hidden states; not tuned
 
 
-class ActivationNoise(ActivationDefense, HardenedNoise):
+class ActivationNoise(ActivationDefense, noise.HardenedNoise):
     """Adds independent Gaussian noise to every number of the hidden states (Zheng 2023, Sect. 4.4).
 
     ``h + N(0, s^2)`` for the states h (B, L, d) that a client of split learning sends, padding
@@ -163,7 +158,7 @@ class ActivationNoise(ActivationDefense, HardenedNoise):
         check_integer("positions", positions)
         if self.clip is None or self.sigma == 0:
             return math.inf
-        return gaussian_epsilon(sigma=self.sigma / (2 * math.sqrt(positions)), delta=delta)
+        return noise.gaussian_epsilon(sigma=self.sigma / (2 * math.sqrt(positions)), delta=delta)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
@@ -206,16 +201,16 @@ class ActivationNoise(ActivationDefense, HardenedNoise):
         assert context is not None
         place = self.layer + (context.process << SHARD_BITS)
         stream = f"activation {kind}"
-        key = noise_key(context.entropy, context.client, number, place, self.name, stream)
-        noise = standard_normal(key, states.shape, states.device, states.dtype)
+        key = noise.noise_key(context.entropy, context.client, number, place, self.name, stream)
+        standard = noise.standard_normal(key, states.shape, states.device, states.dtype)
         if not self.relative:
-            return noise * (self._sigma_now * (self.clip or 1.0))
+            return standard * (self._sigma_now * (self.clip or 1.0))
         if states.shape[0] * states.shape[1] < 2:
             raise DefenseError(
                 "ActivationNoise: one token alone has no standard deviation that relative noise "
                 "could follow (text generated token by token?). Use relative=False."
             )
-        return noise * (self._sigma_now * states.detach().std(dim=(0, 1), correction=0))
+        return standard * (self._sigma_now * states.detach().std(dim=(0, 1), correction=0))
 
 
 def _guarantee(sigma: float, clip: float | None) -> str:

@@ -57,22 +57,14 @@ class DPAdamBC(Optimizer):
         *,
         floor: float = 0.1,
     ) -> None:
-        for name, value, limit in (
-            ("lr", lr, None),
-            ("eps", eps, None),
-            ("weight_decay", weight_decay, None),
-            ("betas[0]", betas[0], 1),
-            ("betas[1]", betas[1], 1),
-        ):
-            check_number(f"DPAdamBC: {name}", value, at_least=0, below=limit, error=DefenseError)
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+        defaults |= {"weight_decay": weight_decay, "floor": floor}
+        for name in ("lr", "eps", "weight_decay"):
+            check_number(f"DPAdamBC: {name}", defaults[name], at_least=0, error=DefenseError)
+        for number, beta in enumerate(betas):
+            name = f"DPAdamBC: betas[{number}]"
+            check_number(name, beta, at_least=0, below=1, error=DefenseError)
         check_number("DPAdamBC: floor", floor, above=0, at_most=1, error=DefenseError)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "floor": floor,
-        }
         self._variances: Mapping[Tensor, float] | None = None
         super().__init__(params, defaults)
 

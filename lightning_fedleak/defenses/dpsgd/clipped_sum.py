@@ -24,14 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fedleak.defenses import processes
+from lightning_fedleak.defenses import base, processes
 from lightning_fedleak.defenses.accounting import joint_noise_multiplier
-from lightning_fedleak.defenses.base import (
-    CanaryGradient,
-    DefenseContext,
-    DefenseError,
-    parameter_name,
-)
 from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.logical import Piece
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
@@ -76,7 +70,7 @@ class Clip:
         if self.groups is None:
             return 0
         if parameter not in self.groups:
-            raise DefenseError(
+            raise base.DefenseError(
                 f"DPSGD: a parameter of shape {tuple(parameter.shape)} is trained that was frozen "
                 "or not there when the fit began, so it has no clip norm of its own. Unfreeze it "
                 "before the fit, or clip all layers together (a plain max_grad_norm)."
@@ -163,13 +157,13 @@ def _longest_keys(names: Sequence[str], norms: Mapping[str, float]) -> list[str]
     for name in names:
         keys = [k for k in norms if not k or name == k or name.startswith(f"{k}.")]
         if not keys:
-            raise DefenseError(
+            raise base.DefenseError(
                 f"DPSGD: max_grad_norm has no norm for '{name}'. Add it, a module around it, or "
                 "'' for all the rest."
             )
         longest.append(max(keys, key=len))
     if unused := sorted(set(norms) - set(longest) - {""}):
-        raise DefenseError(
+        raise base.DefenseError(
             f"DPSGD: max_grad_norm names '{unused[0]}', and the model trains nothing under that "
             f"name. The first that it trains is '{names[0] if names else ''}'."
         )
@@ -328,7 +322,7 @@ class ClippedSum:
         parameters: Sequence[nn.Parameter],
         recorder: Recorder,
         clip: Clip,
-        context: DefenseContext,
+        context: base.DefenseContext,
         *,
         weights: Tensor | None = None,
         earlier: EarlierPieces | None = None,
@@ -396,7 +390,7 @@ class ClippedSum:
         norms = torch.cat([self._earlier.norms, self.norms[: self.real]])
         return torch.where(norms <= self.clip.norms[0], 0.5, -0.5).double().sum()[None]
 
-    def with_canary(self, samples: Tensor, divisor: float) -> CanaryGradient:
+    def with_canary(self, samples: Tensor, divisor: float) -> base.CanaryGradient:
         """Return what is released of crafted layers, clipped together with the real ones.
 
         Args:
@@ -408,26 +402,26 @@ class ClippedSum:
                 has its clip norm.
         """
         if self._users is not None:
-            raise DefenseError(
+            raise base.DefenseError(
                 "DPSGD: a canary is one row, and with unit=Users() all rows of a user are clipped "
                 "together; what would leave of it is not computed"
             )
         if len(self.clip.norms) > 1:
-            raise DefenseError(
+            raise base.DefenseError(
                 "DPSGD: with clip norms for each layer it is not defined what those of crafted "
                 "layers would be; clip all layers together (a plain max_grad_norm) to play canaries"
             )
         norms = torch.cat([self._earlier.norms, self.norms[: self.real]])
         weights = torch.cat([self._earlier.weights, self.mean_weights[: self.real]])
         if len(samples) != len(norms):
-            raise DefenseError(
+            raise base.DefenseError(
                 f"DPSGD: a canary of {len(samples)} samples in a batch of {len(norms)}"
             )
         samples = samples * weights.to(samples)[:, None, None]
         joint = torch.hypot(samples.norm(dim=2), norms.to(samples)[:, None])
         factors = self.clip.factors(joint) / divisor
         finite = torch.isfinite(joint)[..., None]
-        return CanaryGradient((samples * factors[..., None]).masked_fill(~finite, 0.0))
+        return base.CanaryGradient((samples * factors[..., None]).masked_fill(~finite, 0.0))
 
     def release(
         self,
@@ -504,7 +498,7 @@ class ClippedSum:
             start = end
 
     def check_explained(
-        self, parameters: Sequence[nn.Parameter], context: DefenseContext, team: Team
+        self, parameters: Sequence[nn.Parameter], context: base.DefenseContext, team: Team
     ) -> None:
         """Raise an error for a gradient of a parameter that no recorded layer uses.
 
@@ -518,15 +512,15 @@ class ClippedSum:
         nonzero = [p.grad is not None and bool(processes.local_part(p.grad).any()) for p in unused]
         for parameter, is_nonzero in zip(unused, team.largest(nonzero), strict=True):
             if is_nonzero:
-                name = parameter_name(parameter, context.root)
-                raise DefenseError(
+                name = base.parameter_name(parameter, context.root)
+                raise base.DefenseError(
                     f"DPSGD: the gradient of '{name}' came from no layer that DPSGD saw in "
                     "training_step: its layer was added after setup, or the parameter is used "
                     "outside of its module's forward. Nothing was released."
                 )
 
     def check_complete(
-        self, parameters: Sequence[nn.Parameter], context: DefenseContext, team: Team
+        self, parameters: Sequence[nn.Parameter], context: base.DefenseContext, team: Team
     ) -> bool:
         """Raise an error unless the parts add up to the gradient that autograd has computed.
 
@@ -543,10 +537,8 @@ class ClippedSum:
             rows = [self._components(i, p, team) for i, p in enumerate(parameters)]
         numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).to(context.device)
         sums = team.summed(numbers).tolist()
-        coarse = self.half or self._earlier.half
-        coarse = (
-            coarse or context.precision.startswith("bf16") or per_sample.rounds_products(context)
-        )
+        half = self.half or self._earlier.half or context.precision.startswith("bf16")
+        coarse = half or per_sample.rounds_products(context)
         tolerance = COARSE if team.largest([coarse])[0] else FINE
         pairs = zip(parameters, sums, strict=True)
         finite = [(p, row) for p, row in pairs if all(map(math.isfinite, row))]
@@ -554,8 +546,8 @@ class ClippedSum:
         largest = max(sizes, default=0.0)
         for (parameter, (expected, value, _)), size in zip(finite, sizes, strict=True):
             if not abs(expected - value) <= tolerance * max(size, RELATIVE * largest) + 1e-30:
-                name = parameter_name(parameter, context.root)
-                raise DefenseError(
+                name = base.parameter_name(parameter, context.root)
+                raise base.DefenseError(
                     f"DPSGD: the gradient of '{name}' is not the sum of what its layer was seen "
                     "to add. Either the parameter is also used outside of its module's forward, "
                     "or a hook changes gradients, which would be lost. Nothing was released."

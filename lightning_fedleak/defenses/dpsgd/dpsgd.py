@@ -14,16 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses.accounting import (
-    Account,
-    Budget,
-    BudgetedDefense,
-    ClipPath,
-    TruncatedPoisson,
-    check_delta_for,
-    effective_noise_multiplier,
-    factors_of,
-)
+from lightning_fedleak.defenses import accounting
+from lightning_fedleak.defenses.accounting import Account
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
     Curve,
@@ -32,25 +24,13 @@ from lightning_fedleak.defenses.base import (
     Privacy,
     State,
 )
-from lightning_fedleak.defenses.dpsgd import setup_checks
+from lightning_fedleak.defenses.dpsgd import settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, clip_of
 from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoise
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
-from lightning_fedleak.defenses.dpsgd.sampling import check_same_data, sampling_of
-from lightning_fedleak.defenses.dpsgd.settings import (
-    ClipSettings,
-    OldArguments,
-    ReleaseSettings,
-    Unit,
-    Users,
-    check_budget,
-    check_clip,
-    check_continued,
-    check_planned,
-    check_sampling,
-    guarantee_of,
-)
+from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
+from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSettings, Unit, Users
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep, check_same_clip
 from lightning_fedleak.defenses.noise import NoiseGauge, base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.processes import Team, reshard, trainer_of
@@ -61,7 +41,7 @@ _STREAM = "gradient"  # of noise
 CLIP_ATTRIBUTES = ("max_grad_norm", "gamma", "per_layer", "layer_noise")
 
 
-class DPSGD(BudgetedDefense):
+class DPSGD(accounting.BudgetedDefense):
     """Differentially private SGD (Abadi et al. 2016) in the local or central model.
 
     Every optimizer step releases ``(sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2)) / L``: g_i is
@@ -132,15 +112,17 @@ class DPSGD(BudgetedDefense):
         seed: int | None = None,
         **old: Any,
     ) -> None:
-        names = [*signature(DPSGD).parameters, *OldArguments.__dataclass_fields__]
+        names = [*signature(DPSGD).parameters, *settings.OldArguments.__dataclass_fields__]
         check_names("DPSGD", old, names)
-        poisson_sampling, max_physical_batch_size, clip, release, unit = OldArguments(
+        poisson_sampling, max_physical_batch_size, clip, release, unit = settings.OldArguments(
             **old
         ).convert(poisson_sampling, max_physical_batch_size, clip, release, unit)
-        check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
-        check_clip(max_grad_norm, clip)
-        check_sampling(unit, release, poisson_sampling, max_physical_batch_size, accountant)
-        check_planned(max_grad_norm, clip, release, unit, accountant)
+        settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
+        settings.check_clip(max_grad_norm, clip)
+        settings.check_sampling(
+            unit, release, poisson_sampling, max_physical_batch_size, accountant
+        )
+        settings.check_planned(max_grad_norm, clip, release, unit, accountant)
         users = unit if isinstance(unit, Users) else None
         self._release, self._users = release, users
         self.max_grad_norm = max_grad_norm
@@ -164,10 +146,10 @@ class DPSGD(BudgetedDefense):
         # With correlated noise an example's place decides which steps it may be in.
         independent = poisson_sampling and self.mechanism == "independent"
         filtered = accountant == "filter"
-        self.guarantee = guarantee_of(self.trust, independent, seed, filtered, self.unit)
+        self.guarantee = settings.guarantee_of(self.trust, independent, seed, filtered, self.unit)
         self._noise = StepNoise(self.mechanism, self.bands)
         self._checkpointed = 0
-        self._budget = Budget(
+        self._budget = accounting.Budget(
             accountant,
             noise_multiplier,
             target_epsilon,
@@ -176,8 +158,10 @@ class DPSGD(BudgetedDefense):
             harden_factor=release.harden_factor,
             max_hardenings=release.max_hardenings,
         )
-        self._budget.factors = factors_of("noise_schedule", release.noise_schedule)
-        self._path = ClipPath(factors_of("schedule", clip.schedule), clip.quantile)
+        self._budget.factors = accounting.factors_of("noise_schedule", release.noise_schedule)
+        self._path = accounting.ClipPath(
+            accounting.factors_of("schedule", clip.schedule), clip.quantile
+        )
         self._base_clip: Clip | None = None
         self.ledger = None if ledger is None else os.path.abspath(ledger)
         self._ledger = ledger
@@ -188,14 +172,14 @@ class DPSGD(BudgetedDefense):
 
     def settings(self) -> dict[str, bool | int | float | str]:
         """Return the public settings, the accountant and the noise multiplier."""
-        settings = super().settings() | {"accountant": self._budget.kind}
-        settings["poisson"] = settings.pop("poisson_sampling")  # the name in records
+        values = super().settings() | {"accountant": self._budget.kind}
+        values["poisson"] = values.pop("poisson_sampling")  # the name in records
         if self.noise_multiplier is not None:
-            settings["noise_multiplier"] = self.noise_multiplier
-        settings |= self._path.settings(self._budget.factors)
+            values["noise_multiplier"] = self.noise_multiplier
+        values |= self._path.settings(self._budget.factors)
         if isinstance(self.max_grad_norm, Mapping):
-            settings["max_grad_norm"] = f"{math.hypot(*self.max_grad_norm.values()):g}, by layers"
-        return settings
+            values["max_grad_norm"] = f"{math.hypot(*self.max_grad_norm.values()):g}, by layers"
+        return values
 
     def group_privacy(self, rows: int) -> Privacy:
         """Return the cost of the releases so far to ``rows`` examples, added or removed together.
@@ -279,23 +263,23 @@ class DPSGD(BudgetedDefense):
                 dataloader,
                 context,
                 draws,
-                poisson=self.poisson_sampling,
+                by_chance=self.poisson_sampling,
                 release=self._release,
                 users=self._users,
             )
             self._budget.draw_by(sampling.scheme)
-        if isinstance(sampling.scheme, TruncatedPoisson):
+        if isinstance(sampling.scheme, accounting.TruncatedPoisson):
             self._read_ledger(context, sampling.scheme.unit)
         with team.together():
             delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
-            check_delta_for(delta, sampling.examples)
+            accounting.check_delta_for(delta, sampling.examples)
             if self._path.factors:
                 self._budget.plan(self._planned(sampling, context))
             self._budget.settle(sampling.rate, delta, self._planned(sampling, context))
             self._path.share_of_noise(max(self._budget.planned_noise), sampling.expected)
         users = sampling.users_digest
         team.check_alike(examples=sampling.examples, batch_size=sampling.expected, users=users)
-        check_same_data(sampling.loader, team, poisson=self.poisson_sampling)
+        setup_checks.check_same_data(sampling.loader, team, poisson=self.poisson_sampling)
         self._forget_if_moved()
         # Computed on another machine, it may differ in its last bits.
         self.noise_multiplier = team.broadcast(self.noise_multiplier)
@@ -348,8 +332,8 @@ class DPSGD(BudgetedDefense):
 
     def on_batch(self, batch: Any, context: DefenseContext) -> Any:
         """Return the batch, or with several processes one example in place of an empty one."""
-        step, sampling = self._in_fit()
-        return step.batch_to_run(batch, sampling, context) if self._team.size > 1 else batch
+        step = self._in_fit()
+        return step.batch_to_run(batch, context) if self._team.size > 1 else batch
 
     def on_logical_batch(
         self, step: Callable[[Any], Any], batch: Any, context: DefenseContext
@@ -360,8 +344,7 @@ class DPSGD(BudgetedDefense):
             DefenseError: it was released already, is not the one that was drawn, or weights were
                 written to.
         """
-        watched, sampling = self._in_fit()
-        return watched.run_whole(step, batch, sampling, self.releases, context)
+        return self._in_fit().run_whole(step, batch, self.releases, context)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
@@ -375,8 +358,7 @@ class DPSGD(BudgetedDefense):
             DefenseError: there is no loss with a graph, it is not a mean of per-sample means,
                 samples are mixed, or a buffer was changed.
         """
-        step, sampling = self._in_fit()
-        return step.run(training_step, batch, sampling, self.releases, context)
+        return self._in_fit().run(training_step, batch, self.releases, context)
 
     def before_release(self) -> None:
         """Raise :class:`BudgetSpent` for a release that the budget does not cover."""
@@ -393,10 +375,11 @@ class DPSGD(BudgetedDefense):
                 or weights do not move, or were written to. Nothing is released.
         """
         team, sigma, trainer = self._team, self._client_noise(context), trainer_of(context)
-        step, sampling = self._in_fit()
+        step = self._in_fit()
+        sampling = step.sampling
         # What follows would send other messages where these differ.
         norm = step.clip.sensitivity
-        std = sigma * self._share(sigma, sampling) * norm
+        std = sigma * self._path.share_of_noise(sigma, sampling.expected) * norm
         team.check_alike(noise_multiplier=sigma, releases=self.releases, max_grad_norm=norm)
         check_same_clip(self._fixed, self._clip_settings())
         with team.together():
@@ -416,7 +399,9 @@ class DPSGD(BudgetedDefense):
                 if isinstance(optimizer, DPAdamBC):
                     optimizer.set_noise(self.noise_variances(parameters, context))
             if noise.is_accounted:
-                self._budget.record(effective_noise_multiplier(sigma, context.clients, self.trust))
+                self._budget.record(
+                    accounting.effective_noise_multiplier(sigma, context.clients, self.trust)
+                )
         if self._path.quantile is not None:
             key = self._key(context, self._base(context), self.releases, 0, "quantile")
             halves = team.summed(clipped.halves())
@@ -443,9 +428,9 @@ class DPSGD(BudgetedDefense):
         context: DefenseContext,
     ) -> CanaryGradient:
         """Return the canary clipped together with each sample's gradient, with separate noise."""
-        step, sampling = self._in_fit()
+        step = self._in_fit()
         check_same_clip(self._fixed, self._clip_settings())
-        released = step.clipped_canary(canary, parameters, sampling, context)
+        released = step.clipped_canary(canary, parameters, context)
         std = self.noise_std(context)
         if std:
             number, step.canaries = step.canaries, step.canaries + 1
@@ -457,7 +442,7 @@ class DPSGD(BudgetedDefense):
 
     def noise_std(self, context: DefenseContext) -> float:
         """Return the root mean square of the noise on each number of the next update."""
-        step, _ = self._in_fit()
+        step = self._in_fit()
         std = self._largest_std(context)
         trained = [p for p in context.root.parameters() if p.requires_grad]
         square = sum(p.numel() * step.clip.relative_noise(p) ** 2 for p in trained)
@@ -470,7 +455,7 @@ class DPSGD(BudgetedDefense):
 
         It is that of the optimizer's gradient, which is averaged over clients.
         """
-        step, _ = self._in_fit()
+        step = self._in_fit()
         std = self._largest_std(context)
         return {p: (std * step.clip.relative_noise(p)) ** 2 / context.clients for p in parameters}
 
@@ -498,7 +483,7 @@ class DPSGD(BudgetedDefense):
             return
         releases = int(state["releases"])
         if releases:
-            check_continued(state, releases, self.trust, self.unit)
+            settings.check_continued(state, releases, self.trust, self.unit)
             self._noise.load_state_dict(state)
         self._path.log_factor = float(state.get("log_factor", 0.0))
         self._checkpointed = self._budget.load_state_dict(state, releases)
@@ -552,25 +537,21 @@ class DPSGD(BudgetedDefense):
         if self._team.largest([self._noise.is_moved])[0]:
             self._noise.forget()
 
-    def _in_fit(self) -> tuple[WatchedStep, Sampling]:
+    def _in_fit(self) -> WatchedStep:
         if self._step is None or self._sampling is None:
             raise DefenseError("DPSGD: a step or a release outside of fit; nothing was released")
         if self._base_clip is not None and (self._path.factors or self._path.quantile):
             factor = self._path.factor(self.accountant.steps, self._budget.horizon)
             self._step.clip = self._base_clip.times(factor)
-        return self._step, self._sampling
+        self._step.sampling = self._sampling
+        return self._step
 
     def _largest_std(self, context: DefenseContext) -> float:
         """Return the standard deviation of the next update's noise, all layers together."""
-        step, sampling = self._in_fit()
-        sigma = self._client_noise(context)
-        std = sigma * self._share(sigma, sampling) * step.clip.sensitivity
-        return std / sampling.expected * self._noise.scale
-
-    def _share(self, sigma: float, sampling: Sampling) -> float:
-        """Return the noise on gradients over what it would be if none of them were counted."""
-        path = self._path
-        return 1.0 if path.quantile is None else path.share_of_noise(sigma, sampling.expected)
+        step, sigma = self._in_fit(), self._client_noise(context)
+        expected = step.sampling.expected
+        std = sigma * self._path.share_of_noise(sigma, expected) * step.clip.sensitivity
+        return std / expected * self._noise.scale
 
     def _clip(self, context: DefenseContext) -> Clip:
         self._fixed = self._clip_settings()

@@ -227,7 +227,7 @@ def squared_norms(parts: Sequence[Part]) -> Tensor:
     """
     if len(parts) == 1 and isinstance(parts[0], Dense):
         return _wide(parts[0].values).flatten(1).square().sum(1)
-    samples = _count_samples(parts)
+    samples = len(next(iter(vars(parts[0]).values())))
     numbers = sum(value[0].numel() for part in parts for value in vars(part).values())
     chunk = max(1, CHUNK // max(1, numbers))
     chunks = [_squared_norms(parts, slice(b, b + chunk)) for b in range(0, samples, chunk)]
@@ -401,11 +401,6 @@ def _squared_norms(parts: Sequence[Part], rows: slice) -> Tensor:
 def _add(total: Tensor | None, absolute: Tensor | None, terms: Tensor) -> tuple[Tensor, Tensor]:
     value, size = terms.sum((1, 2)), terms.abs_().sum((1, 2))
     return value if total is None else total + value, size if absolute is None else absolute + size
-
-
-def _count_samples(parts: Sequence[Part]) -> int:
-    part = parts[0]
-    return len(part.left if isinstance(part, Outer) else part.values)
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import warnings
 from collections.abc import Sequence
@@ -11,36 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-)
+from torch.utils import data
 
 from lightning_fedleak.defenses.accounting import SamplingScheme, TruncatedPoisson
-from lightning_fedleak.defenses.accounting.ledger import check_count, check_sample_rate
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
-from lightning_fedleak.defenses.dpsgd import correlated_noise
-from lightning_fedleak.defenses.dpsgd.poisson import (
-    Draws,
-    EmptyCollate,
-    PoissonBatchSampler,
-    RowCollate,
-    Sampling,
-    UserBatchSampler,
-)
+from lightning_fedleak.defenses.dpsgd import correlated_noise, poisson
 from lightning_fedleak.defenses.dpsgd.settings import ReleaseSettings, Users
 from lightning_fedleak.defenses.dpsgd.users import check_documents, check_order, rows_by_user
-from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.validate import check_integer
 
-COMPARED = 5  # examples that show whether processes have the same dataset. Not tuned
 LOADING = (
     *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers"),
@@ -56,21 +34,21 @@ _ALREADY = (
 def sampling_of(
     dataloader: Any,
     context: DefenseContext,
-    draws: Draws,
+    draws: poisson.Draws,
     *,
-    poisson: bool,
+    by_chance: bool,
     release: ReleaseSettings,
     users: Users | None = None,
-) -> Sampling:
+) -> poisson.Sampling:
     """Return the loader to train with instead of ``dataloader``.
 
     Args:
         dataloader: as Lightning has prepared it.
         context: client and process.
         draws: entropy and step; the groups follow from the mechanism.
-        poisson: whether to draw Poisson samples; of a dataset with a ``public_length`` by that, not
-            by its length. Otherwise the loader's batches are taken, and each
-            example is accounted as if it were in all of them.
+        by_chance: whether to draw Poisson samples; of a dataset with a ``public_length`` by that,
+            not by its length. Otherwise the loader's batches are taken, and each example is
+            accounted as if it were in all of them.
         release: ``"banded"`` noise draws from ``bands`` groups in turn, ``"banded_inverse"`` the
             same batches in every epoch; a ``truncated_batch_size`` is the most in a batch.
         users: None to draw examples.
@@ -87,12 +65,12 @@ def sampling_of(
         warnings.warn(overlap_warning(context.clients, release.trust), stacklevel=3)
     if context.processes > 1:
         _check_shares(dataloader, context)
-    if not poisson:
+    if not by_chance:
         _check_repeats(dataloader, context)
         expected = float(batch_size * context.processes)
         loader = checked_loader(dataloader)
         check_documents(loader, by_user=False)
-        return Sampling(loader, 1.0, expected, examples)
+        return poisson.Sampling(loader, 1.0, expected, examples)
     mechanism = release.mechanism
     by_key = None if users is None else rows_by_user(dataloader.dataset, users.group_by)
     rows = None if by_key is None else [*by_key.values()]
@@ -124,7 +102,7 @@ def sampling_of(
         users=rows,
         rows_per_user=None if users is None else users.rows_per_user,
     )
-    assert isinstance(loader.batch_sampler, PoissonBatchSampler)
+    assert isinstance(loader.batch_sampler, poisson.PoissonBatchSampler)
     check_documents(loader, by_user=rows is not None)
     if rows is not None:
         check_order(loader)
@@ -138,7 +116,7 @@ def sampling_of(
     if release.trust == "central" and context.clients > 1:
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)
-    return Sampling(loader, rate, expected, examples, rows, groups, places, scheme)
+    return poisson.Sampling(loader, rate, expected, examples, rows, groups, places, scheme)
 
 
 def _count_groups(release: ReleaseSettings, steps: int, share: int, batch_size: int) -> int:
@@ -199,57 +177,16 @@ def _check_repeats(dataloader: Any, context: DefenseContext) -> None:
         )
 
 
-def check_same_data(loader: DataLoader[Any], team: Team, *, poisson: bool) -> None:
-    """Raise an error for processes of one client whose parts may overlap; a collective.
-
-    The parts are places in the dataset. Where processes have shuffled or split it differently, or
-    where samplers that are not replaced have different seeds, an example may be in several parts:
-    clipped in each, and more than once in the sum. A few examples are compared, if loading one
-    twice gives the same.
-
-    Args:
-        loader: for training; its dataset is whole in each process.
-        team: the processes of this client.
-        poisson: whether the sampler was replaced.
-
-    Raises:
-        DefenseError: they differ, or an example cannot be loaded.
-    """
-    if team.size == 1:
-        return
-    if not poisson:
-        sampler: Any = loader.sampler
-        names = "seed", "shuffle", "drop_last"
-        team.check_alike(**{f"the sampler's {n}": float(getattr(sampler, n)) for n in names})
-    with team.together():
-        digest, repeated = _digest(loader.dataset), _digest(loader.dataset)
-    changes, high, low = team.largest([digest != repeated, digest, -digest])
-    if high != -low and not changes:
-        raise DefenseError(
-            "DPSGD: the processes of the client hold other examples at the same places of their "
-            "datasets, so an example may be in the parts of two of them, clipped in each and twice "
-            "in the sum. Shuffle and split the data by the same seed in all processes."
-        )
-
-
-def _digest(dataset: Any) -> int:
-    """Return a digest of a few examples, of 48 bits."""
-    last = len(dataset) - 1
-    examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
-    digest = hashlib.sha256("\0".join(correlated_noise.values_in(examples)).encode()).digest()
-    return int.from_bytes(digest[:6], "big")
-
-
 def poisson_loader(
-    loader: DataLoader[Any],
+    loader: data.DataLoader[Any],
     rate: float,
-    draws: Draws,
+    draws: poisson.Draws,
     *,
     clients: int,
     steps: int | None = None,
     users: Sequence[Sequence[int]] | None = None,
     rows_per_user: int | None = None,
-) -> DataLoader[Any]:
+) -> data.DataLoader[Any]:
     """Return a loader's dataset, collate function and workers with Poisson sampling.
 
     Where a DistributedSampler splits the dataset (Lightning adds one under DDP) the shard is this
@@ -276,7 +213,6 @@ def poisson_loader(
         DefenseError: a loader whose sampling cannot be replaced without changing what it loads, or
             a value out of range; says what to change.
     """
-    check_sample_rate(rate)
     check_integer("client", draws.client, at_least=0, at_most=clients - 1, error=DefenseError)
     if len(draws.entropy) < LEAST_ENTROPY:
         raise DefenseError(
@@ -285,7 +221,6 @@ def poisson_loader(
         )
     if steps is None:
         steps = max(1, round(1 / rate))
-    check_count(steps, "steps")
     check_torch_loader(loader)
     _check_fetches_none(loader)
     shard = _shard(loader)
@@ -298,16 +233,16 @@ def poisson_loader(
             f"holds {count} for all clients. Use fewer clients or more data."
         )
     if users is None:
-        sampler, first = PoissonBatchSampler(shard, rate, steps, draws), shard[0]
+        sampler, first = poisson.PoissonBatchSampler(shard, rate, steps, draws), shard[0]
     else:
-        sampler = UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
+        sampler = poisson.UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
         first = users[shard[0]][0]
     loading = {name: getattr(loader, name) for name in LOADING}
-    collate = EmptyCollate(loader.collate_fn, loader.dataset, first)
-    return DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
+    collate = poisson.EmptyCollate(loader.collate_fn, loader.dataset, first)
+    return data.DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
 
 
-def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
+def checked_loader(loader: data.DataLoader[Any]) -> data.DataLoader[Any]:
     """Return the same loader, which yields an example once in an epoch at most, as one row.
 
     Under a DistributedSampler another process may repeat an example, in one batch of an epoch.
@@ -322,44 +257,44 @@ def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     _shard(loader)
     checked = copy.copy(loader)
     checked._iterator = None
-    checked.collate_fn = RowCollate(loader.collate_fn)
+    checked.collate_fn = poisson.RowCollate(loader.collate_fn)
     return checked
 
 
 def is_sharded(loader: Any) -> bool:
     """Return whether a loader's sampler splits the dataset among processes."""
-    return isinstance(getattr(loader, "sampler", None), DistributedSampler)
+    return isinstance(getattr(loader, "sampler", None), data.DistributedSampler)
 
 
-def check_torch_loader(loader: DataLoader[Any]) -> None:
+def check_torch_loader(loader: data.DataLoader[Any]) -> None:
     """Raise an error for a loader whose examples cannot be drawn one by one.
 
     Raises:
         DefenseError: says what to change.
     """
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, data.DataLoader):
         raise DefenseError(
             f"DP-SGD needs a torch DataLoader, got {type(loader).__name__}. Return one "
             "DataLoader from `train_dataloader`."
         )
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    if type(loader).__iter__ is not data.DataLoader.__iter__:
         raise DefenseError(
             f"{type(loader).__name__} makes batches in an `__iter__` of its own. {_ALREADY} Use a "
             "plain DataLoader."
         )
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, data.IterableDataset):
         raise DefenseError(
             "an iterable dataset cannot be sampled by chance: it has no length and no index. Load "
             "it into a map-style dataset (with `__len__` and `__getitem__`)."
         )
-    if isinstance(loader.batch_sampler, PoissonBatchSampler):
+    if isinstance(loader.batch_sampler, poisson.PoissonBatchSampler):
         raise DefenseError("this loader already samples by Poisson: give each loader once")
     if loader.batch_sampler is None:
         raise DefenseError(
             "batch_size=None turns batching off, and Poisson sampling makes batches: give the "
             "DataLoader a batch_size and single examples."
         )
-    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+    if type(loader.batch_sampler) is not data.BatchSampler or loader.batch_size is None:
         raise DefenseError(
             f"the batch sampler {type(loader.batch_sampler).__name__} is one of your own. "
             f"{_ALREADY} Pass batch_size=... instead of batch_sampler=..."
@@ -367,7 +302,7 @@ def check_torch_loader(loader: DataLoader[Any]) -> None:
     correlated_noise.count_places(loader.dataset)
 
 
-def _check_fetches_none(loader: DataLoader[Any]) -> None:
+def _check_fetches_none(loader: data.DataLoader[Any]) -> None:
     """Raise an error unless a dataset that fetches several examples at once can fetch none."""
     fetch = getattr(loader.dataset, "__getitems__", list)
     call = f"`{type(loader.dataset).__name__}.__getitems__([])`"
@@ -384,18 +319,18 @@ def _check_fetches_none(loader: DataLoader[Any]) -> None:
         )
 
 
-def _shard(loader: DataLoader[Any]) -> range:
+def _shard(loader: data.DataLoader[Any]) -> range:
     """Return the indices of this process's examples, each of which is in the dataset once."""
-    if isinstance(loader.dataset, Subset | ConcatDataset):
+    if isinstance(loader.dataset, data.Subset | data.ConcatDataset):
         _check_once(loader.dataset)
     size, sampler = correlated_noise.count_places(loader.dataset), loader.sampler
     # Of these classes exactly: one derived from them may choose or repeat any examples.
-    if type(sampler) is RandomSampler and not sampler.replacement:
+    if type(sampler) is data.RandomSampler and not sampler.replacement:
         plain = sampler.num_samples == size
-    elif type(sampler) is DistributedSampler and sampler.dataset is loader.dataset:
+    elif type(sampler) is data.DistributedSampler and sampler.dataset is loader.dataset:
         return range(sampler.rank, size, sampler.num_replicas)
     else:
-        plain = type(sampler) is SequentialSampler
+        plain = type(sampler) is data.SequentialSampler
     if not plain:
         inner = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
         raise DefenseError(
@@ -405,7 +340,7 @@ def _shard(loader: DataLoader[Any]) -> range:
     return range(size)
 
 
-def _check_once(dataset: Dataset[Any]) -> None:
+def _check_once(dataset: data.Dataset[Any]) -> None:
     """Raise an error where a Subset or ConcatDataset has an example at two places."""
     sources, places = correlated_noise.origins(dataset)
     order = np.lexsort((places, sources))

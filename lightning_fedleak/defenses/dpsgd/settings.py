@@ -6,19 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from lightning_fedleak import validate
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.accounting.schedules import Factors, QuantileClip, factors_of
-from lightning_fedleak.defenses.base import DefenseError, State
+from lightning_fedleak.defenses.base import DefenseError, State, refuse
 from lightning_fedleak.defenses.dpsgd.clipped_sum import LayerNoise, MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
-from lightning_fedleak.validate import (
-    check_choice,
-    check_integer,
-    check_number,
-    spelled,
-    warn_of_old_spelling,
-)
 
 GroupBy = str | Callable[[Any], Any] | Sequence[Any]
 
@@ -200,10 +194,12 @@ class OldArguments:
             )
         if old:
             calls = (
-                f"{a}={GROUPS[a].__name__}({spelled(part)})" for a, part in parts.items() if part
+                f"{a}={GROUPS[a].__name__}({validate.spelled(part)})"
+                for a, part in parts.items()
+                if part
             )
             new = ", ".join([*(f"{name}=" for name in arguments), *calls])
-            warn_of_old_spelling(f"DPSGD({spelled(old)})", f"DPSGD({new})")
+            validate.warn_of_old_spelling(f"DPSGD({validate.spelled(old)})", f"DPSGD({new})")
         return (
             arguments.get("poisson_sampling", poisson_sampling),
             arguments.get("max_physical_batch_size", max_physical_batch_size),
@@ -229,30 +225,25 @@ def check_budget(
     """
     _check_choice("accountant", accountant, ("prv", "rdp", "filter"))
     filtered = accountant == "filter"
-    if filtered and target_epsilon is None:
-        raise DefenseError(
-            "DPSGD: accountant='filter' keeps the run within a budget that is fixed before it. "
-            "Give target_epsilon and target_delta."
-        )
-    if not filtered and (noise_multiplier is None) == (target_epsilon is None):
-        count = "neither" if noise_multiplier is None else "both"
-        raise DefenseError(
-            f"DPSGD: {count} of noise_multiplier and target_epsilon given. Give one: the noise, or "
-            "the epsilon that the whole run may cost."
-        )
+    count = "neither" if noise_multiplier is None else "both"
+    refusals: dict[str, object] = {
+        "accountant='filter' keeps the run within a budget that is fixed before it. Give "
+        "target_epsilon and target_delta.": filtered and target_epsilon is None,
+        f"{count} of noise_multiplier and target_epsilon given. Give one: the noise, or the "
+        "epsilon that the whole run may cost.": (
+            not filtered and (noise_multiplier is None) == (target_epsilon is None)
+        ),
+    }
+    refuse("DPSGD: ", refusals)
     _check_number("noise_multiplier", noise_multiplier, at_least=0, optional=True)
     _check_number("target_epsilon", target_epsilon, above=0, optional=True)
-    if target_epsilon is not None:
-        if target_delta is None:
-            raise DefenseError(
-                "DPSGD: target_epsilon means nothing without target_delta. Give one, below one "
-                "over the number of examples."
-            )
-        if seed is not None:
-            raise DefenseError(
-                "DPSGD: with a seed the noise can be guessed and no epsilon holds. Leave out seed "
-                "or target_epsilon."
-            )
+    refusals = {
+        "target_epsilon means nothing without target_delta. Give one, below one over the number "
+        "of examples.": target_delta is None,
+        "with a seed the noise can be guessed and no epsilon holds. Leave out seed or "
+        "target_epsilon.": seed is not None,
+    }
+    refuse("DPSGD: ", refusals if target_epsilon is not None else {})
     _check_number("target_delta", target_delta, above=0, below=1, optional=True)
 
 
@@ -269,16 +260,15 @@ def check_clip(max_grad_norm: MaxGradNorm, clip: ClipSettings) -> None:
     for norm in norms:
         hint = "or 'auto', or such numbers by the names of layers"
         _check_number("max_grad_norm", norm, above=0, hint=hint)
-    if by_name and clip.per_layer:
-        raise DefenseError(
-            "DPSGD: max_grad_norm names layers already; leave per_layer out, which gives each "
-            "layer an equal share of one norm"
-        )
-    if clip.layer_noise != "equal" and not (by_name or clip.per_layer):
-        raise DefenseError(
-            f"DPSGD: layer_noise={clip.layer_noise!r} shares noise among layers that are clipped "
-            "one by one: pass per_layer=True, or max_grad_norm by the names of layers"
-        )
+    refusals = {
+        "max_grad_norm names layers already; leave per_layer out, which gives each layer an equal "
+        "share of one norm": by_name and clip.per_layer,
+        f"layer_noise={clip.layer_noise!r} shares noise among layers that are clipped one by one: "
+        "pass per_layer=True, or max_grad_norm by the names of layers": (
+            clip.layer_noise != "equal" and not (by_name or clip.per_layer)
+        ),
+    }
+    refuse("DPSGD: ", refusals)
 
 
 def check_sampling(
@@ -295,36 +285,29 @@ def check_sampling(
     """
     hint = "the rows that are run at once"
     _check_integer("max_physical_batch_size", max_physical_batch_size, optional=True, hint=hint)
-    if not isinstance(unit, Users):
+    by_user, correlated = isinstance(unit, Users), release.mechanism != "independent"
+    if not by_user:
         _check_choice("unit", unit, ("example",), hint="or Users(group_by)")
-    elif not poisson:
-        raise DefenseError(
-            "DPSGD: users are drawn by chance, and poisson_sampling=False takes the loader's "
-            "batches as they are: leave it out"
-        )
+    refusals = {
+        "users are drawn by chance, and poisson_sampling=False takes the loader's batches as they "
+        "are: leave it out": by_user and not poisson,
+    }
+    refuse("DPSGD: ", refusals)
     if release.truncated_batch_size is not None:
         refusals = {
-            "users have different numbers of rows: leave unit=Users() out": isinstance(unit, Users),
+            "users have different numbers of rows: leave unit=Users() out": by_user,
             "the loader's batches have one size: leave poisson_sampling=False out": not poisson,
             f"mechanism={release.mechanism!r} is not accounted for an example that takes another's "
-            "place: leave one out": release.mechanism != "independent",
+            "place: leave one out": correlated,
         }
-        for reason in (reason for reason, refused in refusals.items() if refused):
-            raise DefenseError(
-                f"DPSGD: truncated_batch_size fixes the rows of a batch, and {reason}"
-            )
-    if release.mechanism == "independent":
-        return
-    if not poisson:
-        raise DefenseError(
-            f"DPSGD: mechanism={release.mechanism!r} decides itself how batches are drawn, and "
-            "poisson_sampling=False takes the loader's as they are: leave it out"
-        )
-    if accountant == "filter":
-        raise DefenseError(
-            f"DPSGD: mechanism={release.mechanism!r} needs noise that is fixed before the run, and "
-            "accountant='filter' is there to turn it up. Use accountant='prv' or 'rdp'."
-        )
+        refuse("DPSGD: truncated_batch_size fixes the rows of a batch, and ", refusals)
+    refusals = {
+        "decides itself how batches are drawn, and poisson_sampling=False takes the loader's as "
+        "they are: leave it out": correlated and not poisson,
+        "needs noise that is fixed before the run, and accountant='filter' is there to turn it up. "
+        "Use accountant='prv' or 'rdp'.": correlated and accountant == "filter",
+    }
+    refuse(f"DPSGD: mechanism={release.mechanism!r} ", refusals)
 
 
 MOST_KINDS = 32  # of planned noise under PRV, which takes .1 s longer a call for each
@@ -377,9 +360,7 @@ def check_planned(
         "ClipSettings(quantile=) counts examples, with a fixed noise: use unit='example' and "
         "accountant='prv' or 'rdp'": quantile and (isinstance(unit, Users) or filtered),
     }
-    for message, refused in refusals.items():
-        if refused:
-            raise DefenseError(f"DPSGD: {message}")
+    refuse("DPSGD: ", refusals)
 
 
 def check_continued(state: State, releases: int, trust: Trust, unit: str) -> None:
@@ -389,20 +370,17 @@ def check_continued(state: State, releases: int, trust: Trust, unit: str) -> Non
         DefenseError: they were made under ``trust="central"`` and this run is under ``"local"``, or
             for another unit of privacy.
     """
-    if state.get("trust", trust) == "central" and trust == "local":
-        raise DefenseError(
-            f"DPSGD: the checkpoint's {releases} releases were made under trust='central', in "
-            "which each client adds a share of the noise: whoever sees each client's updates "
-            "learns more than is accounted. Go on with trust='central', or begin a new run."
-        )
-    earlier_unit = state.get("unit", "example")
-    if earlier_unit != unit:
-        raise DefenseError(
-            f"DPSGD: the checkpoint's {releases} releases were made with unit={earlier_unit!r}, "
-            f"and this run has unit={unit!r}. What is added or removed is clipped as a whole in "
-            "the one and not in the other, so no epsilon would hold for both. Go on with "
-            f"unit={earlier_unit!r}, or begin a new run from a model that this data did not train."
-        )
+    earlier_trust, earlier_unit = state.get("trust", trust), state.get("unit", "example")
+    refusals = {
+        "under trust='central', in which each client adds a share of the noise: whoever sees each "
+        "client's updates learns more than is accounted. Go on with trust='central', or begin a "
+        "new run.": earlier_trust == "central" and trust == "local",
+        f"with unit={earlier_unit!r}, and this run has unit={unit!r}. What is added or removed is "
+        "clipped as a whole in the one and not in the other, so no epsilon would hold for both. Go "
+        f"on with unit={earlier_unit!r}, or begin a new run from a model that this data did not "
+        "train.": earlier_unit != unit,
+    }
+    refuse(f"DPSGD: the checkpoint's {releases} releases were made ", refusals)
 
 
 def guarantee_of(
@@ -434,12 +412,12 @@ def guarantee_of(
 
 
 def _check_choice(name: str, value: object, choices: Sequence[object], hint: str = "") -> None:
-    check_choice(f"DPSGD: {name}", value, choices, hint=hint, error=DefenseError)
+    validate.check_choice(f"DPSGD: {name}", value, choices, hint=hint, error=DefenseError)
 
 
 def _check_integer(name: str, value: object, **limits: Any) -> None:
-    check_integer(f"DPSGD: {name}", value, error=DefenseError, **limits)
+    validate.check_integer(f"DPSGD: {name}", value, error=DefenseError, **limits)
 
 
 def _check_number(name: str, value: object, **limits: Any) -> None:
-    check_number(f"DPSGD: {name}", value, error=DefenseError, **limits)
+    validate.check_number(f"DPSGD: {name}", value, error=DefenseError, **limits)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.data import DataLoader
 
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
+from lightning_fedleak.defenses.dpsgd.correlated_noise import values_in
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
-from lightning_fedleak.defenses.processes import trainer_of
+from lightning_fedleak.defenses.processes import Team, trainer_of
 
+COMPARED = 5  # examples that show whether processes have the same dataset. Not tuned
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 """Lightning's names of the precisions without a gradient scaler."""
 
@@ -27,45 +31,35 @@ def check_trainer(context: DefenseContext, *, poisson: bool) -> None:
     Raises:
         DefenseError: says which setting.
     """
-    if context.precision not in PRECISIONS:
-        raise DefenseError(
-            f"DPSGD: precision={context.precision!r} is not supported: a gradient scaler unscales "
-            "the summed gradient only, not each sample's. Use 'bf16-mixed' or '32-true'."
-        )
-    if context.device.type == "mps":
-        raise DefenseError(
-            "DPSGD adds up squared norms in float64, which an Apple GPU (mps) does not have. Use "
-            "Trainer(accelerator='cpu')."
-        )
-    if not getattr(context.root, "automatic_optimization", True):
-        raise DefenseError(
-            "DPSGD: manual optimization hides the loss, and with it whether it is a mean of "
-            "per-sample means. Return the loss from training_step with "
-            "automatic_optimization=True."
-        )
     trainer = trainer_of(context)
-    if trainer is None:
-        return
-    if getattr(trainer, "gradient_clip_val", None):
-        raise DefenseError(
-            "DPSGD clips each sample's gradient by max_grad_norm, and gradient_clip_val of the "
-            "Trainer would have no effect on what it releases. Leave gradient_clip_val out."
-        )
     accumulated = getattr(trainer, "accumulate_grad_batches", 1)
-    if accumulated != 1:
-        raise DefenseError(
-            f"DPSGD: accumulate_grad_batches={accumulated} joins several batches into one release, "
-            "in which a sample can occur more than once and each loss is divided before it is "
-            f"clipped. Use accumulate_grad_batches=1 and a batch_size {accumulated} times as big: "
-            "DPSGD(max_physical_batch_size=...) runs it in pieces that fit into memory."
-        )
-    if poisson and getattr(trainer, "overfit_batches", False):
-        raise DefenseError(
-            f"DPSGD draws each batch from all of the data, so that "
-            f"overfit_batches={trainer.overfit_batches} would not repeat the same batches. Give "
-            "the loader a few rows alone (torch.utils.data.Subset), or pass "
-            "DPSGD(poisson_sampling=False)."
-        )
+    repeated = getattr(trainer, "overfit_batches", False)
+    refusals = {
+        f": precision={context.precision!r} is not supported: a gradient scaler unscales the "
+        "summed gradient only, not each sample's. Use 'bf16-mixed' or '32-true'.": (
+            context.precision not in PRECISIONS
+        ),
+        " adds up squared norms in float64, which an Apple GPU (mps) does not have. Use "
+        "Trainer(accelerator='cpu').": context.device.type == "mps",
+        ": manual optimization hides the loss, and with it whether it is a mean of per-sample "
+        "means. Return the loss from training_step with automatic_optimization=True.": (
+            not getattr(context.root, "automatic_optimization", True)
+        ),
+        " clips each sample's gradient by max_grad_norm, and gradient_clip_val of the Trainer "
+        "would have no effect on what it releases. Leave gradient_clip_val out.": (
+            getattr(trainer, "gradient_clip_val", None)
+        ),
+        f": accumulate_grad_batches={accumulated} joins several batches into one release, in which "
+        "a sample can occur more than once and each loss is divided before it is clipped. Use "
+        f"accumulate_grad_batches=1 and a batch_size {accumulated} times as big: "
+        "DPSGD(max_physical_batch_size=...) runs it in pieces that fit into memory.": (
+            accumulated != 1
+        ),
+        f" draws each batch from all of the data, so that overfit_batches={repeated} would not "
+        "repeat the same batches. Give the loader a few rows alone (torch.utils.data.Subset), or "
+        "pass DPSGD(poisson_sampling=False).": poisson and repeated,
+    }
+    refuse("DPSGD", refusals)
 
 
 def check_no_other_noise(trainer: Any, dpsgd: Defense) -> None:
@@ -193,3 +187,44 @@ def planned_steps(context: DefenseContext, per_epoch: int, argument: str = "targ
             f"max_epochs or max_steps{alternative}."
         )
     return int(min(counts))
+
+
+def check_same_data(loader: DataLoader[Any], team: Team, *, poisson: bool) -> None:
+    """Raise an error for processes of one client whose parts may overlap; a collective.
+
+    The parts are places in the dataset. Where processes have shuffled or split it differently, or
+    where samplers that are not replaced have different seeds, an example may be in several parts:
+    clipped in each, and more than once in the sum. A few examples are compared, if loading one
+    twice gives the same.
+
+    Args:
+        loader: for training; its dataset is whole in each process.
+        team: the processes of this client.
+        poisson: whether the sampler was replaced.
+
+    Raises:
+        DefenseError: they differ, or an example cannot be loaded.
+    """
+    if team.size == 1:
+        return
+    if not poisson:
+        sampler: Any = loader.sampler
+        names = "seed", "shuffle", "drop_last"
+        team.check_alike(**{f"the sampler's {n}": float(getattr(sampler, n)) for n in names})
+    with team.together():
+        digest, repeated = _digest(loader.dataset), _digest(loader.dataset)
+    changes, high, low = team.largest([digest != repeated, digest, -digest])
+    if high != -low and not changes:
+        raise DefenseError(
+            "DPSGD: the processes of the client hold other examples at the same places of their "
+            "datasets, so an example may be in the parts of two of them, clipped in each and twice "
+            "in the sum. Shuffle and split the data by the same seed in all processes."
+        )
+
+
+def _digest(dataset: Any) -> int:
+    """Return a digest of a few examples, of 48 bits."""
+    last = len(dataset) - 1
+    examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
+    digest = hashlib.sha256("\0".join(values_in(examples)).encode()).digest()
+    return int.from_bytes(digest[:6], "big")

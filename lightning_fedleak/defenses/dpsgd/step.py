@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.dpsgd.logical import Piece, filled, pieces_of, run_pieces
@@ -53,20 +53,16 @@ class DrawnBatches:
         _check_one_loader(context)
         self._current = _number_of(batch, context)
         repeated = self._released is not None and self._is_released()
-        if self._poisson and repeated:
-            raise DefenseError(
-                "DPSGD: this batch was released already (a second optimizer step on it, in an "
-                "overridden optimizer_step perhaps). Every release is accounted as a Poisson "
-                "sample of its own. Take one optimizer step on each batch, or pass "
-                "poisson_sampling=False: then each example is accounted as if it were in all of "
-                "them."
-            )
-        if self._waiting:
-            raise DefenseError(
-                "DPSGD: a second batch came before the first was released (gradient accumulation, "
-                "by a callback perhaps). Let every batch have its own optimizer step: a larger "
-                "batch_size, of which DPSGD(max_physical_batch_size=...) runs a few rows at a time."
-            )
+        refusals = {
+            "this batch was released already (a second optimizer step on it, in an overridden "
+            "optimizer_step perhaps). Every release is accounted as a Poisson sample of its own. "
+            "Take one optimizer step on each batch, or pass poisson_sampling=False: then each "
+            "example is accounted as if it were in all of them.": self._poisson and repeated,
+            "a second batch came before the first was released (gradient accumulation, by a "
+            "callback perhaps). Let every batch have its own optimizer step: a larger batch_size, "
+            "of which DPSGD(max_physical_batch_size=...) runs a few rows at a time.": self._waiting,
+        }
+        refuse("DPSGD: ", refusals)
         self._waiting = True
 
     def released(self) -> None:
@@ -88,17 +84,14 @@ class LossCheck:
 
     Attributes:
         unchecked: whether something in the step since the last release was new.
-        weights, terms: see :class:`FormCheck`.
+        form: what the last loss is a mean of.
     """
 
     def __init__(self, trusted: bool) -> None:
         self.unchecked = False
-        self.weights: Tensor | None = None
-        self.terms = 0
+        self.form = loss_graph.FormCheck()
         self._trusted = trusted
-        self._form = loss_graph.FormCheck()
         self._top: list[Call] = []
-        self._separate = False
         self._checked_forms: set[StepForm] = set()
         self._last_check = 0
 
@@ -117,12 +110,10 @@ class LossCheck:
             DefenseError: it is not known to be a mean of per-sample means.
         """
         if self._trusted:
-            self._top, self._separate = loss_graph.outputs_of(loss, recorder.calls), True
-            self.weights, self.terms = None, recorder.samples
+            self._top = loss_graph.outputs_of(loss, recorder.calls)
+            self.form.separate, self.form.terms = True, recorder.samples
         else:
-            self._top = self._form(loss, recorder.calls, recorder.samples)
-            self._separate = self._form.separate
-            self.weights, self.terms = self._form.weights, self._form.terms
+            self._top = self.form(loss, recorder.calls, recorder.samples)
 
     def check_graph(
         self, loss: Tensor, recorder: Recorder, releases: int, team: Team, *, counts: bool = True
@@ -143,12 +134,12 @@ class LossCheck:
             DefenseError: samples are mixed.
         """
         layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
-        form = layouts, self._form.form
+        form = layouts, self.form.form
         new = counts and (
             form not in self._checked_forms or releases >= self._last_check + CHECK_EVERY
         )
         due = new and recorder.samples > 1
-        new, due, joint = map(bool, team.largest([new, due, not self._separate]))
+        new, due, joint = map(bool, team.largest([new, due, not self.form.separate]))
         self.unchecked = self.unchecked or new
         top, self._top = self._top, []
         if not due:
@@ -189,7 +180,10 @@ class WatchedStep:
         canaries: how many were released beside this step.
         clip: as passed.
         row: as passed.
+        sampling: how batches are drawn; set before the first.
     """
+
+    sampling: Sampling
 
     def __init__(
         self,
@@ -227,31 +221,25 @@ class WatchedStep:
         self._recorder.adopt()
         self.weights.restart()
 
-    def batch_to_run(self, batch: Any, sampling: Sampling, context: DefenseContext) -> Any:
+    def batch_to_run(self, batch: Any, context: DefenseContext) -> Any:
         """Return the batch, or one example that does not count in place of an empty one."""
         self._stands_in, self._failure = False, None
         try:
             if count_samples(batch) == 0:
-                batch = _on_device(sampling.placeholder(), context)
+                batch = _on_device(self.sampling.placeholder(), context)
                 self._stands_in = True
         except Exception as error:  # raised with the other processes, in `_begin`
             self._failure = error
         return batch
 
     def run_whole(
-        self,
-        step: Callable[[Any], Any],
-        batch: Any,
-        sampling: Sampling,
-        releases: int,
-        context: DefenseContext,
+        self, step: Callable[[Any], Any], batch: Any, releases: int, context: DefenseContext
     ) -> Any:
         """Run a logical batch, in pieces where it has more rows than are to be run at once.
 
         Args:
             step: passes a batch to ``training_step``, with :meth:`run` around it.
             batch: the logical one.
-            sampling: how it was drawn.
             releases: how many were made.
             context: where the step runs.
 
@@ -261,13 +249,13 @@ class WatchedStep:
         Raises:
             DefenseError: as :meth:`run`.
         """
-        self._begin(batch, sampling, context)
+        self._begin(batch, context)
         samples = real = 0 if self._stands_in else count_samples(batch)
         self._in_logical_batch = True
         try:
             if self._fill is not None:
                 if not samples and not self._stands_in:
-                    batch = _on_device(sampling.placeholder(), context)
+                    batch = _on_device(self.sampling.placeholder(), context)
                 batch = filled(batch, max(1, samples), self._fill)
                 samples, self._real, self._stands_in = self._fill, real, False
                 self._share = self._fill / max(1, real)
@@ -307,32 +295,26 @@ class WatchedStep:
             self._in_logical_batch = self._stands_in = False
             self._real = None
 
-    def _begin(self, batch: Any, sampling: Sampling, context: DefenseContext) -> None:
+    def _begin(self, batch: Any, context: DefenseContext) -> None:
         with self._team.together():
             if self._failure is not None:
                 raise self._failure
             self._batches.begin(batch, context)
             self.weights.begin(context.root)
             samples = 0 if self._stands_in else count_samples(batch)
-            sampling.check_size(samples)
-            sampling.check_turn(self.row(), samples)
-            self._users = sampling.users_in(samples)
+            self.sampling.check_size(samples)
+            self.sampling.check_turn(self.row(), samples)
+            self._users = self.sampling.users_in(samples)
         self._clipped = self._earlier = None
 
     def run(
-        self,
-        training_step: Callable[[], Any],
-        batch: Any,
-        sampling: Sampling,
-        releases: int,
-        context: DefenseContext,
+        self, training_step: Callable[[], Any], batch: Any, releases: int, context: DefenseContext
     ) -> Any:
         """Record the forward pass and check the loss; an empty batch has a loss of zero.
 
         Args:
             training_step: of the module.
             batch: that it gets: a logical one, or a piece of it within :meth:`run_whole`.
-            sampling: how it was drawn.
             releases: how many were made.
             context: where the step runs.
 
@@ -346,7 +328,7 @@ class WatchedStep:
         """
         recorder, team = self._recorder, self._team
         if not self._in_logical_batch:
-            self._begin(batch, sampling, context)
+            self._begin(batch, context)
         self._end_scaling()
         samples = count_samples(batch)
         if samples == 0:
@@ -358,7 +340,7 @@ class WatchedStep:
         buffers = Buffers(context.root, contents=contents)
         synchronized = buffers.read_at_root_call() if is_ddp(context) else nullcontext()
         # A batch of few samples, where most have more, may be joined as it is by chance.
-        comparable = samples >= DISTINCT or sampling.expected < USUAL_SAMPLES
+        comparable = samples >= DISTINCT or self.sampling.expected < USUAL_SAMPLES
         tensors = tensors_of(batch) if comparable else ()
         counts, real = not self._stands_in, self._real
         with recorder.step(samples, counts=counts, real=real, tensors=tensors), synchronized:
@@ -389,7 +371,7 @@ class WatchedStep:
         precision is. ``p.grad`` becomes the mean's again. Gradients of another backward, of an
         attack say, are left as they are.
         """
-        terms, engine = max(1, self.check.terms), torch.autograd.Variable._execution_engine
+        terms, engine = max(1, self.check.form.terms), torch.autograd.Variable._execution_engine
         trained: list[Any] = [p for p in root.parameters() if p.requires_grad]
 
         def begin(gradient: Tensor) -> Tensor:
@@ -421,7 +403,7 @@ class WatchedStep:
                 recorder,
                 self.clip,
                 context,
-                weights=self.check.weights if recorder.samples else None,
+                weights=self.check.form.weights if recorder.samples else None,
                 earlier=earlier,
                 users=self._users,
             )
@@ -431,7 +413,6 @@ class WatchedStep:
         self,
         canary: CanaryGradient,
         parameters: Sequence[nn.Parameter],
-        sampling: Sampling,
         context: DefenseContext,
     ) -> CanaryGradient:
         """Return the canary clipped together with each sample's gradient, without noise.
@@ -439,17 +420,16 @@ class WatchedStep:
         Raises:
             DefenseError: the canary is of other samples than the batch, or was noised before.
         """
-        if self._team.size > 1:
-            raise DefenseError(
-                "DPSGD: what the samples of the client's other processes add to a canary is not "
-                "computed; use client='rank', or one process"
-            )
-        if canary.noise is not None:
-            raise DefenseError(
-                "DPSGD: noise on the sum of samples cannot be clipped sample by sample"
-            )
+        refusals = {
+            "what the samples of the client's other processes add to a canary is not computed; use "
+            "client='rank', or one process": self._team.size > 1,
+            "noise on the sum of samples cannot be clipped sample by sample": (
+                canary.noise is not None
+            ),
+        }
+        refuse("DPSGD: ", refusals)
         clipped = self.clipped(parameters, context)
-        return clipped.with_canary(canary.samples, sampling.expected)
+        return clipped.with_canary(canary.samples, self.sampling.expected)
 
     @property
     def can_compare(self) -> bool:

@@ -260,26 +260,6 @@ class Randomizer:
         sizes = torch.bincount(bucket, minlength=self.buckets)
         return law[bucket][:, bucket] / sizes[bucket]
 
-    def decoded_epsilon(self, epsilon: float) -> float:
-        """Return the decoded index' epsilon, at most ``epsilon``: log of the law's largest
-        ratio.
-        """
-        b = self.buckets
-        if self.decode != "first":
-            keep = self.keep(epsilon)
-            # Above, float64 holds too few digits of 1 - keep.
-            if self.mechanism == "grr" or keep > 1 - 1e-9:
-                return epsilon
-            return math.log(keep) + math.log(b - 1) - math.log1p(-keep)
-        p, q = self._rates(epsilon)
-        none_set = (1.0 - p) * (1.0 - q) ** (b - 1)
-        # Without the factor (1 - q)^(y - 1): the input is y itself, below y, above y.
-        chances = [p * (1.0 - q), (1.0 - p) * q]
-        if b > 2:
-            chances.append(q * (1.0 - q))
-        ratios = [(p + none_set) / (q + none_set), max(chances) / min(chances)]
-        return math.log(max(ratios))
-
     def sample(self, index: Tensor, epsilon: float | Tensor, uniforms: Tensor) -> Tensor:
         """Return one draw for each index.
 

@@ -15,19 +15,10 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, Privacy, State
 from lightning_fedleak.defenses.noise import base_of, noise_key
-from lightning_fedleak.defenses.token_ldp import randomness
+from lightning_fedleak.defenses.token_ldp import randomness, words
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
 from lightning_fedleak.defenses.token_ldp.randomness import Implementation
-from lightning_fedleak.defenses.token_ldp.reference import clients
-from lightning_fedleak.defenses.token_ldp.words import (
-    PUBLIC_FIELDS,
-    BatchForm,
-    Words,
-    public_set,
-    refused,
-    text_of,
-    words_of,
-)
+from lightning_fedleak.defenses.token_ldp.words import BatchForm
 from lightning_fedleak.validate import check_choice, check_names, check_number, group_old_arguments
 
 Per = Literal["token", "sequence"]
@@ -57,9 +48,9 @@ class LDPProtocol:
         check_choice("TokenLDP: implementation", self.implementation, names, error=DefenseError)
         if self.implementation == "multi-freq-ldpy":
             try:
-                clients()
+                randomness.clients()
             except ImportError as error:
-                raise refused(str(error)) from error
+                raise words.refused(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -252,16 +243,16 @@ class TokenLDP(Defense):
         check_choice("TokenLDP: per", per, get_args(Per), error=DefenseError)
         check_choice("TokenLDP: labels", labels, ("replaced", "original"), error=DefenseError)
         if isinstance(domain, str) and domain not in ("vocabulary", "batch"):
-            raise refused(
+            raise words.refused(
                 f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"
             )
         if domain == "batch" and memoize:
-            raise refused(
+            raise words.refused(
                 "memoize=True cannot hold with domain='batch', which changes with the batch: use "
                 "domain='vocabulary', or leave `memoize` out"
             )
         if domain == "batch" and (buckets is not None or bits is not None):
-            raise refused("buckets and bits need a fixed domain: domain='vocabulary'")
+            raise words.refused("buckets and bits need a fixed domain: domain='vocabulary'")
         self.mechanism: Mechanism = mechanism
         self.epsilon = float(epsilon)
         self.per: Per = per
@@ -272,16 +263,16 @@ class TokenLDP(Defense):
         self.memoize = domain != "batch" if memoize is None else memoize
         self.example_ids = form.example_ids
         self.kind = form.kind
-        self.public_fields = frozenset(form.public_fields) | PUBLIC_FIELDS
+        self.public_fields = frozenset(form.public_fields) | words.PUBLIC_FIELDS
         self.implementation = protocol.implementation
         self.seed = seed
         self._settings = (protocol.decode, buckets, bits)
         self._form = form
-        self._set = None if isinstance(domain, str) else public_set(domain)
+        self._set = None if isinstance(domain, str) else words.public_set(domain)
         self._randomizer(max(2, buckets or bits or 2))  # checks the settings
         self._releases = ReleaseCounter()
         self._earlier = 0.0
-        self._ready: Words | None = None
+        self._ready: words.Words | None = None
         self.guarantee = self._guarantee()
         for warning in self._warnings():
             warnings.warn(f"TokenLDP: {warning}", UserWarning, stacklevel=2)
@@ -370,7 +361,7 @@ class TokenLDP(Defense):
         ready = self._ready or self._prepare(context.root)
         self._ready = ready
         tokens = self._form.read(batch, ready.kind)
-        text = text_of(tokens, ready, self.keep_special)
+        text = words.text_of(tokens, ready, self.keep_special)
         ids, n_words = text.ids[text.words], text.words.sum(1)
         rows = torch.split(ids, n_words.tolist())
         digests = randomness.row_digests(rows, self._form.ids_of_examples(batch, len(n_words)))
@@ -480,10 +471,10 @@ class TokenLDP(Defense):
         try:
             return Randomizer.with_defaults(self.mechanism, k, decode, buckets, bits)
         except ValueError as error:
-            raise refused(str(error)) from error
+            raise words.refused(str(error)) from error
 
-    def _prepare(self, root: nn.Module) -> Words:
-        words = words_of(
+    def _prepare(self, root: nn.Module) -> words.Words:
+        ready = words.words_of(
             root,
             kind=self.kind,
             special_ids=self.special_ids,
@@ -491,15 +482,15 @@ class TokenLDP(Defense):
             domain=self._set,
             per_batch=self._in_batch,
         )
-        if words.domain is not None:
-            self._randomizer(len(words.domain))
-        return words
+        if ready.domain is not None:
+            self._randomizer(len(ready.domain))
+        return ready
 
     def _replacements(
         self,
         ids: Tensor,
         n_words: Tensor,
-        ready: Words,
+        ready: words.Words,
         digests: list[bytes],
         context: DefenseContext,
     ) -> Tensor:

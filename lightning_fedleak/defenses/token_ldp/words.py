@@ -9,17 +9,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak import batches
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, AnatomyError, Kind, find_anatomy
-from lightning_fedleak.batches import (
-    IGNORE_INDEX,
-    BatchAdapter,
-    BatchError,
-    BatchWriter,
-    TokenBatch,
-    other_fields,
-    read_batch,
-    write_batch,
-)
+from lightning_fedleak.batches import BatchAdapter, BatchWriter, TokenBatch
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.validate import check_choice
 
@@ -227,8 +219,8 @@ class Text:
             labels = None
         if labels is not None:
             text = new[:, width:] if self.kind == "seq2seq" else new
-            looked_at = labels.cpu() != IGNORE_INDEX
-            labels = torch.where(looked_at, text, IGNORE_INDEX).to(labels)
+            looked_at = labels.cpu() != batches.IGNORE_INDEX
+            labels = torch.where(looked_at, text, batches.IGNORE_INDEX).to(labels)
         return replace(tokens, input_ids=inputs.to(tokens.input_ids), labels=labels)
 
 
@@ -244,7 +236,7 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
         visible = tokens.attention_mask.cpu() != 0
     if tokens.labels is not None and words.kind != "classifier":
         labels = tokens.labels.to("cpu", torch.int64)
-        looked_at = labels != IGNORE_INDEX
+        looked_at = labels != batches.IGNORE_INDEX
         if words.kind == "seq2seq":
             ids, visible = torch.cat([ids, labels], dim=1), torch.cat([visible, looked_at], dim=1)
         elif words.kind == "masked":
@@ -306,10 +298,10 @@ class BatchForm:
         try:
             if self.batch_adapter is not None:
                 return self.batch_adapter(batch)
-            tokens = read_batch(batch, kind)
+            tokens = batches.read_batch(batch, kind)
             allowed = {*PUBLIC_FIELDS, *self.public_fields, self.example_ids}
-            unknown = [name for name in other_fields(batch) if name not in allowed]
-        except BatchError as error:
+            unknown = [name for name in batches.other_fields(batch) if name not in allowed]
+        except batches.BatchError as error:
             raise refused(
                 f"the batch cannot be read ({error}). Give form=BatchForm(batch_adapter=..., "
                 "batch_writer=...)"
@@ -330,10 +322,10 @@ class BatchForm:
         """
         try:
             if self.batch_writer is None or self.batch_adapter is None:
-                return write_batch(batch, tokens)
+                return batches.write_batch(batch, tokens)
             copy = self.batch_writer(batch, tokens)
             read = self.batch_adapter(copy)
-        except BatchError as error:
+        except batches.BatchError as error:
             raise refused(
                 f"the batch cannot be copied ({error}). Give form=BatchForm(batch_adapter=..., "
                 "batch_writer=...)"

@@ -17,3 +17,6 @@ from lightning_fedleak.studies.invert.gradients import GradientCell as GradientC
 from lightning_fedleak.studies.invert.gradients import batches_of as batches_of
 from lightning_fedleak.studies.invert.gradients import run_gradient_cells as run_gradient_cells
 from lightning_fedleak.studies.invert.gradients import step_of_adamw as step_of_adamw
+from lightning_fedleak.studies.invert.plots import Axis as Axis
+from lightning_fedleak.studies.invert.plots import plot_cells as plot_cells
+from lightning_fedleak.studies.invert.plots import worth_drawing as worth_drawing

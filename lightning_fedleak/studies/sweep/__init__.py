@@ -3,12 +3,12 @@
 from lightning_fedleak.studies.defense_specs import DefenseSpec as DefenseSpec
 from lightning_fedleak.studies.defense_specs import parse_defenses as parse_defenses
 from lightning_fedleak.studies.names import SpecError as SpecError
-from lightning_fedleak.studies.sweep.cell import CellResult as CellResult
-from lightning_fedleak.studies.sweep.cell import Grid as Grid
-from lightning_fedleak.studies.sweep.cell import GridCell as GridCell
-from lightning_fedleak.studies.sweep.cell import Leakage as Leakage
-from lightning_fedleak.studies.sweep.cell import Setting as Setting
 from lightning_fedleak.studies.sweep.cell import data_of as data_of
 from lightning_fedleak.studies.sweep.cell import loss_before as loss_before
 from lightning_fedleak.studies.sweep.cell import quiet as quiet
 from lightning_fedleak.studies.sweep.cell import run_cell as run_cell
+from lightning_fedleak.studies.sweep.grid import CellResult as CellResult
+from lightning_fedleak.studies.sweep.grid import Grid as Grid
+from lightning_fedleak.studies.sweep.grid import GridCell as GridCell
+from lightning_fedleak.studies.sweep.grid import Leakage as Leakage
+from lightning_fedleak.studies.sweep.grid import Setting as Setting

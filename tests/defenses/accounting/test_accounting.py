@@ -37,7 +37,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     epsilon_of,
     noise_multiplier_for,
 )
-from lightning_fedleak.defenses.accounting.curve import curve_of
+from lightning_fedleak.defenses.accounting.budget import curve_of
 from lightning_fedleak.defenses.accounting.ledger import Ledger
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 from lightning_fedleak.defenses.accounting.renyi_filter import RenyiFilter, best_order
@@ -487,7 +487,7 @@ def test_a_torn_last_line_was_never_released(tmp_path: Path) -> None:
     torn = Ledger(path)
     assert len(torn) == 5
     torn.record(1.0, 0.01)
-    assert list(Ledger(path)) == [(1.0, 0.01, 6)]
+    assert Ledger(path).rows == ((1.0, 0.01, 6),)
 
 
 @pytest.mark.parametrize("line", ["hello\n", "1.0 2.0 3\n", "1.0 0.1 -3\n", "1.0 0.1\n"])

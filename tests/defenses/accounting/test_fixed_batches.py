@@ -15,12 +15,13 @@ from scipy.stats import binom, norm
 
 from lightning_fedleak.defenses.accounting import Accountant, RenyiFilter
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of, noise_multiplier_for
-from lightning_fedleak.defenses.accounting.curve import curve_of
-from lightning_fedleak.defenses.accounting.fixed_batches import (
+from lightning_fedleak.defenses.accounting.budget import curve_of
+from lightning_fedleak.defenses.accounting.renyi import (
+    ORDERS,
     TruncatedPoisson,
     WithoutReplacementPRV,
+    rdp_of,
 )
-from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 
 pytest.importorskip("opacus")
 

@@ -37,7 +37,7 @@ def sampled(
         DataLoader(data, batch_size=batch_size, sampler=split),
         context,
         Draws(bytes(32), client),
-        poisson=poisson,
+        by_chance=poisson,
         release=ReleaseSettings(),
     )
 
@@ -160,7 +160,7 @@ def by_user(collate: Any, dataset: Dataset[Any]) -> Sampling:
         DataLoader(dataset, batch_size=4, collate_fn=collate),
         context,
         Draws(bytes(32)),
-        poisson=True,
+        by_chance=True,
         release=ReleaseSettings(),
         users=Users([row // 2 for row in range(len(dataset))]),  # type: ignore[arg-type]
     )
@@ -216,7 +216,7 @@ def test_a_public_length_decides_rate_steps_and_mean_size_in_place_of_the_length
         )
         loader = DataLoader(Rows(torch.arange(length)), batch_size=8, shuffle=True)
         draws = Draws(bytes(32))
-        return sampling_of(loader, context, draws, poisson=True, release=ReleaseSettings())
+        return sampling_of(loader, context, draws, by_chance=True, release=ReleaseSettings())
 
     one, more = draw(120), draw(121)
     for sampling in (one, more):

@@ -155,7 +155,7 @@ def test_the_norm_comes_to_the_quantile() -> None:
     for _ in range(300):
         run.step(first(8), lr=0.0)
     norms = rows.norm(dim=1).sort().values
-    clip = defense._in_fit()[0].clip.sensitivity
+    clip = defense._in_fit().clip.sensitivity
     assert float(norms[3]) * 0.95 <= clip <= float(norms[4]) * 1.05
 
 
@@ -166,12 +166,12 @@ def test_sum_and_count_together_cost_what_the_noise_multiplier_says() -> None:
     run = run_of(defense)
     gradients, logs = [], []
     for _ in range(150):
-        before = defense._in_fit()[0].clip.sensitivity
+        before = defense._in_fit().clip.sensitivity
         run.backward(first(2))
         exact = clipped(run.one_by_one(first(2)), before).sum(0) / 8
         halves = float(torch.where(run.one_by_one(first(2)).norm(dim=1) <= before, 0.5, -0.5).sum())
         gradients.append((run.release() - exact) * 8 / before)
-        after = defense._in_fit()[0].clip.sensitivity
+        after = defense._in_fit().clip.sensitivity
         logs.append((-math.log(after / before) / 0.3 + 0.5 - 0.5) * 8 - halves)
     of_sum, of_count = float(torch.cat(gradients).std()), float(np.std(logs))
     assert of_sum == pytest.approx((z**-2 - (2 * count) ** -2) ** -0.5, rel=0.02)
@@ -186,7 +186,7 @@ def test_one_sample_moves_the_count_by_a_half() -> None:
     for samples in (8, 9):
         run = run_of(following(0.0))
         run.backward(first(samples))
-        counts.append(float(run.defense._in_fit()[0].clipped(run.parameters, run.context).halves()))
+        counts.append(float(run.defense._in_fit().clipped(run.parameters, run.context).halves()))
     assert abs(counts[1] - counts[0]) == 0.5
 
 
@@ -194,12 +194,12 @@ def test_the_norm_of_a_quantile_goes_on_after_a_resume() -> None:
     defense = following()
     run = run_of(defense)
     run.step(first(4))
-    clip = defense._in_fit()[0].clip.sensitivity
+    clip = defense._in_fit().clip.sensitivity
     assert clip != CLIP
     again = following()
     again.load_state_dict(defense.state_dict())
     run_of(again)
-    assert again._in_fit()[0].clip.sensitivity == clip
+    assert again._in_fit().clip.sensitivity == clip
 
 
 BANDED = {"mechanism": "banded", "bands": 2}

@@ -125,7 +125,7 @@ def test_the_count_below_the_clip_norm_is_of_real_rows() -> None:
         run.backward(first(samples))
         norms = run.one_by_one(first(samples)).norm(dim=1) if samples else torch.zeros(0)
         expected = float(torch.where(norms <= CLIP, 0.5, -0.5).sum())
-        step = run.defense._in_fit()[0]
+        step = run.defense._in_fit()
         assert float(step.clipped(run.parameters, run.context).halves()) == expected
         halves.append(expected)
     assert abs(halves[0] - halves[1]) == 0.5

@@ -38,7 +38,7 @@ from lightning_fedleak.auditing import curve_auc, curve_tpr
 from lightning_fedleak.batches import read_batch
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.canaries import leave_out
-from lightning_fedleak.defenses.accounting.curve import curve_of
+from lightning_fedleak.defenses.accounting.budget import curve_of
 from lightning_fedleak.defenses.dpsgd import Users
 from lightning_fedleak.looks import Memorization
 from lightning_fedleak.looks.pool import collect

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak.auditing import curve_auc
-from lightning_fedleak.defenses.accounting.curve import curve_of
+from lightning_fedleak.defenses.accounting.budget import curve_of
 from tests.helpers.processes import two_processes
 from tests.looks.channels.test_canaries import lines
 

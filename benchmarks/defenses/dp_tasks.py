@@ -123,7 +123,9 @@ def lines_of(path: Path) -> list[str]:
 
 
 def shuffled(rows: Sequence[Any]) -> list[Any]:
-    return random.Random(0).sample(rows, len(rows))
+    found = [*rows]
+    random.Random(0).shuffle(found)
+    return found
 
 
 def words(text: str) -> str:
@@ -150,7 +152,7 @@ def rows_to_classify(options: argparse.Namespace) -> tuple[list[Any], list[Any]]
         rows = shuffled([(f"{title}. {text}", own) for own, title, text in found])
         return rows[:6600], rows[6600:]
     rows = shuffled([tuple(t.rsplit(";", 1)) for t in lines_of(folder / "train.txt.gz")[1:]])
-    return rows[:10000], rows[10000:11500]
+    return rows[:10000], rows[10000:12000]
 
 
 def public_captions(options: argparse.Namespace) -> list[str]:

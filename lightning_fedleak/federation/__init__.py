@@ -3,6 +3,7 @@
 from lightning_fedleak.defenses import QuantileClip as QuantileClip
 from lightning_fedleak.federation.client_dp import ClientDP as ClientDP
 from lightning_fedleak.federation.client_dp import Release as Release
+from lightning_fedleak.federation.client_dp import UpdateSum as UpdateSum
 from lightning_fedleak.federation.client_settings import (
     ClientReleaseSettings as ClientReleaseSettings,
 )

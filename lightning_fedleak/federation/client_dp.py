@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -50,6 +50,63 @@ class Release:
 
     update: dict[str, Tensor]
     zeros: Mapping[Any, str]
+
+
+class UpdateSum(Generic[C]):
+    """Adds up the clipped updates of a round one by one, so that one alone is in memory.
+
+    :meth:`ClientDP.begin` makes it.
+
+    Args:
+        dp: clips and adds the noise.
+        clients: that were drawn.
+        like: names, shapes and dtypes of what is shared.
+
+    Attributes:
+        zeros: why clients count as zero so far, by client, at first all of them; an engine may say
+            more.
+        total: the sum so far, by name.
+        balance: half of the number of updates within the clip norm less half of the others.
+    """
+
+    def __init__(self, dp: ClientDP, clients: Collection[C], like: Update) -> None:
+        self.clients, self.like, self.clip = frozenset(clients), like, dp.clip_norm
+        self.zeros: dict[C, str] = dict.fromkeys(clients, "failed or withheld")
+        self.total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in like.items()}
+        self.balance = torch.zeros(1, dtype=torch.float64)
+        self._dp = dp
+        self._waiting = set(clients)
+
+    def add(self, client: C, update: Update) -> None:
+        """Clip and add the update of a client; one that cannot be read counts as zero.
+
+        Raises:
+            DefenseError: the client was not drawn, or has sent an update before: two of one client
+                would move the sum by twice what is accounted.
+        """
+        if client not in self._waiting:
+            raise DefenseError(
+                f"ClientDP: an update of client {client!r}, which was not drawn or has sent one in "
+                "this round already"
+            )
+        self._waiting.remove(client)
+        try:
+            part = clipped(update, self.clip, self.like)
+        except UpdateError as error:
+            self.zeros[client] = str(error)
+            return
+        del self.zeros[client]
+        self.balance += 0.5 if joint_norm(update) <= self.clip else -0.5
+        for name, tensor in part.items():
+            self.total[name] += tensor.to(self.total[name].device)
+
+    def end(self) -> Release:
+        """Return the noised mean: one release.
+
+        Raises:
+            BudgetSpent: one more release would cost more than ``target_epsilon``.
+        """
+        return Release(self._dp.release_sum(self), self.zeros)
 
 
 _old_settings = old_spelling(client_settings.ClientReleaseSettings, most_notches=int)
@@ -349,6 +406,8 @@ class ClientDP(Defense):
     ) -> Release:
         """Return the mean of a round's updates with noise, by a trusted server: one release.
 
+        It reads one update after the other; where they arrive one by one use :meth:`begin`.
+
         Args:
             updates: of every client that was drawn; None where it failed or withheld. What cannot
                 be read (other names or shapes, NaN) counts as zero like that.
@@ -356,50 +415,55 @@ class ClientDP(Defense):
             weights: refused unless all are alike.
 
         Raises:
-            DefenseError: noise is not the server's to add, weights that differ, or more clients
-                than could be drawn; with ``bands`` clients that were not drawn for this release,
-                or another model.
+            DefenseError: weights that differ, or what :meth:`begin` refuses.
             BudgetSpent: one more release would cost more than ``target_epsilon``.
         """
-        if self.trust != "central":
-            raise DefenseError(
-                f"ClientDP(trust={self.trust!r}): the clients add the noise themselves "
-                "(privatized), and the server takes the mean of what they send"
-            )
         if weights is not None and len(set(weights)) > 1:
             raise DefenseError(
                 "ClientDP: under client-level DP every client weighs alike. Weights by the number "
                 "of examples change how far one client moves the sum, and tell that number: leave "
                 "weights out"
             )
-        most = self.per_round if self.sampling == "fixed" else self.clients
-        if len(updates) > most:
+        sums = self.begin(updates, like)
+        for client, update in updates.items():
+            if update is not None:
+                sums.add(client, update)
+        return sums.end()
+
+    def begin(self, clients: Collection[C], like: Update) -> UpdateSum[C]:
+        """Begin a release by a trusted server, to which updates are added as they arrive.
+
+        Args:
+            clients: that were drawn.
+            like: names, shapes and dtypes of what is shared.
+
+        Raises:
+            DefenseError: noise is not the server's to add, or more clients than could be drawn;
+                with ``bands`` clients that were not drawn for this release, or another model.
+        """
+        if self.trust != "central":
             raise DefenseError(
-                f"ClientDP: {len(updates)} clients took part in a round of at most {most:g}: draw "
+                f"ClientDP(trust={self.trust!r}): the clients add the noise themselves "
+                "(privatized), and the server takes the mean of what they send"
+            )
+        most = self.per_round if self.sampling == "fixed" else self.clients
+        if len(clients) > most:
+            raise DefenseError(
+                f"ClientDP: {len(clients)} clients took part in a round of at most {most:g}: draw "
                 "them with drawn()"
             )
-        self._check_correlated(updates, like)
-        zeros: dict[Any, str] = {}
-        clip, halves = self.clip_norm, torch.zeros(1, dtype=torch.float64)
-        total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in like.items()}
-        for client, update in updates.items():
-            if update is None:
-                zeros[client] = "failed or withheld"
-                continue
-            try:
-                part = clipped(update, clip, like)
-            except UpdateError as error:
-                zeros[client] = str(error)
-                continue
-            halves += 0.5 if joint_norm(update) <= clip else -0.5
-            for name, tensor in part.items():
-                total[name] += tensor.to(total[name].device)
-        std = self._record_release() * self._share_of_noise() * clip
+        self._check_correlated(clients, like)
+        return UpdateSum(self, clients, like)
+
+    def release_sum(self, sums: UpdateSum[Any]) -> dict[str, Tensor]:
+        """Return the noised mean of a sum of clipped updates; :meth:`UpdateSum.end` calls it."""
+        self._check_correlated(sums.clients, sums.like)
+        std = self._record_release() * self._share_of_noise() * sums.clip
         key = self._key(self._releases, 0, "quantile")
-        mean = self._add_noise(total, std, like, 1 / self.per_round, noise=self._noise)
+        mean = self._add_noise(sums.total, std, sums.like, 1 / self.per_round, noise=self._noise)
         self._participants = None
-        self._path.follow(halves, self.per_round, key)
-        return Release(mean, zeros)
+        self._path.follow(sums.balance, self.per_round, key)
+        return mean
 
     def privatized(self, update: Update | None, like: Update) -> dict[str, Tensor]:
         """Return a client's update, clipped and with its own noise: one release of this client.
@@ -528,11 +592,11 @@ class ClientDP(Defense):
     def _key(self, release: int, index: int, stream: str) -> bytes:
         return noise_key(base_of(self._entropy, self.seed), 0, release, index, self.name, stream)
 
-    def _check_correlated(self, updates: Mapping[C, Update | None], like: Update) -> None:
+    def _check_correlated(self, clients: Collection[C], like: Update) -> None:
         """Raise an error where correlated noise would cost more than is accounted."""
         if self.bands == 1:
             return
-        if self._participants is None or not updates.keys() <= self._participants:
+        if self._participants is None or not self._participants.issuperset(clients):
             raise DefenseError(
                 f"ClientDP(bands={self.bands}): a release has the clients of its own draw, since "
                 f"one may take part in one of {self.bands} rounds in a row: call drawn() before "

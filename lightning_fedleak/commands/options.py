@@ -588,6 +588,33 @@ class FederateOptions:
             self.sampling != "all" and self.per_round is None,
             f"--sampling {self.sampling} draws some clients: give their number with --per-round.",
         )
+        drawn = self.per_round or 0
+        yield (
+            drawn not in (0, self.clients) and self.sampling == "all",
+            f"--per-round {drawn:g} draws some clients: give --sampling poisson or fixed too.",
+        )
+        yield (
+            drawn > self.clients or (self.sampling == "fixed" and drawn != int(drawn)),
+            f"--per-round {drawn:g} must be at most the {self.clients} --clients, and with "
+            "--sampling fixed a whole number.",
+        )
+        yield (
+            self.trust == "secure_aggregation" and self.sampling == "poisson",
+            "--trust secure_aggregation adds shares of noise, which are the whole only where it is "
+            "known how many clients take part: give --sampling fixed, or leave it out.",
+        )
+        yield (
+            self.clip_quantile is not None and self.trust != "central",
+            "--clip-quantile counts the clients below the clip norm, which a trusted server alone "
+            f"may do: leave it or --trust {self.trust} out.",
+        )
+        stays = self.trust == "central" and self.sampling == "poisson" and not self.clip_quantile
+        yield (
+            self.noise_bands is not None and not stays,
+            "--noise-bands correlates the noise of rounds, for a trusted server, clients that are "
+            "drawn by independent coins, and a clip norm that stays: give --sampling poisson, and "
+            "leave --trust and --clip-quantile out.",
+        )
         yield (
             self.server_lr is not None and self.server_optimizer == "mean",
             "--server-lr sets the rate of an optimizer of the server: give --server-optimizer too.",

@@ -268,10 +268,7 @@ def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
             "(QuantileClip, --clip-quantile), and its count of 4 with noise 0.2",
         ),
         (["--noise-bands", "2"], "give --epsilon or --noise-multiplier too"),
-        (
-            ["--noise-bands", "2", "--epsilon", "8"],
-            "(--noise-bands) correlates the noise",
-        ),
+        (["--noise-bands", "2", "--epsilon", "8"], "--noise-bands correlates the noise"),
         (["--server-lr", "1"], "give --server-optimizer too"),
         (["--lora-r", "4", "--column", "text"], "give --peft lora too"),
         (["--column", "text", "--length", "4000"], "more than the"),
@@ -295,3 +292,34 @@ def test_too_few_texts_for_a_gate_are_refused_before_libraries_load() -> None:
         FederateOptions(**settings).check()
     FederateOptions(**settings | {"local_steps": 4}).check()
     FederateOptions(**settings, watch="leakage/worst/words").check()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"trust": "local", "clip_quantile": 0.5}, "leave it or --trust local out"),
+        ({"trust": "secure_aggregation", "sampling": "poisson", "per_round": 2.0}, "fixed, or"),
+        ({"per_round": 2.0}, "--per-round 2 draws some clients: give --sampling"),
+        ({"sampling": "poisson", "per_round": 5.0}, "at most the 4 --clients"),
+        ({"sampling": "fixed", "per_round": 2.5}, "a whole number"),
+        ({"noise_bands": 2}, "give --sampling poisson"),
+        ({"noise_bands": 2, "sampling": "poisson", "per_round": 1.0, "clip_quantile": 0.5}, "stays"),
+    ],
+)
+def test_privacy_that_cannot_hold_is_refused_before_libraries_load(wrong: dict, match: str) -> None:
+    with pytest.raises(SourceError, match=match):
+        FederateOptions(epsilon=8.0, **wrong).check()
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        {"clip_quantile": 0.5},
+        {"trust": "local"},
+        {"per_round": 4.0},
+        {"trust": "secure_aggregation", "sampling": "fixed", "per_round": 4.0},
+        {"noise_bands": 2, "sampling": "poisson", "per_round": 1.5},
+    ],
+)
+def test_privacy_that_can_hold_is_not_refused(right: dict) -> None:
+    FederateOptions(epsilon=8.0, **right).check()

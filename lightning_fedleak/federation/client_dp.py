@@ -28,7 +28,6 @@ from lightning_fedleak.defenses.accounting import (
     SamplingScheme,
     effective_noise_multiplier,
 )
-from lightning_fedleak.defenses.base import State
 from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoise
 from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.federation import client_settings
@@ -534,6 +533,33 @@ class ClientDP(Defense):
                 "ClientDP(trust='local')"
             )
 
+    def check_rounding(self, like: Update) -> None:
+        """Refuse a model whose dtype rounds a client's share of noise away.
+
+        Shares add up to the whole noise before rounding only. Steps of one standard deviation
+        change the law of the sum by ``exp(-2 pi^2)``, 3e-9; far larger ones leave a share without
+        effect.
+
+        Args:
+            like: what was sent of what is trained.
+
+        Raises:
+            DefenseError: names the tensor.
+        """
+        if self.trust != "secure_aggregation":
+            return
+        for name, tensor in like.items():
+            eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 1.0
+            step = eps * float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+            if not step <= self.own_noise_std:
+                raise DefenseError(
+                    f"ClientDP: '{name}' was sent in {str(tensor.dtype).removeprefix('torch.')} "
+                    f"with numbers so large that they are rounded to steps of {step:.2g}, and this "
+                    f"client's share of noise has a standard deviation of {self.own_noise_std:.2g}:"
+                    " it would be rounded away, and the sum carry less than the whole. Send the "
+                    "model in float32, or clip higher"
+                )
+
     def check_server(self, owner: str) -> None:
         """Raise an error where the server's noise, or its account after a restart, does not hold.
 
@@ -617,7 +643,7 @@ class ClientDP(Defense):
         """Return the account of the releases, how far the noise is turned up, and the clip norm."""
         return self._budget.state_dict() | {"log_factor": self._path.log_factor}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the count of releases; the account never runs backwards."""
         self._path.log_factor = float(state.get("log_factor", 0.0))
         self._budget.load_state_dict(state, self._budget.accountant.steps)

@@ -12,13 +12,19 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from lightning_fedleak.federation.client_dp import ClientDP
-from lightning_fedleak.federation.client_settings import check_rounding
 from lightning_fedleak.federation.compression import client_compression, compressed_state
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook
 from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
-from lightning_fedleak.looks import GateDecision, LeakageLimitExceeded, reason
-from lightning_fedleak.looks.gates import announce, check_threshold, is_worst, names_there_are
+from lightning_fedleak.looks import (
+    GateDecision,
+    LeakageLimitExceeded,
+    announce,
+    check_threshold,
+    is_worst,
+    names_there_are,
+    reason,
+)
 from lightning_fedleak.validate import check_choice, check_integer
 
 _NEXT = "next_look"
@@ -338,8 +344,8 @@ class OutgoingUpdates:
             BudgetSpent: one more release would cost more than the client's budget.
         """
         observer = self.observer
-        like = self._begin_round(round_, sent)
-        if refusal := observer.refusal(round_, sent):
+        like, refusal = self._begin_round(round_, sent)
+        if refusal is not None:
             return self._withhold(sent, like, refusal)
         start, dropped = time.perf_counter(), self._find_dropped(like)
         try:
@@ -505,7 +511,8 @@ class OutgoingUpdates:
             UpdateError: what was sent is not of the observer's model.
             BudgetSpent: one more release would cost more than the client's budget.
         """
-        return self._withhold(sent, self._begin_round(round_, sent), why)
+        like, _ = self._begin_round(round_, sent)
+        return self._withhold(sent, like, why)
 
     def memory(self) -> dict[str, int]:
         """Return what this client's next process goes on with: see :meth:`recall`."""
@@ -536,10 +543,9 @@ class OutgoingUpdates:
         if _NEXT in memory:
             self.observer.next_look[self.client] = int(memory[_NEXT])
 
-    def _begin_round(self, round_: int, sent: State) -> dict[str, Tensor]:
-        """Open the round, and return what is trained of what was sent."""
-        if self.observer.refusal(round_, sent) is None:
-            self.observer.begin(round_, sent)
+    def _begin_round(self, round_: int, sent: State) -> tuple[dict[str, Tensor], str | None]:
+        """Open the round; return what is trained of what was sent, and why it is refused, if so."""
+        refusal = self.observer.refusal(round_, sent)
         shared = {name: sent[name] for name in self.observer.trained_names()}
         if self.own is not None:
             self.own.check_affords_another()
@@ -548,9 +554,8 @@ class OutgoingUpdates:
                     "a tied parameter is sent under two names, and would get noise twice: share "
                     "each parameter once, as trained_state(model) does"
                 )
-            if self.own.trust == "secure_aggregation":
-                check_rounding(shared, self.own.own_noise_std)
-        return shared
+            self.own.check_rounding(shared)
+        return shared, refusal
 
     def _action_of(self, event: RoundEvent) -> Action:
         return next(gate.action for gate in self.gates if gate.name == event.gate)

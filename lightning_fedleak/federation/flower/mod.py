@@ -243,7 +243,9 @@ class FedLeakMod:
 def _find_refusal(outgoing: OutgoingUpdates, codec: NamedArrays, context: Context) -> str | None:
     """Return why a client does not train on what it was sent; None where it does."""
     start = outgoing.observer.start
-    if start is not None and _ROUND in context.state:
+    if start is None:
+        return None
+    if _ROUND in context.state:
         round_ = int(context.state.config_records[_STATE][_START])
         tensors = context.state.array_records[_ROUND].to_torch_state_dict()
         start.recall(outgoing.client, round_, tensors)

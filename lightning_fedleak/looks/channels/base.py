@@ -265,6 +265,9 @@ class Channel(ABC):
         if (why := no_sum(plan)) is not None:
             return Unknown(why, applies=False)
         facts, steps = plan.facts(self.run, self.settings.local_steps, 0), None
+        method = "" if facts.compression is None else facts.compression.method
+        if method not in ("", *attack.reads_compressed):
+            return Unknown(explain_compression(method), applies=False)
         with suppress(UnusableObservation):  # some attacks read updates of any optimizer
             steps = LocalSteps.from_facts(facts)
         try:

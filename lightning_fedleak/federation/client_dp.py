@@ -11,9 +11,8 @@ import math
 import os
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -31,81 +30,10 @@ from lightning_fedleak.defenses.accounting import (
 from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoise
 from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.federation import client_settings
-from lightning_fedleak.federation.updates import Update, UpdateError, clipped, joint_norm
+from lightning_fedleak.federation.updates import Release, Update, UpdateError, UpdateSum, clipped
 from lightning_fedleak.validate import group_old_arguments, old_spelling
 
 C = TypeVar("C")
-
-
-@dataclass(frozen=True)
-class Release:
-    """What a round of client-level DP gives to the next model.
-
-    Attributes:
-        update: mean of the clients' clipped updates with noise, by name, in the dtype of ``like``.
-        zeros: why clients counted as zero, by client. A fact about them that no noise hides: it is
-            the trusted server's, and not to be published.
-    """
-
-    update: dict[str, Tensor]
-    zeros: Mapping[Any, str]
-
-
-class UpdateSum(Generic[C]):
-    """Adds up the clipped updates of a round one by one, so that one alone is in memory.
-
-    :meth:`ClientDP.begin` makes it.
-
-    Args:
-        dp: clips and adds the noise.
-        clients: that were drawn.
-        like: names, shapes and dtypes of what is shared.
-
-    Attributes:
-        zeros: why clients count as zero so far, by client, at first all of them; an engine may say
-            more.
-        total: the sum so far, by name.
-        balance: half of the number of updates within the clip norm less half of the others.
-    """
-
-    def __init__(self, dp: ClientDP, clients: Collection[C], like: Update) -> None:
-        self.clients, self.like, self.clip = frozenset(clients), like, dp.clip_norm
-        self.zeros: dict[C, str] = dict.fromkeys(clients, "failed or withheld")
-        self.total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in like.items()}
-        self.balance = torch.zeros(1, dtype=torch.float64)
-        self._dp = dp
-        self._waiting = set(clients)
-
-    def add(self, client: C, update: Update) -> None:
-        """Clip and add the update of a client; one that cannot be read counts as zero.
-
-        Raises:
-            DefenseError: the client was not drawn, or has sent an update before: two of one client
-                would move the sum by twice what is accounted.
-        """
-        if client not in self._waiting:
-            raise DefenseError(
-                f"ClientDP: an update of client {client!r}, which was not drawn or has sent one in "
-                "this round already"
-            )
-        self._waiting.remove(client)
-        try:
-            part = clipped(update, self.clip, self.like)
-        except UpdateError as error:
-            self.zeros[client] = str(error)
-            return
-        del self.zeros[client]
-        self.balance += 0.5 if joint_norm(update) <= self.clip else -0.5
-        for name, tensor in part.items():
-            self.total[name] += tensor.to(self.total[name].device)
-
-    def end(self) -> Release:
-        """Return the noised mean: one release.
-
-        Raises:
-            BudgetSpent: one more release would cost more than ``target_epsilon``.
-        """
-        return Release(self._dp.release_sum(self), self.zeros)
 
 
 _old_settings = old_spelling(client_settings.ClientReleaseSettings, most_notches=int)
@@ -452,10 +380,10 @@ class ClientDP(Defense):
                 "them with drawn()"
             )
         self._check_correlated(clients, like)
-        return UpdateSum(self, clients, like)
+        return UpdateSum(clients, like, self.clip_norm, self._release_sum)
 
-    def release_sum(self, sums: UpdateSum[Any]) -> dict[str, Tensor]:
-        """Return the noised mean of a sum of clipped updates; :meth:`UpdateSum.end` calls it."""
+    def _release_sum(self, sums: UpdateSum[Any]) -> dict[str, Tensor]:
+        """Return the noised mean of a sum of clipped updates: one release."""
         self._check_correlated(sums.clients, sums.like)
         std = self._record_release() * self._share_of_noise() * sums.clip
         key = self._key(self._releases, 0, "quantile")
@@ -476,7 +404,6 @@ class ClientDP(Defense):
             DefenseError: noise is the server's to add.
             BudgetSpent: one more release would cost more than ``target_epsilon``.
         """
-        self._check_own()
         part = self._clip_or_zero(update, like)
         self._record_release()
         return self._add_noise(part, self.own_noise_std, like)
@@ -487,10 +414,8 @@ class ClientDP(Defense):
         It is not for release. It is looked at in place of what leaves: a decision that is made from
         it depends on noise that nobody else sees, so that the account of the release still holds.
         """
-        self._check_own()
-        return self._add_noise(
-            self._clip_or_zero(update, like), self.own_noise_std, like, stream="rehearsal"
-        )
+        part = self._clip_or_zero(update, like)
+        return self._add_noise(part, self.own_noise_std, like, stream="rehearsal")
 
     def affords_another(self) -> bool:
         """Return whether one more release fits within ``target_epsilon``."""
@@ -536,29 +461,14 @@ class ClientDP(Defense):
     def check_rounding(self, like: Update) -> None:
         """Refuse a model whose dtype rounds a client's share of noise away.
 
-        Shares add up to the whole noise before rounding only. Steps of one standard deviation
-        change the law of the sum by ``exp(-2 pi^2)``, 3e-9; far larger ones leave a share without
-        effect.
-
         Args:
             like: what was sent of what is trained.
 
         Raises:
             DefenseError: names the tensor.
         """
-        if self.trust != "secure_aggregation":
-            return
-        for name, tensor in like.items():
-            eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 1.0
-            step = eps * float(tensor.detach().abs().max()) if tensor.numel() else 0.0
-            if not step <= self.own_noise_std:
-                raise DefenseError(
-                    f"ClientDP: '{name}' was sent in {str(tensor.dtype).removeprefix('torch.')} "
-                    f"with numbers so large that they are rounded to steps of {step:.2g}, and this "
-                    f"client's share of noise has a standard deviation of {self.own_noise_std:.2g}:"
-                    " it would be rounded away, and the sum carry less than the whole. Send the "
-                    "model in float32, or clip higher"
-                )
+        if self.trust == "secure_aggregation":
+            client_settings.check_rounding(like, self.own_noise_std)
 
     def check_server(self, owner: str) -> None:
         """Raise an error where the server's noise, or its account after a restart, does not hold.
@@ -572,14 +482,12 @@ class ClientDP(Defense):
                 "ledger=...), whose account survives a restart"
             )
 
-    def _check_own(self) -> None:
+    def _clip_or_zero(self, update: Update | None, like: Update) -> dict[str, Tensor]:
         if self.trust == "central":
             raise DefenseError(
                 "ClientDP(trust='central'): the server adds the noise (mean), and the client sends "
                 "its update as it is. For noise of its own say trust='local'"
             )
-
-    def _clip_or_zero(self, update: Update | None, like: Update) -> dict[str, Tensor]:
         if update is not None:
             try:
                 return clipped(update, self.clip, like)

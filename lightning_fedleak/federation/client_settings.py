@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
+
 from lightning_fedleak.defenses import DefenseError, QuantileClip
+from lightning_fedleak.federation.updates import Update
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 ClientSampling = Literal["all", "poisson", "fixed"]
@@ -221,3 +224,29 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
             f"ledger={str(ledger)!r} cannot be used ({error}): give a path in a folder that exists "
             "and may be written"
         ) from error
+
+
+def check_rounding(like: Update, noise_std: float) -> None:
+    """Refuse a model whose dtype rounds a client's share of noise away.
+
+    Shares add up to the whole noise before rounding only. Steps of one standard deviation change
+    the law of the sum by ``exp(-2 pi^2)``, 3e-9; far larger ones leave a share without effect.
+
+    Args:
+        like: what was sent of what is trained.
+        noise_std: of a share.
+
+    Raises:
+        DefenseError: names the tensor.
+    """
+    for name, tensor in like.items():
+        eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 1.0
+        step = eps * float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+        if not step <= noise_std:
+            raise DefenseError(
+                f"ClientDP: '{name}' was sent in {str(tensor.dtype).removeprefix('torch.')} with "
+                f"numbers so large that they are rounded to steps of {step:.2g}, and this client's "
+                f"share of noise has a standard deviation of {noise_std:.2g}: it would be rounded "
+                "away, and the sum carry less than the whole. Send the model in float32, or clip "
+                "higher"
+            )

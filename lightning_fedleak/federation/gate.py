@@ -74,8 +74,8 @@ class RoundEvent:
         else:
             source = f", of {self.source}" if self.source else ""
             measurement = f"{self.metric} = {self.value:.3f}{source}"
-        text = f"in round {self.round_}\n  measured: {measurement}\n"
-        text += f"  allowed:  at most {self.at_most:g}"
+        limit = f"  allowed:  at most {self.at_most:g}"
+        text = f"in round {self.round_}\n  measured: {measurement}\n{limit}"
         if self.hardened:
             text += f"\n  hardened: {'; '.join(self.hardened)}"
         return text
@@ -185,9 +185,8 @@ class RoundGate:
             if value <= self.at_most:
                 return None
             source = next((name for name in watched if look.now.get(name) == value), "")
-        client = look.client
         return RoundEvent(
-            self.name, self.metric, look.round_, client, value, self.at_most, source, why
+            self.name, self.metric, look.round_, look.client, value, self.at_most, source, why
         )
 
     def not_yet(self, look: RoundLook) -> RoundEvent | None:
@@ -195,9 +194,8 @@ class RoundGate:
         why = look.not_yet.get(self.metric) or look.not_yet.get(self.metric.rpartition("/")[0])
         if why is None or self.unread.get(look.client, look.round_) != look.round_:
             return None
-        unknown = math.nan
         return RoundEvent(
-            self.name, self.metric, look.round_, look.client, unknown, self.at_most, why=why
+            self.name, self.metric, look.round_, look.client, math.nan, self.at_most, why=why
         )
 
     def _value(self, look: RoundLook, watched: Sequence[str]) -> tuple[float, str]:
@@ -284,9 +282,8 @@ class OutgoingUpdates:
         zero: bool = False,
     ) -> None:
         self.observer = observer
-        self.drop = tuple(drop)
+        self.drop, self.gates = tuple(drop), tuple(gates)
         self.zero, self.secure_aggregation = zero, secure_aggregation
-        self.gates = tuple(gates)
         self.client = client
         self.own: ClientDP | None = None if dp is None or dp.trust == "central" else dp
         self.compression = client_compression(observer.run.defenses, dp)
@@ -357,9 +354,17 @@ class OutgoingUpdates:
             update = difference(sent, returned, trained=like)
         if self.own is None:  # it was to be checked; a look makes its own
             update = None
+
+        def leave(look: RoundLook | None, events: Sequence[RoundEvent] = ()) -> Leaving:
+            state = self._release(sent, returned, update, like)
+            try:
+                observer.leaves(self.client, batches, returned)
+            except Exception as error:  # which the client's data or disk may have provoked
+                announce(f"RoundObserver: what left in this round was not noted: {reason(error)}")
+            return Leaving(state, False, tuple(events), look)
+
         if not self.gates and not observer.due(self.client):
-            self._note(batches, returned)
-            return Leaving(self._release(sent, returned, update, like), False, (), None)
+            return leave(None)
 
         def look_once() -> RoundLook:
             state, noise_std, method = returned, 0.0, ""
@@ -385,27 +390,18 @@ class OutgoingUpdates:
             if self.gates:
                 return self._withhold(sent, like, judged)
             announce(f"RoundObserver: in round {round_} {judged}. The update leaves")
-            self._note(batches, returned)
-            return Leaving(self._release(sent, returned, update, like), False, (), None)
+            return leave(None)
         look, events, did = judged
-        leaves: dict[str, Tensor] | None = None
-        if did == "withhold":
-            leaves = self._zero(sent, like)
-        elif did != "raise":
-            leaves = self._release(sent, returned, update, like)
-            self._note(batches, returned)
+        if did in ("withhold", "raise"):
+            zero = self._zero(sent, like) if did == "withhold" else None
+            leaving = Leaving(zero, did == "withhold", tuple(events), look)
+        else:
+            leaving = leave(look, events)
         self._write(look, events, did)
         if seconds is not None:
             beside = max(0.0, time.perf_counter() - start - look.seconds)
             observer.paid(self.client, look.seconds, seconds, beside)
-        return Leaving(leaves, did == "withhold", tuple(events), look)
-
-    def _note(self, batches: Sequence[Any], returned: State) -> None:
-        """Let the observer know that what was trained on these batches leaves."""
-        try:
-            self.observer.leaves(self.client, batches, returned)
-        except Exception as error:  # which the client's data or disk may have provoked
-            announce(f"RoundObserver: what left in this round was not noted: {reason(error)}")
+        return leaving
 
     def _judge(
         self, look_once: Callable[[], RoundLook]
@@ -517,9 +513,8 @@ class OutgoingUpdates:
     def memory(self) -> dict[str, int]:
         """Return what this client's next process goes on with: see :meth:`recall`."""
         memory = {f"gate/{gate.name}": gate.unknown.get(self.client, 0) for gate in self.gates}
-        for gate in self.gates:
-            if self.client in gate.unread:
-                memory[f"unread/{gate.name}"] = gate.unread[self.client]
+        unread = (g for g in self.gates if self.client in g.unread)
+        memory |= {f"unread/{g.name}": g.unread[self.client] for g in unread}
         if self.client in self.observer.next_look:
             memory[_NEXT] = self.observer.next_look[self.client]
         return memory
@@ -562,9 +557,9 @@ class OutgoingUpdates:
 
     def _choose_action(self, events: Sequence[RoundEvent]) -> Action | Literal["leave"]:
         """Return the strongest action of the gates that acted."""
-        actions = {gate.action for gate in self.gates if any(e.gate == gate.name for e in events)}
-        order: tuple[Action, ...] = ("raise", "withhold", "harden", "warn")
-        return next((action for action in order if action in actions), "leave")
+        actions = {self._action_of(event) for event in events}
+        strongest: tuple[Action, ...] = ("raise", "withhold", "harden", "warn")
+        return next((action for action in strongest if action in actions), "leave")
 
     def _withhold(self, sent: State, like: State, why: str) -> Leaving:
         """Record why an update that cannot be read or looked at is withheld."""

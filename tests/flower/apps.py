@@ -96,7 +96,7 @@ def trained(
         loss = net(**batch).loss
         loss.backward()
         stepping.step()
-    return trained_state(net), float(loss)
+    return trained_state(net), float(loss.detach())
 
 
 class ForClient:

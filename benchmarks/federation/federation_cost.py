@@ -25,8 +25,8 @@ whose updates are random numbers; the observer plays no game with them. Needs Fl
 
     OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost server --model DIR --rank 0
 
-With ``--engine nvflare`` it is what NVFlare's ``FedAvg``, which adds each result up as it arrives,
-and ``PrivateFedAvg``, which keeps them, add from the first result to the next model. Needs NVFlare.
+With ``--engine nvflare`` it is what NVFlare's ``FedAvg`` and ``PrivateFedAvg`` add from the first
+result to the next model: both add each result up as it arrives. Needs NVFlare.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ import tempfile
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ class Client:
         self.source = batches(rows[:half], args.rows, args.length, pad, generator)
 
     def round(self) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Tensor]]]:
-        """What was sent, what is to be returned, and what it was trained on."""
+        """Return what was sent, what is to be returned, and what it was trained on."""
         sent = trained_state(self.model)
         data = list(itertools.islice(self.source, self.steps))
         train(self.model, data, self.optimizer)
@@ -119,42 +120,40 @@ class Client:
 
 
 def measure_share(args: argparse.Namespace) -> None:
-    """Prints a line for each look, and what all rounds have cost."""
+    """Print a line for each look, and what all rounds have cost."""
     with tempfile.TemporaryDirectory() as folder:
         client = Client(args, Path(folder), args.share)
-        began = time.process_time()
+        start = time.process_time()
         client.observer.begin(0, trained_state(client.model))
-        print(f"calibration {time.process_time() - began:8.1f} s", flush=True)
-        training, looked, passed = [], [], []
+        print(f"calibration {time.process_time() - start:8.1f} s", flush=True)
+        training_seconds, look_seconds, other_seconds = [], [], []
         for round_ in range(args.rounds):
-            started, elapsed = time.process_time(), time.perf_counter()
+            start, elapsed_start = time.process_time(), time.perf_counter()
             sent, returned, data = client.round()
-            trained, took = time.process_time(), time.perf_counter() - elapsed
-            leaving = client.out.leaves(round_, sent, returned, data, seconds=took)
-            cost = time.process_time() - trained
-            training.append(trained - started)
-            (passed if leaving.look is None else looked).append(cost)
+            end, elapsed = time.process_time(), time.perf_counter() - elapsed_start
+            leaving = client.out.leaves(round_, sent, returned, data, seconds=elapsed)
+            seconds = time.process_time() - end
+            training_seconds.append(end - start)
+            (other_seconds if leaving.look is None else look_seconds).append(seconds)
             if leaving.look is not None:
                 print(
-                    f"round {round_:3d}: training {training[-1]:7.1f} s, look {cost:7.1f} s; next "
-                    f"look in round {client.observer.next_look[0]}",
+                    f"round {round_:3d}: training {training_seconds[-1]:7.1f} s, look "
+                    f"{seconds:7.1f} s; next look in round {client.observer.next_look[0]}",
                     flush=True,
                 )
         due = client.observer.next_look[0]
-    spent, worked = sum(looked) + sum(passed), sum(training)
-    round_, look, rest = worked / args.rounds, sum(looked) / len(looked), _mean(passed)
+    training = sum(training_seconds)
+    watching = sum(look_seconds) + sum(other_seconds)
+    mean_round, mean_look = training / args.rounds, statistics.fmean(look_seconds)
+    mean_other = statistics.fmean(other_seconds or [0.0])
     print(
-        f"{args.rounds} rounds (the next look is due in round {due}): training {round_:.2f} s a "
-        f"round, {len(looked)} looks of {look:.2f} s, {rest:.3f} s where there is none; observer "
-        f"and mod over training {spent / worked:.2%}"
+        f"{args.rounds} rounds (the next look is due in round {due}): training {mean_round:.2f} s "
+        f"a round, {len(look_seconds)} looks of {mean_look:.2f} s, {mean_other:.3f} s where there "
+        f"is none; observer and mod over training {watching / training:.2%}"
     )
-    pause = math.ceil(look / max(args.share * round_ - rest, 1e-9))
-    share = (look + (pause - 1) * rest) / (pause * round_)
+    pause = math.ceil(mean_look / max(args.share * mean_round - mean_other, 1e-9))
+    share = (mean_look + (pause - 1) * mean_other) / (pause * mean_round)
     print(f"at that cost a look in {pause} rounds is {share:.2%} of training")
-
-
-def _mean(values: list[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
 
 
 # ---- memory -------------------------------------------------------------------------------------
@@ -171,64 +170,64 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._known: set[int] = set()
+        self._counted: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {
+        inputs = {
             t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
         }
-        found = func(*args, **(kwargs or {}))
-        for made in tree_leaves(found):
-            if isinstance(made, Tensor):
-                self._add(made.untyped_storage(), given)
-        return found
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage(), inputs)
+        return result
 
-    def _add(self, storage: Any, given: set[int]) -> None:
+    def _add(self, storage: Any, inputs: set[int]) -> None:
         key = storage._cdata
-        if key in given or key in self._known:
+        if key in inputs or key in self._counted:
             return
-        self._known.add(key)
+        self._counted.add(key)
         size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key, size)
+        weakref.finalize(storage, self._subtract, key, size)
 
-    def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
+    def _subtract(self, key: int, size: int) -> None:
+        self._counted.discard(key)
         self.now -= size
 
 
 def measure_memory(args: argparse.Namespace) -> None:
-    """Prints the peak of each part of a round, and what is kept after it."""
+    """Print the peak of each part of a round, and what is kept after it."""
     with tempfile.TemporaryDirectory() as folder:
         client = Client(args, Path(folder), share=1e-9)  # one look, and then none that is due
         sent = trained_state(client.model)
         update = sum(t.numel() * t.element_size() for t in sent.values())
         print(f"one update: {update / 2**20:.2f} MiB")
 
-        def measured(what: str, does: Any) -> Any:
+        def measure(title: str, call: Callable[[], object]) -> None:
             with LiveBytes() as live:
-                found = does()
+                result = call()
                 peak, kept = live.peak / update, live.now / update
-            del found
+            del result
             print(
-                f"{what:<44} peak {peak:8.2f} updates, kept {kept:8.2f}, and "
+                f"{title:<44} peak {peak:8.2f} updates, kept {kept:8.2f}, and "
                 f"{live.now / update:8.2f} once what is returned is gone",
                 flush=True,
             )
 
-        measured("calibration", lambda: client.observer.begin(0, sent))
+        measure("calibration", lambda: client.observer.begin(0, sent))
         sent, returned, data = client.round()
         client.out.leaves(1, sent, returned, data, seconds=1.0)  # is looked at
         sent, returned, data = client.round()
-        measured(
+        measure(
             "a round that is not looked at",
             lambda: client.out.leaves(2, sent, returned, data, seconds=1.0),
         )
         client.observer.next_look.clear()
         client.observer.begin(3, sent)
-        measured("reading the update alone", lambda: client.observer.update(returned))
-        measured(
+        measure("reading the update alone", lambda: client.observer.update(returned))
+        measure(
             "a round that is looked at",
             lambda: client.out.leaves(3, sent, returned, data, seconds=1.0),
         )
@@ -238,7 +237,7 @@ def measure_memory(args: argparse.Namespace) -> None:
 
 
 def measure_server(args: argparse.Namespace) -> None:
-    """Prints a line for each number of replies."""
+    """Print a line for each number of replies."""
     for count in args.counts if args.engine == "nvflare" else ():
         added = [
             _in_a_process("--one", str(count), "--inside", name)
@@ -266,7 +265,7 @@ WATCHERS = ("FedAvg", "Observed")
 
 
 def one_server_round(args: argparse.Namespace) -> None:
-    """Prints by how many bytes the peak of a round is above what was there before, as JSON."""
+    """Print by how many bytes the peak of a round is above what was there before, as JSON."""
     from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
     from flwr.serverapp.strategy import FedAvg
     from flwr.supercore.task_identity import TaskIdentity
@@ -308,7 +307,7 @@ def one_server_round(args: argparse.Namespace) -> None:
             replies.append(Message(RecordDict(content), reply_to=asked))
         del state
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
         begin = resident("VmRSS")
         strategy.aggregate_train(1, replies)
         result["added"] = resident("VmHWM") - begin
@@ -316,7 +315,7 @@ def one_server_round(args: argparse.Namespace) -> None:
 
 
 def one_nvflare_round(args: argparse.Namespace) -> None:
-    """Prints by how many bytes a round's peak is above what was there before, as JSON."""
+    """Print by how many bytes a round's peak is above what was there before, as JSON."""
     from nvflare.app_common.abstract.fl_model import FLModel
     from nvflare.app_common.aggregators.weighted_aggregation_helper import WeightedAggregationHelper
     from nvflare.app_common.workflows.fedavg import FedAvg
@@ -336,14 +335,14 @@ def one_nvflare_round(args: argparse.Namespace) -> None:
                 0.5, 1.0, clients=args.one, trust="central", target_delta=1e-5, accountant="rdp",
                 ledger=Path(folder) / "ledger",
             )  # fmt: skip
-            workflow._places = names
-            workflow._drawn = workflow._account.drawn(names)
+            workflow._places = workflow._drawn = names
             workflow._wire, workflow._state = {n: t.numpy() for n, t in state.items()}, state
-            workflow._updates = dict.fromkeys(workflow._drawn)
         workflow.current_round = 1
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
         begin = resident("VmRSS")
+        if isinstance(workflow, PrivateFedAvg):
+            workflow._sums = workflow._account.begin(names, state)
         for name in names:
             numbers = {n: (t + 1e-3 * torch.randn_like(t)).numpy() for n, t in state.items()}
             result = FLModel(
@@ -358,13 +357,13 @@ def one_nvflare_round(args: argparse.Namespace) -> None:
 
 
 def resident(row: str) -> int:
-    """Returns bytes of memory of this process: now (``VmRSS``) or at most (``VmHWM``)."""
+    """Return bytes of memory of this process: now (``VmRSS``) or at most (``VmHWM``)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(row))
 
 
 def _in_a_process(*options: str) -> dict[str, Any]:
-    """Returns the JSON that this command prints with further options."""
+    """Return the JSON that this command prints with further options."""
     command = [sys.executable, "-m", "benchmarks.federation.federation_cost", *sys.argv[1:]]
     run = subprocess.run([*command, *options], stdout=subprocess.PIPE, text=True, check=True)
     answer: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
@@ -375,31 +374,31 @@ def _in_a_process(*options: str) -> dict[str, Any]:
 
 
 def measure_clients(args: argparse.Namespace) -> None:
-    """Prints a line for each number of clients, and the line that fits them best."""
-    found = []
+    """Print a line for each number of clients, and the line that fits them best."""
+    times = []
     for count in args.counts:
-        one = _in_a_process("--one", str(count))
-        found.append((count, one["processor"]))
+        cost = _in_a_process("--one", str(count))
+        times.append((count, cost["processor"]))
         print(
-            f"{count:4d} clients: processor {one['processor']:7.1f} s, elapsed "
-            f"{one['elapsed']:6.0f} s, peak of a process {one['mebibytes']:6.0f} MiB",
+            f"{count:4d} clients: processor {cost['processor']:7.1f} s, elapsed "
+            f"{cost['elapsed']:6.0f} s, peak of a process {cost['mebibytes']:6.0f} MiB",
             flush=True,
         )
-    if len(found) > 1:
-        x = torch.tensor([[1.0, n] for n, _ in found], dtype=torch.float64)
-        y = torch.tensor([t for _, t in found], dtype=torch.float64)
+    if len(times) > 1:
+        x = torch.tensor([[1.0, n] for n, _ in times], dtype=torch.float64)
+        y = torch.tensor([t for _, t in times], dtype=torch.float64)
         line = torch.linalg.lstsq(x, y).solution
         off = float(((x @ line - y) / y).abs().max())
         print(f"{float(line[0]):.1f} s + {float(line[1]):.2f} s a client; off by at most {off:.0%}")
 
 
 def one_federation(args: argparse.Namespace) -> None:
-    """Runs one, and prints what it has cost as JSON."""
+    """Run one federation, and print what it has cost as JSON."""
     from rich.console import Console
 
     from lightning_fedleak.commands.federate import FederateCommand
 
-    began, started = processor_seconds(), time.perf_counter()
+    processor, start = processor_seconds(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         FederateCommand(
             clients=args.one,
@@ -416,23 +415,26 @@ def one_federation(args: argparse.Namespace) -> None:
             engine=args.engine,
             out=Path(folder),
         ).run(Console(file=io.StringIO()))
-    of = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    told = {
-        "processor": processor_seconds() - began,
-        "elapsed": time.perf_counter() - started,
-        "mebibytes": max(resource.getrusage(who).ru_maxrss for who in of) / 1024,
+    result = {
+        "processor": processor_seconds() - processor,
+        "elapsed": time.perf_counter() - start,
+        "mebibytes": max(usage.ru_maxrss for usage in usages()) / 1024,
     }
-    print(json.dumps(told))
+    print(json.dumps(result))
+
+
+def usages() -> list[resource.struct_rusage]:
+    """Return what this process has used, and those of its children that have ended."""
+    return [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 
 
 def processor_seconds() -> float:
-    """Of this process and of those of its children that have ended."""
-    of = (resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(used.ru_utime + used.ru_stime for used in of)
+    """Return the processor time of this process and of its children that have ended."""
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages())
 
 
 def main() -> None:
-    """Measures what was asked for."""
+    """Measure one of the modes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     which = parser.add_subparsers(dest="which", required=True)
     share = which.add_parser("share")

@@ -39,6 +39,11 @@ _SHORT = 3.0  # standard deviations by which a step must be short to show a size
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", "maximize")
 """Settings of optimizers that do not change an update (ascending ones are refused before)."""
 
+COMPRESSED_STEPS = (
+    "the update was compressed, and what the optimizer or its decay did before is not undone on "
+    "what was left: measure with error_feedback=True, or steps of SGD"
+)
+
 
 def decays_apart(facts: RunFacts) -> bool:
     """Return whether a round shrinks weights by a share, apart from the effect of gradients.
@@ -70,6 +75,17 @@ def check_fresh(facts: RunFacts, snapshot: GradientSnapshot) -> None:
         steps = LocalSteps.from_facts(facts)
         if steps is not None:
             steps.check_fresh(False)
+
+
+def check_compressed(facts: RunFacts) -> None:
+    """Raise an error for rounds that are compressed after anything but plain steps of SGD.
+
+    Raises:
+        Inapplicable: what the optimizer did cannot be undone on what was left.
+    """
+    steps = None if facts.compression is None else LocalSteps.from_facts(facts)
+    if steps is not None and not steps.plain:
+        raise Inapplicable(COMPRESSED_STEPS)
 
 
 def copy_weights(anatomy: Anatomy, names: Iterable[str]) -> dict[str, Tensor]:

@@ -74,7 +74,9 @@ class FederateCommand(FederateOptions):
         federation = self.federation()
         train = self._engine()
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        federation.account(None)  # raises an error before anything is written
+        # Both raise errors, of --targets say, before anything is written.
+        federation.account(None)
+        federation.make_model()
         _check_gates(federation)
         introduction = _introduction(federation)
         folder = self.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -93,6 +95,13 @@ class FederateCommand(FederateOptions):
 
             try:
                 server = train(federation, folder, closed)
+            except KeyboardInterrupt:
+                console.print(
+                    f"\nInterrupted after {len(rounds)} of {self.rounds} rounds, whose logs are in "
+                    f"{os.path.relpath(folder)}. No run goes on from them: begin a new one.",
+                    soft_wrap=True,
+                )
+                raise
             except ValueError as error:
                 if isinstance(error, USER_ERRORS):
                     raise

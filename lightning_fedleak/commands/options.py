@@ -78,10 +78,6 @@ def _count(default: int, minimum: int = 1) -> int:
     return _option(default, "N", type=_at_least(minimum))
 
 
-def _seed() -> int:
-    return _option(0, "N", type=_SEED)
-
-
 def shape(text: str) -> str:
     """Return texts x tokens as they are written, if they are numbers."""
     rows, _, length = text.partition("x")
@@ -134,7 +130,7 @@ class DemoOptions:
     at_most: float = _option(0.5, "F1", type=_SHARE)
     lr: float = _option(1e-4, "X", type=_POSITIVE)
     out: Path = _option(Path("fedleak_runs"), "DIR")
-    seed: int = _seed()
+    seed: int = _option(0, "N", type=_SEED)
     reveal: bool = False
 
 
@@ -201,7 +197,7 @@ class GameOptions:
     defense: str | None = _option(None, "NAME:SETTING=VALUE,...")
     precision: str = _option("fp32", choices=PRECISIONS)
     bos: int | None = _option(None, "ID", type=_at_least(0))
-    seed: int = _seed()
+    seed: int = _option(0, "N", type=_SEED)
     json: Path | None = _option(None, "FILE")
 
 
@@ -268,7 +264,7 @@ class InvertOptions:
     )
     precision: str = _option("fp32", choices=PRECISIONS)
     bos: int | None = _option(None, "ID", type=_at_least(0))
-    seed: int = _seed()
+    seed: int = _option(0, "N", type=_SEED)
     out: Path = _option(Path("fedleak_runs/inversion"), "DIR")
 
 
@@ -312,7 +308,7 @@ class SweepOptions:
     lr: float = _option(1e-4, "X", type=_POSITIVE)
     peft: Literal["lora", "bitfit"] | None = None
     budget_seconds: float = _option(10.0, "S", type=_POSITIVE)
-    seed: int = _seed()
+    seed: int = _option(0, "N", type=_SEED)
     out: Path = _option(Path("fedleak_runs/sweep"), "DIR")
 
 
@@ -343,7 +339,7 @@ class CapacityOptions:
     targets: str | None = _option(None, "NAMES")
     batch: str = _option("8x64", "BxL", type=shape)
     seconds: float = _option(30.0, "S", type=_POSITIVE)
-    seed: int = _seed()
+    seed: int = _option(0, "N", type=_SEED)
 
 
 @dataclass(frozen=True)
@@ -509,7 +505,7 @@ class FederateOptions:
     server_optimizer: Literal["mean", "momentum", "adam"] = "mean"
     server_lr: float | None = _option(None, "X", type=_POSITIVE)
     engine: Literal["local", "flower"] = "local"
-    seed: int = _seed()
+    seed: int = _option(0, "N", type=_SEED)
     out: Path = _option(Path("fedleak_runs/federation"), "DIR")
 
     def check(self) -> None:
@@ -585,8 +581,13 @@ class FederateOptions:
             text = "client-level differential privacy: give --epsilon or --noise-multiplier too."
             yield changed, f"{changed} sets {text}"
         yield (
-            self.sampling != "all" and self.per_round is None,
-            f"--sampling {self.sampling} draws some clients: give their number with --per-round.",
+            (self.sampling == "all") != (self.per_round is None),
+            "--sampling poisson and fixed draw some clients: give their number with --per-round.",
+        )
+        yield (
+            self.clip_quantile is not None and self.trust != "central",
+            "--clip-quantile counts the clients below the clip norm, which a trusted server alone "
+            f"may do: leave it or --trust {self.trust} out.",
         )
         yield (
             self.server_lr is not None and self.server_optimizer == "mean",

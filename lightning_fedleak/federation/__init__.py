@@ -2,7 +2,6 @@
 
 from lightning_fedleak.defenses import QuantileClip as QuantileClip
 from lightning_fedleak.federation.client_dp import ClientDP as ClientDP
-from lightning_fedleak.federation.client_dp import Release as Release
 from lightning_fedleak.federation.client_settings import (
     ClientReleaseSettings as ClientReleaseSettings,
 )
@@ -23,8 +22,10 @@ from lightning_fedleak.federation.round_look import RoundLook as RoundLook
 from lightning_fedleak.federation.round_run import RoundSettings as RoundSettings
 from lightning_fedleak.federation.round_start import CraftedValuesError as CraftedValuesError
 from lightning_fedleak.federation.round_start import StartCheck as StartCheck
+from lightning_fedleak.federation.updates import Release as Release
 from lightning_fedleak.federation.updates import ServerOptimizer as ServerOptimizer
 from lightning_fedleak.federation.updates import UpdateError as UpdateError
+from lightning_fedleak.federation.updates import UpdateSum as UpdateSum
 from lightning_fedleak.federation.updates import clipped as clipped
 from lightning_fedleak.federation.updates import difference as difference
 from lightning_fedleak.federation.updates import joint_norm as joint_norm

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -28,28 +27,13 @@ from lightning_fedleak.defenses.accounting import (
     SamplingScheme,
     effective_noise_multiplier,
 )
-from lightning_fedleak.defenses.base import State
 from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoise
 from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.federation import client_settings
-from lightning_fedleak.federation.updates import Update, UpdateError, clipped, joint_norm
+from lightning_fedleak.federation.updates import Release, Update, UpdateError, UpdateSum, clipped
 from lightning_fedleak.validate import group_old_arguments, old_spelling
 
 C = TypeVar("C")
-
-
-@dataclass(frozen=True)
-class Release:
-    """What a round of client-level DP gives to the next model.
-
-    Attributes:
-        update: mean of the clients' clipped updates with noise, by name, in the dtype of ``like``.
-        zeros: why clients counted as zero, by client. A fact about them that no noise hides: it is
-            the trusted server's, and not to be published.
-    """
-
-    update: dict[str, Tensor]
-    zeros: Mapping[Any, str]
 
 
 _old_settings = old_spelling(client_settings.ClientReleaseSettings, most_notches=int)
@@ -349,6 +333,8 @@ class ClientDP(Defense):
     ) -> Release:
         """Return the mean of a round's updates with noise, by a trusted server: one release.
 
+        It reads one update after the other; where they arrive one by one use :meth:`begin`.
+
         Args:
             updates: of every client that was drawn; None where it failed or withheld. What cannot
                 be read (other names or shapes, NaN) counts as zero like that.
@@ -356,50 +342,55 @@ class ClientDP(Defense):
             weights: refused unless all are alike.
 
         Raises:
-            DefenseError: noise is not the server's to add, weights that differ, or more clients
-                than could be drawn; with ``bands`` clients that were not drawn for this release,
-                or another model.
+            DefenseError: weights that differ, or what :meth:`begin` refuses.
             BudgetSpent: one more release would cost more than ``target_epsilon``.
         """
-        if self.trust != "central":
-            raise DefenseError(
-                f"ClientDP(trust={self.trust!r}): the clients add the noise themselves "
-                "(privatized), and the server takes the mean of what they send"
-            )
         if weights is not None and len(set(weights)) > 1:
             raise DefenseError(
                 "ClientDP: under client-level DP every client weighs alike. Weights by the number "
                 "of examples change how far one client moves the sum, and tell that number: leave "
                 "weights out"
             )
-        most = self.per_round if self.sampling == "fixed" else self.clients
-        if len(updates) > most:
+        sums = self.begin(updates, like)
+        for client, update in updates.items():
+            if update is not None:
+                sums.add(client, update)
+        return sums.end()
+
+    def begin(self, clients: Collection[C], like: Update) -> UpdateSum[C]:
+        """Begin a release by a trusted server, to which updates are added as they arrive.
+
+        Args:
+            clients: that were drawn.
+            like: names, shapes and dtypes of what is shared.
+
+        Raises:
+            DefenseError: noise is not the server's to add, or more clients than could be drawn;
+                with ``bands`` clients that were not drawn for this release, or another model.
+        """
+        if self.trust != "central":
             raise DefenseError(
-                f"ClientDP: {len(updates)} clients took part in a round of at most {most:g}: draw "
+                f"ClientDP(trust={self.trust!r}): the clients add the noise themselves "
+                "(privatized), and the server takes the mean of what they send"
+            )
+        most = self.per_round if self.sampling == "fixed" else self.clients
+        if len(clients) > most:
+            raise DefenseError(
+                f"ClientDP: {len(clients)} clients took part in a round of at most {most:g}: draw "
                 "them with drawn()"
             )
-        self._check_correlated(updates, like)
-        zeros: dict[Any, str] = {}
-        clip, halves = self.clip_norm, torch.zeros(1, dtype=torch.float64)
-        total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in like.items()}
-        for client, update in updates.items():
-            if update is None:
-                zeros[client] = "failed or withheld"
-                continue
-            try:
-                part = clipped(update, clip, like)
-            except UpdateError as error:
-                zeros[client] = str(error)
-                continue
-            halves += 0.5 if joint_norm(update) <= clip else -0.5
-            for name, tensor in part.items():
-                total[name] += tensor.to(total[name].device)
-        std = self._record_release() * self._share_of_noise() * clip
+        self._check_correlated(clients, like)
+        return UpdateSum(clients, like, self.clip_norm, self._release_sum)
+
+    def _release_sum(self, sums: UpdateSum[Any]) -> dict[str, Tensor]:
+        """Return the noised mean of a sum of clipped updates: one release."""
+        self._check_correlated(sums.clients, sums.like)
+        std = self._record_release() * self._share_of_noise() * sums.clip
         key = self._key(self._releases, 0, "quantile")
-        mean = self._add_noise(total, std, like, 1 / self.per_round, noise=self._noise)
+        mean = self._add_noise(sums.total, std, sums.like, 1 / self.per_round, noise=self._noise)
         self._participants = None
-        self._path.follow(halves, self.per_round, key)
-        return Release(mean, zeros)
+        self._path.follow(sums.balance, self.per_round, key)
+        return mean
 
     def privatized(self, update: Update | None, like: Update) -> dict[str, Tensor]:
         """Return a client's update, clipped and with its own noise: one release of this client.
@@ -413,7 +404,6 @@ class ClientDP(Defense):
             DefenseError: noise is the server's to add.
             BudgetSpent: one more release would cost more than ``target_epsilon``.
         """
-        self._check_own()
         part = self._clip_or_zero(update, like)
         self._record_release()
         return self._add_noise(part, self.own_noise_std, like)
@@ -424,10 +414,8 @@ class ClientDP(Defense):
         It is not for release. It is looked at in place of what leaves: a decision that is made from
         it depends on noise that nobody else sees, so that the account of the release still holds.
         """
-        self._check_own()
-        return self._add_noise(
-            self._clip_or_zero(update, like), self.own_noise_std, like, stream="rehearsal"
-        )
+        part = self._clip_or_zero(update, like)
+        return self._add_noise(part, self.own_noise_std, like, stream="rehearsal")
 
     def affords_another(self) -> bool:
         """Return whether one more release fits within ``target_epsilon``."""
@@ -470,6 +458,18 @@ class ClientDP(Defense):
                 "ClientDP(trust='local')"
             )
 
+    def check_rounding(self, like: Update) -> None:
+        """Refuse a model whose dtype rounds a client's share of noise away.
+
+        Args:
+            like: what was sent of what is trained.
+
+        Raises:
+            DefenseError: names the tensor.
+        """
+        if self.trust == "secure_aggregation":
+            client_settings.check_rounding(like, self.own_noise_std)
+
     def check_server(self, owner: str) -> None:
         """Raise an error where the server's noise, or its account after a restart, does not hold.
 
@@ -482,14 +482,12 @@ class ClientDP(Defense):
                 "ledger=...), whose account survives a restart"
             )
 
-    def _check_own(self) -> None:
+    def _clip_or_zero(self, update: Update | None, like: Update) -> dict[str, Tensor]:
         if self.trust == "central":
             raise DefenseError(
                 "ClientDP(trust='central'): the server adds the noise (mean), and the client sends "
                 "its update as it is. For noise of its own say trust='local'"
             )
-
-    def _clip_or_zero(self, update: Update | None, like: Update) -> dict[str, Tensor]:
         if update is not None:
             try:
                 return clipped(update, self.clip, like)
@@ -528,11 +526,11 @@ class ClientDP(Defense):
     def _key(self, release: int, index: int, stream: str) -> bytes:
         return noise_key(base_of(self._entropy, self.seed), 0, release, index, self.name, stream)
 
-    def _check_correlated(self, updates: Mapping[C, Update | None], like: Update) -> None:
+    def _check_correlated(self, clients: Collection[C], like: Update) -> None:
         """Raise an error where correlated noise would cost more than is accounted."""
         if self.bands == 1:
             return
-        if self._participants is None or not updates.keys() <= self._participants:
+        if self._participants is None or not self._participants.issuperset(clients):
             raise DefenseError(
                 f"ClientDP(bands={self.bands}): a release has the clients of its own draw, since "
                 f"one may take part in one of {self.bands} rounds in a row: call drawn() before "
@@ -553,7 +551,7 @@ class ClientDP(Defense):
         """Return the account of the releases, how far the noise is turned up, and the clip norm."""
         return self._budget.state_dict() | {"log_factor": self._path.log_factor}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the count of releases; the account never runs backwards."""
         self._path.log_factor = float(state.get("log_factor", 0.0))
         self._budget.load_state_dict(state, self._budget.accountant.steps)

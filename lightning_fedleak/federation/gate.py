@@ -12,13 +12,19 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from lightning_fedleak.federation.client_dp import ClientDP
-from lightning_fedleak.federation.client_settings import check_rounding
 from lightning_fedleak.federation.compression import client_compression, compressed_state
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook
 from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
-from lightning_fedleak.looks import GateDecision, LeakageLimitExceeded, reason
-from lightning_fedleak.looks.gates import announce, check_threshold, is_worst, names_there_are
+from lightning_fedleak.looks import (
+    GateDecision,
+    LeakageLimitExceeded,
+    announce,
+    check_threshold,
+    is_worst,
+    names_there_are,
+    reason,
+)
 from lightning_fedleak.validate import check_choice, check_integer
 
 _NEXT = "next_look"
@@ -68,8 +74,8 @@ class RoundEvent:
         else:
             source = f", of {self.source}" if self.source else ""
             measurement = f"{self.metric} = {self.value:.3f}{source}"
-        text = f"in round {self.round_}\n  measured: {measurement}\n"
-        text += f"  allowed:  at most {self.at_most:g}"
+        limit = f"  allowed:  at most {self.at_most:g}"
+        text = f"in round {self.round_}\n  measured: {measurement}\n{limit}"
         if self.hardened:
             text += f"\n  hardened: {'; '.join(self.hardened)}"
         return text
@@ -179,9 +185,8 @@ class RoundGate:
             if value <= self.at_most:
                 return None
             source = next((name for name in watched if look.now.get(name) == value), "")
-        client = look.client
         return RoundEvent(
-            self.name, self.metric, look.round_, client, value, self.at_most, source, why
+            self.name, self.metric, look.round_, look.client, value, self.at_most, source, why
         )
 
     def not_yet(self, look: RoundLook) -> RoundEvent | None:
@@ -189,9 +194,8 @@ class RoundGate:
         why = look.not_yet.get(self.metric) or look.not_yet.get(self.metric.rpartition("/")[0])
         if why is None or self.unread.get(look.client, look.round_) != look.round_:
             return None
-        unknown = math.nan
         return RoundEvent(
-            self.name, self.metric, look.round_, look.client, unknown, self.at_most, why=why
+            self.name, self.metric, look.round_, look.client, math.nan, self.at_most, why=why
         )
 
     def _value(self, look: RoundLook, watched: Sequence[str]) -> tuple[float, str]:
@@ -278,9 +282,8 @@ class OutgoingUpdates:
         zero: bool = False,
     ) -> None:
         self.observer = observer
-        self.drop = tuple(drop)
+        self.drop, self.gates = tuple(drop), tuple(gates)
         self.zero, self.secure_aggregation = zero, secure_aggregation
-        self.gates = tuple(gates)
         self.client = client
         self.own: ClientDP | None = None if dp is None or dp.trust == "central" else dp
         self.compression = client_compression(observer.run.defenses, dp)
@@ -338,8 +341,8 @@ class OutgoingUpdates:
             BudgetSpent: one more release would cost more than the client's budget.
         """
         observer = self.observer
-        like = self._begin_round(round_, sent)
-        if refusal := observer.refusal(round_, sent):
+        like, refusal = self._begin_round(round_, sent)
+        if refusal is not None:
             return self._withhold(sent, like, refusal)
         start, dropped = time.perf_counter(), self._find_dropped(like)
         try:
@@ -351,9 +354,17 @@ class OutgoingUpdates:
             update = difference(sent, returned, trained=like)
         if self.own is None:  # it was to be checked; a look makes its own
             update = None
+
+        def leave(look: RoundLook | None, events: Sequence[RoundEvent] = ()) -> Leaving:
+            state = self._release(sent, returned, update, like)
+            try:
+                observer.leaves(self.client, batches, returned)
+            except Exception as error:  # which the client's data or disk may have provoked
+                announce(f"RoundObserver: what left in this round was not noted: {reason(error)}")
+            return Leaving(state, False, tuple(events), look)
+
         if not self.gates and not observer.due(self.client):
-            self._note(batches, returned)
-            return Leaving(self._release(sent, returned, update, like), False, (), None)
+            return leave(None)
 
         def look_once() -> RoundLook:
             state, noise_std, method = returned, 0.0, ""
@@ -379,27 +390,18 @@ class OutgoingUpdates:
             if self.gates:
                 return self._withhold(sent, like, judged)
             announce(f"RoundObserver: in round {round_} {judged}. The update leaves")
-            self._note(batches, returned)
-            return Leaving(self._release(sent, returned, update, like), False, (), None)
+            return leave(None)
         look, events, did = judged
-        leaves: dict[str, Tensor] | None = None
-        if did == "withhold":
-            leaves = self._zero(sent, like)
-        elif did != "raise":
-            leaves = self._release(sent, returned, update, like)
-            self._note(batches, returned)
+        if did in ("withhold", "raise"):
+            zero = self._zero(sent, like) if did == "withhold" else None
+            leaving = Leaving(zero, did == "withhold", tuple(events), look)
+        else:
+            leaving = leave(look, events)
         self._write(look, events, did)
         if seconds is not None:
             beside = max(0.0, time.perf_counter() - start - look.seconds)
             observer.paid(self.client, look.seconds, seconds, beside)
-        return Leaving(leaves, did == "withhold", tuple(events), look)
-
-    def _note(self, batches: Sequence[Any], returned: State) -> None:
-        """Let the observer know that what was trained on these batches leaves."""
-        try:
-            self.observer.leaves(self.client, batches, returned)
-        except Exception as error:  # which the client's data or disk may have provoked
-            announce(f"RoundObserver: what left in this round was not noted: {reason(error)}")
+        return leaving
 
     def _judge(
         self, look_once: Callable[[], RoundLook]
@@ -505,14 +507,14 @@ class OutgoingUpdates:
             UpdateError: what was sent is not of the observer's model.
             BudgetSpent: one more release would cost more than the client's budget.
         """
-        return self._withhold(sent, self._begin_round(round_, sent), why)
+        like, _ = self._begin_round(round_, sent)
+        return self._withhold(sent, like, why)
 
     def memory(self) -> dict[str, int]:
         """Return what this client's next process goes on with: see :meth:`recall`."""
         memory = {f"gate/{gate.name}": gate.unknown.get(self.client, 0) for gate in self.gates}
-        for gate in self.gates:
-            if self.client in gate.unread:
-                memory[f"unread/{gate.name}"] = gate.unread[self.client]
+        unread = (g for g in self.gates if self.client in g.unread)
+        memory |= {f"unread/{g.name}": g.unread[self.client] for g in unread}
         if self.client in self.observer.next_look:
             memory[_NEXT] = self.observer.next_look[self.client]
         return memory
@@ -536,10 +538,9 @@ class OutgoingUpdates:
         if _NEXT in memory:
             self.observer.next_look[self.client] = int(memory[_NEXT])
 
-    def _begin_round(self, round_: int, sent: State) -> dict[str, Tensor]:
-        """Open the round, and return what is trained of what was sent."""
-        if self.observer.refusal(round_, sent) is None:
-            self.observer.begin(round_, sent)
+    def _begin_round(self, round_: int, sent: State) -> tuple[dict[str, Tensor], str | None]:
+        """Open the round; return what is trained of what was sent, and why it is refused, if so."""
+        refusal = self.observer.refusal(round_, sent)
         shared = {name: sent[name] for name in self.observer.trained_names()}
         if self.own is not None:
             self.own.check_affords_another()
@@ -548,18 +549,17 @@ class OutgoingUpdates:
                     "a tied parameter is sent under two names, and would get noise twice: share "
                     "each parameter once, as trained_state(model) does"
                 )
-            if self.own.trust == "secure_aggregation":
-                check_rounding(shared, self.own.own_noise_std)
-        return shared
+            self.own.check_rounding(shared)
+        return shared, refusal
 
     def _action_of(self, event: RoundEvent) -> Action:
         return next(gate.action for gate in self.gates if gate.name == event.gate)
 
     def _choose_action(self, events: Sequence[RoundEvent]) -> Action | Literal["leave"]:
         """Return the strongest action of the gates that acted."""
-        actions = {gate.action for gate in self.gates if any(e.gate == gate.name for e in events)}
-        order: tuple[Action, ...] = ("raise", "withhold", "harden", "warn")
-        return next((action for action in order if action in actions), "leave")
+        actions = {self._action_of(event) for event in events}
+        strongest: tuple[Action, ...] = ("raise", "withhold", "harden", "warn")
+        return next((action for action in strongest if action in actions), "leave")
 
     def _withhold(self, sent: State, like: State, why: str) -> Leaving:
         """Record why an update that cannot be read or looked at is withheld."""

@@ -27,6 +27,7 @@ from lightning_fedleak.federation import (
     RoundGate,
     RoundObserver,
     UpdateError,
+    UpdateSum,
     difference,
     moved,
 )
@@ -472,7 +473,7 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         self._drawn: list[str] = []
         self._wire: Mapping[str, object] = {}
         self._state: State = {}
-        self._updates: dict[str, Mapping[str, Tensor] | None] = {}
+        self._sums: UpdateSum[str] | None = None
 
     def add_to_fed_job(self, job: Any, ctx: Any) -> None:
         """Add the workflow to a job; NVFlare calls it."""
@@ -499,33 +500,31 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         """Send the model to those who were drawn; to nobody, where nobody was."""
         self._wire = dict(kwargs["data"].params)
         self._state = _tensors(self._wire)
-        self._updates = dict.fromkeys(self._drawn)
+        assert self._account is not None
+        trained = {n: t for n, t in self._state.items() if t.is_floating_point()}
+        self._sums = self._account.begin(self._drawn, trained)
         if kwargs["targets"]:
             super().send_model(*args, **kwargs)
 
     def _aggregate_one_result(self, result: FLModel) -> bool:
-        """Keep one client's update until all are there."""
-        name = result.meta["client_name"]
-        if name not in self._updates:
+        """Add one client's update to the sum of the round."""
+        name, sums = result.meta["client_name"], self._sums
+        if sums is None or name not in self._drawn:
             return False
         try:
             state = _tensors(result.params or {})
             if result.params_type == ParamsType.DIFF:
                 state = moved(self._state, state)
-            self._updates[name] = difference(self._state, state, trained=self._trained())
+            sums.add(name, difference(self._state, state, trained=sums.like))
         except Exception as error:  # whatever a client's bytes provoke
-            self.info(f"client {name} counts as zero: {reason(error)}")
+            self.info(f"a result of client {name} is left out: {reason(error)}")
         self._received_count += 1
         return True
 
-    def _trained(self) -> list[str]:
-        return [n for n, t in self._state.items() if t.is_floating_point()]
-
     def _get_aggregated_result(self) -> FLModel:
         """Return the next model, which is one release, and no metrics."""
-        assert self._account is not None
-        release = self._account.mean(self._updates, {n: self._state[n] for n in self._trained()})
-        self._updates = {}
+        assert self._sums is not None
+        release, self._sums = self._sums.end(), None
         self.info(f"{len(release.zeros)} of {len(self._drawn)} drawn clients count as zero")
         params = _like(moved(self._state, release.update), self._wire)
         return FLModel(params=params, params_type=ParamsType.FULL, current_round=self.current_round)

@@ -248,9 +248,7 @@ class RoundObserver:
             self.start.judge(round_, self._by_parameter(sent))
 
     def refusal(self, round_: int, sent: State) -> str | None:
-        """Begin a round where what is sent is inspected, and return why it is refused, if it is."""
-        if self.start is None:
-            return None
+        """Begin a round, and return why what is sent is refused; None where it is not."""
         try:
             self.begin(round_, sent)
         except CraftedValuesError as error:

@@ -14,8 +14,7 @@ from lightning_fedleak.attacks import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import SharedInput, find_linear_maps, input_states
 from lightning_fedleak.federation import inspection
 from lightning_fedleak.federation.inspection import Agreed, Answer, Inspection, LastRound
-from lightning_fedleak.looks import Run
-from lightning_fedleak.looks.gates import announce
+from lightning_fedleak.looks import Run, announce
 from lightning_fedleak.looks.log import accounting
 
 StartAction = Literal["warn", "refuse"]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,8 @@ State = Mapping[str, Tensor]
 
 Update = Mapping[str, Tensor]
 """Changes of trained parameters by name, as :func:`~lightning_fedleak.federation.difference`."""
+
+C = TypeVar("C")
 
 _MOST_NAMES = 3  # names that a message lists; not tuned
 
@@ -370,3 +374,81 @@ def clipped(update: Update, clip: float, like: Update) -> dict[str, Tensor]:
     # Rounding of the norm and of the products stays below this.
     scale = 1.0 if norm <= clip * (1 - 1e-12) else clip / norm * (1 - 1e-12)
     return {n: update[n].detach().double() * scale for n in like}
+
+
+@dataclass(frozen=True)
+class Release:
+    """What a round of client-level DP gives to the next model.
+
+    Attributes:
+        update: mean of the clients' clipped updates with noise, by name, in the dtype of ``like``.
+        zeros: why clients counted as zero, by client. A fact about them that no noise hides: it is
+            the trusted server's, and not to be published.
+    """
+
+    update: dict[str, Tensor]
+    zeros: Mapping[Any, str]
+
+
+class UpdateSum(Generic[C]):
+    """Adds up the clipped updates of a round one by one, so that one alone is in memory.
+
+    :meth:`~lightning_fedleak.federation.ClientDP.begin` makes it.
+
+    Args:
+        clients: that were drawn.
+        like: names, shapes and dtypes of what is shared.
+        clip: largest norm of an update.
+        release: returns the noised mean of the sum, and accounts for it.
+
+    Attributes:
+        total: the sum so far, by name.
+        balance: half of the number of updates within the clip norm, less half of the others.
+        zeros: why clients count as zero so far, by client, at first all of them; an engine may say
+            more.
+    """
+
+    def __init__(
+        self,
+        clients: Collection[C],
+        like: Update,
+        clip: float,
+        release: Callable[[UpdateSum[C]], dict[str, Tensor]],
+    ) -> None:
+        self.clients, self.like, self.clip = frozenset(clients), like, clip
+        self.total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in like.items()}
+        self.balance = torch.zeros(1, dtype=torch.float64)
+        self.zeros: dict[C, str] = dict.fromkeys(clients, "failed or withheld")
+        self._waiting = set(clients)
+        self._release = release
+
+    def add(self, client: C, update: Update) -> None:
+        """Clip and add the update of a client; one that cannot be read counts as zero.
+
+        Raises:
+            UpdateError: the client was not drawn, or has sent an update before: two of one client
+                would move the sum by twice what is accounted.
+        """
+        if client not in self._waiting:
+            raise UpdateError(
+                f"an update of client {client!r}, which was not drawn or has sent one in this "
+                "round already"
+            )
+        self._waiting.remove(client)
+        try:
+            part = clipped(update, self.clip, self.like)
+        except UpdateError as error:
+            self.zeros[client] = str(error)
+            return
+        del self.zeros[client]
+        self.balance += 0.5 if joint_norm(update) <= self.clip else -0.5
+        for name, tensor in part.items():
+            self.total[name] += tensor.to(self.total[name].device)
+
+    def end(self) -> Release:
+        """Return the noised mean: one release.
+
+        Raises:
+            BudgetSpent: one more release would cost more than ``target_epsilon``.
+        """
+        return Release(self._release(self), self.zeros)

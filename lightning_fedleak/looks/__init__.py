@@ -8,6 +8,9 @@ from lightning_fedleak.looks.channels.base import family_of as family_of
 from lightning_fedleak.looks.engine import Engine as Engine
 from lightning_fedleak.looks.facts import optimizers_of as optimizers_of
 from lightning_fedleak.looks.gates import LeakageLimitExceeded as LeakageLimitExceeded
+from lightning_fedleak.looks.gates import announce as announce
+from lightning_fedleak.looks.gates import check_threshold as check_threshold
+from lightning_fedleak.looks.gates import is_worst as is_worst
 from lightning_fedleak.looks.gates import names_there_are as names_there_are
 from lightning_fedleak.looks.gates import why_never_judged as why_never_judged
 from lightning_fedleak.looks.log import Destination as Destination

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from lightning_fedleak.commands.options import FederateOptions
 from lightning_fedleak.finetuning.assets import SourceError
 from lightning_fedleak.looks.channels.played import LEAST_MEMBERS
 from lightning_fedleak.records import MEMBERSHIP, WORDS, Family
-from lightning_fedleak.studies.federation import FamilyLeakage, Round
+from lightning_fedleak.studies.federation import FamilyLeakage, Round, Server
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 
@@ -274,6 +275,7 @@ def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
         ),
         (["--server-lr", "1"], "give --server-optimizer too"),
         (["--lora-r", "4", "--column", "text"], "give --peft lora too"),
+        (["--column", "text", "--peft", "lora", "--targets", "none_such"], "--targets none_such"),
         (["--column", "text", "--length", "4000"], "more than the"),
     ):
         assert main(["federate", *texts, *arguments]) == 1, arguments
@@ -288,6 +290,22 @@ def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
         assert "a number between 0 and 1" in capsys.readouterr().err
 
 
+def test_an_interrupt_says_where_the_rounds_so_far_are(
+    tmp_path: Path, given: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Server, "close", interrupted)
+    console = Console(file=io.StringIO(), width=160)
+    command = FederateCommand(**given | {"out": tmp_path, "attack": "none"})
+    with pytest.raises(KeyboardInterrupt):
+        command.run(console)
+    [made] = tmp_path.iterdir()
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"Interrupted after 0 of 2 rounds, whose logs are in {os.path.relpath(made)}" in said
+
+
 def test_too_few_texts_for_a_gate_are_refused_before_libraries_load() -> None:
     assert options.LEAST_TEXTS == LEAST_MEMBERS
     settings = {"gate": 0.9, "local_steps": 3, "batch_size": 5}
@@ -295,3 +313,24 @@ def test_too_few_texts_for_a_gate_are_refused_before_libraries_load() -> None:
         FederateOptions(**settings).check()
     FederateOptions(**settings | {"local_steps": 4}).check()
     FederateOptions(**settings, watch="leakage/worst/words").check()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"trust": "local", "clip_quantile": 0.5}, "leave it or --trust local out"),
+        ({"trust": "secure_aggregation", "clip_quantile": 0.5}, "a trusted server alone"),
+        ({"per_round": 2.0}, "--sampling poisson and fixed draw some clients"),
+    ],
+)
+def test_privacy_that_cannot_hold_is_refused_before_libraries_load(wrong: dict, match: str) -> None:
+    with pytest.raises(SourceError, match=match):
+        FederateOptions(epsilon=8.0, **wrong).check()
+
+
+@pytest.mark.parametrize(
+    "right",
+    [{"clip_quantile": 0.5}, {"trust": "local"}, {"sampling": "fixed", "per_round": 4.0}],
+)
+def test_privacy_that_can_hold_is_not_refused(right: dict) -> None:
+    FederateOptions(epsilon=8.0, **right).check()

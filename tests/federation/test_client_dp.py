@@ -146,6 +146,43 @@ def test_nobody_at_all_is_a_release_of_noise():
     assert float(long(found.update).abs().min()) > 0
 
 
+def test_updates_that_arrive_one_by_one_are_released_as_a_mean_of_all():
+    """With a seed to the bit: NaN and a client that is silent are zeros there too."""
+    updates = {0: update(0), 1: None, 2: update(2, math.nan), 3: update(3, 5.0)}
+    quantile = QuantileClip(0.5)
+    one, other = (dp(0.3, 0.5, clients=4, seed=7, quantile=quantile) for _ in range(2))
+    expected = one.mean(updates, LIKE)
+    sums = other.begin(updates, LIKE)
+    for client in (0, 2, 3):
+        sums.add(client, updates[client])
+    assert other.accountant.steps == 0
+    release = sums.end()
+    assert other.accountant.steps == 1
+    assert all(torch.equal(release.update[n], t) for n, t in expected.update.items())
+    assert release.zeros == expected.zeros
+    assert release.zeros.keys() == {1, 2}
+    assert one.clip_norm == other.clip_norm != 0.5
+
+
+def test_a_second_update_of_a_client_and_one_that_was_not_drawn_are_refused():
+    sums = dp(seed=0).begin([0, 1], LIKE)
+    sums.add(0, update(0))
+    total = {n: t.clone() for n, t in sums.total.items()}
+    for client in (0, 2):
+        with pytest.raises(UpdateError, match=f"client {client}, which was not drawn or has sent"):
+            sums.add(client, update(1))
+    assert all(torch.equal(sums.total[n], t) for n, t in total.items())
+
+
+def test_a_correlated_release_is_made_once():
+    defense = dp(sampling="poisson", per_round=2, rounds=4, bands=2)
+    sums = defense.begin(defense.drawn(range(10)), LIKE)
+    sums.end()
+    with pytest.raises(DefenseError, match="its own draw"):
+        sums.end()
+    assert defense.accountant.steps == 1
+
+
 @pytest.mark.parametrize("weights", [[1, 2], [10.0, 10.0, 9.999]])
 def test_other_weights_are_refused(weights):
     defense = dp()

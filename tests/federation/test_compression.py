@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.compression import AVERAGED
 from lightning_fedleak.defenses import DefenseError, Freeze, GradientCompression
@@ -23,11 +25,12 @@ from lightning_fedleak.federation import (
 from lightning_fedleak.federation.compression import client_compression, seen_compression
 from tests.callbacks.runs import Probe
 from tests.defenses.test_gradient_compression import largest
-from tests.federation.rounds import batches, model, train
-from tests.federation.test_observer import lines, observer
+from tests.federation.rounds import ADAMW, SGD, batches, model, train
+from tests.federation.test_observer import lines, observer, texts
 from tests.helpers.notices import announced
 
 F1, SHARE, LR = "leakage/probe/f1", 0.1, 0.05
+WORDS = ("subspace_words", "aligned_flatchat")
 
 
 class Reading(Probe):
@@ -223,12 +226,32 @@ def test_an_attack_that_does_not_read_the_compression_is_unknown(tmp_path):
     assert "compressed (method 'topk')" in line["unknown"]
 
 
-def test_a_gate_on_what_cannot_be_read_withholds(tmp_path):
+def test_a_gate_on_what_cannot_be_read_is_refused(tmp_path):
     gate = RoundGate(F1, at_most=0.99)
-    out = client(tmp_path, topk(error_feedback=False), gate, attack=Probe(k=14))
-    with announced("withheld"):
-        [(_, _, leaving)] = rounds(out)
-    assert leaving.withheld
+    with pytest.raises(ValueError, match=r"method 'topk'.* It would withhold every one"):
+        client(tmp_path, topk(error_feedback=False), gate, attack=Probe(k=14))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "method", "unread"),
+    [
+        (SGD, "topk", {}),
+        (SGD, "sign", dict.fromkeys(WORDS, "method 'sign'")),
+        (SGD, "int4", {"subspace_words": "method 'int4'"}),
+        (ADAMW, "topk", dict.fromkeys(WORDS, "not undone")),
+        (partial(SGD, momentum=0.9), "int8", dict.fromkeys(WORDS, "not undone")),
+    ],
+)
+def test_what_a_compression_hides_in_every_round_is_said_before_the_first(
+    tmp_path, optimizer, method, unread
+):
+    compression = GradientCompression(method, share=SHARE, error_feedback=False)
+    words = [SubspaceWords(capacity_seconds=0), AlignedFlatChat(texts(n=8))]
+    watched = observer(tmp_path, None, words, 1, optimizer, defenses=[compression])
+    for attack in words:
+        why = watched.never_judged(f"leakage/{attack.name}/f1") or ""
+        assert bool(why) == (attack.name in unread)
+        assert unread.get(attack.name, "") in why
 
 
 @pytest.mark.parametrize(

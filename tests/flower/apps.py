@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,18 +14,25 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from lightning_fedleak.attacks import BagOfWords
+from lightning_fedleak.attacks import BagOfWords, GradientMembership, PublicText
 from lightning_fedleak.federation import ClientDP, RoundGate, RoundObserver, trained_on
 from lightning_fedleak.federation.flower import FedLeakMod, Observed, PrivateMean
 from lightning_fedleak.federation.updates import trained_state
 from tests.federation.rounds import SGD, batches, model, round_settings
 
 F1 = "leakage/bag_of_words/f1"
+Make = Callable[[], torch.nn.Module]
+"""Makes the model of a federation: tests.federation.rounds.model, or lora."""
 
 
-def observer(folder: Path, **settings) -> RoundObserver:
-    arguments, rare = round_settings({"attacks": [BagOfWords()]} | settings)
-    return RoundObserver(copy.deepcopy(model()), SGD, 2, folder=folder, settings=rare, **arguments)
+def observer(folder: Path, make: Make = model, **settings) -> RoundObserver:
+    attacks = [BagOfWords() if make is model else GradientMembership(public(), public_rows=8)]
+    arguments, rare = round_settings({"attacks": attacks} | settings)
+    return RoundObserver(copy.deepcopy(make()), SGD, 2, folder=folder, settings=rare, **arguments)
+
+
+def public() -> PublicText:
+    return PublicText([row for b in batches(7, 8, rows=3) for row in b["input_ids"]])
 
 
 def data_of(client: int, round_: int) -> list[dict[str, torch.Tensor]]:
@@ -46,11 +55,12 @@ def faulty(fault: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return state
 
 
-def train(message: Message, context: Context) -> Message:
+def train(message: Message, context: Context, make: Make = model) -> Message:
     round_ = int(message.content["config"]["server-round"])
     client = int(context.node_config["partition-id"])
     if os.environ.get("FEDLEAK_FAULTY") != str(client):
-        return trains(message.content["arrays"].to_torch_state_dict(), client, round_, message)
+        sent = message.content["arrays"].to_torch_state_dict()
+        return trains(sent, client, round_, message, make)
     fault = FAULTS[round_ - 1] if round_ <= len(FAULTS) else ""
     if fault == "raises":
         raise RuntimeError("this client fails")
@@ -64,52 +74,74 @@ def train(message: Message, context: Context) -> Message:
     return reply
 
 
-def trains(sent: dict[str, torch.Tensor], client: int, round_: int, message: Message) -> Message:
-    net = model()
+def trains(
+    sent: dict[str, torch.Tensor], client: int, round_: int, message: Message, make: Make = model
+) -> Message:
+    state, loss = trained(sent, client, round_, make)
+    metrics = MetricRecord({"num-examples": 4 + client, "train-loss": loss})
+    content = RecordDict({"arrays": ArrayRecord(state), "metrics": metrics})
+    return Message(content=content, reply_to=message)
+
+
+def trained(
+    sent: dict[str, torch.Tensor], client: int, round_: int, make: Make
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Return a client's round: its state, and its last loss."""
+    net = make()
     net.load_state_dict(sent, strict=False)
-    stepping = SGD(net.parameters())
+    stepping = SGD(p for p in net.parameters() if p.requires_grad)
     for batch in data_of(client, round_):
         trained_on(batch)
         stepping.zero_grad()
         loss = net(**batch).loss
         loss.backward()
         stepping.step()
-    metrics = MetricRecord({"num-examples": 4 + client, "train-loss": float(loss)})
-    content = RecordDict({"arrays": ArrayRecord(trained_state(net)), "metrics": metrics})
-    return Message(content=content, reply_to=message)
+    return trained_state(net), float(loss.detach())
 
 
 class ForClient:
     """Makes an observer, or the account, of a client: where its files go is the user's to say."""
 
-    def __init__(self, folder: Path, what: str = "observer") -> None:
+    def __init__(self, folder: Path, what: str = "observer", make: Make = model) -> None:
         self.folder = folder
         self.what = what
+        self.make = make
 
     def __call__(self, context: Context) -> RoundObserver | ClientDP:
         number = context.node_config["partition-id"]
         if self.what == "observer":
-            return observer(self.folder / f"process_{os.getpid()}")
+            return observer(self.folder / f"process_{os.getpid()}", self.make)
         return ClientDP(
             0.5, 2.0, clients=10, target_delta=1e-5, trust="local", accountant="rdp",
             ledger=self.folder / f"ledger_{number}",
         )  # fmt: skip
 
 
-def client_app(folder: Path | None, at_most: dict | None = None, *, private: bool = False):
+def client_app(
+    folder: Path | None,
+    at_most: float | None = None,
+    *,
+    private: bool = False,
+    make: Make = model,
+) -> ClientApp:
     """Watched where a folder is given."""
     mods = []
     if folder is not None:
         gates = [RoundGate(F1, at_most=at_most)] if isinstance(at_most, float) else []
         dp = ForClient(folder, "dp") if private else None
-        mods = [FedLeakMod(ForClient(folder), gates, dp)]
+        mods = [FedLeakMod(ForClient(folder, make=make), gates, dp)]
     app = ClientApp(mods=mods)
-    app.train()(train)
+    app.train()(partial(train, make=make))
     return app
 
 
 def server_app(
-    out: Path, *, watched: Path | None = None, dp: dict | None = None, rounds: int = 2
+    out: Path,
+    *,
+    watched: Path | None = None,
+    dp: dict | None = None,
+    rounds: int = 2,
+    make: Make = model,
 ) -> ServerApp:
     """Leaves the last model in a file; watched where a folder is given."""
     app = ServerApp()
@@ -120,8 +152,8 @@ def server_app(
         if dp is not None:
             strategy = PrivateMean(strategy, ClientDP(**dp))
         if watched is not None:
-            strategy = Observed(strategy, observer(watched, side="server"))
-        result = strategy.start(grid, ArrayRecord(trained_state(model())), num_rounds=rounds)
+            strategy = Observed(strategy, observer(watched, make, side="server"))
+        result = strategy.start(grid, ArrayRecord(trained_state(make())), num_rounds=rounds)
         torch.save(result.arrays.to_torch_state_dict(), out)
         if watched is not None:
             strategy.observer.end()

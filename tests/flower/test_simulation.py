@@ -14,9 +14,10 @@ pytest.importorskip("ray")
 
 from flwr.simulation import run_simulation
 
-from lightning_fedleak.federation import ClientDP
+from lightning_fedleak.federation import ClientDP, OutgoingUpdates, recording, trained_state
+from tests.federation.rounds import lora, model
 from tests.federation.test_observer import lines
-from tests.flower.apps import FAULTS, client_app, server_app
+from tests.flower.apps import FAULTS, client_app, observer, server_app, trained
 
 RESOURCES = {
     "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
@@ -24,11 +25,13 @@ RESOURCES = {
 }
 
 
-def simulated(out, *, watched=None, watched_server=None, at_most=None, private=False, **server):
+def simulated(
+    out, *, watched=None, watched_server=None, at_most=None, private=False, make=model, **server
+):
     looks = watched or watched_server
     run_simulation(
-        server_app(out, watched=None if looks is None else looks / "server", **server),
-        client_app(watched, at_most, private=private),
+        server_app(out, watched=None if looks is None else looks / "server", make=make, **server),
+        client_app(watched, at_most, private=private, make=make),
         num_supernodes=2,
         backend_config=RESOURCES,
     )
@@ -51,6 +54,30 @@ def test_watching_a_federation_changes_no_bit_of_its_model(tmp_path):
     assert [x["client"] for x in server] == [0, 1, "sum"] * 2
     assert all(x["unknown"] for x in server)  # it does not hold the texts
     assert lines(tmp_path / "server", "run.jsonl")[-1]["how"] == "finished"
+
+
+def test_an_app_of_lora_trains_the_same_model_in_one_process_to_the_bit(tmp_path):
+    """FedAvg with its weights, watched on the engine; and by FedAvg's own rule in a plain loop."""
+    seen = simulated(tmp_path / "seen.pt", watched=tmp_path, make=lora)
+    state = trained_state(lora())
+    out = [OutgoingUpdates(observer(tmp_path / "one", lora), client=c) for c in range(2)]
+    for round_ in (1, 2):
+        returned = []
+        for client, outgoing in enumerate(out):
+            with recording() as batches:
+                made, _ = trained(state, client, round_, lora)
+            returned.append(outgoing.leaves(round_, state, made, batches).state)
+        weights = [4 / 9, 5 / 9]  # num-examples of 4 and 5
+        state = {
+            n: torch.from_numpy(
+                sum(r[n].numpy() * w for r, w in zip(returned, weights, strict=True))
+            )
+            for n in state
+        }
+    assert seen.keys() == state.keys()
+    assert all("lora_" in name for name in seen)
+    assert all(torch.equal(seen[n], t) for n, t in state.items())
+    assert any(not torch.equal(t, trained_state(lora())[n]) for n, t in state.items())
 
 
 def test_whatever_a_client_returns_no_round_hangs_and_no_release_is_forgotten(

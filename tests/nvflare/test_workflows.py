@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -25,6 +28,7 @@ from lightning_fedleak.federation import (
     RoundObserver,
     difference,
     joint_norm,
+    nvflare,
     trained_state,
 )
 from lightning_fedleak.federation.nvflare import FedLeakFilter, ObservedResults, PrivateFedAvg
@@ -220,6 +224,25 @@ def test_a_trusted_server_noises_the_mean_of_clipped_updates(tmp_path, monkeypat
     assert float(noise.std()) == pytest.approx(std, rel=5 / (2 * len(noise)) ** 0.5)
     assert abs(float(noise.mean())) < 5 * std / len(noise) ** 0.5
     assert workflow._account.accountant.steps == 1
+
+
+def test_a_trusted_server_holds_one_update_at_a_time(tmp_path, monkeypatch):
+    """Of as many clients as there are, when the next one's is read."""
+    monkeypatch.setenv("FEDLEAK_CLIENTS", "4")
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = []
+
+    def noting(*arguments, **named):
+        most.append(len(alive))
+        update = difference(*arguments, **named)
+        alive.update(update.values())
+        return update
+
+    monkeypatch.setattr(nvflare, "difference", noting)
+    jobs.run(private(), sites(tmp_path, *[OPEN] * 4, weights=(1,) * 4), tmp_path)
+    gc.collect()
+    assert most == [0] * 4
+    assert not alive
 
 
 def test_a_round_that_draws_nobody_is_noise_and_a_release(tmp_path, monkeypatch):

@@ -20,7 +20,13 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
 )
-from lightning_fedleak.attacks.local_steps import ROUNDED, LocalSteps, cut_size, rounding_error
+from lightning_fedleak.attacks.local_steps import (
+    ROUNDED,
+    LocalSteps,
+    check_compressed,
+    cut_size,
+    rounding_error,
+)
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words import aligned_rows
 from lightning_fedleak.attacks.words.aligned_readout import (
@@ -206,6 +212,16 @@ class AlignedFlatChat(Attack):
         plain = self.steps is None or self.steps.plain
         reads = self._compression is not None and self._compression.method in self.reads_compressed
         return self._compression if reads and plain and self.readout == "learned" else None
+
+    def check_updates(self, facts: RunFacts) -> None:
+        """Raise an error for compressed updates that no readout is fitted on.
+
+        Raises:
+            Inapplicable: of another optimizer than plain SGD, or for a readout by signs.
+        """
+        check_compressed(facts)
+        if facts.compression is not None and self.readout == "sign":
+            raise Inapplicable(explain_compression(facts.compression.method))
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the output head's weight, or the B of a LoRA on it."""

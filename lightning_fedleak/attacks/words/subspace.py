@@ -24,7 +24,9 @@ from lightning_fedleak.attacks.base import (
     WordGuess,
 )
 from lightning_fedleak.attacks.local_steps import (
+    COMPRESSED_STEPS,
     LocalSteps,
+    check_compressed,
     check_uncut,
     copy_weights,
     entry_errors,
@@ -359,8 +361,10 @@ class SubspaceWords(Attack):
         """Raise an error for rounds whose rows are no combinations of inputs, nor can become so.
 
         Raises:
-            Inapplicable: several steps of an adaptive optimizer.
+            Inapplicable: several steps of an adaptive optimizer, or a compression after anything
+                but plain SGD.
         """
+        check_compressed(facts)
         steps = LocalSteps.from_facts(facts)
         if steps is not None and not steps.linear and not steps.invertible:
             raise Inapplicable(
@@ -385,10 +389,7 @@ class SubspaceWords(Attack):
             return update, None
         steps.check_fresh(update.fresh)
         if update.compression and not steps.plain:
-            raise Inapplicable(
-                "the update was compressed, and what the optimizer or its decay did before is "
-                "not undone on what was left: measure with error_feedback=True, or steps of SGD"
-            )
+            raise Inapplicable(COMPRESSED_STEPS)
         if steps.linear and not steps.settings.get("weight_decay"):
             return update, None
         names = [m.name for readable in self._readable for m in readable.maps]

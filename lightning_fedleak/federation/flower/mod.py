@@ -159,7 +159,8 @@ class FedLeakMod:
             compression.memory = dict(context.state.array_records[_MEMORY].to_torch_state_dict())
         try:
             if (why := _find_refusal(outgoing, codec, context)) is not None:
-                return self._answer_crafted(outgoing, codec, message, why)
+                answer = "refused: what was sent looks crafted, or as of a run that diverged"
+                return self._answer_nothing(outgoing, codec, message, why, answer)
             return self._answer_training(
                 outgoing, codec, message, lambda: call_next(message, context)
             )
@@ -171,18 +172,16 @@ class FedLeakMod:
                 memory | _keep_round(outgoing, context)
             )
 
-    def _answer_crafted(
-        self, outgoing: OutgoingUpdates, codec: NamedArrays, message: Message, why: str
+    def _answer_nothing(
+        self, outgoing: OutgoingUpdates, codec: NamedArrays, message: Message, why: str, answer: str
     ) -> Message:
-        """Return the reply of a client that refuses to train on what was sent.
+        """Return the reply of a client that has trained nothing: an error with this answer.
 
-        Under noise that it adds that is zero with the noise, in which a refusal does not show.
+        Under noise that it adds that is zero with the noise, in which nothing of it shows.
         """
-        if outgoing.own is not None:
-            return self._reply(outgoing.nothing(codec.round_, codec.sent, why), codec, message)
-        return _refuse(
-            message, "refused: what was sent looks crafted, or as of a run that diverged"
-        )
+        if outgoing.own is None:
+            return _refuse(message, answer)
+        return self._reply(outgoing.nothing(codec.round_, codec.sent, why), codec, message)
 
     def _reply(self, leaving: Leaving, codec: NamedArrays, message: Message) -> Message:
         """Return a reply that holds an update under noise alone, which always leaves."""
@@ -223,9 +222,7 @@ class FedLeakMod:
             why = f"training failed: {reason(error)}"
             trace = "".join(traceback.format_tb(error.__traceback__))
             log.error("lightning-fedleak: %s\n%s", why, trace)  # lines of code, no words or values
-            if not under_noise:
-                return _refuse(message, why)
-            return self._reply(outgoing.nothing(codec.round_, codec.sent, why), codec, message)
+            return self._answer_nothing(outgoing, codec, message, why, why)
         try:
             leaving = outgoing.leaves(codec.round_, codec.sent, returned, batches, seconds=seconds)
         except LeakageLimitExceeded as exceeded:
@@ -243,7 +240,9 @@ class FedLeakMod:
 def _find_refusal(outgoing: OutgoingUpdates, codec: NamedArrays, context: Context) -> str | None:
     """Return why a client does not train on what it was sent; None where it does."""
     start = outgoing.observer.start
-    if start is not None and _ROUND in context.state:
+    if start is None:
+        return None
+    if _ROUND in context.state:
         round_ = int(context.state.config_records[_STATE][_START])
         tensors = context.state.array_records[_ROUND].to_torch_state_dict()
         start.recall(outgoing.client, round_, tensors)

@@ -249,10 +249,18 @@ class PrivateMean(_Around):
         Raises:
             BudgetSpent: the account allows no more.
         """
-        trained = [n for n, t in self._sent.items() if t.is_floating_point()]
-        updates = _Updates(self._nodes, replies, self._sent, trained)
-        release = self.dp.mean(updates, {n: self._sent[n] for n in trained})
-        for node, zero in (dict(release.zeros) | updates.why).items():
+        like = {n: t for n, t in self._sent.items() if t.is_floating_point()}
+        sums = self.dp.begin(self._nodes, like)
+        arrived = {r.metadata.src_node_id: r for r in replies if not r.has_error()}
+        for node in self._nodes:  # in their order: the same replies make the same sum
+            if node not in arrived:
+                continue
+            try:
+                sums.add(node, difference(self._sent, _state_of(arrived[node]), trained=like))
+            except UpdateError as error:
+                sums.zeros[node] = str(error)
+        release = sums.end()
+        for node, zero in release.zeros.items():
             place = self._nodes.index(node)
             log.info("lightning-fedleak: drawn client %d counts as zero: %s", place, zero)
         return ArrayRecord(self._move(self._sent, release.update)), None
@@ -322,37 +330,3 @@ class _Mean(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._sent)
-
-
-class _Updates(Mapping[int, Mapping[str, Tensor] | None]):
-    """Reads the updates of the drawn clients one by one, so that only one is in memory.
-
-    A client that sent nothing readable has None.
-
-    Attributes:
-        why: why an update that was read is no update, by node.
-    """
-
-    def __init__(
-        self, nodes: Sequence[int], replies: Iterable[Message], sent: State, trained: Sequence[str]
-    ) -> None:
-        self._nodes = nodes
-        self._replies = {r.metadata.src_node_id: r for r in replies if not r.has_error()}
-        self._sent = sent
-        self._trained = trained
-        self.why: dict[int, str] = {}
-
-    def __getitem__(self, node: int) -> Mapping[str, Tensor] | None:
-        if node not in self._replies:
-            return None
-        try:
-            return difference(self._sent, _state_of(self._replies[node]), trained=self._trained)
-        except UpdateError as error:
-            self.why[node] = str(error)
-            return None
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._nodes)
-
-    def __len__(self) -> int:
-        return len(self._nodes)

@@ -262,15 +262,16 @@ class Channel(ABC):
     def never_read(self, name: str, *, fresh: bool) -> Unknown | NothingShared | None:
         """Return what an attack answers to every update of a federation; None where it varies."""
         attack = next(a for a in self.listed_attacks if a.name == name)
-        try:
+        plan = None
+        with suppress(ValueError):
             plan = self.plan(attack)
-        except ValueError:
-            return NothingShared()
-        if not plan.exposed:
+        if plan is None or not plan.exposed:
             return NothingShared()
         if (why := no_sum(plan)) is not None:
             return Unknown(why, applies=False)
         facts, steps = plan.facts(self.run, self.settings.local_steps, 0), None
+        if (how := facts.compression) and how.method not in attack.reads_compressed:
+            return Unknown(explain_compression(how.method), applies=False)
         with suppress(UnusableObservation):  # some attacks read updates of any optimizer
             steps = LocalSteps.from_facts(facts)
         try:

@@ -97,30 +97,28 @@ class Server:
             BudgetSpent: the account allows no more.
         """
         sent = self.state
-        updates: dict[int, Mapping[str, Tensor] | None] = {}
+        updates: dict[int, Mapping[str, Tensor]] = {}
         silent: dict[int, str] = {}
         for client, state in returned.items():
-            updates[client] = None
+            if state is None:
+                silent[client] = "sent nothing"
+                continue
             try:
-                if state is None:
-                    silent[client] = "sent nothing"
-                else:
-                    updates[client] = difference(sent, state)
+                updates[client] = difference(sent, state)
             except UpdateError as error:
                 silent[client] = str(error)
-        read = {c: u for c, u in updates.items() if u is not None}
         if self.dp is not None:
-            mean = self.dp.mean(updates, sent).update
+            mean = self.dp.mean(dict.fromkeys(returned) | updates, sent).update
         else:
-            expected = len(read) if self._terms is None else self._terms.per_round
+            expected = len(updates) if self._terms is None else self._terms.per_round
             mean = {n: t.double() * 0.0 for n, t in sent.items()}
-            for update in read.values():
+            for update in updates.values():
                 for name, tensor in mean.items():
                     tensor.add_(update[name].double(), alpha=1 / expected)
         self.state = self._move(sent, mean)
         self.loss = self._federation.validation_loss(self._model, self.state)
         if observer is not None:
-            self._look(round_, sent, moved(sent, mean), list(read), observer)
+            self._look(round_, sent, moved(sent, mean), list(updates), observer)
         return silent
 
     def _look(

@@ -19,7 +19,7 @@ row than there are atoms.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,9 @@ _MOST_ROWS = 64  # those that keep most entries; more take more time, not tuned
 _SPARE = 1.5  # kept entries for each atom below which a row fits whatever atoms are; not tuned
 _EXPLAINED = 1e-3  # share of the rows' norm that may be left: rounding leaves less, a type more
 _TOKENS_AT_ONCE = 8192  # whose atoms are in float32 at once, which bounds the memory
+_TWINS_AT_ONCE = 1024  # nearly equal atoms that are in float64 at once, which bounds the memory
+_ROUNDED_COSINE = 1e-5  # 1 - cosine that is compared in float64: far above float32's rounding
+_NO_SQUARE = 1e-15  # squared norm of a part that is rounding in float64
 _DEPENDENT = 1e-4  # squared share of an atom outside of the others that counts as none; not tuned
 
 
@@ -260,33 +263,62 @@ def _exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Ten
     """Return types, each replaced by a nearly equal one that explains more, and pruned again.
 
     Tokens that were never trained have almost the same atom. Which of them was used shows only
-    after all the rest is explained.
+    after all the rest is explained. A model may have tens of thousands of them: they are read block
+    by block, and are projected off the chosen atoms once in a round. An exchange changes that by
+    two directions.
     """
-    if not len(others):
-        return types
-    candidates = atoms.rows(others)
     for _ in range(_SETTINGS.exchanges):
         previous, types = types, types.clone()
-        equal = atoms.rows(types) @ candidates.T > 1 - _SETTINGS.equal
+        equal = _nearly_equal(atoms, types, others, _SETTINGS.equal)
         near = equal.any(0)
-        equal, twins, inputs = equal[:, near], others[near], candidates[near]
-        beyond = None
-        for j in equal.any(1).nonzero()[:, 0].tolist():
-            chosen = atoms.rows(types)
-            if beyond is None:  # their part that no chosen atom explains, until one is exchanged
-                beyond = _project_off(inputs, torch.linalg.qr(chosen.T).Q)
-                squares, products = beyond.square().sum(1), beyond @ shared.principal.T
-            added = _added_direction(chosen, j)
-            explained, along = shared.principal @ added, inputs @ added
-            gain = (products + along[:, None] * explained).square().sum(1)
-            gain /= squares + along.square()
+        equal, twins = equal[:, near], others[near]
+        places = equal.any(1).nonzero()[:, 0].tolist()
+        if not places:
+            break
+        # What no chosen atom explains: its squared norm, and its products with the rows.
+        basis = torch.linalg.qr(atoms.rows(types).T).Q
+        blocks = (_project_off(x, basis) for x in _unit_atoms(atoms, twins))
+        parts = [(x.square().sum(1), x @ shared.principal.T) for x in blocks]
+        squares, products = map(torch.cat, zip(*parts, strict=True))
+        for j in places:
+            added = _added_direction(atoms.rows(types), j)
+            explained, along = shared.principal @ added, _along(atoms, twins, added)
+            squares += along.square()
+            products += along[:, None] * explained
+            gain = products.square().sum(1) / squares.clamp_min(_NO_SQUARE)
             gain[~equal[j] | torch.isin(twins, types)] = 0
             if float(gain.max()) > float(explained.square().sum()):
-                types[j], beyond = twins[int(gain.argmax())], None
+                types[j] = twins[int(gain.argmax())]
+                added = _added_direction(atoms.rows(types), j)
+                explained, along = shared.principal @ added, _along(atoms, twins, added)
+            squares -= along.square()
+            products -= along[:, None] * explained
         types = prune(atoms, shared, torch.unique(types))
         if len(types) == len(previous) and bool((types.sort()[0] == previous.sort()[0]).all()):
             break
     return types
+
+
+def _unit_atoms(atoms: Atoms, types: Tensor) -> Iterator[Tensor]:
+    """Yield unit atoms, (n, d) float64, some at a time."""
+    yield from (atoms.rows(part) for part in types.split(_TWINS_AT_ONCE))
+
+
+def _along(atoms: Atoms, types: Tensor, direction: Tensor) -> Tensor:
+    """Return (n,) products of unit atoms with a (d,) direction."""
+    return torch.cat([x @ direction for x in _unit_atoms(atoms, types)])
+
+
+def _nearly_equal(atoms: Atoms, types: Tensor, others: Tensor, most: float) -> Tensor:
+    """Return (k, n), whether 1 - cosine of types' atoms and of others' is below ``most``."""
+    chosen = atoms.rows(types)
+    equal = torch.zeros(len(types), len(others), dtype=torch.bool, device=types.device)
+    for block, part in zip(
+        _unit_atoms(atoms, others), equal.split(_TWINS_AT_ONCE, dim=1), strict=True
+    ):
+        near = (chosen.float() @ block.float().T > 1 - _ROUNDED_COSINE).any(1)
+        part[near] = chosen[near] @ block.T > 1 - most
+    return equal
 
 
 def _added_direction(atoms: Tensor, place: int) -> Tensor:
@@ -307,18 +339,15 @@ def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: 
     be dispensable if all such tokens were there too. False if there are too many of them to tell.
     """
     others = others[~torch.isin(others, types)]
-    chosen, candidates = atoms.rows(types), atoms.rows(others)
-    near = (chosen @ candidates.T > 1 - _SETTINGS.twins**2).any(0)  # those, and a few more
-    candidates = candidates[near]
-    distances = torch.cdist(chosen, candidates, compute_mode="donot_use_mm_for_euclid_dist")
-    twins = distances < _SETTINGS.twins
+    twins = _nearly_equal(atoms, types, others, _SETTINGS.twins**2 / 2)
     has_twin = twins.any(0)
     if not bool(has_twin.any()):
         return True
     directions = len(types) + int(has_twin.sum()) + len(atoms.beside)
     if directions > _SETTINGS.largest_share * atoms.width:
         return False
-    twins, candidates = twins[:, has_twin], candidates[has_twin]
+    twins = twins[:, has_twin]
+    chosen, candidates = atoms.rows(types), atoms.rows(others[has_twin])
     basis = torch.linalg.qr(chosen.T).Q
     residual = _project_off(shared.whole, basis)
     further = normalize(_project_off(candidates, basis))

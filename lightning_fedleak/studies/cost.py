@@ -10,7 +10,7 @@ model, and the tensors that are larger.
 from __future__ import annotations
 
 import ctypes
-import math
+import gc
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -39,6 +39,7 @@ from lightning_fedleak.attacks.membership import token_parts
 from lightning_fedleak.attacks.membership.gradients import MOST_NUMBERS
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import undisturbed
+from lightning_fedleak.progress import resident_bytes
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.studies.models import with_lora
 
@@ -133,17 +134,20 @@ def measure_cost(
         queries: texts that it is asked about.
     """
     generator = torch.Generator().manual_seed(1)
+    trim()
     before = resident_bytes()
     calibration, most = clock(lambda: attack.prepare(anatomy))
     attack.refresh(anatomy, 0)
     with torch.random.fork_rng(devices=()):
         move(anatomy, STEP)
     refresh, _ = clock(lambda: attack.refresh(anatomy, 1))
+    trim()
     before_gradients = resident_bytes()
     if batch is None:
         gradients = planted_gradients(attack, anatomy, tokens, generator)
     else:
         gradients = gradient_of(anatomy, batch, attack.needs(anatomy).gradients)
+    trim()
     trained = resident_bytes() - before_gradients  # which is training's own
     view = Observation((GradientSnapshot(1, Stage.SHARED, gradients),))
     query = Query(frequent_tokens(anatomy, queries, LENGTH, generator))
@@ -240,7 +244,8 @@ def try_attack(name: str, texts: PublicText, anatomy: Anatomy, tokens: int) -> C
 
 def rise(part: str, small: Cost, large: Cost) -> float:
     """Return by how much a part is larger; a clock's chance may show less."""
-    return max(0.0, getattr(large, part) - getattr(small, part))
+    more: float = getattr(large, part) - getattr(small, part)
+    return max(0.0, more)
 
 
 def saved_bytes(anatomy: Anatomy) -> float:
@@ -306,17 +311,16 @@ def large_tensors(
 
 def clock(function: Callable[[], object]) -> tuple[float, float]:
     """Return the processor seconds of a call, and the process's highest resident bytes in it."""
+    trim()
     if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed would be used again, and not be counted
         Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
     start = time.process_time()
     function()
     return time.process_time() - start, resident_bytes("VmHWM")
 
 
-def resident_bytes(kind: str = "VmRSS") -> float:
-    """Return the resident memory of this process, now or (VmHWM) at most; NaN but on Linux."""
-    if sys.platform != "linux":
-        return math.nan
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return float(next(int(line.split()[1]) for line in lines if line.startswith(kind)) << 10)
+def trim() -> None:
+    """Give back freed memory, which would be used again and not be counted."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)

@@ -19,7 +19,7 @@ row than there are atoms.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -275,24 +275,32 @@ def _exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Ten
         places = equal.any(1).nonzero()[:, 0].tolist()
         if not places:
             break
-        # What no chosen atom explains: its squared norm, and its products with the rows.
+        # Of what no chosen atom explains of each: the squared norm, and the energy along the rows.
+        rows = shared.principal
         basis = torch.linalg.qr(atoms.rows(types).T).Q
-        blocks = (_project_off(x, basis) for x in _unit_atoms(atoms, twins))
-        parts = [(x.square().sum(1), x @ shared.principal.T) for x in blocks]
-        squares, products = map(torch.cat, zip(*parts, strict=True))
+        left = _project_off(rows, basis)
+        squares, energy = (
+            _products(atoms, twins, x, lambda y: y.square().sum(1)) for x in (basis, left.T)
+        )
+        squares = 1 - squares
         for j in places:
             added = _added_direction(atoms.rows(types), j)
-            explained, along = shared.principal @ added, _along(atoms, twins, added)
-            squares += along.square()
-            products += along[:, None] * explained
-            gain = products.square().sum(1) / squares.clamp_min(_NO_SQUARE)
+            part = rows @ added
+            along, cross = _products(atoms, twins, torch.stack([added, part @ left], 1)).T
+            more = along * (along * part.square().sum() + 2 * cross)
+            gain = (energy + more) / (squares + along.square()).clamp_min(_NO_SQUARE)
             gain[~equal[j] | torch.isin(twins, types)] = 0
-            if float(gain.max()) > float(explained.square().sum()):
-                types[j] = twins[int(gain.argmax())]
-                added = _added_direction(atoms.rows(types), j)
-                explained, along = shared.principal @ added, _along(atoms, twins, added)
-            squares -= along.square()
-            products -= along[:, None] * explained
+            if float(gain.max()) <= float(part.square().sum()):
+                continue
+            types[j] = twins[int(gain.argmax())]
+            left = left + torch.outer(part, added)
+            squares, energy = squares + along.square(), energy + more
+            added = _added_direction(atoms.rows(types), j)
+            part = rows @ added
+            along, cross = _products(atoms, twins, torch.stack([added, part @ left], 1)).T
+            squares = squares - along.square()
+            energy = energy + along * (along * part.square().sum() - 2 * cross)
+            left = left - torch.outer(part, added)
         types = prune(atoms, shared, torch.unique(types))
         if len(types) == len(previous) and bool((types.sort()[0] == previous.sort()[0]).all()):
             break
@@ -301,12 +309,15 @@ def _exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Ten
 
 def _unit_atoms(atoms: Atoms, types: Tensor) -> Iterator[Tensor]:
     """Yield unit atoms, (n, d) float64, some at a time."""
-    yield from (atoms.rows(part) for part in types.split(_TWINS_AT_ONCE))
+    yield from (atoms.rows(part) for part in torch.split(types, _TWINS_AT_ONCE))
 
 
-def _along(atoms: Atoms, types: Tensor, direction: Tensor) -> Tensor:
-    """Return (n,) products of unit atoms with a (d,) direction."""
-    return torch.cat([x @ direction for x in _unit_atoms(atoms, types)])
+def _products(
+    atoms: Atoms, types: Tensor, columns: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Return what a function makes of the (n, k) products of unit atoms with (d, k) columns."""
+    parts = (x @ columns for x in _unit_atoms(atoms, types))
+    return torch.cat([part if reduce is None else reduce(part) for part in parts])
 
 
 def _nearly_equal(atoms: Atoms, types: Tensor, others: Tensor, most: float) -> Tensor:
@@ -314,7 +325,7 @@ def _nearly_equal(atoms: Atoms, types: Tensor, others: Tensor, most: float) -> T
     chosen = atoms.rows(types)
     equal = torch.zeros(len(types), len(others), dtype=torch.bool, device=types.device)
     for block, part in zip(
-        _unit_atoms(atoms, others), equal.split(_TWINS_AT_ONCE, dim=1), strict=True
+        _unit_atoms(atoms, others), torch.split(equal, _TWINS_AT_ONCE, dim=1), strict=True
     ):
         near = (chosen.float() @ block.float().T > 1 - _ROUNDED_COSINE).any(1)
         part[near] = chosen[near] @ block.T > 1 - most

@@ -123,7 +123,8 @@ class Row:
         exposed: whether what it reads is shared, as far as is known.
         seconds: that a look is estimated to take; None where that was not tried.
         never: why it can read no round of this run, whatever the data; None where it may.
-        calibration: what it took before this table is shown; None where it waits, or needs none.
+        calibration: seconds of the processor over threads that it took, or of a GPU, and bytes by
+            which memory grew (NaN: unknown); None where it waits, or there is none.
     """
 
     attack: str
@@ -132,25 +133,7 @@ class Row:
     exposed: bool
     seconds: float | None
     never: str | None = None
-    calibration: Calibration | None = None
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What the calibration of an attack took.
-
-    Attributes:
-        seconds: of the processor over threads, or of a GPU.
-        stored: bytes of the device (or the process) by which memory grew; NaN where unknown.
-    """
-
-    seconds: float
-    stored: float
-
-    def __str__(self) -> str:
-        """Return it in a few words."""
-        memory = f" and {self.stored / 1e6:,.0f} MB" if self.stored >= 1e6 else ""
-        return f", calibrated in {self.seconds:.2g} s{memory}"
+    calibration: tuple[float, float] | None = None
 
 
 def reads_of(plan: Plan | None, anatomy: Anatomy) -> tuple[str, ...]:
@@ -229,7 +212,11 @@ def table(
             text = f"unknown in every round: {row.never}"
         elif row.why_not is None:
             reads = listed([name.removeprefix(start) for name in row.reads])
-            cost = str(row.calibration or "")
+            cost = ""
+            if row.calibration is not None:
+                seconds, stored = row.calibration
+                memory = f" and {stored / 1e6:,.0f} MB" if stored >= 1e6 else ""
+                cost = f", calibrated in {seconds:.2g} s{memory}"
             cost += "" if row.seconds is None else f", about {row.seconds:.2g} s a look"
             text = f"played{cost}: reads {reads or 'layers that the server adds'}"
         elif first_with.setdefault(row.why_not, row.attack) != row.attack and not whole:

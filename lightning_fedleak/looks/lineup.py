@@ -25,7 +25,6 @@ from lightning_fedleak.looks.channels.base import (
 )
 from lightning_fedleak.looks.choice import (
     ROWS,
-    Calibration,
     Row,
     in_short,
     listed,
@@ -90,7 +89,7 @@ class Lineup:
         self.queue: list[str] = []
         self.calibrating_seconds = 0.0
         self._estimated: set[str] = set()
-        self._calibrations: dict[str, Calibration] = {}
+        self._calibrations: dict[str, tuple[float, float]] = {}
         self._is_sharded = any(hasattr(p, "full_tensor") for p in run.anatomy.root.parameters())
         for channel in self._channels:
             channel.leave_out(self._refused.keys())
@@ -390,7 +389,7 @@ class Lineup:
         self.prepared.add(attack.name)
         seconds = time.perf_counter() - started
         if type(attack).prepare is not Attack.prepare:
-            self._calibrations[attack.name] = Calibration(busy, used_bytes(device) - before)
+            self._calibrations[attack.name] = (busy, used_bytes(device) - before)
         self.calibrating_seconds += seconds
         if seconds > 1:
             watcher = self._run.watcher

@@ -10,7 +10,6 @@ model, and the tensors that are larger.
 from __future__ import annotations
 
 import ctypes
-import gc
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -321,6 +320,5 @@ def clock(function: Callable[[], object]) -> tuple[float, float]:
 
 def trim() -> None:
     """Give back freed memory, which would be used again and not be counted."""
-    gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

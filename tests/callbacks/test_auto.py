@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_fedleak import GradientNoise, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks import AlignedFlatChat, PublicText, SubspaceWords
-from lightning_fedleak.looks.choice import Calibration, Row, table
+from lightning_fedleak.looks.choice import Row, table
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama, t5
@@ -137,12 +137,7 @@ def test_what_is_said_before_the_first_step_has_at_most_ten_lines() -> None:
 
 
 def test_what_a_calibration_took_is_said_as_far_as_it_is_known() -> None:
-    kinds = [
-        Calibration(2.04, 3.1e8),
-        Calibration(0.5, float("nan")),
-        Calibration(0.5, -4096),
-        None,
-    ]
+    kinds = [(2.04, 3.1e8), (0.5, float("nan")), (0.5, -4096.0), None]
     rows = [Row(f"a{i}", ("w",), None, True, 0.1, calibration=c) for i, c in enumerate(kinds)]
     said = table(rows, ()).splitlines()[1:]
     took = [", calibrated in 2 s and 310 MB", *[", calibrated in 0.5 s"] * 2, ""]

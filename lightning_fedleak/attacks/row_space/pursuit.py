@@ -9,17 +9,12 @@ added. Atoms are whitened first, because the inputs of a language model share mo
 direction. Atoms are compared by a likelihood ratio that includes how frequent the token is.
 
 Rows are in units of their noise: rounding, and what a defence is known to have added.
-
-Of rows of which only the largest entries were sent (top-k compression) each is explained on its own
-kept entries, with coefficients of its own, and all rows share the atoms. Atoms are chosen one by
-one, by how much less likely the rows' residuals are without them. That takes more kept entries in a
-row than there are atoms.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,14 +22,9 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.row_space.atoms import Atoms, normalize
 
-_MOST_ROWS = 64  # those that keep most entries; more take more time, not tuned
-_SPARE = 1.5  # kept entries for each atom below which a row fits whatever atoms are; not tuned
-_EXPLAINED = 1e-3  # share of the rows' norm that may be left: rounding leaves less, a type more
-_TOKENS_AT_ONCE = 8192  # whose atoms are in float32 at once, which bounds the memory
 _TWINS_AT_ONCE = 1024  # nearly equal atoms that are in float64 at once, which bounds the memory
 _ROUNDED_COSINE = 1e-5  # 1 - cosine that is compared in float64: far above float32's rounding
 _NO_SQUARE = 1e-15  # squared norm of a part that is rounding in float64
-_DEPENDENT = 1e-4  # squared share of an atom outside of the others that counts as none; not tuned
 
 
 @dataclass(frozen=True)
@@ -264,8 +254,7 @@ def _exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Ten
 
     Tokens that were never trained have almost the same atom. Which of them was used shows only
     after all the rest is explained. A model may have tens of thousands of them: they are read block
-    by block, and are projected off the chosen atoms once in a round. An exchange changes that by
-    two directions.
+    by block. An exchange changes what the chosen atoms explain of them by two directions.
     """
     for _ in range(_SETTINGS.exchanges):
         previous, types = types, types.clone()
@@ -276,30 +265,24 @@ def _exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Ten
         if not places:
             break
         # Of what no chosen atom explains of each: the squared norm, and the energy along the rows.
-        rows = shared.principal
         basis = torch.linalg.qr(atoms.rows(types).T).Q
-        left = _project_off(rows, basis)
-        squares, energy = (
-            _products(atoms, twins, x, lambda y: y.square().sum(1)) for x in (basis, left.T)
-        )
-        squares = 1 - squares
+        left = _project_off(shared.principal, basis)
+        pairs = ((x @ basis, x @ left.T) for x in _unit_atoms(atoms, twins))
+        sums = [(1 - x.square().sum(1), y.square().sum(1)) for x, y in pairs]
+        squares, energy = map(torch.cat, zip(*sums, strict=True))
         for j in places:
-            added = _added_direction(atoms.rows(types), j)
-            part = rows @ added
-            along, cross = _products(atoms, twins, torch.stack([added, part @ left], 1)).T
-            more = along * (along * part.square().sum() + 2 * cross)
-            gain = (energy + more) / (squares + along.square()).clamp_min(_NO_SQUARE)
+            added, part, along, cross = _place(atoms, shared, types, j, twins, left)
+            size = part.square().sum()
+            around, more = squares + along.square(), energy + along * (along * size + 2 * cross)
+            gain = more / around.clamp_min(_NO_SQUARE)
             gain[~equal[j] | torch.isin(twins, types)] = 0
-            if float(gain.max()) <= float(part.square().sum()):
+            if float(gain.max()) <= float(size):
                 continue
             types[j] = twins[int(gain.argmax())]
             left = left + torch.outer(part, added)
-            squares, energy = squares + along.square(), energy + more
-            added = _added_direction(atoms.rows(types), j)
-            part = rows @ added
-            along, cross = _products(atoms, twins, torch.stack([added, part @ left], 1)).T
-            squares = squares - along.square()
-            energy = energy + along * (along * part.square().sum() - 2 * cross)
+            added, part, along, cross = _place(atoms, shared, types, j, twins, left)
+            squares = around - along.square()
+            energy = more + along * (along * part.square().sum() - 2 * cross)
             left = left - torch.outer(part, added)
         types = prune(atoms, shared, torch.unique(types))
         if len(types) == len(previous) and bool((types.sort()[0] == previous.sort()[0]).all()):
@@ -312,12 +295,20 @@ def _unit_atoms(atoms: Atoms, types: Tensor) -> Iterator[Tensor]:
     yield from (atoms.rows(part) for part in torch.split(types, _TWINS_AT_ONCE))
 
 
-def _products(
-    atoms: Atoms, types: Tensor, columns: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
-    """Return what a function makes of the (n, k) products of unit atoms with (d, k) columns."""
-    parts = (x @ columns for x in _unit_atoms(atoms, types))
-    return torch.cat([part if reduce is None else reduce(part) for part in parts])
+def _place(
+    atoms: Atoms, shared: SharedRows, types: Tensor, place: int, twins: Tensor, left: Tensor
+) -> tuple[Tensor, ...]:
+    """Return what one of the types adds to the others.
+
+    Returns:
+        (d,) its direction; (k,) the rows' part there; (n,) the twins' part; and (n,) the product of
+        the rows' part with what ``left``, (k, d) rows, holds of each twin.
+    """
+    added = _added_direction(atoms.rows(types), place)
+    part = shared.principal @ added
+    columns = torch.stack([added, part @ left], 1)
+    along, cross = torch.cat([x @ columns for x in _unit_atoms(atoms, twins)]).T
+    return added, part, along, cross
 
 
 def _nearly_equal(atoms: Atoms, types: Tensor, others: Tensor, most: float) -> Tensor:
@@ -570,68 +561,3 @@ class _Pursuit:
             self._append(int(subset[place]), parts[best], float(value[best]))
             outside -= self.atoms.products(self.basis[-1:], screen)[:, 0].square()
         return True
-
-
-def most_kept(rows: Tensor) -> Tensor:
-    """Return (m, d) float64, those of (n, d) rows of which most entries are not zero."""
-    kept = (rows != 0).sum(1)
-    best = kept.argsort(descending=True, stable=True)[:_MOST_ROWS]
-    return rows[best[kept[best] > 1]].double()
-
-
-def explain_kept(rows: Tensor, atoms: Tensor, beside: Tensor, log_odds: Tensor) -> Tensor | None:
-    """Return the (k,) atoms that explain all kept entries of rows; None if there are none.
-
-    Args:
-        rows: (m, d) float64, zero where an entry was not sent.
-        atoms: (V, d) of all tokens.
-        beside: (b, d) directions that are no word, which any row may hold.
-        log_odds: (V,) prior of each token being in the batch.
-    """
-    kept = rows != 0
-    counts = kept.sum(1)
-    parts = torch.split(atoms, _TOKENS_AT_ONCE)
-    sizes = torch.cat([kept.float() @ part.float().square().T for part in parts], 1)
-    outside, residual = sizes.clone(), rows
-
-    def multiply(vectors: Tensor) -> Tensor:
-        return torch.cat([vectors.float() @ part.float().T for part in parts], 1)
-
-    bases = rows.new_zeros(len(rows), 0, rows.shape[1])
-    chosen: list[int] = []
-    directions = list(beside.double())
-    while True:
-        for direction in directions:
-            new = kept * direction
-            for _ in range(2):
-                new = new - torch.einsum("rd,rkd,rke->re", new, bases, bases)
-            new = torch.nn.functional.normalize(new, dim=1, eps=1e-30)
-            residual = residual - (residual * new).sum(1, keepdim=True) * new
-            bases = torch.cat([bases, new[:, None]], 1)
-            outside -= multiply(new).square()
-        usable = counts > _SPARE * (bases.shape[1] + 1)
-        if not bool(usable.any()):
-            return None
-        if float(residual[usable].norm()) <= _EXPLAINED * float(rows[usable].norm()):
-            return _without_dispensable(rows[usable], atoms, beside, chosen)
-        products = multiply(residual).square_()
-        products /= outside.clamp_min(1e-30) * residual.square().sum(1, keepdim=True).float()
-        products[outside < _DEPENDENT * sizes] = 0.0
-        weights = ((counts - bases.shape[1]) * usable).float() / 2
-        gain = log_odds - weights @ products.clamp_(0, 1 - 1e-6).neg_().log1p_()
-        gain[chosen] = -torch.inf
-        chosen.append(int(gain.argmax()))
-        directions = [atoms[chosen[-1]].double()]
-
-
-def _without_dispensable(rows: Tensor, atoms: Tensor, beside: Tensor, chosen: list[int]) -> Tensor:
-    """Return the chosen atoms without those that the rows are explained without."""
-    kept, needed = rows != 0, list(chosen)
-    for token in chosen:
-        others = [t for t in needed if t != token]
-        columns = torch.cat([atoms[others].double(), beside.double()]) * kept[:, None]
-        fit = torch.linalg.lstsq(columns.mT, rows[:, :, None]).solution
-        left = rows - (columns.mT @ fit)[:, :, 0]
-        if others and float(left.norm()) <= _EXPLAINED * float(rows.norm()):
-            needed = others
-    return torch.tensor(needed, device=rows.device)

@@ -35,6 +35,8 @@ class PursuitSettings:
         noise_floor: variance of a residual over the noise's, below which the pursuit ends.
         certified: largest root mean square of a residual, in units of the noise, for a certificate.
         nearly_certified: the same, up to which pruning and exchanging are tried.
+        little: the same, from which they are tried before all is explained: what a nearly equal
+            atom leaves in place of the right one (1e-3 of single precision's rows).
         exchanges: rounds in which types are exchanged for nearly equal ones.
         equal: 1 - cosine up to which two atoms are exchanged for each other.
         certain: share of an atom outside of the residual's span up to which it is surely used.
@@ -53,6 +55,7 @@ class PursuitSettings:
     noise_floor: float = 4.0
     certified: float = 4.0
     nearly_certified: float = 100.0
+    little: float = 1e4
     exchanges: int = 4
     equal: float = 1e-6
     certain: float = 1e-4
@@ -173,16 +176,23 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
         log_odds: (V,) prior of each token being in the batch.
     """
     path = _Pursuit(atoms, shared, log_odds)
-    path.run()
-    chosen = torch.tensor(path.chosen, dtype=torch.int64, device=log_odds.device)
+    for early in (True, False) if shared.exact else (False,):
+        early = not path.run(early)
+        chosen = torch.tensor(path.chosen, dtype=torch.int64, device=log_odds.device)
+        types, solved = chosen, path.at_floor
+        nearly = _SETTINGS.little if early else _SETTINGS.nearly_certified
+        if shared.exact and (solved or _residual(atoms, shared, chosen) <= nearly):
+            fewer = prune(atoms, shared, chosen)
+            fewer = _exchange_twins(atoms, shared, fewer, path.dependent_tokens())
+            room = 1 - len(fewer) / atoms.width
+            most = math.sqrt(_SETTINGS.noise_floor * room) if early else _SETTINGS.certified
+            if solved or _residual(atoms, shared, fewer) <= most:
+                types, solved = fewer, True
+        if solved or not early:
+            break
     evidence = torch.tensor(path.evidence, dtype=torch.float64, device=log_odds.device)
     scores = path.scores.double().nan_to_num(nan=-1e9, posinf=0.0, neginf=-1e9)
-    types, expected, solved = chosen, float(len(chosen)), path.at_floor
-    if shared.exact and (solved or _residual(atoms, shared, chosen) <= _SETTINGS.nearly_certified):
-        fewer = prune(atoms, shared, chosen)
-        fewer = _exchange_twins(atoms, shared, fewer, path.dependent_tokens())
-        if solved or _residual(atoms, shared, fewer) <= _SETTINGS.certified:
-            types, expected, solved = fewer, float(len(fewer)), True
+    expected = float(len(types))
     if not solved:
         used = evidence.sigmoid()
         places = torch.arange(1, len(used) + 1, device=used.device)
@@ -391,21 +401,33 @@ class _Pursuit:
         self.certain = 0
         self._projected = 0
 
-    def run(self) -> None:
-        """Choose atoms until only noise remains, or no atom has evidence."""
+    def run(self, early: bool) -> bool:
+        """Choose atoms until only noise remains, or no atom has evidence.
+
+        Args:
+            early: whether to end where little remains, which exchanges of nearly equal atoms may
+                explain.
+
+        Returns:
+            Whether to go on would choose no more.
+        """
         most = self.room - 2
+        little = _SETTINGS.little**2 * self._rows * self.atoms.width
         while len(self.chosen) < most and not self._is_noise():
             directions = self._directions()
             if not len(directions):
                 self.at_floor = True
-                return
+                return True
+            if early and float(self._plain.square().sum()) <= little:
+                return False
             chance = self._screen(directions)
             if self._choose_certain(directions, most):
                 continue
             if len(self.chosen) > _SETTINGS.give_up * self.room:
-                return
+                return True
             if not self._choose_likeliest(directions, chance, most):
-                return
+                return True
+        return True
 
     def dependent_tokens(self) -> Tensor:
         """Return the (n,) tokens not chosen whose atoms the chosen ones nearly explain."""
@@ -502,8 +524,10 @@ class _Pursuit:
             Whether any was chosen.
         """
         types = (self._raw > 1 - _SETTINGS.certain).nonzero()[:, 0]
-        if not 0 < len(types) <= _SETTINGS.screened:
+        if not len(types):
             return False
+        # Of thousands that were never trained and equal a type, one is chosen, and then none.
+        types = types[self.scores[types].topk(min(len(types), _SETTINGS.screened)).indices]
         types = types[self._raw[types].argsort(descending=True, stable=True)]
         parts = self._orthogonal_parts(types)
         norms = parts.norm(dim=1)

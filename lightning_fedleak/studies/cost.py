@@ -218,7 +218,7 @@ def predict_costs(config: Any, rank: int, targets: str | None, tokens: int) -> d
         block = max(0.0, saved[deep] - saved[1])
         large = large_tensors(name, anatomy, vocabulary, blocks, block, PUBLIC)
         small = large_tensors(name, anatomy, least, 1, block, FEW)
-        more = [ours - theirs for ours, theirs in zip(large, small, strict=True)]
+        more = [whole - part for whole, part in zip(large, small, strict=True)]
         costs[name] = Cost(
             **seconds,
             calibration_bytes=cost.calibration_bytes + more[0],

@@ -7,7 +7,7 @@ from tests.tools import house
 # What the package holds at most. A ceiling may fall, and rises for a new feature alone: the attacks
 # on the trained weights and their report took 1,950 lines of code.
 CEILINGS = {
-    "code": 51_460,
+    "code": 51_475,
     "longest": 700,
     "long": 6,
     "imports": 36,

@@ -35,8 +35,7 @@ class PursuitSettings:
         noise_floor: variance of a residual over the noise's, below which the pursuit ends.
         certified: largest root mean square of a residual, in units of the noise, for a certificate.
         nearly_certified: the same, up to which pruning and exchanging are tried.
-        little: the same, from which they are tried before all is explained: what a nearly equal
-            atom leaves in place of the right one (1e-3 of single precision's rows).
+        little: the same, from which they are tried before all is explained; 1e-3 of the rows.
         exchanges: rounds in which types are exchanged for nearly equal ones.
         equal: 1 - cosine up to which two atoms are exchanged for each other.
         certain: share of an atom outside of the residual's span up to which it is surely used.
@@ -176,20 +175,8 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
         log_odds: (V,) prior of each token being in the batch.
     """
     path = _Pursuit(atoms, shared, log_odds)
-    for early in (True, False) if shared.exact else (False,):
-        early = not path.run(early)
-        chosen = torch.tensor(path.chosen, dtype=torch.int64, device=log_odds.device)
-        types, solved = chosen, path.at_floor
-        nearly = _SETTINGS.little if early else _SETTINGS.nearly_certified
-        if shared.exact and (solved or _residual(atoms, shared, chosen) <= nearly):
-            fewer = prune(atoms, shared, chosen)
-            fewer = _exchange_twins(atoms, shared, fewer, path.dependent_tokens())
-            room = 1 - len(fewer) / atoms.width
-            most = math.sqrt(_SETTINGS.noise_floor * room) if early else _SETTINGS.certified
-            if solved or _residual(atoms, shared, fewer) <= most:
-                types, solved = fewer, True
-        if solved or not early:
-            break
+    solved, types = _search(path, atoms, shared)
+    chosen = path.tokens
     evidence = torch.tensor(path.evidence, dtype=torch.float64, device=log_odds.device)
     scores = path.scores.double().nan_to_num(nan=-1e9, posinf=0.0, neginf=-1e9)
     expected = float(len(types))
@@ -219,6 +206,27 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
     scores[chosen] = -torch.arange(len(chosen), device=scores.device, dtype=scores.dtype) - 1e6
     scores[types] = torch.arange(len(types), 0, -1, device=scores.device, dtype=scores.dtype) + 1e6
     return PursuitResult(types, scores, expected, residual, certified)
+
+
+def _search(path: _Pursuit, atoms: Atoms, shared: SharedRows) -> tuple[bool, Tensor]:
+    """Run a pursuit, and return whether it explains the rows, and the types without needless ones.
+
+    Nearly equal types are exchanged when little is left, or else many unlike ones would be chosen,
+    one by one, for what a wrong one among them leaves.
+    """
+    for early in (shared.exact, False):
+        nearly, most = _SETTINGS.nearly_certified, _SETTINGS.certified
+        if unfinished := path.run(early):
+            room = 1 - len(path.chosen) / atoms.width
+            nearly, most = _SETTINGS.little, math.sqrt(_SETTINGS.noise_floor * room)
+        if shared.exact and (path.at_floor or _residual(atoms, shared, path.tokens) <= nearly):
+            fewer = prune(atoms, shared, path.tokens)
+            fewer = _exchange_twins(atoms, shared, fewer, path.dependent_tokens())
+            if path.at_floor or _residual(atoms, shared, fewer) <= most:
+                return True, fewer
+        if not unfinished:
+            break
+    return path.at_floor, path.tokens
 
 
 def _residual(atoms: Atoms, shared: SharedRows, types: Tensor) -> float:
@@ -263,8 +271,7 @@ def _exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Ten
     """Return types, each replaced by a nearly equal one that explains more, and pruned again.
 
     Tokens that were never trained have almost the same atom. Which of them was used shows only
-    after all the rest is explained. A model may have tens of thousands of them: they are read block
-    by block. An exchange changes what the chosen atoms explain of them by two directions.
+    after all the rest is explained. There may be tens of thousands, which are read block by block.
     """
     for _ in range(_SETTINGS.exchanges):
         previous, types = types, types.clone()
@@ -274,26 +281,27 @@ def _exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Ten
         places = equal.any(1).nonzero()[:, 0].tolist()
         if not places:
             break
-        # Of what no chosen atom explains of each: the squared norm, and the energy along the rows.
+        # Of what no chosen atom explains of each: squared norm, and energy along the rows.
         basis = torch.linalg.qr(atoms.rows(types).T).Q
-        left = _project_off(shared.principal, basis)
-        pairs = ((x @ basis, x @ left.T) for x in _unit_atoms(atoms, twins))
+        residual = _project_off(shared.principal, basis)
+        pairs = ((x @ basis, x @ residual.T) for x in _unit_atoms(atoms, twins))
         sums = [(1 - x.square().sum(1), y.square().sum(1)) for x, y in pairs]
-        squares, energy = map(torch.cat, zip(*sums, strict=True))
+        norms, energy = map(torch.cat, zip(*sums, strict=True))
         for j in places:
-            added, part, along, cross = _place(atoms, shared, types, j, twins, left)
+            added, part, cosines, cross = _place(atoms, shared, types, j, twins, residual)
             size = part.square().sum()
-            around, more = squares + along.square(), energy + along * (along * size + 2 * cross)
-            gain = more / around.clamp_min(_NO_SQUARE)
+            sizes = norms + cosines.square()
+            energies = energy + cosines * (cosines * size + 2 * cross)
+            gain = energies / sizes.clamp_min(_NO_SQUARE)
             gain[~equal[j] | torch.isin(twins, types)] = 0
             if float(gain.max()) <= float(size):
                 continue
             types[j] = twins[int(gain.argmax())]
-            left = left + torch.outer(part, added)
-            added, part, along, cross = _place(atoms, shared, types, j, twins, left)
-            squares = around - along.square()
-            energy = more + along * (along * part.square().sum() - 2 * cross)
-            left = left - torch.outer(part, added)
+            residual = residual + torch.outer(part, added)
+            added, part, cosines, cross = _place(atoms, shared, types, j, twins, residual)
+            norms = sizes - cosines.square()
+            energy = energies + cosines * (cosines * part.square().sum() - 2 * cross)
+            residual = residual - torch.outer(part, added)
         types = prune(atoms, shared, torch.unique(types))
         if len(types) == len(previous) and bool((types.sort()[0] == previous.sort()[0]).all()):
             break
@@ -306,19 +314,19 @@ def _unit_atoms(atoms: Atoms, types: Tensor) -> Iterator[Tensor]:
 
 
 def _place(
-    atoms: Atoms, shared: SharedRows, types: Tensor, place: int, twins: Tensor, left: Tensor
+    atoms: Atoms, shared: SharedRows, types: Tensor, place: int, twins: Tensor, residual: Tensor
 ) -> tuple[Tensor, ...]:
     """Return what one of the types adds to the others.
 
     Returns:
         (d,) its direction; (k,) the rows' part there; (n,) the twins' part; and (n,) the product of
-        the rows' part with what ``left``, (k, d) rows, holds of each twin.
+        the rows' part with what ``residual``, (k, d) rows, holds of each twin.
     """
     added = _added_direction(atoms.rows(types), place)
     part = shared.principal @ added
-    columns = torch.stack([added, part @ left], 1)
-    along, cross = torch.cat([x @ columns for x in _unit_atoms(atoms, twins)]).T
-    return added, part, along, cross
+    columns = torch.stack([added, part @ residual], 1)
+    cosines, cross = torch.cat([x @ columns for x in _unit_atoms(atoms, twins)]).T
+    return added, part, cosines, cross
 
 
 def _nearly_equal(atoms: Atoms, types: Tensor, others: Tensor, most: float) -> Tensor:
@@ -409,7 +417,7 @@ class _Pursuit:
                 explain.
 
         Returns:
-            Whether to go on would choose no more.
+            Whether it ended early.
         """
         most = self.room - 2
         little = _SETTINGS.little**2 * self._rows * self.atoms.width
@@ -417,23 +425,28 @@ class _Pursuit:
             directions = self._directions()
             if not len(directions):
                 self.at_floor = True
-                return True
-            if early and float(self._plain.square().sum()) <= little:
                 return False
+            if early and float(self._plain.square().sum()) <= little:
+                return True
             chance = self._screen(directions)
             if self._choose_certain(directions, most):
                 continue
             if len(self.chosen) > _SETTINGS.give_up * self.room:
-                return True
+                return False
             if not self._choose_likeliest(directions, chance, most):
-                return True
-        return True
+                return False
+        return False
+
+    @property
+    def tokens(self) -> Tensor:
+        """Return the (k,) tokens that were chosen."""
+        return torch.tensor(self.chosen, dtype=torch.int64, device=self.log_odds.device)
 
     def dependent_tokens(self) -> Tensor:
         """Return the (n,) tokens not chosen whose atoms the chosen ones nearly explain."""
         self._compare(self.basis[:0])
         dependent = self.atoms.usable & (self.outside < _SETTINGS.dependent**2)
-        dependent[torch.tensor(self.chosen, dtype=torch.int64, device=dependent.device)] = False
+        dependent[self.tokens] = False
         tokens: Tensor = dependent.nonzero()[:, 0]
         return tokens
 

@@ -400,13 +400,13 @@ def _own_gain(
     readout: _Readout, gradients: Sequence[dict[str, Tensor]], labels: Sequence[Tensor]
 ) -> Tensor:
     """Return (n,) shares of labels named by a batch's own gradient, less those by another one's."""
-    named = [readout.probabilities(gradient) for gradient in gradients]
-    others = named[1:] + named[:1]
+    chances = [readout.probabilities(gradient) for gradient in gradients]
+    foreign = chances[1:] + chances[:1]
     gains = [
-        [torch.isin(p.topk(len(used)).indices, used).double().mean() for p in (own, other)]
-        for own, other, used in zip(named, others, labels, strict=True)
+        [torch.isin(p.topk(len(used)).indices, used).double().mean() for p in pair]
+        for *pair, used in zip(chances, foreign, labels, strict=True)
     ]
-    return torch.tensor([own - other for own, other in gains])
+    return torch.tensor([mine - another for mine, another in gains])
 
 
 def _exceed(gains: Tensor) -> bool:

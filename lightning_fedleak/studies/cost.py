@@ -190,8 +190,8 @@ def predict_costs(config: Any, rank: int, targets: str | None, tokens: int) -> d
     few = min(tokens, max(PROBED, 8 * rank)) if rank else tokens
     least, deep = min(vocabulary, VOCABULARY), min(blocks, 2)
     wide = min(vocabulary, WIDER * least)
-    tried: dict[tuple[int, int], Collection[str]] = {(least, deep): set(ATTACKS) - {WORDS}}
-    tried[wide, 1] = set(ATTACKS) - {STATES}
+    tried: dict[tuple[int, int], Collection[str]] = {(least, deep): (STATES, GRADIENTS)}
+    tried[wide, 1] = (WORDS, GRADIENTS)
     tried[least, 1] = ATTACKS
     measured: dict[tuple[int, int], dict[str, Cost]] = {}
     saved: dict[int, float] = {}

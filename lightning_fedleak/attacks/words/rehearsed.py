@@ -403,7 +403,7 @@ def _own_gain(
     chances = [readout.probabilities(gradient) for gradient in gradients]
     foreign = chances[1:] + chances[:1]
     gains = [
-        [torch.isin(p.topk(len(used)).indices, used).float().mean() for p in pair]
+        [float(torch.isin(p.topk(len(used)).indices, used).float().mean()) for p in pair]
         for *pair, used in zip(chances, foreign, labels, strict=True)
     ]
     return torch.tensor([mine - another for mine, another in gains])

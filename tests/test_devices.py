@@ -88,12 +88,20 @@ def ids_of(rows: int, length: int, seed: int) -> Tensor:
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+class SureLabels(RehearsedLabels):
+    """Names labels although the rehearsals of a random model show nothing."""
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        super().prepare(anatomy)
+        self._reads_gradients = True
+
+
 PUBLIC = PublicText(ids_of(24, 12, seed=1))
 ATTACKS: dict[str, Callable[[], Attack]] = {
     "flatchat": lambda: FlatChat(PUBLIC, shapes=((2, 4), (3, 6))),
     "aligned, sign": lambda: AlignedFlatChat(PUBLIC, readout="sign", calibration_tokens=200),
     "aligned, learned": lambda: AlignedFlatChat(PUBLIC, calibration_tokens=100, n_directions=4),
-    "rehearsed_labels": lambda: RehearsedLabels(PUBLIC, shapes=((2, 6),), rehearsals=6),
+    "rehearsed_labels": lambda: SureLabels(PUBLIC, shapes=((2, 6),), rehearsals=6),
     "reveal_labels": RevealLabels,
     "bag_of_words": BagOfWords,
     "bias_sign": BiasSign,

@@ -13,8 +13,10 @@ of a batch is the difference between the first of them and the others.
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import time
+from contextlib import suppress
 from datetime import date
 
 import torch
@@ -23,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.attacks.setups import SETUPS, mean_and_half, tokens, warm
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText, RehearsedLabels
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UnusableObservation
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--rehearsals", type=int, default=48)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--bos", type=int)
+    parser.add_argument("--dtype", default="float32", help="of model and gradients")
     parser.add_argument("--pool", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -64,7 +67,7 @@ def main() -> None:
     for setup in options.setups:
         torch.manual_seed(options.seed)
         plain = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-        model = SETUPS[setup](plain)
+        model = SETUPS[setup](plain).to(getattr(torch, options.dtype))
         warm(model, public, texts, length, options)
         anatomy = find_anatomy(model)
         attack = RehearsedLabels(
@@ -76,7 +79,7 @@ def main() -> None:
         began = time.process_time()
         attack.prepare(anatomy)
         calibration, began = time.process_time() - began, time.process_time()
-        guesses, truths = [], []
+        guesses, scores, truths = {}, [], []
         for i in range(options.batches):
             ids = torch.tensor([row[:length] for row in private[i * texts : (i + 1) * texts]])
             model.zero_grad()
@@ -85,28 +88,30 @@ def main() -> None:
             snapshot = GradientSnapshot(
                 0, Stage.SHARED, {n: g.clone() for n, g in gradients.items()}
             )
-            guesses.append(attack.run(Observation((snapshot,))))
+            scores.append(attack._readout.probabilities(snapshot.tensors))  # also where unknown
+            with suppress(UnusableObservation):
+                guesses[i] = attack.run(Observation((snapshot,)))
             truths.append(set(ids[:, 1:].flatten().tolist()))
         frequent = torch.bincount(torch.cat([torch.tensor(ids) for ids in public]))
-        others = guesses[1:] + guesses[:1]
+        others = scores[1:] + scores[:1]
         columns = {
-            "attack": [f1(g.types, t) for g, t in zip(guesses, truths, strict=True)],
+            "attack": [f1(g.types, truths[i]) for i, g in guesses.items()],
             "types told": [
-                f1(g.scores.topk(len(t)).indices, t) for g, t in zip(guesses, truths, strict=True)
+                f1(p.topk(len(t)).indices, t) for p, t in zip(scores, truths, strict=True)
             ],
             "another gradient": [
-                f1(g.scores.topk(len(t)).indices, t) for g, t in zip(others, truths, strict=True)
+                f1(p.topk(len(t)).indices, t) for p, t in zip(others, truths, strict=True)
             ],
             "frequency": [f1(frequent.topk(len(t)).indices, t) for t in truths],
         }
-        seconds = (time.process_time() - began) / len(guesses)
+        seconds = (time.process_time() - began) / len(truths)
         print(f"# {setup}: calibration {calibration:.0f} s of a core, a look {seconds:.1f} s")
-        named = sum(len(g.types) for g in guesses) / len(guesses)
+        named = sum(len(g.types) for g in guesses.values()) / max(1, len(guesses))
         types = sum(map(len, truths)) / len(truths)
         for name, values in columns.items():
-            mean, half = mean_and_half(values)
+            mean, half = mean_and_half(values) if values else (math.nan, math.nan)
             sizes = f"{types:.0f} types" + f", {named:.0f} named" * (name == "attack")
-            rounds = f"0 of {len(values)} unknown"
+            rounds = f"{len(truths) - len(values)} of {len(truths)} unknown"
             print(f"{setup} {options.shape} {name}: F1 {mean:.3f} +- {half:.3f} | {sizes} {rounds}")
 
 

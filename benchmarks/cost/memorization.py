@@ -37,7 +37,8 @@ from lightning_fedleak.batches import read_batch
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.looks import Memorization
 from lightning_fedleak.looks.pool import FORWARD_SHARE, LEAST_POOL, collect
-from lightning_fedleak.studies.cost import grown
+from lightning_fedleak.progress import resident_bytes
+from lightning_fedleak.studies import cost
 from lightning_fedleak.taps.tokens import LOGITS_OF_FORWARD, TOKENS_AT_ONCE, Text, ask_tokens
 
 SMOKE = (
@@ -54,6 +55,13 @@ def random_rows(n: int, length: int, vocabulary: int) -> Rows:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocabulary, (n, length), generator=generator)
     return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def growth(function: Callable[[], object]) -> float:
+    """Return the bytes by which resident memory grows at most within a call; NaN but on Linux."""
+    cost.trim()
+    before = resident_bytes()
+    return cost.clock(function)[1] - before
 
 
 def clock(function: Callable[[], object]) -> float:
@@ -90,7 +98,7 @@ def time_forwards(options: argparse.Namespace) -> None:
     pairs = [(clock(train), clock(look)) for _ in range(options.rounds + 1)][1:]
     ratios = sorted(asked / trained for trained, asked in pairs)
     optimizer.zero_grad()
-    rises = {"evaluation step": grown(evaluate), "look": grown(look)}
+    rises = {"evaluation step": growth(evaluate), "look": growth(look)}
     at_once = min(TOKENS_AT_ONCE, LOGITS_OF_FORWARD // vocabulary)
     block = max(1, at_once // length) * length * vocabulary * 4
     print(

@@ -1,14 +1,14 @@
 """What ``fedleak cost`` predicts, beside what attacks then take on the model and real text.
 
-    python -m benchmarks.cost.prediction --models embedded stories15M=DIR SmolLM2=DIR random100M \
+    python -m benchmarks.cost.prediction --models embedded stories15M=DIR SmolLM2=DIR gpt2-shape \
         --text FILE --out FILE
 
-A model is ``embedded``, a name and a folder, or ``random100M``: a Llama of 100 million random
-numbers. It gets a LoRA (PEFT's choice of modules), moved a little, as after a step of training. The
-attacks read the gradient of a batch of ``--text``, and membership is asked of 8 texts. Every model
-runs in a process of its own, with one thread. Seconds are of the processor; memory is the highest
-resident memory within a call over what was resident before (Linux only). ``probe`` is what the
-prediction itself takes.
+A model is ``embedded``, a name and a folder, or ``gpt2-shape``: GPT-2's with 124 million random
+numbers. It gets a LoRA (PEFT's choice of modules; none with ``--rank 0``), and takes two steps of
+AdamW. The attacks read the gradient of a batch of ``--text``, and membership is asked of 8 texts.
+Every model runs in a process of its own, with one thread. Seconds are of the processor; memory is
+the highest resident memory in calibration, and at a look, over what was resident before the
+calibration (Linux only). ``probe`` is what the prediction itself takes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedConfig
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import PublicText, frequent_tokens
@@ -34,25 +34,20 @@ from lightning_fedleak.studies.cost import (
     LENGTH,
     Cost,
     measure_cost,
-    move,
     predict_costs,
     random_anatomy,
 )
 from lightning_fedleak.studies.models import find_config, with_lora
 
 SMOKE = ("--models embedded --shapes 1x16 --rank 2 --attacks subspace_words",)
-RANDOM = "random100M"
+RANDOM = "gpt2-shape"
 PARTS = ("calibration", "calibration_bytes", "look", "look_bytes")
 
 
 def config_of(model: str) -> PreTrainedConfig:
     """Return the configuration of a model by its name, or of the folder after ``=``."""
     if model == RANDOM:
-        return LlamaConfig(
-            vocab_size=32_000, hidden_size=640, intermediate_size=2560, num_hidden_layers=12,
-            num_attention_heads=10, num_key_value_heads=10, tie_word_embeddings=True,
-            dtype=torch.float32,
-        )  # fmt: skip
+        return GPT2Config()
     return find_config(model.partition("=")[2] or None)
 
 
@@ -70,12 +65,25 @@ def load(model: str, rank: int) -> tuple[Anatomy, PublicText, PublicText]:
     for parameter in whole.parameters():  # a file's pages would count when they are first read
         parameter.data = parameter.data.clone()
     anatomy = with_lora(find_anatomy(whole), rank, None, 0)
-    torch.manual_seed(0)
-    move(anatomy)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = read_texts(OPTIONS.text or EMBEDDED_MESSAGES, None, option="--text")[:400]
     half = len(texts) // 2
-    return anatomy, PublicText(texts[half:], tokenizer), PublicText(texts[:half], tokenizer)
+    public, private = PublicText(texts[half:], tokenizer), PublicText(texts[:half], tokenizer)
+    train(anatomy, public)
+    return anatomy, public, private
+
+
+def train(anatomy: Anatomy, text: PublicText) -> None:
+    """Take two steps of AdamW, so that the gradient of LoRA's A is none of zeros."""
+    trained = [p for p in anatomy.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(2):
+        ids = text.batch(2, 32, generator).input_ids
+        optimizer.zero_grad()
+        anatomy.model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    optimizer.zero_grad()
 
 
 def report(model: str, shape: str) -> dict[str, object]:
@@ -121,7 +129,7 @@ def main() -> None:
             costs = json.loads(done.stdout.splitlines()[-1])
             row = f"{model.partition('=')[0]}, {shape} ({costs.pop('probe'):.1f} s)"
             for name, (expected, found) in costs.items():
-                pairs = [f"{expected[n]:.2g} / {found[n]:.2g}" for n in PARTS]
+                pairs = [f"{expected[n]:,.3g} / {found[n]:,.3g}" for n in PARTS]
                 lines.append("| " + " | ".join([row, name, *pairs]) + " |")
                 print(lines[-1], flush=True)
     if OPTIONS.out:

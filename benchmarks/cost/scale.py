@@ -6,10 +6,10 @@
 
 A model is a folder with a configuration, or vocabulary x width x blocks of a Llama with tied
 embeddings. Its weights are random, and it has a LoRA on queries and values. What ``fedleak cost``
-predicts comes from models of one and two blocks and of 8,192 and 32,768 tokens. Every model runs in
-a process of its own. Seconds are of the processor. Memory is the highest resident memory within a
-call over what was resident before; Linux only. ``entry`` is that of the calibration in bytes for
-each of the V x d numbers of a dictionary.
+predicts comes from models of one and two blocks and of 4,096 and 12,288 tokens. Every model runs in
+a process of its own. Seconds are of the processor. Memory is the highest resident memory in
+calibration, and at a look, over what was resident before the calibration; Linux only.
+``entry`` is that of the calibration in bytes for each of the V x d numbers of a dictionary.
 """
 
 from __future__ import annotations

@@ -123,6 +123,8 @@ class Row:
         exposed: whether what it reads is shared, as far as is known.
         seconds: that a look is estimated to take; None where that was not tried.
         never: why it can read no round of this run, whatever the data; None where it may.
+        calibration: seconds of the processor over threads that it took, or of a GPU, and bytes by
+            which memory grew (NaN: unknown); None where it waits, or there is none.
     """
 
     attack: str
@@ -131,6 +133,7 @@ class Row:
     exposed: bool
     seconds: float | None
     never: str | None = None
+    calibration: tuple[float, float] | None = None
 
 
 def reads_of(plan: Plan | None, anatomy: Anatomy) -> tuple[str, ...]:
@@ -209,7 +212,12 @@ def table(
             text = f"unknown in every round: {row.never}"
         elif row.why_not is None:
             reads = listed([name.removeprefix(start) for name in row.reads])
-            cost = "" if row.seconds is None else f", about {row.seconds:.2g} s a look"
+            cost = ""
+            if row.calibration is not None:
+                seconds, stored = row.calibration
+                memory = f" and {stored / 1e6:,.0f} MB" if stored >= 1e6 else ""
+                cost = f", calibrated in {seconds:.2g} s{memory}"
+            cost += "" if row.seconds is None else f", about {row.seconds:.2g} s a look"
             text = f"played{cost}: reads {reads or 'layers that the server adds'}"
         elif first_with.setdefault(row.why_not, row.attack) != row.attack and not whole:
             text = f"not played, as {first_with[row.why_not]}"

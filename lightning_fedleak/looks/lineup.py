@@ -35,7 +35,7 @@ from lightning_fedleak.looks.choice import (
 from lightning_fedleak.looks.options import Games, Options, Selection, every_attack
 from lightning_fedleak.looks.run import Run, Unknown, reason
 from lightning_fedleak.model_runs import whole_model
-from lightning_fedleak.progress import bars, track
+from lightning_fedleak.progress import bars, measure_seconds, track, used_bytes
 
 _NOT_SHARED = "what it reads is not trained, and so not shared"
 
@@ -89,6 +89,7 @@ class Lineup:
         self.queue: list[str] = []
         self.calibrating_seconds = 0.0
         self._estimated: set[str] = set()
+        self._calibrations: dict[str, tuple[float, float]] = {}
         self._is_sharded = any(hasattr(p, "full_tensor") for p in run.anatomy.root.parameters())
         for channel in self._channels:
             channel.leave_out(self._refused.keys())
@@ -329,6 +330,7 @@ class Lineup:
                 attack.name in self._ever_exposed,
                 costs.get(attack.name),
                 self._never_reads(attack.name) if attack.name in self.playing else None,
+                self._calibrations.get(attack.name),
             )
             for attack in self._attacks
         ]
@@ -385,10 +387,13 @@ class Lineup:
         """Calibrates an attack, once in a run."""
         if attack.name in self.prepared:
             return
-        started = time.perf_counter()
-        attack.prepare(self._run.anatomy)
+        started, device = time.perf_counter(), self._run.device
+        before = used_bytes(device)
+        busy = measure_seconds(lambda: attack.prepare(self._run.anatomy), device)
         self.prepared.add(attack.name)
         seconds = time.perf_counter() - started
+        if type(attack).prepare is not Attack.prepare:
+            self._calibrations[attack.name] = (busy, used_bytes(device) - before)
         self.calibrating_seconds += seconds
         if seconds > 1:
             watcher = self._run.watcher

@@ -2,19 +2,19 @@
 
 An attack's time grows in a straight line with the vocabulary and with the blocks that it reads:
 each of its parts runs over one of them. So three models show the slopes, one with a larger
-vocabulary and one with two blocks. A pursuit's time grows with the types of a batch, so that a
-small one is tried. Memory is that of the smallest model, and the tensors that are larger.
+vocabulary and one with two blocks. A pursuit's time grows with the types of a batch, and that of
+:class:`GradientMembership` with its texts, so that few are tried. Memory is that of the smallest
+model, and the tensors that are larger.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +37,29 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks.membership import token_parts
 from lightning_fedleak.attacks.membership.gradients import MOST_NUMBERS
 from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.model_runs import undisturbed
+from lightning_fedleak.progress import resident_bytes
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.studies.models import with_lora
 
-VOCABULARY = 8192  # of the smallest model; not tuned; larger: slower and more exact
+VOCABULARY = 4096  # of the smallest model, as many as a pursuit screens; larger: slower
+WIDER = 3  # times the vocabulary of the model that shows its slope; larger: slower, more exact
 LENGTH = 64  # tokens that membership attacks read of a text, by default
 PUBLIC = 24  # public texts of a membership attack, by default
 BLOCKS = 12  # that SubspaceMembership reads, by default
 LOGITS_COPIES = 5  # logits, those counted, their logarithms and two gradients
 PROBED = 64  # tokens of a probe; 3.5 times the types took 4.0 times as long (stories15M, r 8)
 QUERIES = 8  # texts that a membership attack is asked about at a look; not tuned
+STEP = 1e-5  # deviation of a small step's changes: tokens never trained stay nearly equal
+FEW = 4  # texts of GradientMembership's calibration, and of its look, that are tried
 
+WORDS, STATES, GRADIENTS = "subspace_words", "subspace_membership", "gradient_membership"
 ATTACKS: Mapping[str, Callable[[PublicText], Attack]] = {
-    "subspace_words": lambda text: SubspaceWords(text, capacity_seconds=0),
-    "subspace_membership": SubspaceMembership,
-    "gradient_membership": GradientMembership,
+    WORDS: lambda text: SubspaceWords(text, capacity_seconds=0),
+    STATES: SubspaceMembership,
+    GRADIENTS: GradientMembership,
 }
-"""The attacks that are tried, all of a causal model's projections or adapters on them."""
+"""The attacks whose cost is predicted, all of a causal model's projections or adapters on them."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Cost:
         calibration_bytes: memory above training's, at most; NaN where it cannot be measured.
         refresh: processor seconds in which it follows the model at a look.
         look: processor seconds of reading a gradient.
-        look_bytes: memory of a look, above what the calibration stores.
+        look_bytes: memory above training's at a look, with what the calibration stores.
     """
 
     calibration: float
@@ -97,21 +103,25 @@ def random_anatomy(
         build: Any = AutoModelForCausalLM.from_config
         model = build(config, dtype=config.dtype or torch.float32)
         anatomy = with_lora(find_anatomy(model.eval()), rank, targets, 0)
-        move(anatomy)
+        move(anatomy, 0.01)
     return anatomy
 
 
 @torch.no_grad()
-def move(anatomy: Anatomy) -> None:
-    """Change the trained parameters, as a step of training does."""
+def move(anatomy: Anatomy, size: float) -> None:
+    """Change the trained parameters, as training does."""
     for name in anatomy.trainable_names():
         parameter = anatomy.parameter(name)
         if parameter is not None:
-            parameter.add_(0.01 * torch.randn_like(parameter))
+            parameter.add_(size * torch.randn_like(parameter))
 
 
 def measure_cost(
-    attack: Attack, anatomy: Anatomy, tokens: int, batch: TokenBatch | None = None
+    attack: Attack,
+    anatomy: Anatomy,
+    tokens: int,
+    batch: TokenBatch | None = None,
+    queries: int = QUERIES,
 ) -> Cost:
     """Return what an attack takes on a model, at two steps of training.
 
@@ -120,21 +130,28 @@ def measure_cost(
         anatomy: of a causal model.
         tokens: of the client's batch.
         batch: whose gradient is read; None makes one up.
+        queries: texts that it is asked about.
     """
     generator = torch.Generator().manual_seed(1)
-    calibration, stored = clock(lambda: attack.prepare(anatomy))
+    trim()
+    before = resident_bytes()
+    calibration, most = clock(lambda: attack.prepare(anatomy))
     attack.refresh(anatomy, 0)
     with torch.random.fork_rng(devices=()):
-        move(anatomy)
+        move(anatomy, STEP)
     refresh, _ = clock(lambda: attack.refresh(anatomy, 1))
+    trim()
+    before_gradients = resident_bytes()
     if batch is None:
         gradients = planted_gradients(attack, anatomy, tokens, generator)
     else:
         gradients = gradient_of(anatomy, batch, attack.needs(anatomy).gradients)
+    trim()
+    trained = resident_bytes() - before_gradients  # which is training's own
     view = Observation((GradientSnapshot(1, Stage.SHARED, gradients),))
-    query = Query(frequent_tokens(anatomy, QUERIES, LENGTH, generator))
+    query = Query(frequent_tokens(anatomy, queries, LENGTH, generator))
     look, more = clock(lambda: attack.run(view, query))
-    return Cost(calibration, stored, refresh, look, more)
+    return Cost(calibration, most - before, refresh, look, more - before - trained)
 
 
 def planted_gradients(
@@ -172,37 +189,36 @@ def predict_costs(config: Any, rank: int, targets: str | None, tokens: int) -> d
     # A pursuit chooses types one by one only where they are more than the rows.
     few = min(tokens, max(PROBED, 8 * rank)) if rank else tokens
     least, deep = min(vocabulary, VOCABULARY), min(blocks, 2)
-    wide = min(vocabulary, 4 * least)
+    wide = min(vocabulary, WIDER * least)
+    tried: dict[tuple[int, int], Collection[str]] = {(least, deep): (STATES, GRADIENTS)}
+    tried[wide, 1] = (WORDS, GRADIENTS)
+    tried[least, 1] = ATTACKS
     measured: dict[tuple[int, int], dict[str, Cost]] = {}
-    for size in dict.fromkeys([(least, 1), (wide, 1), (least, deep)]):
+    saved: dict[int, float] = {}
+    for size in sorted(tried):
         anatomy = random_anatomy(config, *size, rank, targets)
         texts = PublicText(list(frequent_tokens(anatomy, 40, LENGTH, torch.Generator())))
-        measured[size] = {
-            name: measure_cost(attack(texts), anatomy, few) for name, attack in ATTACKS.items()
-        }
-    depths = {"subspace_words": 1, "subspace_membership": min(blocks, BLOCKS)}
+        measured[size] = {name: try_attack(name, texts, anatomy, few) for name in tried[size]}
+        saved[size[1]] = saved_bytes(anatomy)
     more_types = expected_types(vocabulary, tokens) / expected_types(vocabulary, few) - 1
+    rows = (vocabulary - least) / max(1, wide - least)
+    read = {WORDS: 1, STATES: min(blocks, BLOCKS)}
     costs: dict[str, Cost] = {}
-    for name, cost in measured[least, 1].items():
-        rows = (vocabulary - least) / max(1, wide - least)
-        deeper = depths.get(name, blocks) - 1
+    for name in ATTACKS:
+        cost, wider = measured[least, 1][name], name if name != STATES else WORDS
         seconds = {
             part: getattr(cost, part)
-            + rows * max(0.0, getattr(measured[wide, 1][name], part) - getattr(cost, part))
-            + deeper * max(0.0, getattr(measured[least, deep][name], part) - getattr(cost, part))
+            + rows * rise(part, measured[least, 1][wider], measured[wide, 1][wider])
+            + (read.get(name, blocks) - 1) * rise(part, cost, measured[least, deep].get(name, cost))
             for part in ("calibration", "refresh", "look")
         }
-        words = costs["subspace_words"].look if costs else seconds["look"] * (1 + more_types)
-        if name in depths:  # subspace_membership reads words too
+        words = costs[WORDS].look if costs else seconds["look"] * (1 + more_types)
+        if name in read:  # subspace_membership reads words too
             seconds["look"] += words * more_types / (1 + more_types)
-        more = [
-            large - small
-            for large, small in zip(
-                large_tensors(name, anatomy, vocabulary, blocks),
-                large_tensors(name, anatomy, least, 1),
-                strict=True,
-            )
-        ]
+        block = max(0.0, saved[deep] - saved[1])
+        large = large_tensors(name, anatomy, vocabulary, blocks, block, PUBLIC)
+        small = large_tensors(name, anatomy, least, 1, block, FEW)
+        more = [whole - part for whole, part in zip(large, small, strict=True)]
         costs[name] = Cost(
             **seconds,
             calibration_bytes=cost.calibration_bytes + more[0],
@@ -211,58 +227,98 @@ def predict_costs(config: Any, rank: int, targets: str | None, tokens: int) -> d
     return costs
 
 
+def try_attack(name: str, texts: PublicText, anatomy: Anatomy, tokens: int) -> Cost:
+    """Return what an attack takes on a small model; of texts' gradients few are computed."""
+    if name != GRADIENTS:
+        return measure_cost(ATTACKS[name](texts), anatomy, tokens)
+    attack = GradientMembership(texts, public_rows=FEW, controls=FEW // 2)
+    cost = measure_cost(attack, anatomy, tokens, queries=FEW - FEW // 2)
+    whole = GradientMembership(texts)
+    return replace(
+        cost,
+        calibration=cost.calibration + cost.look * (PUBLIC - FEW) / FEW,
+        look=cost.look * (QUERIES + whole.controls) / FEW,
+    )
+
+
+def rise(part: str, small: Cost, large: Cost) -> float:
+    """Return by how much a part is larger; a clock's chance may show less."""
+    more: float = getattr(large, part) - getattr(small, part)
+    return max(0.0, more)
+
+
+def saved_bytes(anatomy: Anatomy) -> float:
+    """Return the bytes that a text's forward keeps for its backward, without parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in anatomy.model.parameters()}
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.zeros(1, LENGTH, dtype=torch.long, device=anatomy.device)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with undisturbed(anatomy) as model, torch.enable_grad(), hooks:
+        model(input_ids=ids)
+    return float(sum(size for place, size in sizes.items() if place not in parameters))
+
+
 def expected_types(vocabulary: int, tokens: int) -> float:
     """Return how many types so many tokens are expected to hold, as ``frequent_tokens`` draws."""
     odds = 1 / (10.0 + torch.arange(vocabulary))
     return float(-torch.expm1(tokens * torch.log1p(-odds / odds.sum())).sum())
 
 
-def large_tensors(name: str, anatomy: Anatomy, vocabulary: int, blocks: int) -> tuple[float, float]:
+def large_tensors(
+    name: str, anatomy: Anatomy, vocabulary: int, blocks: int, saved: float, texts: int
+) -> tuple[float, float]:
     """Return bytes of the tensors that grow with the model, in calibration and in a look.
 
     They are the input of every token, the states and their covariances by block, the logits of a
-    text with what their gradient needs, and both sides' covariances of each map.
+    text and the states with what their gradient needs, and both sides' covariances of each map.
 
     Args:
         name: of the attack.
         anatomy: of a model of the same width.
         vocabulary: tokens of the model.
         blocks: of the model.
+        saved: bytes that a block keeps of a text for its backward.
+        texts: public texts that are run at once, at most.
     """
     maps = [m for m in row_space.find_linear_maps(anatomy) if anatomy.trainable(m.name)]
     tried = len({row_space.block_name(m.name) for m in maps})
-    if name == "gradient_membership":
-        logits = LOGITS_COPIES * 4 * max(vocabulary * LENGTH, token_parts.LOGITS_AT_ONCE)
+    if name == GRADIENTS:
+        once = max(1, token_parts.LOGITS_AT_ONCE // (vocabulary * LENGTH))
+        text = LOGITS_COPIES * 4 * vocabulary * LENGTH + blocks * saved
         numbers = sum(token_parts.count_numbers(m, anatomy) for m in maps)
-        return logits + 12 * min(blocks * numbers / tried, MOST_NUMBERS), logits
+        whitening = 4 * min(blocks * numbers / tried, MOST_NUMBERS)  # twice that as moments
+        run = min(once, texts) * text
+        return 2 * whitening + max(run, whitening), whitening + min(once, texts, QUERIES) * text
     width = anatomy.hidden_size
     weight = anatomy.parameter(EMBEDDING_WEIGHT)
     assert weight is not None
-    inputs = vocabulary * width * weight.element_size()
+    inputs = vocabulary * (width * weight.element_size() + 4)
     rows = sum(m.rows for m in maps if m.factor != "B") / tried
-    states = 4 * width * (width + PUBLIC * LENGTH) if name == "subspace_membership" else 0
-    return inputs + min(blocks, BLOCKS) * states, 8 * vocabulary * min(rows, width)
+    products = 8 * vocabulary * min(rows, width)
+    if name == WORDS:
+        return inputs, inputs + products
+    states = 4 * width * min(blocks, BLOCKS)
+    public = inputs + states * (width + PUBLIC * LENGTH)
+    return public, public + states * QUERIES * LENGTH + products
 
 
 def clock(function: Callable[[], object]) -> tuple[float, float]:
-    """Return the processor seconds of a call, and the bytes by which it grows the process."""
+    """Return the processor seconds of a call, and the process's highest resident bytes in it."""
+    trim()
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
     start = time.process_time()
-    size = grown(function)
-    return time.process_time() - start, size
-
-
-def grown(function: Callable[[], object]) -> float:
-    """Return the bytes by which resident memory grows at most within a call; NaN but on Linux."""
-    if sys.platform != "linux":
-        function()
-        return math.nan
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed would be used again, and not be counted
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
-
-    def status(name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(name)) << 10
-
-    before = status("VmRSS")
     function()
-    return status("VmHWM") - before
+    return time.process_time() - start, resident_bytes("VmHWM")
+
+
+def trim() -> None:
+    """Give back freed memory, which would be used again and not be counted."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)

@@ -101,7 +101,7 @@ def test_a_whole_model_is_read_by_all_that_fit_it(
     )
     said = caplog.text
     assert "bias_sign            not played: reads the gradient of the output head's bias" in said
-    assert "aligned_flatchat     played, about" in said
+    assert re.search(r"aligned_flatchat {5}played, calibrated in [\d.e-]+ s.*, about [\d.]", said)
     assert "Shared, tested by no attack: " in said
     absent = [line for line in lines(tmp_path) if (line["unknown"] or "").startswith("not played")]
     unread = {"bias_sign", "bag_of_words", "combined", "extraction"}
@@ -134,6 +134,15 @@ def test_what_is_said_before_the_first_step_has_at_most_ten_lines() -> None:
     few = table([Row(f"attack_{i}", (), why, True, None) for i, why in enumerate(reasons)], ())
     assert "not played, as attack_0" in few
     assert few.count("the argument mend= would do") == 3, "where there is room, nothing is cut"
+
+
+def test_what_a_calibration_took_is_said_as_far_as_it_is_known() -> None:
+    kinds = [(2.04, 3.1e8), (0.5, float("nan")), (0.5, -4096.0), None]
+    rows = [Row(f"a{i}", ("w",), None, True, 0.1, calibration=c) for i, c in enumerate(kinds)]
+    said = table(rows, ()).splitlines()[1:]
+    took = [", calibrated in 2 s and 310 MB", *[", calibrated in 0.5 s"] * 2, ""]
+    ends = [f"played{words}, about 0.1 s a look: reads w" for words in took]
+    assert said == [f"  a{i}  {end}" for i, end in enumerate(ends)]
 
 
 def test_under_lora_the_head_is_not_tested_and_the_first_block_is(
@@ -330,7 +339,7 @@ def test_rounds_are_read_by_what_reads_rounds(
         warnings.simplefilter("always")
         made = module(gpt2, optimizer=optimizer)
         fit([FreshOptimizer(), monitor], tmp_path, module=made, loader=loader())
-    tried = re.search("aligned_flatchat +played, about", caplog.text)
+    tried = re.search("aligned_flatchat +played, .*about", caplog.text)
     assert tried, "its cost is tried on an update"
     assert not [w for w in caught if "could not be tried" in str(w.message)]
     played = {"aligned_flatchat", "subspace_words", "gradient_membership"}

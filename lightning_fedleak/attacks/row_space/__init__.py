@@ -6,6 +6,7 @@ and so ask which tokens were there.
 """
 
 from lightning_fedleak.attacks.row_space.atoms import Atoms as Atoms
+from lightning_fedleak.attacks.row_space.atoms import most_kept as most_kept
 from lightning_fedleak.attacks.row_space.dictionary import NotAdditive as NotAdditive
 from lightning_fedleak.attacks.row_space.dictionary import build_dictionary as build_dictionary
 from lightning_fedleak.attacks.row_space.dictionary import factor_rows as factor_rows
@@ -31,7 +32,6 @@ from lightning_fedleak.attacks.row_space.linear_maps import vocabulary_size as v
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult as PursuitResult
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows as SharedRows
 from lightning_fedleak.attacks.row_space.pursuit import explain as explain
-from lightning_fedleak.attacks.row_space.pursuit import most_kept as most_kept
 from lightning_fedleak.attacks.row_space.whitening import RIDGE as RIDGE
 from lightning_fedleak.attacks.row_space.whitening import Whitening as Whitening
 from lightning_fedleak.attacks.row_space.whitening import fit_whitening as fit_whitening

@@ -22,15 +22,9 @@ from torch import Tensor
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.local_steps import WHY_CUT
 from lightning_fedleak.attacks.row_space import linear_maps
-from lightning_fedleak.attacks.row_space.atoms import Atoms
+from lightning_fedleak.attacks.row_space.atoms import Atoms, explain_kept, most_kept
 from lightning_fedleak.attacks.row_space.dictionary import Dictionary, factor_rows
-from lightning_fedleak.attacks.row_space.pursuit import (
-    PursuitResult,
-    SharedRows,
-    explain,
-    explain_kept,
-    most_kept,
-)
+from lightning_fedleak.attacks.row_space.pursuit import PursuitResult, SharedRows, explain
 from lightning_fedleak.snapshots import (
     Inapplicable,
     NotYet,

@@ -9,17 +9,12 @@ added. Atoms are whitened first, because the inputs of a language model share mo
 direction. Atoms are compared by a likelihood ratio that includes how frequent the token is.
 
 Rows are in units of their noise: rounding, and what a defence is known to have added.
-
-Of rows of which only the largest entries were sent (top-k compression) each is explained on its own
-kept entries, with coefficients of its own, and all rows share the atoms. Atoms are chosen one by
-one, by how much less likely the rows' residuals are without them. That takes more kept entries in a
-row than there are atoms.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +22,9 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.row_space.atoms import Atoms, normalize
 
-_MOST_ROWS = 64  # those that keep most entries; more take more time, not tuned
-_SPARE = 1.5  # kept entries for each atom below which a row fits whatever atoms are; not tuned
-_EXPLAINED = 1e-3  # share of the rows' norm that may be left: rounding leaves less, a type more
-_TOKENS_AT_ONCE = 8192  # whose atoms are in float32 at once, which bounds the memory
-_DEPENDENT = 1e-4  # squared share of an atom outside of the others that counts as none; not tuned
+_TWINS_AT_ONCE = 1024  # nearly equal atoms that are in float64 at once, which bounds the memory
+_ROUNDED_COSINE = 1e-5  # 1 - cosine that is compared in float64: far above float32's rounding
+_NO_SQUARE = 1e-15  # squared norm of a part that is rounding in float64
 
 
 @dataclass(frozen=True)
@@ -42,6 +35,7 @@ class PursuitSettings:
         noise_floor: variance of a residual over the noise's, below which the pursuit ends.
         certified: largest root mean square of a residual, in units of the noise, for a certificate.
         nearly_certified: the same, up to which pruning and exchanging are tried.
+        little: the same, from which they are tried before all is explained; 1e-3 of the rows.
         exchanges: rounds in which types are exchanged for nearly equal ones.
         equal: 1 - cosine up to which two atoms are exchanged for each other.
         certain: share of an atom outside of the residual's span up to which it is surely used.
@@ -60,6 +54,7 @@ class PursuitSettings:
     noise_floor: float = 4.0
     certified: float = 4.0
     nearly_certified: float = 100.0
+    little: float = 1e4
     exchanges: int = 4
     equal: float = 1e-6
     certain: float = 1e-4
@@ -180,16 +175,11 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
         log_odds: (V,) prior of each token being in the batch.
     """
     path = _Pursuit(atoms, shared, log_odds)
-    path.run()
-    chosen = torch.tensor(path.chosen, dtype=torch.int64, device=log_odds.device)
+    solved, types = _search(path, atoms, shared)
+    chosen = path.tokens
     evidence = torch.tensor(path.evidence, dtype=torch.float64, device=log_odds.device)
     scores = path.scores.double().nan_to_num(nan=-1e9, posinf=0.0, neginf=-1e9)
-    types, expected, solved = chosen, float(len(chosen)), path.at_floor
-    if shared.exact and (solved or _residual(atoms, shared, chosen) <= _SETTINGS.nearly_certified):
-        fewer = prune(atoms, shared, chosen)
-        fewer = _exchange_twins(atoms, shared, fewer, path.dependent_tokens())
-        if solved or _residual(atoms, shared, fewer) <= _SETTINGS.certified:
-            types, expected, solved = fewer, float(len(fewer)), True
+    expected = float(len(types))
     if not solved:
         used = evidence.sigmoid()
         places = torch.arange(1, len(used) + 1, device=used.device)
@@ -216,6 +206,27 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
     scores[chosen] = -torch.arange(len(chosen), device=scores.device, dtype=scores.dtype) - 1e6
     scores[types] = torch.arange(len(types), 0, -1, device=scores.device, dtype=scores.dtype) + 1e6
     return PursuitResult(types, scores, expected, residual, certified)
+
+
+def _search(path: _Pursuit, atoms: Atoms, shared: SharedRows) -> tuple[bool, Tensor]:
+    """Run a pursuit, and return whether it explains the rows, and the types without needless ones.
+
+    Nearly equal types are exchanged when little is left, or else many unlike ones would be chosen,
+    one by one, for what a wrong one among them leaves.
+    """
+    for early in (shared.exact, False):
+        nearly, most = _SETTINGS.nearly_certified, _SETTINGS.certified
+        if unfinished := path.run(early):
+            room = 1 - len(path.chosen) / atoms.width
+            nearly, most = _SETTINGS.little, math.sqrt(_SETTINGS.noise_floor * room)
+        if shared.exact and (path.at_floor or _residual(atoms, shared, path.tokens) <= nearly):
+            fewer = prune(atoms, shared, path.tokens)
+            fewer = _exchange_twins(atoms, shared, fewer, path.dependent_tokens())
+            if path.at_floor or _residual(atoms, shared, fewer) <= most:
+                return True, fewer
+        if not unfinished:
+            break
+    return path.at_floor, path.tokens
 
 
 def _residual(atoms: Atoms, shared: SharedRows, types: Tensor) -> float:
@@ -260,33 +271,74 @@ def _exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Ten
     """Return types, each replaced by a nearly equal one that explains more, and pruned again.
 
     Tokens that were never trained have almost the same atom. Which of them was used shows only
-    after all the rest is explained.
+    after all the rest is explained. There may be tens of thousands, which are read block by block.
     """
-    if not len(others):
-        return types
-    candidates = atoms.rows(others)
     for _ in range(_SETTINGS.exchanges):
         previous, types = types, types.clone()
-        equal = atoms.rows(types) @ candidates.T > 1 - _SETTINGS.equal
+        equal = _nearly_equal(atoms, types, others, _SETTINGS.equal)
         near = equal.any(0)
-        equal, twins, inputs = equal[:, near], others[near], candidates[near]
-        beyond = None
-        for j in equal.any(1).nonzero()[:, 0].tolist():
-            chosen = atoms.rows(types)
-            if beyond is None:  # their part that no chosen atom explains, until one is exchanged
-                beyond = _project_off(inputs, torch.linalg.qr(chosen.T).Q)
-                squares, products = beyond.square().sum(1), beyond @ shared.principal.T
-            added = _added_direction(chosen, j)
-            explained, along = shared.principal @ added, inputs @ added
-            gain = (products + along[:, None] * explained).square().sum(1)
-            gain /= squares + along.square()
+        equal, twins = equal[:, near], others[near]
+        places = equal.any(1).nonzero()[:, 0].tolist()
+        if not places:
+            break
+        # Of what no chosen atom explains of each: squared norm, and energy along the rows.
+        basis = torch.linalg.qr(atoms.rows(types).T).Q
+        residual = _project_off(shared.principal, basis)
+        pairs = ((x @ basis, x @ residual.T) for x in _unit_atoms(atoms, twins))
+        sums = [(1 - x.square().sum(1), y.square().sum(1)) for x, y in pairs]
+        norms, energy = map(torch.cat, zip(*sums, strict=True))
+        for j in places:
+            added, part, cosines, cross = _place(atoms, shared, types, j, twins, residual)
+            size = part.square().sum()
+            sizes = norms + cosines.square()
+            energies = energy + cosines * (cosines * size + 2 * cross)
+            gain = energies / sizes.clamp_min(_NO_SQUARE)
             gain[~equal[j] | torch.isin(twins, types)] = 0
-            if float(gain.max()) > float(explained.square().sum()):
-                types[j], beyond = twins[int(gain.argmax())], None
+            if float(gain.max()) <= float(size):
+                continue
+            types[j] = twins[int(gain.argmax())]
+            residual = residual + torch.outer(part, added)
+            added, part, cosines, cross = _place(atoms, shared, types, j, twins, residual)
+            norms = sizes - cosines.square()
+            energy = energies + cosines * (cosines * part.square().sum() - 2 * cross)
+            residual = residual - torch.outer(part, added)
         types = prune(atoms, shared, torch.unique(types))
         if len(types) == len(previous) and bool((types.sort()[0] == previous.sort()[0]).all()):
             break
     return types
+
+
+def _unit_atoms(atoms: Atoms, types: Tensor) -> Iterator[Tensor]:
+    """Yield unit atoms, (n, d) float64, some at a time."""
+    yield from (atoms.rows(part) for part in torch.split(types, _TWINS_AT_ONCE))
+
+
+def _place(
+    atoms: Atoms, shared: SharedRows, types: Tensor, place: int, twins: Tensor, residual: Tensor
+) -> tuple[Tensor, ...]:
+    """Return what one of the types adds to the others.
+
+    Returns:
+        (d,) its direction; (k,) the rows' part there; (n,) the twins' part; and (n,) the product of
+        the rows' part with what ``residual``, (k, d) rows, holds of each twin.
+    """
+    added = _added_direction(atoms.rows(types), place)
+    part = shared.principal @ added
+    columns = torch.stack([added, part @ residual], 1)
+    cosines, cross = torch.cat([x @ columns for x in _unit_atoms(atoms, twins)]).T
+    return added, part, cosines, cross
+
+
+def _nearly_equal(atoms: Atoms, types: Tensor, others: Tensor, most: float) -> Tensor:
+    """Return (k, n), whether 1 - cosine of types' atoms and of others' is below ``most``."""
+    chosen = atoms.rows(types)
+    equal = torch.zeros(len(types), len(others), dtype=torch.bool, device=types.device)
+    for block, part in zip(
+        _unit_atoms(atoms, others), torch.split(equal, _TWINS_AT_ONCE, dim=1), strict=True
+    ):
+        near = (chosen.float() @ block.float().T > 1 - _ROUNDED_COSINE).any(1)
+        part[near] = chosen[near] @ block.T > 1 - most
+    return equal
 
 
 def _added_direction(atoms: Tensor, place: int) -> Tensor:
@@ -307,18 +359,15 @@ def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: 
     be dispensable if all such tokens were there too. False if there are too many of them to tell.
     """
     others = others[~torch.isin(others, types)]
-    chosen, candidates = atoms.rows(types), atoms.rows(others)
-    near = (chosen @ candidates.T > 1 - _SETTINGS.twins**2).any(0)  # those, and a few more
-    candidates = candidates[near]
-    distances = torch.cdist(chosen, candidates, compute_mode="donot_use_mm_for_euclid_dist")
-    twins = distances < _SETTINGS.twins
+    twins = _nearly_equal(atoms, types, others, _SETTINGS.twins**2 / 2)
     has_twin = twins.any(0)
     if not bool(has_twin.any()):
         return True
     directions = len(types) + int(has_twin.sum()) + len(atoms.beside)
     if directions > _SETTINGS.largest_share * atoms.width:
         return False
-    twins, candidates = twins[:, has_twin], candidates[has_twin]
+    twins = twins[:, has_twin]
+    chosen, candidates = atoms.rows(types), atoms.rows(others[has_twin])
     basis = torch.linalg.qr(chosen.T).Q
     residual = _project_off(shared.whole, basis)
     further = normalize(_project_off(candidates, basis))
@@ -360,27 +409,44 @@ class _Pursuit:
         self.certain = 0
         self._projected = 0
 
-    def run(self) -> None:
-        """Choose atoms until only noise remains, or no atom has evidence."""
+    def run(self, early: bool) -> bool:
+        """Choose atoms until only noise remains, or no atom has evidence.
+
+        Args:
+            early: whether to end where little remains, which exchanges of nearly equal atoms may
+                explain.
+
+        Returns:
+            Whether it ended early.
+        """
         most = self.room - 2
+        little = _SETTINGS.little**2 * self._rows * self.atoms.width
         while len(self.chosen) < most and not self._is_noise():
             directions = self._directions()
             if not len(directions):
                 self.at_floor = True
-                return
+                return False
+            if early and float(self._plain.square().sum()) <= little:
+                return True
             chance = self._screen(directions)
             if self._choose_certain(directions, most):
                 continue
             if len(self.chosen) > _SETTINGS.give_up * self.room:
-                return
+                return False
             if not self._choose_likeliest(directions, chance, most):
-                return
+                return False
+        return False
+
+    @property
+    def tokens(self) -> Tensor:
+        """Return the (k,) tokens that were chosen."""
+        return torch.tensor(self.chosen, dtype=torch.int64, device=self.log_odds.device)
 
     def dependent_tokens(self) -> Tensor:
         """Return the (n,) tokens not chosen whose atoms the chosen ones nearly explain."""
         self._compare(self.basis[:0])
         dependent = self.atoms.usable & (self.outside < _SETTINGS.dependent**2)
-        dependent[torch.tensor(self.chosen, dtype=torch.int64, device=dependent.device)] = False
+        dependent[self.tokens] = False
         tokens: Tensor = dependent.nonzero()[:, 0]
         return tokens
 
@@ -471,8 +537,10 @@ class _Pursuit:
             Whether any was chosen.
         """
         types = (self._raw > 1 - _SETTINGS.certain).nonzero()[:, 0]
-        if not 0 < len(types) <= _SETTINGS.screened:
+        if not len(types):
             return False
+        # Of thousands that were never trained and equal a type, one is chosen, and then none.
+        types = types[self.scores[types].topk(min(len(types), _SETTINGS.screened)).indices]
         types = types[self._raw[types].argsort(descending=True, stable=True)]
         parts = self._orthogonal_parts(types)
         norms = parts.norm(dim=1)
@@ -530,68 +598,3 @@ class _Pursuit:
             self._append(int(subset[place]), parts[best], float(value[best]))
             outside -= self.atoms.products(self.basis[-1:], screen)[:, 0].square()
         return True
-
-
-def most_kept(rows: Tensor) -> Tensor:
-    """Return (m, d) float64, those of (n, d) rows of which most entries are not zero."""
-    kept = (rows != 0).sum(1)
-    best = kept.argsort(descending=True, stable=True)[:_MOST_ROWS]
-    return rows[best[kept[best] > 1]].double()
-
-
-def explain_kept(rows: Tensor, atoms: Tensor, beside: Tensor, log_odds: Tensor) -> Tensor | None:
-    """Return the (k,) atoms that explain all kept entries of rows; None if there are none.
-
-    Args:
-        rows: (m, d) float64, zero where an entry was not sent.
-        atoms: (V, d) of all tokens.
-        beside: (b, d) directions that are no word, which any row may hold.
-        log_odds: (V,) prior of each token being in the batch.
-    """
-    kept = rows != 0
-    counts = kept.sum(1)
-    parts = torch.split(atoms, _TOKENS_AT_ONCE)
-    sizes = torch.cat([kept.float() @ part.float().square().T for part in parts], 1)
-    outside, residual = sizes.clone(), rows
-
-    def multiply(vectors: Tensor) -> Tensor:
-        return torch.cat([vectors.float() @ part.float().T for part in parts], 1)
-
-    bases = rows.new_zeros(len(rows), 0, rows.shape[1])
-    chosen: list[int] = []
-    directions = list(beside.double())
-    while True:
-        for direction in directions:
-            new = kept * direction
-            for _ in range(2):
-                new = new - torch.einsum("rd,rkd,rke->re", new, bases, bases)
-            new = torch.nn.functional.normalize(new, dim=1, eps=1e-30)
-            residual = residual - (residual * new).sum(1, keepdim=True) * new
-            bases = torch.cat([bases, new[:, None]], 1)
-            outside -= multiply(new).square()
-        usable = counts > _SPARE * (bases.shape[1] + 1)
-        if not bool(usable.any()):
-            return None
-        if float(residual[usable].norm()) <= _EXPLAINED * float(rows[usable].norm()):
-            return _without_dispensable(rows[usable], atoms, beside, chosen)
-        products = multiply(residual).square_()
-        products /= outside.clamp_min(1e-30) * residual.square().sum(1, keepdim=True).float()
-        products[outside < _DEPENDENT * sizes] = 0.0
-        weights = ((counts - bases.shape[1]) * usable).float() / 2
-        gain = log_odds - weights @ products.clamp_(0, 1 - 1e-6).neg_().log1p_()
-        gain[chosen] = -torch.inf
-        chosen.append(int(gain.argmax()))
-        directions = [atoms[chosen[-1]].double()]
-
-
-def _without_dispensable(rows: Tensor, atoms: Tensor, beside: Tensor, chosen: list[int]) -> Tensor:
-    """Return the chosen atoms without those that the rows are explained without."""
-    kept, needed = rows != 0, list(chosen)
-    for token in chosen:
-        others = [t for t in needed if t != token]
-        columns = torch.cat([atoms[others].double(), beside.double()]) * kept[:, None]
-        fit = torch.linalg.lstsq(columns.mT, rows[:, :, None]).solution
-        left = rows - (columns.mT @ fit)[:, :, 0]
-        if others and float(left.norm()) <= _EXPLAINED * float(rows.norm()):
-            needed = others
-    return torch.tensor(needed, device=rows.device)

@@ -37,6 +37,7 @@ _RIDGE = 0.01  # added to covariances, in units of their mean; .627 against .547
 _PENALTY = 1e-3  # of the readout's squared weights, in units of a rehearsal's loss; not tuned
 _BACKGROUND = 1500  # random types that stand for the unused ones in the fit; not tuned
 _FREQUENT = 600  # most frequent types, all of which are in the fit; not tuned
+_STANDARD_ERRORS = 3.0  # of a gain in rehearsals, above which it is no chance; not tuned
 _WHITENINGS, _NEWTON_STEPS = 3, 25  # alternations and steps after which nothing moves; not tuned
 
 
@@ -206,7 +207,8 @@ class RehearsedLabels(Attack):
 
     This method is our own. It names labels alone, and a part of them: its guess is evidence, and
     nothing is certified. It rehearses again when the number of steps has doubled. It reads
-    gradients of single steps, without noise.
+    gradients of single steps, without noise. Where its rehearsals are read no better with their own
+    gradients than with each other's, it has learned frequencies alone, and its result is *unknown*.
 
     Args:
         public_text: text like the clients' (strings need ``tokenizer``), or ``"sampled"``.
@@ -265,6 +267,7 @@ class RehearsedLabels(Attack):
         self.rehearsals = rehearsals
         self.seed = seed
         self._readout: _Readout | None = None
+        self._reads_gradients = False
         self._rehearsed_at = 0
         self._maps: tuple[Anatomy, list[LinearMap], list[SharedInput]] | None = None
 
@@ -308,9 +311,9 @@ class RehearsedLabels(Attack):
             if filters:
                 counts = torch.bincount(torch.cat(text.sentences), minlength=anatomy.vocab_size)
                 log_counts = (counts + 0.1).log().to(anatomy.device)
-                self._readout = _Readout.fit(
-                    tuple(filters), log_counts, gradients[:filtered], labels[:filtered], generator
-                )
+                rehearsed = gradients[:filtered], labels[:filtered]
+                self._readout = _Readout.fit(tuple(filters), log_counts, *rehearsed, generator)
+                self._reads_gradients = _exceed(_own_gain(self._readout, *rehearsed))
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Rehearse again if the number of steps has doubled."""
@@ -344,6 +347,11 @@ class RehearsedLabels(Attack):
             raise UnusableObservation("a gradient has NaN or infinity")
         if not all(bool(g.any()) for g in gradients.values()):
             raise UnusableObservation("a gradient is all zero")
+        if not self._reads_gradients:
+            raise UnusableObservation(
+                "in its rehearsals this attack names no more labels by a batch's own gradient than "
+                "by another batch's: what it would name are frequent tokens"
+            )
         probabilities = self._readout.probabilities(gradients)
         ordered, types = probabilities.sort(descending=True)
         number = torch.arange(1, len(ordered) + 1, device=ordered.device)
@@ -386,6 +394,25 @@ class RehearsedLabels(Attack):
             "rehearsals": self.rehearsals,
             "seed": self.seed,
         }
+
+
+def _own_gain(
+    readout: _Readout, gradients: Sequence[dict[str, Tensor]], labels: Sequence[Tensor]
+) -> Tensor:
+    """Return (n,) shares of labels named by a batch's own gradient, less those by another one's."""
+    chances = [readout.probabilities(gradient) for gradient in gradients]
+    foreign = chances[1:] + chances[:1]
+    gains = [
+        [float(torch.isin(p.topk(len(used)).indices, used).float().mean()) for p in pair]
+        for *pair, used in zip(chances, foreign, labels, strict=True)
+    ]
+    return torch.tensor([mine - another for mine, another in gains])
+
+
+def _exceed(gains: Tensor) -> bool:
+    """Return whether a mean lies above zero by some standard errors; no from one gain alone."""
+    error = float(gains.std()) / len(gains) ** 0.5 if len(gains) > 1 else math.inf
+    return float(gains.mean()) > _STANDARD_ERRORS * error
 
 
 def _parts(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.row_space.pursuit import explain_kept, most_kept
+from lightning_fedleak.attacks.row_space.atoms import explain_kept, most_kept
 from tests.attacks.row_space.test_pursuit import NOTHING, D, V, dictionary, planted
 
 ODDS = torch.full((V,), math.log(20 / V))
@@ -126,7 +126,7 @@ def test_the_vocabulary_may_be_read_in_parts(monkeypatch) -> None:
     atoms = dictionary()
     rows = most_kept(sparse(planted(atoms, 4, 40)[0], 0.3))
     whole = explain_kept(rows, atoms, NOTHING, ODDS)
-    monkeypatch.setattr("lightning_fedleak.attacks.row_space.pursuit._TOKENS_AT_ONCE", 7)
+    monkeypatch.setattr("lightning_fedleak.attacks.row_space.atoms._TOKENS_AT_ONCE", 7)
     parts = explain_kept(rows, atoms, NOTHING, ODDS)
     assert whole is not None
     assert parts is not None

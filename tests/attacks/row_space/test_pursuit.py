@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_fedleak.attacks.row_space import atoms as atoms_module
+from lightning_fedleak.attacks.row_space import pursuit
 from lightning_fedleak.attacks.row_space.atoms import Atoms
 from lightning_fedleak.attacks.row_space.explanation import measure_capacity
 from lightning_fedleak.attacks.row_space.pursuit import (
@@ -149,6 +151,25 @@ def test_nearly_equal_atoms_are_told_apart_as_far_as_rounding_lets_them() -> Non
     truth = torch.tensor([*range(8), 250, 303])
     found = solve(rows, (weights @ rows[truth].double()).float())
     assert set(found.types.tolist()) == set(truth.tolist())
+
+
+def test_many_tokens_that_equal_a_type_do_not_hide_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All types lie in the span of the rows, and 200 atoms that equal one of them."""
+    rows = dictionary()
+    g = torch.Generator().manual_seed(1)
+    rows[200:] = rows[200:201] + 1e-4 * torch.randn(200, D, generator=g)
+    weights = torch.randn(12, 9, generator=g, dtype=torch.float64)
+    truth = torch.tensor([*range(8), 250])
+    monkeypatch.setattr(pursuit, "_SETTINGS", replace(pursuit._SETTINGS, screened=50))
+    gradient = (weights @ rows[truth].double()).float()
+    shared = SharedRows.stack([gradient], NOTHING, rounding=SINGLE, noise=[0.0])
+    path = pursuit._Pursuit(Atoms(rows, NOTHING), shared, torch.zeros(V))
+    assert path.run(early=True)
+    assert path.certain == len(path.chosen) == len(truth)  # none one by one, which is slow
+    assert set(path.chosen) >= set(range(8))
+    assert set(solve(rows, gradient).types.tolist()) == set(truth.tolist())
 
 
 @pytest.mark.parametrize("apart", [3e-6, 1e-4])

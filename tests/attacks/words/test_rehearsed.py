@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,28 @@ def test_what_rehearsals_do_not_show_is_unknown(anatomy: Anatomy, attack: Rehear
         attack.run(Observation((update,)))
     with pytest.raises(NotYet, match="no map"):
         RehearsedLabels(PublicText(texts(4, 1))).run(view)
+
+
+def test_frequency_alone_is_unknown(anatomy: Anatomy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A readout of gradients that hold nothing of their batch names frequent tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(anatomy: Anatomy, batch: TokenBatch, roles: Sequence[str]) -> dict[str, Tensor]:
+        shapes = {name: anatomy.root.get_parameter(name).shape for name in roles}
+        return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+    monkeypatch.setattr(rehearsed, "gradient_of", noise)
+    attack = RehearsedLabels(PublicText(texts(60, 1)), shapes=[(ROWS, LENGTH)], rehearsals=12)
+    attack.prepare(anatomy)
+    with pytest.raises(UnusableObservation, match="frequent tokens"):
+        attack.run(seen(anatomy, attack, texts(ROWS, 5)))
+
+
+def test_a_gain_has_to_exceed_chance() -> None:
+    assert rehearsed._exceed(torch.tensor([0.1, 0.12, 0.08, 0.1]))
+    assert not rehearsed._exceed(torch.tensor([0.3, -0.2, 0.1, -0.1]))
+    assert not rehearsed._exceed(torch.tensor([0.5]))
+    assert not rehearsed._exceed(torch.zeros(4))
 
 
 def test_a_scaled_gradient_reads_the_same(anatomy: Anatomy, attack: RehearsedLabels) -> None:

@@ -54,11 +54,11 @@ class CapacityCommand(CapacityOptions):
             f"{anatomy.vocab_size}: {', '.join(m.name for m in study.maps)}."
         )
         capacity = study.planted(self.seconds)
-        found = f"{capacity.types} were all found" if capacity.types else "how many is unknown"
+        shown = f"{capacity.types} were all found" if capacity.types else "how many is unknown"
         missed = "" if capacity.failed is None else f", {capacity.failed} were not"
         console.print(
             f"Distinct tokens that these rows reveal: about {capacity.predicted:.0f} by rule; "
-            f"planted at random, {found}{missed}.\n"
+            f"planted at random, {shown}{missed}.\n"
         )
         trials = study.trials(texts, tokenizer, size)
         print_table(console, trial_table(trials, length))

@@ -94,14 +94,14 @@ def look_seconds(
         )
     view = Observation((shown,))
     asked = attacks.Query(_tokens(anatomy, min(texts, 2 * ROWS), generator))
-    found = {}
+    seconds = {}
     for plan in tried:
         if local_steps is not None:
             plan.attack.refresh(anatomy, step)  # which sees the weights that a round begins with
         with torch.no_grad(), suppress(UnusableObservation):
             run = partial(plan.attack.run, view, asked)
-            found[plan.attack.name] = measure_seconds(run, anatomy.device)
-    return found
+            seconds[plan.attack.name] = measure_seconds(run, anatomy.device)
+    return seconds
 
 
 def _tokens(anatomy: Anatomy, rows: int, generator: torch.Generator) -> Tensor:

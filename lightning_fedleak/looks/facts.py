@@ -128,12 +128,12 @@ def defense_facts(defense: Defense) -> records.DefenseFacts:
 
 
 def versions() -> dict[str, str]:
-    """What is installed of the packages that a figure may depend on."""
-    found = {"python": platform.python_version()}
+    """Return the installed versions of the packages that a figure may depend on."""
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 def _model(run: Run, trained: Sequence[str]) -> records.ModelFacts:

@@ -207,17 +207,17 @@ class Verdict:
         """In the words that users see."""
         unknown = f", {self.unknown} of them unknown and counted as worst" if self.unknown else ""
         side = "above" if self.above else "below"
-        found = (
+        measured = (
             f"{self.evidence:.3g} for a mean {side} {at_most:g}, of {self.needed:.3g} needed "
             f"(bound='{self.bound}', alpha={self.alpha:g}); mean {self.mean:.3f} over "
             f"{self.looks} looks{unknown}. "
         )
         if self.above:
-            return found + (
+            return measured + (
                 f"Leakage that is expected to be at most {at_most:g} at every look brings so much "
                 f"evidence with probability at most {self.alpha:g}, however long the run"
             )
-        return found + (
+        return measured + (
             f"After {self.warmup} looks a run goes on only where its mean is shown to be below; "
             f"one really above gets so far with probability at most {self.alpha:g}. This does "
             "not say that this run is above: a larger warmup= gives it more looks to show it"

@@ -348,7 +348,7 @@ def _drawing(account: Account) -> str:
     """Return in words how batches or the clients of a round are drawn."""
     rate = digits(account.sample_rate)
     if account.sampling == "without_replacement":
-        return f"a fixed share of {rate}, drawn anew each time"
+        return f"a fixed share of {rate}, drawn again each time"
     most = account.settings.get("truncated_batch_size")
     samples = f"Poisson samples at rate {rate}" + (f", of at most {most}" if most else "")
     return samples if account.poisson else "not sampled by chance"

@@ -186,7 +186,7 @@ def test_a_report_says_what_clients_have_spent_and_for_whom_it_holds(tmp_path):
     [spent] = told["runs"][1]["privacy"]
     assert spent["epsilon"] == math.ceil(dp.privacy.epsilon * 1e3) / 1e3  # three digits, up
     assert "one client, all of its data, replaced" in spent["statement"]
-    assert "rounds are a fixed share of 0.1, drawn anew each time" in spent["statement"]
+    assert "rounds are a fixed share of 0.1, drawn again each time" in spent["statement"]
     [together] = told["privacy_together"]
     expected = epsilon_of([(2.0, 0.1, 4)], 1e-5, "prv", "without_replacement")
     assert 0 <= together["epsilon"] / expected - 1 < 1e-2  # three digits, up

@@ -296,8 +296,8 @@ def test_a_withheld_update_is_zero_plus_the_same_noise(tmp_path):
 
 
 def test_what_is_attacked_has_other_noise_than_what_leaves(tmp_path):
-    attack = Listening()
-    out = client(tmp_path, RoundGate(F1, at_most=1.0), attack=attack, dp=dp())
+    attack, seeded = Listening(), dp(release=ClientReleaseSettings(seed=4))
+    out = client(tmp_path, RoundGate(F1, at_most=1.0), attack=attack, dp=seeded)
     [(sent, returned, found)] = rounds(out)
     [(_, _, seen)] = attack.seen
     left = (sent["lm_head.weight"] - found.state["lm_head.weight"]) / 0.05

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.defenses import DefenseError, GradientCompression
 from lightning_fedleak.federation import RoundObserver, RoundSettings, StartCheck, trained_state
 from lightning_fedleak.federation.nvflare import FedLeakFilter
-from tests.federation.rounds import model
+from tests.federation.rounds import ADAMW, model
 from tests.federation.test_observer import lines
 from tests.helpers.bottlenecks import adapted_llama
 from tests.helpers.notices import announced
@@ -249,6 +250,7 @@ def test_rows_that_jump_are_seen_in_the_round_after_one_s_own(site, monkeypatch,
     monkeypatch.setattr(jobs, "make_observer", lambda name: inspects(name, True))
     monkeypatch.setattr(jobs, "model", adapted)
     one = site()
+    one.trains = partial(jobs.train, optimizer=ADAMW)  # as the observer was said to
     returned = values(one.answer(task_of(0, trained_state(adapted()))))
     sent = {n: torch.as_tensor(t) for n, t in returned.items()}
     sent[DOWN] = torch.cat([3 * sent[DOWN][6:7] * torch.linspace(-1, 1, 32), sent[DOWN][1:]])

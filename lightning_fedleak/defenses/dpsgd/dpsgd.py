@@ -379,7 +379,7 @@ class DPSGD(accounting.BudgetedDefense):
         sampling = step.sampling
         # What follows would send other messages where these differ.
         norm = step.clip.sensitivity
-        std = sigma * self._path.share_of_noise(sigma, sampling.expected) * norm
+        std = sigma * self._share_of_noise(sigma, sampling.expected) * norm
         team.check_alike(noise_multiplier=sigma, releases=self.releases, max_grad_norm=norm)
         check_same_clip(self._fixed, self._clip_settings())
         with team.together():
@@ -550,8 +550,12 @@ class DPSGD(accounting.BudgetedDefense):
         """Return the standard deviation of the next update's noise, all layers together."""
         step, sigma = self._in_fit(), self._client_noise(context)
         expected = step.sampling.expected
-        std = sigma * self._path.share_of_noise(sigma, expected) * step.clip.sensitivity
+        std = sigma * self._share_of_noise(sigma, expected) * step.clip.sensitivity
         return std / expected * self._noise.scale
+
+    def _share_of_noise(self, sigma: float, expected: float) -> float:
+        path = self._path
+        return 1.0 if path.quantile is None else path.share_of_noise(sigma, expected)
 
     def _clip(self, context: DefenseContext) -> Clip:
         self._fixed = self._clip_settings()

@@ -53,16 +53,20 @@ class DrawnBatches:
         _check_one_loader(context)
         self._current = _number_of(batch, context)
         repeated = self._released is not None and self._is_released()
-        refusals = {
-            "this batch was released already (a second optimizer step on it, in an overridden "
-            "optimizer_step perhaps). Every release is accounted as a Poisson sample of its own. "
-            "Take one optimizer step on each batch, or pass poisson_sampling=False: then each "
-            "example is accounted as if it were in all of them.": self._poisson and repeated,
-            "a second batch came before the first was released (gradient accumulation, by a "
-            "callback perhaps). Let every batch have its own optimizer step: a larger batch_size, "
-            "of which DPSGD(max_physical_batch_size=...) runs a few rows at a time.": self._waiting,
-        }
-        refuse("DPSGD: ", refusals)
+        if self._poisson and repeated:
+            raise DefenseError(
+                "DPSGD: this batch was released already (a second optimizer step on it, in an "
+                "overridden optimizer_step perhaps). Every release is accounted as a Poisson "
+                "sample of its own. Take one optimizer step on each batch, or pass "
+                "poisson_sampling=False: then each example is accounted as if it were in all of "
+                "them."
+            )
+        if self._waiting:
+            raise DefenseError(
+                "DPSGD: a second batch came before the first was released (gradient accumulation, "
+                "by a callback perhaps). Let every batch have its own optimizer step: a larger "
+                "batch_size, of which DPSGD(max_physical_batch_size=...) runs a few rows at a time."
+            )
         self._waiting = True
 
     def released(self) -> None:

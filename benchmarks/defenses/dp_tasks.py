@@ -535,7 +535,8 @@ def found_in(options: argparse.Namespace) -> dict[tuple[str, float | None], list
 def best_of(found: dict[Any, list[dict[str, Any]]], row: dict[str, Any]) -> float:
     """Mean score without a defence, of the row's task and model."""
     plain = [own for runs in found.values() for own in runs if not own["private"]]
-    same = [r["score"] for r in plain if (r["task"], r["model"]) == (row["task"], row["model"])]
+    plain = [r for r in plain if (r["task"], r["model"]) == (row["task"], row["model"])]
+    same = [r["score"] for r in plain if not r["changes"]] or [r["score"] for r in plain]
     return statistics.mean(same) if same else math.nan
 
 

@@ -7,18 +7,18 @@ from tests.tools import house
 # What the package holds at most. A ceiling may fall, and rises for a new feature alone: the attacks
 # on the trained weights and their report took 1,950 lines of code.
 CEILINGS = {
-    "code": 51_010,
+    "code": 50_690,
     "longest": 700,
     "long": 5,
     "imports": 20,
     "most_imports": 14,
     "callbacks": 0,
     "circles": 0,
-    "parameters": 21,
+    "parameters": 20,
     "most_parameters": 12,
     "complexity": 8,
     "public": 3,
-    "private": 3,
+    "private": 2,
     "names": 0.004,
     "fragments": 0.005,
     "examples": 0,

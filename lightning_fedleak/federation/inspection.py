@@ -503,7 +503,7 @@ def _jump(
     if incomparable:
         return Answer("jump", why=incomparable, unasked=tuple(names)), ()
     pairs = _changes(adapters, last)
-    why = "the client's own last update moved the rows of no adapter"
+    why = "the client's own last update hardly moved the rows of any adapter"
     if not pairs:
         return Answer("jump", why=why, unasked=tuple(names)), ()
     sizes = [c.norm(dim=1) / u.norm(dim=1).clamp(min=1e-12) for c, u in pairs.values()]

@@ -17,7 +17,7 @@ from lightning_fedleak.snapshots import Observation, ReleasedModel, TokenSnapsho
 from lightning_fedleak.taps import Text
 
 Tiers = Mapping[int, dict[str, float] | str]
-"""By how often canaries were repeated: their values, or why they are unknown."""
+"""The values of canaries by how often each was repeated, or why they are unknown."""
 
 
 class PlantedCanaries:

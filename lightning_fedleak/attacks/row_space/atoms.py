@@ -144,9 +144,9 @@ def normalize(rows: Tensor) -> Tensor:
 
 def most_kept(rows: Tensor) -> Tensor:
     """Return (m, d) float64, those of (n, d) rows of which most entries are not zero."""
-    kept = (rows != 0).sum(1)
-    best = kept.argsort(descending=True, stable=True)[:_MOST_ROWS]
-    return rows[best[kept[best] > 1]].double()
+    counts = (rows != 0).sum(1)
+    best = counts.argsort(descending=True, stable=True)[:_MOST_ROWS]
+    return rows[best[counts[best] > 1]].double()
 
 
 def explain_kept(rows: Tensor, atoms: Tensor, beside: Tensor, log_odds: Tensor) -> Tensor | None:
@@ -158,10 +158,10 @@ def explain_kept(rows: Tensor, atoms: Tensor, beside: Tensor, log_odds: Tensor) 
         beside: (b, d) directions that are no word, which any row may hold.
         log_odds: (V,) prior of each token being in the batch.
     """
-    kept = rows != 0
-    counts = kept.sum(1)
+    mask = rows != 0
+    counts = mask.sum(1)
     parts = torch.split(atoms, _TOKENS_AT_ONCE)
-    sizes = torch.cat([kept.float() @ part.float().square().T for part in parts], 1)
+    sizes = torch.cat([mask.float() @ part.float().square().T for part in parts], 1)
     outside, residual = sizes.clone(), rows
 
     def multiply(vectors: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def explain_kept(rows: Tensor, atoms: Tensor, beside: Tensor, log_odds: Tensor) 
     directions = list(beside.double())
     while True:
         for direction in directions:
-            new = kept * direction
+            new = mask * direction
             for _ in range(2):
                 new = new - torch.einsum("rd,rkd,rke->re", new, bases, bases)
             new = torch.nn.functional.normalize(new, dim=1, eps=1e-30)
@@ -196,10 +196,10 @@ def explain_kept(rows: Tensor, atoms: Tensor, beside: Tensor, log_odds: Tensor) 
 
 def _without_dispensable(rows: Tensor, atoms: Tensor, beside: Tensor, chosen: list[int]) -> Tensor:
     """Return the chosen atoms without those that the rows are explained without."""
-    kept, needed = rows != 0, list(chosen)
+    mask, needed = rows != 0, list(chosen)
     for token in chosen:
         others = [t for t in needed if t != token]
-        columns = torch.cat([atoms[others].double(), beside.double()]) * kept[:, None]
+        columns = torch.cat([atoms[others].double(), beside.double()]) * mask[:, None]
         fit = torch.linalg.lstsq(columns.mT, rows[:, :, None]).solution
         left = rows - (columns.mT @ fit)[:, :, 0]
         if others and float(left.norm()) <= _EXPLAINED * float(rows.norm()):

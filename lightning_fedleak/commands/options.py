@@ -582,7 +582,8 @@ class FederateOptions:
             yield changed, f"{changed} sets {text}"
         yield (
             (self.sampling == "all") != (self.per_round is None),
-            "--sampling poisson and fixed draw some clients: give their number with --per-round.",
+            "--sampling poisson and fixed draw some clients, and --per-round is their number: give "
+            "both, or neither.",
         )
         yield (
             self.clip_quantile is not None and self.trust != "central",

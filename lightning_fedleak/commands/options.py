@@ -582,8 +582,7 @@ class FederateOptions:
             yield changed, f"{changed} sets {text}"
         yield (
             (self.sampling == "all") != (self.per_round is None),
-            "--sampling poisson and fixed draw some clients, and --per-round is their number: give "
-            "both, or neither.",
+            "--sampling poisson and fixed draw --per-round clients: give both, or neither.",
         )
         yield (
             self.clip_quantile is not None and self.trust != "central",

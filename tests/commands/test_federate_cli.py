@@ -261,7 +261,7 @@ def test_errors_say_what_to_change(given: dict, tmp_path: Path, capsys) -> None:
         (["--column", "text", "--gate", "0.5", "--watch", "leakage/words"], "words: RoundGate"),
         (["--gate", "0.5", "--action", "harden"], "--trust local too"),
         (["--trust", "local"], "give --epsilon or --noise-multiplier too"),
-        (["--epsilon", "8", "--sampling", "poisson"], "--per-round is their number: give both"),
+        (["--epsilon", "8", "--sampling", "poisson"], "draw --per-round clients: give both"),
         (["--epsilon", "8", "--delta", "0.9"], "must be below 1 / 4"),
         (["--clip-quantile", ".5"], "give --epsilon or --noise-multiplier too"),
         (
@@ -320,7 +320,7 @@ def test_too_few_texts_for_a_gate_are_refused_before_libraries_load() -> None:
     [
         ({"trust": "local", "clip_quantile": 0.5}, "leave it or --trust local out"),
         ({"trust": "secure_aggregation", "clip_quantile": 0.5}, "a trusted server alone"),
-        ({"per_round": 2.0}, "--per-round is their number: give both, or neither"),
+        ({"per_round": 2.0}, "draw --per-round clients: give both, or neither"),
     ],
 )
 def test_privacy_that_cannot_hold_is_refused_before_libraries_load(wrong: dict, match: str) -> None:

@@ -110,10 +110,11 @@ def explain_compression(method: str) -> str:
         return (
             "what is seen adds up gradients that were compressed one by one (by several clients, "
             "in several steps, or with error feedback), and no attack knows the error of that: "
-            "stages=('shared',) reads what one client sends"
+            "only what one client sends in one step, without error feedback, can be read"
         )
     return (
         f"the gradient was compressed (method '{method}'), and this attack does not know how to "
-        "read what is left of it. That is unknown, not safe. stages=('local', 'shared') reads what "
-        "it was before; with GradientCompression(error_feedback=True) that is what leaves in time"
+        "read what is left of it. That is unknown, not safe. A monitor with stages=('local', "
+        "'shared') reads what it was before; with GradientCompression(error_feedback=True) that "
+        "is what leaves in time"
     )

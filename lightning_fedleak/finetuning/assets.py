@@ -160,8 +160,9 @@ def nearest(path: Path) -> str:
     return f" (looked in {folder.resolve()}){meant}"
 
 
-TRAINING = dict.fromkeys(("lightning.pytorch", "lightning.fabric", "transformers"), logging.ERROR)
-"""Levels of the loggers that speak in every fit."""
+_LIGHTNING = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+TRAINING = dict.fromkeys((*_LIGHTNING, "transformers"), logging.ERROR)
+"""Levels of the loggers that speak in every fit, whichever of Lightning's packages came first."""
 
 
 @contextmanager

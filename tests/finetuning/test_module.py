@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib
+import logging
 import sys
 from pathlib import Path
 
@@ -7,8 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_fedleak.finetuning.assets import SourceError
+from lightning_fedleak.finetuning.assets import TRAINING, SourceError, quiet_logs
 from lightning_fedleak.finetuning.lightning import CausalLMFineTuning
+from lightning_fedleak.lightning_packages import PACKAGES
 from tests.helpers.folders import save_tiny_causal_lm
 
 
@@ -101,3 +104,14 @@ def test_the_mean_of_sample_means_weighs_texts_alike(folder: str) -> None:
     assert torch.allclose(plain(**batch), (3 * each[0] + each[1]) / 4)
     with pytest.raises(ValueError, match="'token_mean' or 'sample_mean', got 'mean'"):
         CausalLMFineTuning(folder, loss="mean")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "lightning.fabric", "lightning_fabric"])
+def test_whatever_lightning_says_in_a_fit_can_be_silenced(package: str) -> None:
+    importlib.import_module(package)  # the newest import decides which logger all of them use
+    log = logging.getLogger(f"{package}.utilities.rank_zero")
+    before = log.getEffectiveLevel()
+    assert before <= logging.INFO
+    with quiet_logs(TRAINING):
+        assert not log.isEnabledFor(logging.WARNING)
+    assert log.getEffectiveLevel() == before

@@ -311,7 +311,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             if result is None:
                 raise UpdateError(f"no model came back ({shareable.get_return_code()})")
             if (outgoing.gates or outgoing.own) and (name := _array_in(meta)):
-                raise UpdateError(f"'{name}' beside the model is an array, which no attack reads")
+                raise UpdateError(f"'{name}' was to leave beside the model; no attack reads it")
             arrays = _tensors(result.data)
             returned = moved(sent, arrays) if self._data_kind == DataKind.WEIGHT_DIFF else arrays
             batches = self._hand_over.take()

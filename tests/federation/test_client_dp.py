@@ -597,9 +597,9 @@ def test_the_clip_norm_goes_on_from_a_checkpoint():
 @pytest.mark.parametrize(
     ("more", "match"),
     [
-        ({"trust": "local"}, "a trusted server alone"),
-        ({"trust": "secure_aggregation"}, "a trusted server alone"),
-        ({"accountant": "filter", "target_epsilon": 9.0}, "noise that is not turned up"),
+        ({"trust": "local"}, "only a trusted server may do"),
+        ({"trust": "secure_aggregation"}, "only a trusted server may do"),
+        ({"accountant": "filter", "target_epsilon": 9.0}, "noise that is not increased"),
         ({"count": 0.4}, r"QuantileClip\(noise=\) above 0.5"),
     ],
 )

@@ -838,7 +838,7 @@ def test_a_mean_of_clients_that_were_not_drawn_for_it_is_refused():
         ({"trust": "local"}, "trust='central'"),
         ({"quantile": QuantileClip(0.5)}, "without quantile"),
         ({"accountant": "filter", "target_epsilon": 3.0}, "'prv' or 'rdp'"),
-        ({"per_round": 11}, "groups of 10, from which no per_round=11"),
+        ({"per_round": 11}, "groups of 10, too few for per_round=11"),
     ],
 )
 def test_correlated_noise_that_is_not_accounted_is_refused(more, match):

@@ -56,8 +56,8 @@ def call_getter(model: nn.Module | None, getter: str) -> nn.Module | None:
 def find_embedding(root: nn.Module, model: nn.Module) -> nn.Module:
     """Return the layer that ``get_input_embeddings`` returns, if possible that of an encoder.
 
-    An encoder-decoder's own getter does not do: with T5 and BART it returns ``shared``, a module
-    that their forward never calls. If the model is untied, its weight is not the encoder's.
+    The getters of T5 and BART themselves return ``shared``, a module that their forward never
+    calls. If the model is untied, the weight of ``shared`` is not the encoder's.
 
     Raises:
         AnatomyError: the getter returns no layer inside ``root``.
@@ -77,7 +77,7 @@ def find_embedding(root: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def infer_kind_from_name(model: nn.Module) -> Kind | None:
-    """Return the kind that Hugging Face's names of the class and its bases show; None if none."""
+    """Return the kind that the name of the class or of a base shows, in Hugging Face's style."""
     names = [c.__name__ for c in type(model).__mro__]
 
     def ends(*suffixes: str) -> bool:

@@ -58,7 +58,8 @@ def audit_gaussian_scores(
 
     Raises:
         ValueError: lengths differ, fewer than 20 scores of a kind, scores that are not normal or
-            spread differently with and without the canary, delta 0, or no bound on the relation.
+            spread differently with and without the canary, delta 0, or an ``accountant`` whose
+            relation these scores do not bound.
     """
     audited = lower_bounds.AuditedClaim(delta, confidence, relation, accountant, "gaussian")
     score, member = lower_bounds.columns(scores, members)

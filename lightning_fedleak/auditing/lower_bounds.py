@@ -35,8 +35,8 @@ Claim = Literal["dp", "gaussian"]
 
 RELATION_NAMES = {"add_remove": "add/remove", "replace_one": "replace-one"}
 
-COARSE_RATIO = 2.0  # of successive ranks of "union"; not tuned; smaller: more share the error
-FINE_RATIO = 1.05  # of successive ranks of "split", which share none; not tuned; smaller: slower
+COARSE_RATIO = 2.0  # of successive "union" ranks; not tuned; smaller: more ranks share the error
+FINE_RATIO = 1.05  # of successive "split" ranks, which share no error; not tuned; smaller: slower
 
 
 @dataclass(frozen=True)

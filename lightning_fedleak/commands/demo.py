@@ -40,7 +40,7 @@ _NOTICES = (".*does not have many workers", ".*treespec")
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
 _ROWS = 12  # looks that the live table shows, so that it fits a terminal of 24 lines
 _BAR_WIDTH = 10  # characters of the bar for an F1 of 1
-_WIDTH_FOR_BARS = 104  # characters a line of a terminal must have for the bars of two attacks
+_WIDTH_FOR_BARS = 104  # characters in a line of a terminal where the bars of two attacks fit
 _METRICS = ("recall", "precision", "f1")
 _PATIENCE = 1  # looks above the threshold after which the gate acts; the demo is short
 

@@ -251,7 +251,7 @@ class AttentionMembership(MembershipAttack):
 
     @property
     def rungs(self) -> int:
-        """Return K, the number of gammas; with ``"coordinates"`` for each of the 2 d rows.
+        """Return K, the number of gammas, with ``"coordinates"`` times the 2 d rows of W_O.
 
         Raises:
             RuntimeError: with ``"coordinates"``, before ``prepare``.

@@ -54,7 +54,7 @@ class Attention:
     second: Tensor
 
     def project(self, rows: Tensor) -> Tensor:
-        """Return Z1 - Z2 along each target's own row, (g, n). All targets have ``rows`` (G, d)."""
+        """Return Z1 - Z2 along each target's row of ``rows`` (G, d), as (g, n)."""
         projections = rows[self.targets] @ self.tokens.T
         return (self.first @ projections[..., None])[..., 0] - projections @ self.second.T
 

@@ -150,8 +150,8 @@ class GradientMatching(GradientTextAttack):
     """
 
     threat_model = ThreatModel.create(
-        "an honest but curious server that reads one gradient and is told how many texts it is of "
-        "and how long they are",
+        "an honest but curious server that reads one gradient and knows how many texts it comes "
+        "from and how long they are",
         Capability.KNOWS_MODEL,
     )
     default_name = "gradient_matching"

@@ -1,4 +1,4 @@
-"""``python -m lightning_fedleak`` is ``fedleak``."""
+"""Run the command ``fedleak`` as ``python -m lightning_fedleak``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Finding and checking the parts of a language model anywhere inside a module."""
+"""The search for a language model and its parts anywhere inside a module, and checks of both."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CAUSAL = ("LMHeadModel", "ForCausalLM", "DoubleHeadsModel")
 
 
 def call_getter(model: nn.Module | None, getter: str) -> nn.Module | None:
-    """Return the layer of ``get_input_embeddings`` and the like, if it has a weight matrix."""
+    """Return the layer that a getter (``get_input_embeddings``) returns, if it has a matrix."""
     method = getattr(model, getter, None)
     if not callable(method):
         return None
@@ -54,16 +54,16 @@ def call_getter(model: nn.Module | None, getter: str) -> nn.Module | None:
 
 
 def find_embedding(root: nn.Module, model: nn.Module) -> nn.Module:
-    """Return the input embeddings by the getter of the model, or of an encoder-decoder's encoder.
+    """Return the layer that ``get_input_embeddings`` returns, if possible that of an encoder.
 
-    The getters of T5 and BART return ``shared``, a module that their forward never calls and whose
-    weight is not the encoder's if the model is untied.
+    The getters of T5 and BART themselves return ``shared``, a module that their forward never
+    calls. If the model is untied, the weight of ``shared`` is not the encoder's.
 
     Raises:
-        AnatomyError: the getter gives no layer inside ``root``.
+        AnatomyError: the getter returns no layer inside ``root``.
     """
-    side = find_side(model, "encoder") if is_encoder_decoder(model) else None
-    for owner in (side, model):
+    encoder = find_side(model, "encoder") if is_encoder_decoder(model) else None
+    for owner in (encoder, model):
         layer = call_getter(owner, "get_input_embeddings")
         if layer is not None and find_path(root, layer) is not None:
             return layer
@@ -77,7 +77,7 @@ def find_embedding(root: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def infer_kind_from_name(model: nn.Module) -> Kind | None:
-    """Return the kind by the name of the class or of a base class, as Hugging Face names models."""
+    """Return the kind that the name of the class or of a base shows, in Hugging Face's style."""
     names = [c.__name__ for c in type(model).__mro__]
 
     def ends(*suffixes: str) -> bool:
@@ -97,7 +97,7 @@ def infer_kind_from_name(model: nn.Module) -> Kind | None:
 def infer_kind_from_head(
     root: nn.Module, model: nn.Module, embedding: nn.Module, head: nn.Module | None
 ) -> Kind:
-    """Return the kind of a model by its head, if the name of its class does not show it.
+    """Return the kind that the head shows, for a model whose class name shows none.
 
     Raises:
         AnatomyError: the head does not show it either.
@@ -108,22 +108,22 @@ def infer_kind_from_head(
         if not hasattr(model, "config"):
             return "causal"
     raise AnatomyError(
-        f"what the labels of {type(model).__name__} in {type(root).__name__} mean cannot be seen "
-        "from its class. Set kind='causal' (next tokens), 'masked', 'seq2seq' or 'classifier'."
+        f"the class of {type(model).__name__} in {type(root).__name__} does not show what its "
+        "labels mean. Set kind='causal' (next tokens), 'masked', 'seq2seq' or 'classifier'."
     )
 
 
 def find_head(
     root: nn.Module, model: nn.Module, embedding: nn.Module, kind: Kind | None, required: bool
 ) -> nn.Module | None:
-    """Return the output layer by the model's getter, by search in the model, or beside it.
+    """Return the output layer: the getter's, else one found in the model, else one beside it.
 
     Args:
         root: the module that is searched.
         model: the language model in it, without its PEFT wrapper.
         embedding: its input embeddings.
         kind: meaning of the labels, or None if it is not known yet.
-        required: whether the model's class must have a head.
+        required: whether a missing head is an error; otherwise None is returned.
 
     Raises:
         AnatomyError: a required head is missing, or there are several.
@@ -132,24 +132,24 @@ def find_head(
     if layer is not None and find_path(root, layer) is not None:
         _check_rows(root, model, embedding, layer)
         return layer
-    inner = _module_ids(block_lists(model))
-    outer = [m for _, m in find_layers(model, (nn.Linear,), inner)]
+    in_blocks = _module_ids(block_lists(model))
+    linears = [m for _, m in find_layers(model, (nn.Linear,), in_blocks)]
     if kind == "classifier":
         classes = getattr(getattr(model, "config", None), "num_labels", None)
-        fitting = [m for m in outer if classes in (None, count_rows(m))][-1:]
+        heads = [m for m in linears if classes in (None, count_rows(m))][-1:]
     else:
-        fitting = [m for m in outer if count_rows(m) == count_rows(embedding)]
-    if len(fitting) == 1:
-        return fitting[0]
-    neighbours = [m for _, m in find_layers(root, (nn.Linear,), _module_ids([("", model)]))]
-    if not required and not fitting and len(neighbours) <= 1:
-        return next(iter(neighbours), None)
+        heads = [m for m in linears if count_rows(m) == count_rows(embedding)]
+    if len(heads) == 1:
+        return heads[0]
+    beside_model = [m for _, m in find_layers(root, (nn.Linear,), _module_ids([("", model)]))]
+    if not required and not heads and len(beside_model) <= 1:
+        return next(iter(beside_model), None)
     raise missing_part_error(
         root,
-        "output head" if not fitting and not neighbours else "single output head",
+        "single output head" if heads or beside_model else "output head",
         f"get_output_embeddings() of {type(model).__name__}, a linear layer at its end, one linear "
         "layer beside it",
-        describe_layers(find_layers(root, (nn.Linear,), inner)),
+        describe_layers(find_layers(root, (nn.Linear,), in_blocks)),
         "head",
     )
 
@@ -181,26 +181,27 @@ def find_anatomy(
 ) -> Anatomy:
     """Return the parts of the language model inside ``root``.
 
-    It searches, in this order, for one Hugging Face (or PEFT) model; one module with
+    The function searches, in this order, for one Hugging Face (or PEFT) model; one module with
     ``get_input_embeddings``; one pair of ``nn.Embedding`` and ``nn.Linear`` with the same number of
-    rows. It checks the getters of a model: the input embeddings of an encoder-decoder are those
-    that its encoder calls, and a head must have as many rows as there are words. A model without a
-    head (``BertModel``) may have one beside it in ``root``. An argument replaces the search. Names
-    are paths in ``root``, or in the language model.
+    rows. It checks what the getters of a model return: the input embeddings of an encoder-decoder
+    are those that its encoder calls, and a head must have as many rows as there are words. A model
+    without a head (``BertModel``) may have one beside it in ``root``. A part that an argument gives
+    is not searched for. Names are paths in ``root``, or in the language model.
 
     Args:
         root: the LightningModule, or any module.
         model: the language model, if ``root`` holds several.
-        embedding: input embeddings. A plain module without a linear layer of vocabulary size has an
-            anatomy without a head if only this argument is set.
-        head: output layer. A model that multiplies by its embedding matrix, without an output
-            layer, names that embedding here too.
+        embedding: input embeddings. If a plain module has no linear layer of vocabulary size, set
+            this argument alone; its anatomy then has no head.
+        head: output layer. If the model has none and multiplies by its embedding matrix, give that
+            embedding here too.
         blocks: name of the ``ModuleList`` or ``Sequential`` of transformer blocks.
         kind: meaning of the labels. For a plain module without a ``config`` the default is
             ``"seq2seq"`` if it holds an ``nn.Transformer``, and ``"causal"`` otherwise.
 
     Raises:
-        AnatomyError: a part is missing, or there are several; lists them and the argument to set.
+        AnatomyError: a part is missing, or there are several. The message lists them and names the
+            argument to set.
     """
     if kind not in (None, *get_args(Kind)):
         raise AnatomyError(f"kind must be one of {', '.join(get_args(Kind))}; got {kind!r}.")
@@ -265,7 +266,7 @@ def _target_rows(model: nn.Module, embedding: nn.Module) -> int | None:
 def _find_model(root: nn.Module) -> nn.Module | None:
     """Return the one language model inside ``root`` that has ``get_input_embeddings``, if any."""
     hugging_face: list[Named] = []
-    exposing: list[Named] = []
+    with_getter: list[Named] = []
     stack: list[Named] = [("", root)]
     visited: set[int] = set()
     while stack:
@@ -277,17 +278,17 @@ def _find_model(root: nn.Module) -> nn.Module | None:
             transparent_child(module) is None
             and call_getter(module, "get_input_embeddings") is not None
         ):
-            lightning = hasattr(module, "training_step")
-            if hasattr(getattr(module, "config", None), "model_type") and not lightning:
+            is_lightning = hasattr(module, "training_step")
+            if hasattr(getattr(module, "config", None), "model_type") and not is_lightning:
                 hugging_face.append((name, module))
                 continue
-            exposing.append((name, module))
+            with_getter.append((name, module))
         children = [(f"{name}.{n}" if name else n, m) for n, m in module.named_children()]
         stack.extend(reversed(children))
     models = outermost(hugging_face)
     if not models:
-        inner = [(n, m) for n, m in exposing if not hasattr(m, "training_step")]
-        models = outermost(inner or exposing)
+        inner = [(n, m) for n, m in with_getter if not hasattr(m, "training_step")]
+        models = outermost(inner or with_getter)
     if len(models) > 1:
         names = "; ".join(f"'{n}' ({type(unwrap(m)).__name__})" for n, m in models)
         raise AnatomyError(
@@ -306,16 +307,16 @@ def _plain_parts(
 ) -> tuple[nn.Module, nn.Module | None]:
     """Return embedding and head of a plain module: the one pair with the same number of rows.
 
-    Layers inside blocks are left out, because their widths may equal a number of positions.
+    Layers inside blocks are left out: their rows may equal those of an embedding of positions.
     """
     if embedding is not None and head is not None:
         return embedding, head
     lists = block_lists(scope)
-    inner = _module_ids(part for part in lists if not find_layers(part[1], (nn.Embedding,)))
-    embeddings = find_layers(scope, (nn.Embedding,), inner)
+    in_blocks = _module_ids(part for part in lists if not find_layers(part[1], (nn.Embedding,)))
+    embeddings = find_layers(scope, (nn.Embedding,), in_blocks)
     if embedding is not None:
         embeddings = [(path_in(root, embedding, "embedding"), embedding)]
-    linears = find_layers(scope, (nn.Linear,), inner)
+    linears = find_layers(scope, (nn.Linear,), in_blocks)
     if head is not None:
         linears = [(path_in(root, head, "head"), head)]
     if kind == "classifier" and len(embeddings) == 1 and linears:
@@ -331,7 +332,7 @@ def _plain_parts(
         "a Hugging Face or PEFT model, a module with get_input_embeddings(), one nn.Embedding and "
         "one nn.Linear with the same number of rows",
         [f"'{e}' with '{h}' ({count_rows(m)} rows)" for (e, m), (h, _) in pairs]
-        or describe_layers(find_layers(scope, (nn.Embedding, nn.Linear), inner)),
+        or describe_layers(find_layers(scope, (nn.Embedding, nn.Linear), in_blocks)),
         "embedding",
         "head",
     )
@@ -345,7 +346,7 @@ def _plain_kind(model: nn.Module) -> Kind:
 def _common_ancestor(root: nn.Module, parts: list[nn.Module | None]) -> nn.Module:
     """Return the innermost module that holds all parts and takes ``input_ids``.
 
-    If there is none, it is the innermost module with a ``forward``.
+    If none takes ``input_ids``, return the innermost one with a ``forward``.
     """
     paths = [path_in(root, p, "part").split(".") for p in parts if p is not None]
     levels = takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))

@@ -58,7 +58,8 @@ def audit_gaussian_scores(
 
     Raises:
         ValueError: lengths differ, fewer than 20 scores of a kind, scores that are not normal or
-            spread differently with and without the canary, delta 0, or no bridge between relations.
+            spread differently with and without the canary, delta 0, or an ``accountant`` whose
+            relation these scores do not bound.
     """
     audited = lower_bounds.AuditedClaim(delta, confidence, relation, accountant, "gaussian")
     score, member = lower_bounds.columns(scores, members)
@@ -73,7 +74,7 @@ def audit_gaussian_scores(
     if not np.isnan(score).any():
         _check_form(member_scores, other_scores)
         mu = _least_mu(member_scores, other_scores, audited.error)
-        epsilon = audited.epsilon_of_mu(mu / 2 if audited.halves else mu)
+        epsilon = audited.epsilon_of_mu(mu / 2 if audited.is_converted else mu)
     return audited.bound(epsilon, math.inf, score.size, "sums of Gaussian scores")
 
 

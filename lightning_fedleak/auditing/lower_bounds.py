@@ -1,13 +1,14 @@
-"""Lower bounds on epsilon from independent games, and the relation of neighbours they are for.
+"""Lower bounds on epsilon from independent games, under one of two neighbouring relations.
 
 In an ``"add_remove"`` game the target is in the batch or absent, as the accountants of DP-SGD
 assume. In Fig. 2's game (Vu et al. 2024) another sample stands in its place: ``"replace_one"``. A
-bound is for the relation of the game unless ``accountant`` names the other one. There is a bridge
-one way: to replace is to remove and to add, so (epsilon, delta)-DP under add/remove implies
-``(2 epsilon, (1 + e^epsilon) delta)``-DP under replace-one, and mu-Gaussian DP implies 2 mu. A
-replace-one game that refutes the latter refutes the former; the bound is about half as large.
-Nothing follows in the other direction: a mechanism that is private when one record is replaced may
-publish how many records there are.
+bound is for the relation of the game unless ``accountant`` names the other one.
+
+A replace-one game can bound an add/remove epsilon. To replace is to remove and to add, so
+(epsilon, delta)-DP under add/remove implies ``(2 epsilon, (1 + e^epsilon) delta)``-DP under
+replace-one, and mu-Gaussian DP implies 2 mu. A game that refutes the second refutes the first; the
+bound is about half as large. An add/remove game bounds no replace-one epsilon: a mechanism that is
+private when one record is replaced may publish how many records there are.
 """
 
 from __future__ import annotations
@@ -27,17 +28,15 @@ from lightning_fedleak.validate import check_choice, check_number
 if TYPE_CHECKING:
     from lightning_fedleak.games import GameResult
 
-
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Relation = Literal["add_remove", "replace_one"]
+Claim = Literal["dp", "gaussian"]
 
 RELATION_NAMES = {"add_remove": "add/remove", "replace_one": "replace-one"}
 
-Ints = NDArray[np.int64]
-Claim = Literal["dp", "gaussian"]
-
-COARSE_RATIO = 2.0  # between ranks of "union"; not tuned; smaller: more thresholds share the error
-FINE_RATIO = 1.05  # between ranks of "split", which costs no error; not tuned; smaller: slower
+COARSE_RATIO = 2.0  # of successive "union" ranks; not tuned; smaller: more ranks share the error
+FINE_RATIO = 1.05  # of successive "split" ranks, which share no error; not tuned; smaller: slower
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,12 @@ class EpsilonBound:
     """A lower bound on epsilon; too large with probability at most ``1 - confidence``.
 
     Attributes:
-        epsilon: the bound; 0 where nothing is shown, NaN (unknown) where a score was NaN.
-        delta: at which it holds.
-        confidence: of the bound, over everything that was tried.
-        relation: of the epsilon.
-        games: games or canaries.
-        limit: the bound of a perfect attack in so many games.
+        epsilon: the bound; 0 if nothing is shown, NaN (unknown) if a score was NaN.
+        delta: the delta at which the bound holds.
+        confidence: confidence of the bound, over all thresholds or guesses that were tried.
+        relation: neighbouring relation of the epsilon.
+        games: number of games or canaries.
+        limit: the bound of a perfect attack in as many games.
         method: how thresholds or guesses were chosen, and what else was assumed.
     """
 
@@ -91,18 +90,18 @@ def columns(scores: Tensor, members: Tensor) -> tuple[Floats, NDArray[np.bool_]]
 
 @dataclass(frozen=True)
 class AuditedClaim:
-    """What an audit refutes: that some epsilon holds, and of which mechanisms and neighbours.
+    """The claim that an audit refutes: an epsilon of some mechanisms, under a relation.
 
     Attributes:
-        delta: of the bound.
-        confidence: of the bound.
-        relation: of the game.
-        accountant: of the epsilon; None for that of the game.
+        delta: delta of the bound.
+        confidence: confidence of the bound.
+        relation: relation of the game.
+        accountant: relation of the epsilon; None for the game's.
         claim: as for :func:`audit_scores`.
 
     Raises:
-        ValueError: a value out of range, a claim without an epsilon at this delta, or no bridge
-            between the relations.
+        ValueError: a value out of range, a claim without an epsilon at this delta, or a game that
+            bounds no epsilon of the accountant's relation.
     """
 
     delta: float
@@ -119,7 +118,7 @@ class AuditedClaim:
             raise ValueError("a Gaussian mechanism has no epsilon at delta 0: give delta=...")
         check_choice("relation", self.relation, list(RELATION_NAMES))
         check_choice("accountant", self.accountant, list(RELATION_NAMES), optional=True)
-        if self.halves and self.accountant == "replace_one":
+        if self.is_converted and self.accountant == "replace_one":
             raise ValueError(
                 "an add/remove game bounds no replace-one epsilon: a mechanism that is private "
                 "when one record is replaced may still reveal how many there are. Play the game "
@@ -127,8 +126,8 @@ class AuditedClaim:
             )
 
     @property
-    def halves(self) -> bool:
-        """Return whether a replace-one game is to bound an add/remove epsilon."""
+    def is_converted(self) -> bool:
+        """Return whether a replace-one game shall bound an add/remove epsilon."""
         return self.accountant not in (None, self.relation)
 
     @property
@@ -142,7 +141,7 @@ class AuditedClaim:
         return 1 - self.confidence
 
     def strength(self, fnr: Floats, fpr: Floats) -> Floats:
-        """Return (K,) mu for a Gaussian mechanism, else e^epsilon of the better direction.
+        """Return (K,) mu for a Gaussian mechanism, else the larger e^epsilon of both directions.
 
         Args:
             fnr: (K,) upper bounds of false negative rates.
@@ -150,20 +149,20 @@ class AuditedClaim:
         """
         if self.gaussian:
             mu: Floats = -ndtri(fnr) - ndtri(fpr)
-            return mu / 2 if self.halves else mu
+            return mu / 2 if self.is_converted else mu
         return np.maximum(self._factor(1 - fnr, fpr), self._factor(1 - fpr, fnr))
 
     def _factor(self, p: Floats, q: Floats) -> Floats:
-        """Return x of ``p = x q + delta``, or with ``halves`` of ``p = x^2 q + (1 + x) delta``."""
+        """Solve ``p = x q + delta`` for x, or if converted ``p = x^2 q + (1 + x) delta``."""
         rest = np.maximum(p - self.delta, 0.0)
-        if not self.halves:
+        if not self.is_converted:
             return rest / q
-        root = self.delta + np.sqrt(self.delta**2 + 4 * q * rest)
-        factor: Floats = np.divide(2 * rest, root, out=np.zeros_like(rest), where=root > 0)
+        divisor = self.delta + np.sqrt(self.delta**2 + 4 * q * rest)
+        factor: Floats = np.divide(2 * rest, divisor, out=np.zeros_like(rest), where=divisor > 0)
         return factor
 
     def epsilon(self, fnr: Floats, fpr: Floats) -> float:
-        """Return the largest epsilon that any of the bounds refutes; 0 where none does."""
+        """Return the largest epsilon that any pair of rates refutes; 0 if none does."""
         best = float(self.strength(fnr, fpr).max())
         return self.epsilon_of_mu(best) if self.gaussian else math.log(max(1.0, best))
 
@@ -172,7 +171,7 @@ class AuditedClaim:
         return gaussian_epsilon(sigma=1 / mu, delta=self.delta) if mu > 0 else 0.0
 
     def bound(self, epsilon: float, limit: float, games: int, method: str) -> EpsilonBound:
-        """Return a bound with what was assumed."""
+        """Return a bound together with its assumptions."""
         relation = self.accountant or self.relation
         method += ", as a Gaussian mechanism" if self.gaussian else ""
         return EpsilonBound(epsilon, self.delta, self.confidence, relation, games, limit, method)
@@ -200,14 +199,15 @@ def epsilon_from_counts(
         positives: games with b = 1.
         fp: games with b = 0 in which b' = 1.
         negatives: games with b = 0.
-        delta: of the bound.
-        confidence: of the bound.
-        relation: of the game.
-        accountant: of the epsilon; default that of the game.
+        delta: delta of the bound.
+        confidence: confidence of the bound.
+        relation: relation of the game.
+        accountant: relation of the epsilon; by default the game's.
         claim: as for :func:`audit_scores`.
 
     Raises:
-        ValueError: impossible counts, delta or confidence, or no bridge between the relations.
+        ValueError: impossible counts, delta or confidence, or a game that bounds no epsilon of the
+            accountant's relation.
     """
     if not (0 <= tp <= positives and 0 <= fp <= negatives):
         raise ValueError(
@@ -234,38 +234,38 @@ def audit_scores(
 ) -> EpsilonBound:
     """Return a lower bound on epsilon from the scores of independent games.
 
-    A threshold that is chosen on the games that judge it would overstate epsilon. Hence:
+    If the same games chose a threshold and judged it, epsilon would be overstated. Hence:
 
     - ``"union"``: thresholds at the 1st, 2nd, 4th, 8th, ... largest score of the non-members and
-      smallest of the members, ranks that are fixed before any score is seen; the error is divided
+      smallest of the members. These ranks are fixed before any score is seen. The error is divided
       by the number of rates that are bounded (Bonferroni). A non-member's rank bounds the FPR of
-      the threshold at its score whatever the law of the scores is, and given that threshold the
-      members' count is binomial; likewise with members and non-members exchanged. Tightest for
-      scores that rarely tie.
+      the threshold at its score, for any distribution of the scores. Given that threshold, the
+      members' count is binomial. The same holds with members and non-members exchanged. This is
+      the tightest choice for scores that rarely tie.
     - ``"split"``: a random half of the games chooses the threshold, the other half judges it.
-    - a number: chosen before, from other runs. b' = 1 is ``score > threshold``.
+    - a number, which was chosen before, from other runs. b' = 1 if ``score > threshold``.
 
-    The claim that is refuted is either ``"dp"``, (epsilon, delta)-DP and nothing else, or
-    ``"gaussian"``: that no test does better than against a Gaussian mechanism of some sigma, whose
-    epsilon at delta is then returned (Nasr et al. 2023, arXiv 2302.07956). The latter is far
-    tighter at a small delta, and right where the accountant claims just that: a step of DP-SGD
-    whose batch is fixed but for the target. It is *not* a bound on the epsilon of another
-    mechanism.
+    ``claim="dp"`` refutes (epsilon, delta)-DP and assumes nothing else. ``claim="gaussian"``
+    refutes the stronger claim that no test does better than against a Gaussian mechanism of some
+    sigma, and returns this mechanism's epsilon at delta (Nasr et al. 2023, arXiv 2302.07956). The
+    bound is then far tighter at a small delta. It is right if the accountant claims just that: for
+    a step of DP-SGD whose batch is fixed except for the target. It is *not* a bound on the epsilon
+    of another mechanism.
 
     Args:
-        scores: (n,) higher is more likely a member.
+        scores: (n,), higher for likelier members.
         members: (n,) bool.
-        delta: of the bound.
-        confidence: of the bound.
+        delta: delta of the bound.
+        confidence: confidence of the bound.
         threshold: ``"union"``, ``"split"`` or a number.
-        relation: of the game.
-        accountant: of the epsilon; default that of the game.
+        relation: relation of the game.
+        accountant: relation of the epsilon; by default the game's.
         claim: ``"dp"`` or ``"gaussian"``.
-        seed: of the split.
+        seed: seed of the split.
 
     Raises:
         ValueError: lengths differ, members or non-members are missing, an unknown threshold or
-            claim, or as :func:`epsilon_from_counts`.
+            claim, or what :func:`epsilon_from_counts` refuses.
     """
     audited = AuditedClaim(delta, confidence, relation, accountant, claim)
     score, member = columns(scores, members)
@@ -313,12 +313,12 @@ def _rates_at_ranks(
 ) -> tuple[Floats, Floats]:
     """Return (K,) upper bounds of FNR and FPR, all right with probability ``1 - error``."""
     top, bottom = _ranks(other_scores.size, COARSE_RATIO), _ranks(member_scores.size, COARSE_RATIO)
-    each = error / (2 * (top.size + bottom.size))
+    error_of_each = error / (2 * (top.size + bottom.size))
     high, low = other_scores[-top], member_scores[bottom - 1]
     misses = np.searchsorted(member_scores, high, "right")
     false_alarms = other_scores.size - np.searchsorted(other_scores, low, "left")
-    fnr = _upper_bounds(np.r_[misses, bottom - 1], member_scores.size, each)
-    fpr = _upper_bounds(np.r_[top - 1, false_alarms], other_scores.size, each)
+    fnr = _upper_bounds(np.r_[misses, bottom - 1], member_scores.size, error_of_each)
+    fpr = _upper_bounds(np.r_[top - 1, false_alarms], other_scores.size, error_of_each)
     return fnr, fpr
 
 
@@ -347,7 +347,7 @@ def _rates_at_cuts(
     """Return (K,) upper bounds of FNR and FPR of ``score > cut``, each wrong with probability
     ``error``.
 
-    ``held`` and ``others`` are sorted.
+    Both kinds of scores are sorted.
     """
     misses = np.searchsorted(member_scores, cuts, "right")
     false_alarms = other_scores.size - np.searchsorted(other_scores, cuts, "right")
@@ -357,7 +357,7 @@ def _rates_at_cuts(
 
 
 def _ranks(n: int, ratio: float) -> Ints:
-    """Return 1 and larger ranks, about ``ratio`` apart, up to n."""
+    """Return ranks from 1 to n at most, each about ``ratio`` times the one before."""
     steps = np.arange(int(math.log(n) / math.log(ratio) + 1e-9) + 1)
     return np.unique((ratio**steps + 1e-9).astype(np.int64))
 
@@ -365,8 +365,8 @@ def _ranks(n: int, ratio: float) -> Ints:
 def _upper_bounds(count: Ints, n: int, error: float) -> Floats:
     """Return Clopper-Pearson's upper bounds of rates."""
     bound: Floats = np.ones(count.shape)
-    some = count < n
-    bound[some] = betaincinv(count[some] + 1, n - count[some], 1 - error)
+    partial = count < n
+    bound[partial] = betaincinv(count[partial] + 1, n - count[partial], 1 - error)
     return bound
 
 
@@ -379,28 +379,27 @@ def audit_games(
     accountant: Relation | None = None,
     seed: int = 0,
 ) -> EpsilonBound:
-    """Return a lower bound on epsilon from the games of one adversary, in the relation they were
-    played in.
+    """Return a lower bound on epsilon from the games of one adversary.
 
     For the usual accountant of DP-SGD play ``GameConfig(relation="add_remove")``. Games of
-    ``"replace_one"`` bound its epsilon at half the strength, and a replace-one epsilon (a client
-    that randomises its tokens, ``play(..., defend=...)``) at full strength.
+    ``"replace_one"`` bound its epsilon too, but only about half as high. They are for a replace-one
+    epsilon: that of a client that randomises its tokens, ``play(..., defend=...)``.
 
     Args:
-        result: of :func:`~lightning_fedleak.games.play`, every batch with one target.
-        delta: of the bound.
-        confidence: of the bound.
+        result: what :func:`~lightning_fedleak.games.play` returned, with one target in each batch.
+        delta: delta of the bound.
+        confidence: confidence of the bound.
         threshold: as in :func:`~lightning_fedleak.auditing.audit_scores`.
-        accountant: the relation of the epsilon; default that of the games.
-        seed: of the split.
+        accountant: relation of the epsilon; by default that of the games.
+        seed: seed of the split.
 
     Raises:
-        ValueError: games that share batches or follow the authors' protocol, or as
-            :func:`~lightning_fedleak.auditing.audit_scores`.
+        ValueError: games that share batches or follow the authors' protocol, or what
+            :func:`~lightning_fedleak.auditing.audit_scores` refuses.
     """
     if result.protocol != "game":
         raise ValueError(
-            "the authors' protocol flips no coin, so its worlds bound no epsilon: play "
+            "the authors' protocol flips no coin, so it bounds no epsilon: play "
             "GameConfig(protocol='game')"
         )
     if len(set(result.batches.tolist())) != len(result):

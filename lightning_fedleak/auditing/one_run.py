@@ -159,7 +159,7 @@ def one_run_epsilon(
         claim: as for :func:`~lightning_fedleak.auditing.audit_scores`.
 
     Raises:
-        ValueError: impossible counts, delta or confidence, or no bridge between the relations.
+        ValueError: impossible counts, delta or confidence, or a relation that this does not bound.
     """
     audited = lower_bounds.AuditedClaim(delta, confidence, relation, accountant, claim)
     return _epsilon_of_counts((canaries, guesses, right), audited)
@@ -169,7 +169,7 @@ def _epsilon_of_counts(counts: tuple[int, int, int], audited: lower_bounds.Audit
     """Return the bound of :func:`one_run_epsilon` for canaries, guesses and right ones."""
     one_run_p_value(*counts, 0.0)  # refuses impossible counts
     if audited.gaussian:
-        times = 2 if audited.halves else 1
+        times = 2 if audited.is_converted else 1
 
         def is_mu_refuted(mu: float) -> bool:
             return exceeds(*counts, functools.partial(least_of_gaussian, times * mu), audited.error)
@@ -178,7 +178,7 @@ def _epsilon_of_counts(counts: tuple[int, int, int], audited: lower_bounds.Audit
 
     def is_refuted(epsilon: float) -> bool:
         claimed = epsilon, audited.delta
-        if audited.halves:
+        if audited.is_converted:
             claimed = 2 * epsilon, min(1.0, (1 + math.exp(epsilon)) * audited.delta)
         if one_run_p_value(*counts, *claimed) <= audited.error:
             return True

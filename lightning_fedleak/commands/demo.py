@@ -1,4 +1,4 @@
-"""``fedleak demo``: a fine-tuning run that is watched, one that a gate stops, and what it means."""
+"""``fedleak demo``: a fine-tuning run that is watched, one that a gate stops, and a summary."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from lightning_fedleak.report import write
 
 _NOTICES = (".*does not have many workers", ".*treespec")
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
-_ROWS = 12  # looks in the live table, so that it fits a terminal of 24 lines
-_BAR_WIDTH = 10  # characters of an F1 of 1
-_WIDTH_FOR_BARS = 104  # characters of a terminal in which bars fit beside two attacks
+_ROWS = 12  # looks that the live table shows, so that it fits a terminal of 24 lines
+_BAR_WIDTH = 10  # characters of the bar for an F1 of 1
+_WIDTH_FOR_BARS = 104  # characters in a line of a terminal where the bars of two attacks fit
 _METRICS = ("recall", "precision", "f1")
 _PATIENCE = 1  # looks above the threshold after which the gate acts; the demo is short
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One attack at one look, read back from ``leakage.jsonl``.
+    """The result of one attack at one look, read back from ``leakage.jsonl``.
 
     Attributes:
-        attack: its name in the logs.
+        attack: the attack's name in the logs.
         step: optimizer step.
-        n: word types in the batch.
+        n: number of word types in the batch.
         recall, precision: shares, 0 to 1; None where the result is unknown.
         exposed: whether the surface that the attack reads was shared at all.
     """
@@ -73,13 +73,13 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class _Finished:
+class _RunResult:
     readings: Sequence[Reading]
     steps: int
     interrupted: bool
     gate_name: str = ""
-    event: str | None = None
-    revealed: Path | None = None
+    gate_event: str | None = None
+    revealed_file: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Demo(DemoOptions):
     """The command ``fedleak demo``; its settings are its options."""
 
     def run(self, console: Console | None = None) -> int:
-        """Run both parts and print what they mean.
+        """Run both trainings, and print what they show.
 
         Args:
             console: where to print; stdout by default.
@@ -109,33 +109,30 @@ class Demo(DemoOptions):
             self._introduce(console)
             public = self._public_text(console)
             watched = self._fit(console, public, folder / "watched", gated=False)
-            second = None
+            gated = None
             if not watched.interrupted:
-                second = self._fit(console, public, folder / "gated", gated=True)
-                _print_gate(console, second)
-        interrupted = (second or watched).interrupted
+                gated = self._fit(console, public, folder / "gated", gated=True)
+                _print_gate(console, gated)
+        interrupted = (gated or watched).interrupted
         if interrupted:
             console.print("\nInterrupted. This is what was measured until then.", style="bold")
         console.rule("what one shared update gave away")
         console.print(explain_readings(watched.readings, self.batch_size))
-        if watched.revealed is not None:
+        if watched.revealed_file is not None:
             console.print(
-                f"\nThe recovered words are in {watched.revealed} (readable by you alone; delete "
-                "it when you have seen enough).",
+                f"\nThe recovered words are in {watched.revealed_file}. Only you can read this "
+                "file; delete it when you no longer need it.",
                 soft_wrap=True,
             )
         console.print(
-            f"\nLoss and leakage of {'the run' if second is None else 'both runs'} on one page:\n"
+            f"\nLoss and leakage of {'the run' if gated is None else 'both runs'} on one page:\n"
             f"  {_tensorboard_command(folder)}\n"
             "then open http://localhost:6006, tab 'Custom Scalars'.",
             soft_wrap=True,
         )
         if watched.readings:
             page = os.path.relpath(write([folder])[0])
-            console.print(
-                f"\nThe report, one page for people who decide: {page}",
-                soft_wrap=True,
-            )
+            console.print(f"\nThe report, one page for people who decide: {page}", soft_wrap=True)
         return printing.INTERRUPTED if interrupted else 0
 
     def _data(self) -> TextDataModule:
@@ -164,7 +161,9 @@ class Demo(DemoOptions):
                 anatomy, n=_PUBLIC_TEXTS, length=self.length, seed=self.seed
             )
 
-    def _fit(self, console: Console, public: PublicText, folder: Path, *, gated: bool) -> _Finished:
+    def _fit(
+        self, console: Console, public: PublicText, folder: Path, *, gated: bool
+    ) -> _RunResult:
         L.seed_everything(self.seed, verbose=False)
         module = CausalLMFineTuning(self.model, lr=self.lr)
         data = self._data()
@@ -202,19 +201,19 @@ class Demo(DemoOptions):
             interrupted = True
             signal.signal(signal.SIGINT, handler)
         revealed = folder / "revealed_words.rank0.txt"
-        return _Finished(
+        return _RunResult(
             readings=read_readings(folder / "leakage.jsonl"),
             steps=table.steps,
             interrupted=interrupted,
             gate_name=gate.name,
-            event=None if gate.fired is None else str(gate.fired),
-            revealed=revealed if revealed.exists() else None,
+            gate_event=None if gate.fired is None else str(gate.fired),
+            revealed_file=revealed if revealed.exists() else None,
         )
 
 
-def _print_gate(console: Console, run: _Finished) -> None:
-    if run.event is not None:
-        text = f"RiskGate '{run.gate_name}' stopped training {run.event}"
+def _print_gate(console: Console, run: _RunResult) -> None:
+    if run.gate_event is not None:
+        text = f"RiskGate '{run.gate_name}' stopped training {run.gate_event}"
         console.rule("what you see when the gate closes", style="red")
         console.print(text, soft_wrap=True)
     elif not run.interrupted:
@@ -232,24 +231,24 @@ def _tensorboard_command(folder: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the libraries' own notices out of the demo's few lines."""
-    levels = TRAINING | {gates.log.name: logging.ERROR}  # what the gate says is shown in a frame
+    """Hide what libraries print beside the demo's own lines."""
+    levels = TRAINING | {gates.log.name: logging.ERROR}  # _print_gate prints what the gate logs
     with quiet_logs(levels), warnings.catch_warnings():
         for notice in _NOTICES:
             warnings.filterwarnings("ignore", message=notice)
         yield
 
 
-# ---- while a run goes on ------------------------------------------------------------------------
+# ---- the live table -----------------------------------------------------------------------------
 
 
 class LiveTable(L.Callback):
-    """Shows each look of a monitor as it comes.
+    """Prints the results of each look during training.
 
     Args:
-        console: where to print; a live table if it is a terminal, otherwise one line a look.
-        monitor: whose results are shown.
-        title: above the table.
+        console: where to print: a live table on a terminal, otherwise one line for each look.
+        monitor: the monitor that looks.
+        title: title above the table.
 
     Attributes:
         steps: optimizer steps of the run so far.
@@ -296,7 +295,7 @@ class LiveTable(L.Callback):
         self._close()
 
     def on_exception(self, *_: Any) -> None:
-        """Close the table, so that what is printed next stands below it."""
+        """Close the table, so that the next output stands below it."""
         self._close()
 
     def _close(self) -> None:
@@ -354,11 +353,11 @@ def _bar(cell: str) -> Text:
     )
 
 
-# ---- what was read ------------------------------------------------------------------------------
+# ---- the summary --------------------------------------------------------------------------------
 
 
 def read_readings(path: Path) -> list[Reading]:
-    """Return the shared stage's results of a ``leakage.jsonl``; none where there is no file."""
+    """Return the results of the stage "shared" in a ``leakage.jsonl``; empty without a file."""
     return [
         Reading(
             attack=line.attack,
@@ -374,11 +373,11 @@ def read_readings(path: Path) -> list[Reading]:
 
 
 def explain_readings(readings: Sequence[Reading], batch_size: int) -> str:
-    """Return sentences about the share of the words that one update gave away, by attack.
+    """Return a text that says for each attack which share of the words one update gave away.
 
     Args:
-        readings: of one run; several attacks and steps.
-        batch_size: texts behind one update.
+        readings: the results of one run, for all attacks and steps.
+        batch_size: number of texts in the batch of one update.
     """
     results = [r for r in readings if r.exposed and r.recall is not None]
     if not results:
@@ -400,31 +399,28 @@ def explain_readings(readings: Sequence[Reading], batch_size: int) -> str:
         f"{batch_size} texts that held {_mean([r.n for r in results]):.0f} different words:",
     ]
     for attack in dict.fromkeys(r.attack for r in readings):
-        lines.append(f"  {attack}: {_sentence([r for r in readings if r.attack == attack])}")
+        lines.append(f"  {attack}: {_describe_rates([r for r in readings if r.attack == attack])}")
     lines += [
         "",
         "'Words' are the model's tokens: words and pieces of words. The server (its staff, its "
-        "storage, whoever listens) learns which occur, not their order and not in which text.",
+        "storage, whoever listens) learns which occur, but not their order, nor in which text.",
         "A low number would not mean 'safe': these attacks read one gradient of one step. Others "
         "may read more, and another model, text or batch size gives other numbers.",
     ]
     return "\n".join(lines)
 
 
-def _sentence(readings: Sequence[Reading]) -> str:
+def _describe_rates(readings: Sequence[Reading]) -> str:
     if not any(r.exposed for r in readings):
         return "nothing, because it reads a gradient that this run does not share"
     results = [r for r in readings if r.recall is not None and r.precision is not None]
     if not results:
         return "unknown, it gave no result"
-    tail = (
-        f"; no result at {len(readings) - len(results)} looks"
-        if len(results) < len(readings)
-        else ""
-    )
+    unknown = len(readings) - len(results)
     return (
         f"recall {_spread([r.recall for r in results])}, "
-        f"precision {_spread([r.precision for r in results])}{tail}"
+        f"precision {_spread([r.precision for r in results])}"
+        + (f"; no result at {unknown} looks" if unknown else "")
     )
 
 
@@ -435,7 +431,7 @@ def _spread(shares: Sequence[float | None]) -> str:
 
 
 def _percent(share: float) -> str:
-    """Return a share in percent; nothing but 0 and 1 is rounded to 0% or 100%."""
+    """Return a share in percent; only 0 and 1 themselves are written as 0% and 100%."""
     for digits in (0, 1, 2):
         text = f"{share:.{digits}%}"
         if share in (0, 1) or float(text[:-1]) not in (0, 100):

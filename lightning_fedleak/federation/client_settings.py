@@ -1,4 +1,4 @@
-"""The settings of client-level privacy, their checks, and the terms that a ledger is kept under."""
+"""The settings of client-level privacy, their checks, and the file that keeps a ledger's terms."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class ClientReleaseSettings:
     """Rarely changed settings of a client's releases.
 
     Attributes:
-        dropouts: with ``trust="secure_aggregation"``, clients of a round whose share of noise may
-            be missing.
-        harden_factor: what a hardening multiplies the noise by.
-        max_hardenings: how often the noise may be turned up; None for no limit.
+        dropouts: with ``trust="secure_aggregation"``, number of clients in a round whose share of
+            noise may be missing.
+        harden_factor: factor by which a hardening multiplies the noise.
+        max_hardenings: how often the noise may be increased; None for no limit.
         quantile: with ``trust="central"``, the clip norm begins at ``clip`` and follows a quantile
-            of the updates' norms. The count of clients below it has a share of the noise; a client
-            that counts as zero is on neither side.
-        bands: with ``trust="central"`` and ``sampling="poisson"``, of the matrix that correlates
-            the noise of the planned rounds. Clients are split into as many groups, by their places,
-            and each round draws from the next group. None for independent noise.
-        seed: for tests only; whoever knows it can take the noise off, so that epsilon is infinite.
+            of the updates' norms. Noise is added to the count of clients below the clip norm too. A
+            client that counts as zero is counted neither as below nor as above.
+        bands: with ``trust="central"`` and ``sampling="poisson"``, number of bands of the matrix
+            that correlates the noise of the planned rounds. Clients are split into as many groups,
+            by their places, and each round draws from the next group. None for independent noise.
+        seed: for tests only. Whoever knows the seed can remove the noise, so epsilon is infinite.
 
     Raises:
         DefenseError: a value out of range.
@@ -75,7 +75,7 @@ def check_numbers(
     target_epsilon: float | None,
     rounds: int | None,
 ) -> None:
-    """Refuse noise, budget and rounds that hold no guarantee."""
+    """Refuse a clip norm, noise, a budget or rounds that give no guarantee."""
     _check_number("clip", clip, above=0)
     hint = "an epsilon of 0 allows no release"
     _check_number("target_epsilon", target_epsilon, above=0, optional=True, hint=hint)
@@ -102,14 +102,18 @@ def check_delta(target_delta: float, clients: int) -> None:
 
 
 def check_accountant(accountant: str, target_epsilon: float | None) -> None:
-    """Refuse an accountant that does not exist, and a filter without a budget."""
+    """Refuse an accountant that does not exist, and ``"filter"`` without a budget."""
     _check_choice("accountant", accountant, ("prv", "rdp", "filter"))
     if accountant == "filter" and target_epsilon is None:
         raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
 
 
 def expect_per_round(sampling: str, per_round: float | None, clients: int, bands: int) -> float:
-    """Return how many clients are expected in a round."""
+    """Return the expected number of clients in a round.
+
+    Raises:
+        DefenseError: ``per_round`` does not fit the other settings.
+    """
     _check_choice("sampling", sampling, get_args(ClientSampling))
     if sampling == "all":
         if per_round not in (None, clients):
@@ -118,28 +122,27 @@ def expect_per_round(sampling: str, per_round: float | None, clients: int, bands
                 f"per_round={per_round!r} needs sampling='poisson' or 'fixed'"
             )
         return float(clients)
-    whole = sampling == "poisson" or (per_round is not None and per_round == int(per_round))
+    whole = sampling == "fixed"
     if (
         per_round is None
         or isinstance(per_round, bool)
         or not 0 < per_round <= clients
-        or not whole
+        or (whole and per_round != int(per_round))
     ):
         raise DefenseError(
-            f"ClientDP: sampling={sampling!r} needs per_round=, a {'' if whole else 'whole '}"
+            f"ClientDP: sampling={sampling!r} needs per_round=, a {'whole ' if whole else ''}"
             f"number of clients up to {clients}; got {per_round!r}"
         )
     if per_round * bands > clients:
         raise DefenseError(
             f"ClientDP: bands={bands} splits {clients} clients into groups of {clients // bands}, "
-            f"from which no per_round={per_round:g} can be drawn: use fewer bands or clients a "
-            "round"
+            f"too few for per_round={per_round:g}: use fewer bands, or fewer clients in a round"
         )
     return float(per_round)
 
 
 def check_trust(trust: str, sampling: str, dropouts: int, per_round: float) -> None:
-    """Refuse shares of noise that would not add up to the whole."""
+    """Refuse settings under which the clients' shares of noise do not add up to the whole."""
     hint = (
         "the server sees each update and adds the noise, each client adds its own, or each adds a "
         "share and the server sees only the sum"
@@ -157,29 +160,29 @@ def check_trust(trust: str, sampling: str, dropouts: int, per_round: float) -> N
 
 
 def check_quantile(quantile: QuantileClip | None, trust: str, accountant: str) -> None:
-    """Refuse a clip norm that follows a count which nobody may see, or whose noise grows."""
+    """Refuse a clip norm by quantile without a trusted server, or under noise that may grow."""
     if quantile is not None and trust != "central":
         raise DefenseError(
-            "ClientDP: quantile= counts the clients below the clip norm, which a trusted server "
-            f"alone may do: leave it out with trust={trust!r}"
+            "ClientDP: quantile= counts the clients below the clip norm, which only a trusted "
+            f"server may do: leave it out with trust={trust!r}"
         )
     if quantile is not None and accountant == "filter":
         raise DefenseError(
-            "ClientDP: quantile= needs noise that is not turned up: accountant='prv' or 'rdp'"
+            "ClientDP: quantile= needs noise that is not increased: accountant='prv' or 'rdp'"
         )
 
 
 def check_bands(
     release: ClientReleaseSettings, trust: str, sampling: str, accountant: str, rounds: int | None
 ) -> None:
-    """Refuse correlated noise whose account would not hold."""
+    """Refuse settings under which the accounting of correlated noise does not hold."""
     if release.bands is None:
         return
     if trust != "central" or sampling != "poisson" or release.quantile or accountant == "filter":
         raise DefenseError(
-            "ClientDP: bands= (--noise-bands) correlates the noise of rounds, which holds for a "
-            "trusted server, clients that are drawn by independent coins, and a clip norm and "
-            "noise that stay: use trust='central', sampling='poisson' and accountant='prv' or "
+            "ClientDP: bands= (--noise-bands) correlates the noise of rounds. It needs a trusted "
+            "server, clients that are drawn by independent coins, and a clip norm and noise that "
+            "do not change: use trust='central', sampling='poisson' and accountant='prv' or "
             "'rdp', without quantile="
         )
     hint = f"the noise of bands={release.bands} is planned for all rounds"
@@ -187,7 +190,11 @@ def check_bands(
 
 
 def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
-    """Write down what releases are accounted by, or compare it with what an earlier run wrote.
+    """Write the terms of the ledger's releases to a file, or compare them with an earlier run's.
+
+    Args:
+        ledger: path of the ledger; its terms are in ``<ledger>.terms``.
+        terms: the settings that the accounting depends on.
 
     Raises:
         DefenseError: an earlier run had other terms, or they are not known.
@@ -197,8 +204,8 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
     try:
         released = ledger.exists() and ledger.stat().st_size
         if not released and not path.is_symlink() and path.exists():
-            half = path.read_bytes()
-            if len(half) < len(data) and data.startswith(half):  # a full disk, or a kill, left it
+            content = path.read_bytes()
+            if len(content) < len(data) and data.startswith(content):  # cut off by a kill
                 path.unlink()
         if path.exists():
             if path.is_symlink() or path.read_bytes() != data:
@@ -211,8 +218,8 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
             return
         if released:
             raise DefenseError(
-                f"ledger={str(ledger)!r} holds releases, and {path.name}, which says what they "
-                "were accounted by, is not there: give a path of its own"
+                f"ledger={str(ledger)!r} holds releases, but {path.name} with their terms is not "
+                "there: give a path that no other run has used"
             )
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
@@ -229,15 +236,16 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
 def check_rounding(like: Update, noise_std: float) -> None:
     """Refuse a model whose dtype rounds a client's share of noise away.
 
-    Shares add up to the whole noise before rounding only. Steps of one standard deviation change
-    the law of the sum by ``exp(-2 pi^2)``, 3e-9; far larger ones leave a share without effect.
+    Shares add up to the whole noise only before rounding. Rounding to steps of one standard
+    deviation changes the distribution of the sum by ``exp(-2 pi^2)``, 3e-9. With far larger steps a
+    share has no effect.
 
     Args:
-        like: what was sent of what is trained.
-        noise_std: of a share.
+        like: the trained tensors of the model that was sent.
+        noise_std: standard deviation of a share.
 
     Raises:
-        DefenseError: names the tensor.
+        DefenseError: a tensor is rounded too coarsely; the message names it.
     """
     for name, tensor in like.items():
         eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 1.0
@@ -246,7 +254,7 @@ def check_rounding(like: Update, noise_std: float) -> None:
             raise DefenseError(
                 f"ClientDP: '{name}' was sent in {str(tensor.dtype).removeprefix('torch.')} with "
                 f"numbers so large that they are rounded to steps of {step:.2g}, and this client's "
-                f"share of noise has a standard deviation of {noise_std:.2g}: it would be rounded "
-                "away, and the sum carry less than the whole. Send the model in float32, or clip "
-                "higher"
+                f"share of noise has a standard deviation of {noise_std:.2g}. The share would be "
+                "rounded away, and the sum have less than the whole noise. Send the model in "
+                "float32, or clip higher"
             )

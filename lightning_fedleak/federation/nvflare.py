@@ -1,6 +1,6 @@
 """NVFlare: a filter for a client's results, an observer for the server, and private averaging.
 
-The only module that knows NVFlare. It needs ``pip install lightning-fedleak[nvflare]``.
+No other module imports NVFlare. It needs ``pip install lightning-fedleak[nvflare]``.
 """
 
 from __future__ import annotations
@@ -60,26 +60,26 @@ except ImportError as error:
 Withheld = Literal["zero", "error"]
 
 TASKS = ("train", "validate", "submit_model")
-"""The tasks of NVFlare's own workflows that a client answers with what it made of its data."""
+"""The tasks of NVFlare's own workflows whose results depend on the client's data."""
 _MODELS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
-_MEMORY = "fedleak.json"
+_MEMORY_FILE = "fedleak.json"
 _PACKAGE = __name__.partition(".")[0]
 
 
 class LoadedModels(Filter):  # type: ignore[misc, unused-ignore]
-    """A filter of task data that changes nothing, which a :class:`FedLeakFilter` needs beside it.
+    """A filter of task data that changes nothing. A :class:`FedLeakFilter` needs it.
 
-    Where a training script runs in a process of its own, NVFlare hands it references to what was
-    sent, unless a filter of the client is to read that.
+    If the training script runs in its own process, NVFlare gives the client only references to the
+    model that was sent, unless the client filters the task data. This filter has the model loaded.
     """
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return what was sent."""
+        """Return the task data unchanged."""
         return shareable
 
 
 class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
-    """A filter of task results: what a client returns is attacked, gated and defended before.
+    """A filter of task results that attacks, gates and defends an update before it leaves.
 
     ::
 
@@ -87,39 +87,41 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         job.to(FedLeakFilter("watch.make_observer", [{"metric": "leakage/worst/words",
                                                       "at_most": 0.3}]), "site-1")
 
-    It reads models and differences of models, whole or adapters, in numpy or torch. It belongs at
-    the end of a client's filters, where nothing changes what it has looked at. What was sent is
-    noted when the task begins, after the filters of task data.
+    It reads whole models, adapters, and differences of either, in numpy or torch. Make it the last
+    of a client's filters, so that no other filter changes what it has looked at. It notes the model
+    that was sent when the task begins, after the filters of task data.
 
-    The training script reports its batches: ``TrainedOn()`` among the callbacks of a Lightning
-    Trainer, ``report_batches(trainer)`` with that of transformers or TRL, or
-    :func:`~lightning_fedleak.federation.trained_on` in a loop, whether NVFlare runs it in a thread
-    or in a process. One that reports none leaves every result unknown, which passes no gate.
+    The training script reports its batches: with ``TrainedOn()`` among the callbacks of a Lightning
+    Trainer, ``report_batches(trainer)`` for a Trainer of transformers or TRL, or
+    :func:`~lightning_fedleak.federation.trained_on` in a loop. NVFlare may run the script in a
+    thread or in a process. If it reports no batches, every result is unknown and passes no gate.
 
     **A withheld update** leaves as zero by default (the model that was sent, or a difference of
-    zero): a workflow may end at a client's error, or at a round without any result. Zero counts in
-    the mean with this client's weight, and the log says with which. ``withheld="error"`` is for
-    workflows with ``ignore_result_error=True``, or one whose ``min_clients`` is still reached:
-    the mean is then of the others. Metrics and other values beside the model stay here with it.
-    The same leaves of a round whose start a refusing :class:`StartCheck` finds crafted.
+    zero), because a workflow may end at a client's error, or at a round without any result. The
+    zero counts in the mean with this client's weight, which the log names. ``withheld="error"`` is
+    for workflows with ``ignore_result_error=True``, or if ``min_clients`` is reached without this
+    client: the mean is then that of the others. Metrics and other values beside a withheld model do
+    not leave. The update is also withheld if a refusing :class:`StartCheck` finds that the model
+    which was sent is crafted.
 
     Under a ``dp`` whose noise the client adds, every result has the same form: the model with
-    noise, and a weight of 1. One that cannot be read, or an error of the training script that
-    NVFlare hands to its filters, leaves as zero with that noise. Results of other tasks are refused
-    (``uncovered`` answers them), and a job that does not pass them through this filter is ended.
+    noise, and a weight of 1. A result that cannot be read leaves as zero with that noise, and so
+    does an error of the training script that NVFlare passes to its filters. Results of other tasks
+    are refused, unless ``uncovered`` names the task. A job is ended if its results do not pass
+    through this filter.
 
     Args:
-        observer: ``"module.function"`` in the job's own code, which makes the
-            :class:`~lightning_fedleak.federation.RoundObserver` of a client by its name.
+        observer: ``"module.function"`` in the job's own code. The function gets a client's name and
+            returns the client's :class:`~lightning_fedleak.federation.RoundObserver`.
         gates: the arguments of each :class:`~lightning_fedleak.federation.RoundGate`.
-        dp: ``"module.function"`` that makes a client's own
-            :class:`~lightning_fedleak.federation.ClientDP` by its name, with a ledger.
+        dp: ``"module.function"``. The function gets a client's name and returns the client's own
+            :class:`~lightning_fedleak.federation.ClientDP`, with a ledger.
         withheld: ``"zero"`` or ``"error"``, see above.
         drop: what never leaves, see :class:`~lightning_fedleak.federation.OutgoingUpdates`.
-        secure_aggregation: a filter after this one encrypts what leaves, so that the server sees
-            the sum of all clients alone.
-        uncovered: tasks that are answered though nothing here covers them: ``"validate"`` under
-            ``dp``, or ``"submit_model"``, which returns the trained model.
+        secure_aggregation: whether a filter after this one encrypts the result, so that the server
+            sees only the sum of all clients.
+        uncovered: tasks whose results leave although this filter does not protect them:
+            ``"validate"`` under ``dp``, or ``"submit_model"``, which returns the trained model.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         check_choice("withheld", withheld, get_args(Withheld))
         for settings in gates:
             _make_gate(settings)
-        # By these names and as plain values NVFlare writes them into a job.
+        # NVFlare writes these into a job by the arguments' names, and as plain values only.
         self.observer = observer
         self.gates = [dict(settings) for settings in gates]
         self.dp = dp
@@ -146,10 +148,10 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         self.uncovered = list(uncovered)
         self._outgoing: OutgoingUpdates | None = None
         self._hand_over: HandOver | None = None
-        self._memory: Path | None = None
+        self._memory_file: Path | None = None
         self._sent: tuple[str, int | None, State, float] | None = None
-        self._kind = DataKind.WEIGHTS
-        self._wire: Mapping[str, object] = {}
+        self._data_kind = DataKind.WEIGHTS
+        self._sent_arrays: Mapping[str, object] = {}
         self._lock = threading.Lock()
 
     def add_to_fed_job(
@@ -160,21 +162,21 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         tasks: Sequence[str] = TASKS,
         filter_type: str = FilterType.TASK_RESULT,
     ) -> None:
-        """Add the filter to a client of a job, on its results; NVFlare calls it.
+        """Add the filter to the task results of a job's client. NVFlare calls this method.
 
         Raises:
-            ValueError: it was to filter what is sent.
+            ValueError: ``filter_type`` is another one than that of task results.
         """
         if filter_type != FilterType.TASK_RESULT:
             raise ValueError("FedLeakFilter filters results: filter_type=FilterType.TASK_RESULT")
-        _keep_out(job)
+        _exclude_package(job)
         job.add_filter(LoadedModels(), FilterType.TASK_DATA, list(tasks), ctx)
         job.add_filter(self, FilterType.TASK_RESULT, list(tasks), ctx)
 
     # ---- events -----------------------------------------------------------------------------
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Set up before the training script starts, note what a task sends, and end."""
+        """Set up at the start of the run, note the model that a task sends, and end."""
         if event_type == EventType.ABOUT_TO_START_RUN:
             try:
                 self._set_up(fl_ctx)
@@ -190,11 +192,11 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
 
     def _set_up(self, fl_ctx: FLContext) -> None:
         site, job = fl_ctx.get_identity_name(), fl_ctx.get_job_id()
-        observer: RoundObserver = _call(self.observer, site)
+        observer: RoundObserver = _call_job_code(self.observer, site)
         observer.federation = observer.federation or f"nvflare-{job}"
         if observer.start is not None:
             observer.start.first_round = 0
-        dp: ClientDP | None = _call(self.dp, site) if self.dp else None
+        dp: ClientDP | None = _call_job_code(self.dp, site) if self.dp else None
         if dp is not None and dp.trust != "central":
             dp.check_client(
                 masked=self.secure_aggregation,
@@ -211,20 +213,20 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             zero=self.withheld == "zero",
         )
         folder = Path(fl_ctx.get_engine().get_workspace().get_run_dir(job))
-        memory = self._memory = folder / _MEMORY
+        memory = self._memory_file = folder / _MEMORY_FILE
         self._outgoing.recall(read_secret(memory, "the memory") if memory.exists() else None)
         self._hand_over = HandOver(folder / "fedleak_local_steps")
         self._hand_over.open()
 
     def _note_sent(self, fl_ctx: FLContext) -> None:
-        """Remember the model that a task sends, and end a job whose noise a task goes around."""
+        """Remember the model that a task sends. End the job if its result would miss the noise."""
         self._sent = None
         task, runner = fl_ctx.get_prop(FLContextKey.TASK_NAME), fl_ctx.get_prop(FLContextKey.RUNNER)
         table, chain = runner.task_result_filters, Scope.TASK_RESULT_FILTERS_NAME
         if self not in get_filters(chain, fl_ctx, table, task, FilterKey.OUT):
-            why = f"results of task '{task}' do not pass FedLeakFilter: add it to its tasks="
-            if self._noises and task not in self.uncovered:
-                self.system_panic(f"{why}, for a ClientDP to cover them", fl_ctx)
+            why = f"results of task '{task}' do not pass FedLeakFilter: add the task to tasks="
+            if self._adds_noise and task not in self.uncovered:
+                self.system_panic(f"{why}, so that the ClientDP covers them", fl_ctx)
             self.log_warning(fl_ctx, f"{why}. They leave as they are")
             return
         shareable = fl_ctx.get_prop(FLContextKey.TASK_DATA)
@@ -232,29 +234,29 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         if sent is None or self._outgoing is None:
             return
         assert self._hand_over is not None
-        self._hand_over.take()  # of a task that failed
+        self._hand_over.take()  # discards the batches of a task that failed
         like = self._outgoing.observer.model.state_dict()
-        # A mean over clients may have another dtype; a client trains in its model's.
+        # The mean over clients may have another dtype than the model that the client trains.
         state = {
             n: t.to(like[n].dtype if n in like else t.dtype, copy=True)
             for n, t in _tensors(sent.data).items()
         }
-        self._wire = sent.data
+        self._sent_arrays = sent.data
         round_ = shareable.get_header(AppConstants.CURRENT_ROUND)
         self._sent = fl_ctx.get_prop(FLContextKey.TASK_ID), round_, state, time.perf_counter()
 
     @property
-    def _noises(self) -> bool:
+    def _adds_noise(self) -> bool:
         return self._outgoing is not None and self._outgoing.own is not None
 
     # ---- results ----------------------------------------------------------------------------
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return what may leave of a result. Where this raises, NVFlare sends an error.
+        """Return the part of a result that may leave. If this raises, NVFlare sends an error.
 
         Raises:
             DefenseError: the filter was not set up.
-            UpdateError: what was sent is not of the observer's model.
+            UpdateError: what was sent does not fit the observer's model.
             BudgetSpent: one more release would cost more than the client's budget.
         """
         with self._lock:
@@ -271,8 +273,8 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
                     f"model and the header '{AppConstants.CURRENT_ROUND}', and pass LoadedModels",
                 )
             reply = self._answer_training(shareable, fl_ctx, int(sent[1]), sent[2], sent[3])
-            assert self._memory is not None
-            write_secret(self._memory, self._outgoing.memory(), replace=True)
+            assert self._memory_file is not None
+            write_secret(self._memory_file, self._outgoing.memory(), replace=True)
             return reply
 
     def _answer_other(self, task: str, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
@@ -280,12 +282,12 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         result = _dxo_of(shareable)
         plain = result is not None and result.data_kind == DataKind.METRICS
         fails = shareable.get_return_code() != ReturnCode.OK
-        if task in self.uncovered or fails or (plain and not self._noises):
+        if task in self.uncovered or fails or (plain and not self._adds_noise):
             return shareable
         return self._refuse(
             fl_ctx,
-            f"the result of task '{task}' is not covered: it is no update of a round, or would be "
-            f"under no noise. FedLeakFilter(uncovered=['{task}']) answers it all the same",
+            f"the result of task '{task}' is not covered: it is no update of a round, or would "
+            f"leave without noise. FedLeakFilter(uncovered=['{task}']) lets it leave",
         )
 
     def _refuse(self, fl_ctx: FLContext, why: str) -> Shareable:
@@ -304,14 +306,14 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         result = _model_of(shareable)
         meta = {} if result is None else dict(result.meta)
         if result is not None:
-            self._kind = result.data_kind
+            self._data_kind = result.data_kind
         try:
             if result is None:
                 raise UpdateError(f"no model came back ({shareable.get_return_code()})")
             if (outgoing.gates or outgoing.own) and (name := _array_in(meta)):
-                raise UpdateError(f"beside the model '{name}' was to leave, which no attack reads")
+                raise UpdateError(f"'{name}' was to leave beside the model; no attack reads it")
             arrays = _tensors(result.data)
-            returned = moved(sent, arrays) if self._kind == DataKind.WEIGHT_DIFF else arrays
+            returned = moved(sent, arrays) if self._data_kind == DataKind.WEIGHT_DIFF else arrays
             batches = self._hand_over.take()
         except Exception as error:
             why = str(error) if isinstance(error, UpdateError) else reason(error)
@@ -335,96 +337,97 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         meta: dict[str, object],
         fl_ctx: FLContext,
     ) -> Shareable:
-        """Return a result that holds what leaves, in the form of what was to leave."""
+        """Return a result that holds what leaves, in the form of the result that came."""
         assert leaving.state is not None
         data: Mapping[str, Tensor] = leaving.state
-        if self._kind == DataKind.WEIGHT_DIFF:
+        if self._data_kind == DataKind.WEIGHT_DIFF:
             data = {n: t - sent[n].to(t.dtype) for n, t in leaving.state.items()}
         reply = shareable
-        if leaving.withheld or self._noises:
-            weight = 1 if self._noises else meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)
+        if leaving.withheld or self._adds_noise:
+            weight = 1 if self._adds_noise else meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)
             meta = {MetaKey.NUM_STEPS_CURRENT_ROUND: weight}
             reply = Shareable()
             for header in (AppConstants.CURRENT_ROUND, AppConstants.NUM_ROUNDS):
                 if (value := shareable.get_header(header)) is not None:
                     reply.set_header(header, value)
-            if leaving.withheld and not self._noises and not self.secure_aggregation:
+            if leaving.withheld and not self._adds_noise and not self.secure_aggregation:
                 self.log_warning(
                     fl_ctx, f"zero leaves with weight {weight} ({MetaKey.NUM_STEPS_CURRENT_ROUND})"
                 )
-        result = DXO(self._kind, _like(data, self._wire), meta)
+        result = DXO(self._data_kind, _convert_like(data, self._sent_arrays), meta)
         result.add_filter_history(type(self).__name__)
         return result.update_shareable(reply)
 
 
 class ObservedResults(FLComponent):  # type: ignore[misc, unused-ignore]
-    """A server's component: what it reads off each client's result, and off what it applies.
+    """A server's component that attacks each client's result, and the aggregate.
 
     ::
 
         job.to("watch.py", "server")
         job.to(ObservedResults("watch.make_server_observer"), "server")
 
-    It sees results as the workflow accepts them, after the filters of clients and server, and the
-    aggregate as the workflow applies it, after the noise of a :class:`PrivateFedAvg` say.
+    It sees results as the workflow accepts them, after the filters of clients and server. It sees
+    the aggregate as the workflow applies it, for instance after the noise of a
+    :class:`PrivateFedAvg`.
 
     Args:
-        observer: ``"module.function"`` in the job's own code, which makes the
-            :class:`~lightning_fedleak.federation.RoundObserver` with ``side="server"``, by the
-            server's name.
+        observer: ``"module.function"`` in the job's own code. The function gets the server's name
+            and returns a :class:`~lightning_fedleak.federation.RoundObserver` with
+            ``side="server"``.
     """
 
     def __init__(self, observer: str) -> None:
         super().__init__()
         self.observer = observer
-        self._watch: RoundObserver | None = None
+        self._round_observer: RoundObserver | None = None
         self._sent: State = {}
         self._start = 0.0
         self._seconds = 0.0
         self._lock = threading.Lock()
 
     def add_to_fed_job(self, job: Any, ctx: Any) -> None:
-        """Add the component to a job; NVFlare calls it."""
-        _keep_out(job)
+        """Add the component to a job. NVFlare calls this method."""
+        _exclude_package(job)
         job.add_component(None, self, ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Look where a workflow sends, accepts and applies a model."""
+        """Look when the workflow sends, accepts or applies a model."""
         with self._lock:
             if event_type == EventType.START_RUN:
                 try:
-                    self._watch = _call(self.observer, fl_ctx.get_identity_name())
+                    self._round_observer = _call_job_code(self.observer, fl_ctx.get_identity_name())
                 except Exception as error:
                     self.system_panic(f"ObservedResults: {error}", fl_ctx)
                     raise
-            elif self._watch is None:
+            elif self._round_observer is None:
                 return
             elif event_type == EventType.END_RUN:
-                self._watch.end()
+                self._round_observer.end()
             elif event_type == AppEventType.BEFORE_TRAIN_TASK:
-                self._begin(self._watch, fl_ctx.get_prop(AppConstants.TRAIN_SHAREABLE))
+                self._begin(self._round_observer, fl_ctx.get_prop(AppConstants.TRAIN_SHAREABLE))
             elif event_type == AppEventType.AFTER_CONTRIBUTION_ACCEPT:
                 result = fl_ctx.get_prop(AppConstants.TRAINING_RESULT)
                 if result is not None:
                     client = result.get_peer_prop(ReservedKey.IDENTITY_NAME, "?")
-                    self._look(self._watch, _model_of(result), client)
+                    self._look(self._round_observer, _model_of(result), client)
             elif event_type == AppEventType.AFTER_AGGREGATION:
                 result = fl_ctx.get_prop(AppConstants.AGGREGATION_RESULT)
                 if isinstance(result, FLModel):
                     result = FLModelUtils.to_shareable(result) if result.params else None
-                self._look(self._watch, _model_of(result), SUM)
+                self._look(self._round_observer, _model_of(result), SUM)
 
-    def _begin(self, watch: RoundObserver, shareable: Shareable) -> None:
+    def _begin(self, observer: RoundObserver, shareable: Shareable) -> None:
         sent, round_ = _model_of(shareable), shareable.get_header(AppConstants.CURRENT_ROUND)
         if sent is None or round_ is None:
             self._sent = {}
-        elif not self._sent or int(round_) != watch.round_:
+        elif not self._sent or int(round_) != observer.round_:
             self._sent = {n: t.clone() for n, t in _tensors(sent.data).items()}
-            watch.begin(int(round_), self._sent)
+            observer.begin(int(round_), self._sent)
             self._start, self._seconds = time.perf_counter(), 0.0
 
-    def _look(self, watch: RoundObserver, result: DXO | None, client: str) -> None:
-        if not self._sent or not watch.due(SUM):
+    def _look(self, observer: RoundObserver, result: DXO | None, client: str) -> None:
+        if not self._sent or not observer.due(SUM):
             return
         start = time.perf_counter()
         state = {} if result is None else _tensors(result.data)
@@ -433,28 +436,29 @@ class ObservedResults(FLComponent):  # type: ignore[misc, unused-ignore]
         sent = self._sent
         if client == SUM:  # a mean over clients may have another dtype
             state = {n: t.to(sent[n].dtype) if n in sent else t for n, t in state.items()}
-        watch.look(state, client)
+        observer.look(state, client)
         self._seconds += time.perf_counter() - start
         if client == SUM:
-            watch.paid(SUM, self._seconds, start - self._start)
+            observer.paid(SUM, self._seconds, start - self._start)
 
 
 class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
-    """NVFlare's ``FedAvg`` under a :class:`ClientDP` of central trust, by a trusted server.
+    """NVFlare's ``FedAvg`` on a trusted server, under a :class:`ClientDP` of central trust.
 
-    Draws clients as the account says, and publishes the noised mean of their updates. A client that
-    fails, withholds, is gone or returns what cannot be read counts as zero; all weigh alike.
-    Metrics of training are not published: they are not covered. Those who take part are the sites
-    that are there in the first round, whose number must be that of the account.
+    It draws clients as the :class:`ClientDP` says, and publishes the noised mean of their updates.
+    A client counts as zero if it fails, withholds, is gone or returns what cannot be read. All
+    clients have the same weight. Metrics of training are not published, because no epsilon covers
+    them. The clients are the sites that are connected in the first round. Their number must be that
+    of the :class:`ClientDP`.
 
     Args:
-        dp: ``"module.function"`` in the job's own code, which makes the
+        dp: ``"module.function"`` in the job's own code. The function returns the
             :class:`~lightning_fedleak.federation.ClientDP` with ``trust="central"`` and a ledger.
-        args: as those of ``FedAvg``.
-        kwargs: as those of ``FedAvg``: rounds, the persistor, the task.
+        args: arguments of ``FedAvg``.
+        kwargs: keyword arguments of ``FedAvg``: rounds, the persistor, the task.
 
     Raises:
-        DefenseError: an argument that would weigh clients, choose by their metrics, or aggregate.
+        DefenseError: an argument would weigh clients, choose by their metrics, or aggregate.
     """
 
     def __init__(self, dp: str, *args: Any, **kwargs: Any) -> None:
@@ -469,75 +473,75 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         super().__init__(*args, **{**kwargs, "ignore_result_error": True})
         self.dp = dp
         self._account: ClientDP | None = None
-        self._places: list[str] = []
-        self._drawn: list[str] = []
-        self._wire: Mapping[str, object] = {}
-        self._state: State = {}
-        self._sums: UpdateSum[str] | None = None
+        self._sites: list[str] = []
+        self._drawn_clients: list[str] = []
+        self._sent_arrays: Mapping[str, object] = {}
+        self._sent_state: State = {}
+        self._update_sum: UpdateSum[str] | None = None
 
     def add_to_fed_job(self, job: Any, ctx: Any) -> None:
-        """Add the workflow to a job; NVFlare calls it."""
-        _keep_out(job)
+        """Add the workflow to a job. NVFlare calls this method."""
+        _exclude_package(job)
         job.add_controller(self, ctx)
 
     def sample_clients(self, num_clients: int | None = None) -> list[str]:
-        """Draw the clients of a round; those that are gone are drawn too.
+        """Draw the clients of a round, and return those of them that are connected.
 
         Raises:
-            DefenseError: the account is not this server's, or counts another number of clients.
-            BudgetSpent: the account allows no more.
+            DefenseError: the ClientDP is not for this server, or for another number of clients.
+            BudgetSpent: the ClientDP allows no more releases.
         """
         if self._account is None:
-            self._account = _call(self.dp, "server")
+            self._account = _call_job_code(self.dp, "server")
             self._account.check_server("PrivateFedAvg")
         self._account.check_affords_another()
         connected = sorted(client.name for client in self.engine.get_clients())
-        self._places = self._places or connected
-        self._drawn = self._account.drawn(self._places)
-        return [name for name in self._drawn if name in connected]
+        self._sites = self._sites or connected
+        self._drawn_clients = self._account.drawn(self._sites)
+        return [name for name in self._drawn_clients if name in connected]
 
     def send_model(self, *args: Any, **kwargs: Any) -> None:
-        """Send the model to those who were drawn; to nobody, where nobody was."""
-        self._wire = dict(kwargs["data"].params)
-        self._state = _tensors(self._wire)
+        """Send the model to the clients that were drawn, if there are any."""
+        self._sent_arrays = dict(kwargs["data"].params)
+        self._sent_state = _tensors(self._sent_arrays)
         assert self._account is not None
-        trained = {n: t for n, t in self._state.items() if t.is_floating_point()}
-        self._sums = self._account.begin(self._drawn, trained)
+        trained = {n: t for n, t in self._sent_state.items() if t.is_floating_point()}
+        self._update_sum = self._account.begin(self._drawn_clients, trained)
         if kwargs["targets"]:
             super().send_model(*args, **kwargs)
 
     def _aggregate_one_result(self, result: FLModel) -> bool:
         """Add one client's update to the sum of the round."""
-        name, sums = result.meta["client_name"], self._sums
-        if sums is None or name not in self._drawn:
+        name, sums = result.meta["client_name"], self._update_sum
+        if sums is None or name not in self._drawn_clients:
             return False
         try:
             state = _tensors(result.params or {})
             if result.params_type == ParamsType.DIFF:
-                state = moved(self._state, state)
-            sums.add(name, difference(self._state, state, trained=sums.like))
-        except Exception as error:  # whatever a client's bytes provoke
+                state = moved(self._sent_state, state)
+            sums.add(name, difference(self._sent_state, state, trained=sums.like))
+        except Exception as error:  # a client's bytes may cause any error
             self.info(f"a result of client {name} is left out: {reason(error)}")
         self._received_count += 1
         return True
 
     def _get_aggregated_result(self) -> FLModel:
-        """Return the next model, which is one release, and no metrics."""
-        assert self._sums is not None
-        release, self._sums = self._sums.end(), None
-        self.info(f"{len(release.zeros)} of {len(self._drawn)} drawn clients count as zero")
-        params = _like(moved(self._state, release.update), self._wire)
+        """Return the next model, which counts as one release, without metrics."""
+        assert self._update_sum is not None
+        release, self._update_sum = self._update_sum.end(), None
+        self.info(f"{len(release.zeros)} of {len(self._drawn_clients)} drawn clients count as zero")
+        params = _convert_like(moved(self._sent_state, release.update), self._sent_arrays)
         return FLModel(params=params, params_type=ParamsType.FULL, current_round=self.current_round)
 
 
-def _keep_out(job: Any) -> None:
-    """Have NVFlare import this package where it is installed, and copy none of it into a job."""
+def _exclude_package(job: Any) -> None:
+    """Let NVFlare import this package where it is installed, and not copy it into a job."""
     packages = list(job.job.app_packages)
     job.set_app_packages([*packages, *({_PACKAGE} - set(packages))])
 
 
-def _call(path: str, site: str) -> Any:
-    """Return what a function of the job's own code makes for a site.
+def _call_job_code(path: str, site: str) -> Any:
+    """Return what a function of the job's own code returns for a site.
 
     Raises:
         ValueError: there is no such function.
@@ -547,8 +551,8 @@ def _call(path: str, site: str) -> Any:
         function: Callable[[str], Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"'{path}' names no function of the job's code ({error}): write 'watch.make_observer' "
-            "for that of watch.py, and send the file with the job: job.to('watch.py', site)"
+            f"'{path}' names no function of the job's code ({error}): 'watch.make_observer' names "
+            "one of watch.py. Send the file with the job: job.to('watch.py', site)"
         ) from error
     return function(site)
 
@@ -558,7 +562,7 @@ def _make_gate(settings: Any) -> RoundGate:
 
 
 def _dxo_of(shareable: Shareable | None) -> DXO | None:
-    """Return what a message holds; None where it holds nothing readable."""
+    """Return the content of a message; None if it has none that can be read."""
     try:
         return None if shareable is None else from_shareable(shareable)
     except ValueError:
@@ -566,7 +570,7 @@ def _dxo_of(shareable: Shareable | None) -> DXO | None:
 
 
 def _model_of(shareable: Shareable | None) -> DXO | None:
-    """Return the model of a message, or the difference of one; None where it holds neither."""
+    """Return the model in a message, or the difference of two models; None if it has neither."""
     content = _dxo_of(shareable)
     return content if content is not None and content.data_kind in _MODELS else None
 
@@ -576,13 +580,13 @@ def _tensors(data: Mapping[str, object]) -> dict[str, Tensor]:
 
 
 def _array_in(meta: Mapping[str, object]) -> str | None:
-    """Return the name of a value beside a model that holds an array; None where none does."""
+    """Return the name of the first value beside a model that holds an array, or None."""
     names = (n for n, v in meta.items() if any(getattr(x, "ndim", 0) for x in tree_leaves(v)))
     return next(names, None)
 
 
-def _like(state: Mapping[str, Tensor], arrays: Mapping[str, object]) -> dict[str, object]:
-    """Return a model in numpy, or in torch where the arrays beside it are."""
+def _convert_like(state: Mapping[str, Tensor], arrays: Mapping[str, object]) -> dict[str, object]:
+    """Return a model in torch if some of ``arrays`` are tensors, and in numpy otherwise."""
     if any(isinstance(value, Tensor) for value in arrays.values()):
         return dict(state)
     return {name: tensor.numpy() for name, tensor in state.items()}

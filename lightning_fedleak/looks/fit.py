@@ -35,7 +35,7 @@ from lightning_fedleak.looks.run import (
 )
 from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage
 from lightning_fedleak.taps import (
-    NOT_TRIED,
+    NOT_TESTED,
     EmbeddingNoise,
     GradientTap,
     PackedRows,
@@ -193,7 +193,7 @@ class Fit:
                 if look.batch is not None and not look.truth_error:
                     look.input_noise = max(look.input_noise, self._embeddings.settled(look.batch))
                     look.batch = (
-                        look.batch if self._rows is None else self._rows.settled(look.batch)
+                        look.batch if self._rows is None else self._rows.with_crossing(look.batch)
                     )
         except Exception as error:
             look.truth_error = reason(error)
@@ -576,7 +576,7 @@ class Fit:
                 raise BatchError("no batch of the round was handed over")
             for batch in [b if isinstance(b, TokenBatch) else self._read(b) for b in batches]:
                 if batch.crossing is None and batch.is_packed:
-                    raise BatchError(NOT_TRIED.format("the round's training is not seen here"))
+                    raise BatchError(NOT_TESTED.format("the round's training is not seen here"))
                 self._check(batch, look)
         except Exception as error:
             look.truth_error = reason(error)

@@ -1,4 +1,4 @@
-"""Pictures of a fit as SVG: drawn here, so that the page needs nothing from anywhere."""
+"""Pictures of a fit as SVG, drawn here so that the page loads nothing else."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from lightning_fedleak.report.fits import FitSummary
 
 Points = Sequence[tuple[float, float | None]]
 Scale = Callable[[float], float]
-"""Returns the pixel of a value."""
+"""A function that returns the pixel of a value."""
 
 WIDTH = 420
-"""Pixels of a picture, which the page scales. The margins hold the numbers at the axes."""
+"""Width of a picture in pixels. The page scales it."""
 MARGIN, RIGHT, TOP, BOTTOM = 46, 14, 10, 28
-"""Pixels around a picture."""
+"""Margins in pixels, which hold the numbers at the axes."""
 MOST_POINTS = 200
-"""Of one line; a longer one is drawn by the lowest and highest value of each part. Not tuned."""
+"""Most points of a line. Longer lines show each part's lowest and highest value. Not tuned."""
 COLOURS = 8
-"""Lines that a page tells apart: its style sheet has so many colours."""
+"""Number of colours in the page's style sheet, and so of lines that can be told apart."""
 LARGEST_DRAWN = 1e300
-"""Larger values are no points of a line: differences of two would be infinite."""
+"""Larger values are not drawn, because differences of two would be infinite."""
 
 
 def pictures(fit: FitSummary) -> dict[str, Markup]:
     """Return the pictures of a fit, by their titles."""
-    acted: dict[str, list[float]] = {}
+    gate_steps: dict[str, list[float]] = {}
     for decision in fit.decisions:
         suffix = "" if decision.client is None else f", client {decision.client}"
-        acted.setdefault(f"{decision.gate} {decision.did}{suffix}", []).append(decision.step)
+        gate_steps.setdefault(f"{decision.gate} {decision.did}{suffix}", []).append(decision.step)
     unit = fit.unit
     titled = {
         "Each attack: latest result, 95% interval (dashed: guessing)": intervals(
@@ -39,20 +39,20 @@ def pictures(fit: FitSummary) -> dict[str, Markup]:
         )
     }
     single = {name: parts[""] for name, parts in fit.headlines.items() if set(parts) == {""}}
-    of_model = {attack.name for attack in fit.attacks if attack.stage == RELEASED}
+    on_model = {attack.name for attack in fit.attacks if attack.stage == RELEASED}
     for source in ("of what was shared", "of the trained model"):
-        drawn = {
+        series = {
             name: line
             for name, line in single.items()
-            if (name in of_model) == (source == "of the trained model")
+            if (name in on_model) == (source == "of the trained model")
         }
-        values = (value for line in drawn.values() for _, value in line)
-        if drawn:
+        values = (value for line in series.values() for _, value in line)
+        if series:
             titled[f"Leakage over {unit}s, {source}"] = lines(
-                drawn,
+                series,
                 label=f"each attack's headline over {unit}s, {source}",
                 span=(lowest(values), 1.0),
-                marks=acted,
+                marks=gate_steps,
                 unit=unit,
             )
     for name, parts in fit.headlines.items():
@@ -63,12 +63,12 @@ def pictures(fit: FitSummary) -> dict[str, Markup]:
                 few(by_client, last=SUM),
                 label=f"{name} over {unit}s, one line for each client",
                 span=(0.0, 1.0),
-                marks=acted,
+                marks=gate_steps,
                 unit=unit,
             )
     if fit.utility:
         titled[f"Utility over {unit}s"] = lines(
-            few(fit.utility), label=f"utility over {unit}s", marks=acted, unit=unit
+            few(fit.utility), label=f"utility over {unit}s", marks=gate_steps, unit=unit
         )
     for account in fit.privacy:
         target = account.target_epsilon
@@ -84,7 +84,7 @@ def pictures(fit: FitSummary) -> dict[str, Markup]:
 
 
 def few(series: Mapping[str, Points], *, last: str = "") -> dict[str, Points]:
-    """Return no more lines than colours: those of the highest means, and the mean of the others.
+    """Return one line for each colour at most: those with the highest means, and the others' mean.
 
     Args:
         series: as :func:`lines` takes them.
@@ -93,11 +93,11 @@ def few(series: Mapping[str, Points], *, last: str = "") -> dict[str, Points]:
     if len(series) <= COLOURS:
         return dict(series)
 
-    def height(name: str) -> float:
+    def mean_value(name: str) -> float:
         values_of_line = [value for _, value in series[name] if value is not None]
         return math.fsum(values_of_line) / len(values_of_line) if values_of_line else -math.inf
 
-    order = sorted((name for name in series if name != last), key=height, reverse=True)
+    order = sorted((name for name in series if name != last), key=mean_value, reverse=True)
     highest = set(order[: COLOURS - 2])
     others: dict[float, list[float]] = {}
     for name in order[COLOURS - 2 :]:
@@ -123,12 +123,12 @@ def lines(
 
     Args:
         series: (step, value) by name; None is unknown.
-        label: of the picture, for those who cannot see it.
-        height: in pixels.
-        span: of the values; by default what they take.
-        marks: steps at which something happened, by what.
+        label: description of the picture, for screen readers.
+        height: height in pixels.
+        span: lowest and highest value of the vertical axis; by default those of the lines.
+        marks: steps of events, by the event's name.
         level: a value that is marked by a dashed line.
-        unit: of what is counted from left to right.
+        unit: unit of the horizontal axis.
     """
     series = {
         name: [(x, None if y is None or abs(y) > LARGEST_DRAWN else y) for x, y in line]
@@ -152,7 +152,7 @@ def lines(
             title = f"<title>{escape(event)}: {unit} {step:g}</title>"
             parts.append(f"<g>{title}{_dashed(x, TOP, x, height - BOTTOM, 'mark')}</g>")
     for number, (name, line) in enumerate(series.items()):
-        parts += _drawn(line, name, f"c{number % COLOURS}", x_scale, y_scale)
+        parts += _curve(line, name, f"c{number % COLOURS}", x_scale, y_scale)
     legend = "".join(
         f'<li><i class="c{number % COLOURS}"></i>{escape(name)}</li>'
         for number, name in enumerate(series)
@@ -162,11 +162,11 @@ def lines(
 
 
 def intervals(attacks: Sequence[AttackSummary], *, label: str) -> Markup:
-    """Return a picture of the last value of each attack, with its interval, up to 1.
+    """Return a picture of each attack's last value with its interval, on an axis up to 1.
 
     Args:
-        attacks: in the order of the lines.
-        label: of the picture.
+        attacks: the attacks, in the order of their lines.
+        label: description of the picture, for screen readers.
     """
     if not attacks:
         return Markup('<p class="unknown">no attack was played</p>')
@@ -214,8 +214,8 @@ def _dashed(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     return f'<line class="{kind}" {ends}/>'
 
 
-def _drawn(line: Points, name: str, colour: str, x_scale: Scale, y_scale: Scale) -> Iterator[str]:
-    """Yield the stretches of a line between unknown values; one of a single value is a dot."""
+def _curve(line: Points, name: str, colour: str, x_scale: Scale, y_scale: Scale) -> Iterator[str]:
+    """Yield the parts of a line between unknown values; a part with one value is a dot."""
     title = f"<title>{escape(name)}</title>"
     for run in _known_runs(_thinned(line)):
         corners = [f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in run]
@@ -229,7 +229,7 @@ def _drawn(line: Points, name: str, colour: str, x_scale: Scale, y_scale: Scale)
 def _axes(
     height: int, values: Sequence[float], y_scale: Scale, steps: Sequence[float], x_scale: Scale
 ) -> Iterator[str]:
-    """Yield a line for each of some values, and the numbers at both axes."""
+    """Yield a horizontal line for each value, and the numbers at both axes."""
     for value in values:
         y = y_scale(value)
         yield f'<line class="grid" x1="{MARGIN}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
@@ -240,7 +240,7 @@ def _axes(
 
 
 def lowest(values: Iterable[float | None]) -> float:
-    """Return where an axis of rates begins: 0, or lower for an excess over others below it."""
+    """Return where an axis of rates begins: at 0, or lower if a value is negative."""
     return max(-1.0, min((value for value in values if value is not None and value < 0), default=0))
 
 
@@ -265,7 +265,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _thinned(line: Points) -> list[tuple[float, float | None]]:
-    """Return at most ``MOST_POINTS``: of each part its lowest and its highest, in their order."""
+    """Return at most ``MOST_POINTS`` points: each part's lowest and highest value, in order."""
     if len(line) <= MOST_POINTS:
         return list(line)
     size = math.ceil(2 * len(line) / MOST_POINTS)
@@ -282,7 +282,7 @@ def _thinned(line: Points) -> list[tuple[float, float | None]]:
 
 
 def _known_runs(line: Points) -> list[list[tuple[float, float]]]:
-    """Return the stretches between unknown values."""
+    """Return the parts of a line between unknown values."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in line:
         if y is None:

@@ -1,7 +1,7 @@
-"""The line between client and server: named tensors over a separate gloo process group.
+"""The connection of client and server, which sends named tensors over its own gloo process group.
 
-Nothing is pickled: a message is a header in JSON and the tensors' bytes. A waiting side
-gets an error at once when the other's process ends, and after a timeout when no message comes.
+Nothing is pickled: a message is a header in JSON and the tensors' bytes. A side that waits gets an
+error at once when the other side's process ends, and after a timeout when no message comes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class PeerError(RuntimeError):
 
 
 class Kind(IntEnum):
-    """The request or answer that a message is."""
+    """The kinds of messages: the client's requests, the server's replies, errors of either."""
 
-    HELLO = 0
+    HELLO = 0  # compares the settings of both sides
     INFER = 1
     TRAIN = 2
-    BEGIN = 3
-    NEXT = 4
-    END = 5
-    BACK = 6
+    BEGIN = 3  # begins a generation, with the prompt
+    NEXT = 4  # sends one more token of a generation
+    END = 5  # ends a generation
+    BACK = 6  # sends the gradient of the last hidden states, if the client has the head
     REPLY = 7
     ERROR = 8
     CLOSE = 9
@@ -48,8 +48,8 @@ class Message:
     """A message between client and server.
 
     Attributes:
-        kind: the request or answer.
-        tensors: by name, on the CPU.
+        kind: what the message asks for, or that it is a reply or an error.
+        tensors: the contents by name, on the CPU.
     """
 
     kind: Kind
@@ -57,11 +57,11 @@ class Message:
 
 
 class Connection:
-    """One end of the line, created by :func:`connect`.
+    """One side's end of the connection, created by :func:`connect`.
 
     Args:
         group: process group of the two sides.
-        rank: of this end.
+        rank: this side's rank in the group.
         timeout: seconds that the other side may take for each exchange.
     """
 
@@ -72,38 +72,38 @@ class Connection:
         self.timeout = timeout
 
     def send(self, kind: Kind, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Send a message; return when the other side has received it.
+        """Send a message, and wait until the other side has received it.
 
         Raises:
             PeerError: the other side did not receive it.
         """
         contents = {n: t.detach().cpu().contiguous() for n, t in (tensors or {}).items()}
-        forms = {n: [str(t.dtype).removeprefix("torch."), *t.shape] for n, t in contents.items()}
-        text = json.dumps([kind, forms]).encode()
+        specs = {n: [str(t.dtype).removeprefix("torch."), *t.shape] for n, t in contents.items()}
+        text = json.dumps([kind, specs]).encode()
         header = torch.tensor(list(text), dtype=torch.uint8)
         for tensor in (torch.tensor(len(text)), header, *contents.values()):
             if tensor.numel():
-                self._move(tensor, self.timeout, sending=True)
+                self._transfer(tensor, self.timeout, sending=True)
 
     def receive(self, timeout: float | None = None) -> Message:
         """Wait for a message.
 
         Args:
-            timeout: seconds until it must begin; by default the connection's.
+            timeout: seconds until the message must begin; by default the connection's timeout.
 
         Raises:
-            PeerError: none came, or the other side reports that it has failed.
+            PeerError: no message came, or the other side reports that it has failed.
         """
         size = torch.tensor(0)
-        self._move(size, self.timeout if timeout is None else timeout, sending=False)
+        self._transfer(size, self.timeout if timeout is None else timeout, sending=False)
         header = torch.empty(int(size), dtype=torch.uint8)
-        self._move(header, self.timeout, sending=False)
-        kind, forms = json.loads(bytes(header.tolist()))
+        self._transfer(header, self.timeout, sending=False)
+        kind, specs = json.loads(bytes(header.tolist()))
         tensors: dict[str, Tensor] = {}
-        for name, (dtype, *shape) in forms.items():
+        for name, (dtype, *shape) in specs.items():
             tensors[name] = tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             if tensor.numel():
-                self._move(tensor, self.timeout, sending=False)
+                self._transfer(tensor, self.timeout, sending=False)
         message = Message(Kind(kind), tensors)
         if message.kind is Kind.ERROR:
             reason = bytes(tensors["text"].tolist()).decode("utf-8", "replace")
@@ -112,13 +112,13 @@ class Connection:
         return message
 
     def send_error(self, error: BaseException) -> None:
-        """Send the other side, if it still runs, the reason why this one stops."""
+        """Send the reason why this side stops, if the other side still runs."""
         text = f"{type(error).__name__}: {error}".encode()
         with suppress(PeerError):
             self.send(Kind.ERROR, {"text": torch.tensor(list(text), dtype=torch.uint8)})
 
     def drop(self) -> None:
-        """Drop the connection; the other side gets an error."""
+        """Close the connection without a message, so that the other side gets an error."""
         self._group = None
 
     @property
@@ -126,13 +126,13 @@ class Connection:
         """Whether messages can be sent."""
         return self._group is not None
 
-    def _move(self, tensor: Tensor, timeout: float, *, sending: bool) -> None:
+    def _transfer(self, tensor: Tensor, timeout: float, *, sending: bool) -> None:
         if self._group is None:
             raise PeerError(f"the connection to the {self._other} of the split model is closed")
         data = tensor.reshape(-1).view(torch.uint8)
-        act = self._group.send if sending else self._group.recv
+        operation = self._group.send if sending else self._group.recv
         try:
-            act([data], self._peer, 0).wait(timedelta(seconds=timeout))
+            operation([data], self._peer, 0).wait(timedelta(seconds=timeout))
         except RuntimeError as error:
             self.drop()
             reason = (
@@ -145,28 +145,29 @@ class Connection:
 
 
 def connect(url: str, role: str, *, timeout: float = 300.0) -> Connection:
-    """Return this end of the line once both sides have called.
+    """Return this side's end of the connection once both sides have called this function.
 
     The process group belongs to the connection alone. The default group of ``torch.distributed`` is
     neither needed nor changed.
 
     Args:
-        url: the meeting point: ``"tcp://host:port"`` with a free port of the server's machine, or
-            ``"file:///path"`` of a file that does not exist yet, on one machine.
+        url: the address where the sides meet: ``"tcp://host:port"`` with a free port of the
+            server's machine, or, if both run on one machine, ``"file:///path"`` of a file that does
+            not exist yet.
         role: ``"client"`` or ``"server"``.
         timeout: seconds to wait for the other side, here and in every exchange.
 
     Raises:
         ValueError: another role, or a timeout that is not positive.
-        PeerError: the other side does not come.
+        PeerError: the other side does not connect in time.
     """
     check_choice("role", role, ("client", "server"))
     check_number("timeout", timeout, above=0, hint="in seconds")
     rank, wait = (_CLIENT if role == "client" else _SERVER), timedelta(seconds=timeout)
-    # The server is the one whose address is known: rank 0 listens.
-    seat = 1 - rank
+    # In the rendezvous rank 0 listens. It is the server, because its address is known.
+    rendezvous_rank = 1 - rank
     try:
-        store, _, _ = next(rendezvous(url, seat, 2, timeout=wait))
+        store, _, _ = next(rendezvous(url, rendezvous_rank, 2, timeout=wait))
         store.set_timeout(wait)
         group: Any = ProcessGroupGloo(store, rank, 2, wait)
     except (RuntimeError, TimeoutError) as error:

@@ -1,4 +1,4 @@
-"""The adversaries of a membership game by the names that users write."""
+"""The adversaries of a membership game, made from the names that users give to ``--attack``."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.games.play import Adversary
 
 PLANTED = " ".join(["This is the sentence that is looked for."] * 11)
-"""The sentence that the authors' protocol plants: a short one many times, as in their code."""
+"""The text that the authors' protocol plants: one short sentence many times, as in their code."""
 
 PASSIVE: dict[str, type[attacks.GradientMembership] | type[attacks.SubspaceMembership]] = {
     "gradient": attacks.GradientMembership,
     "subspace": attacks.SubspaceMembership,
 }
-"""Attacks that add no layers."""
+"""The attacks that add no layers to the model, by name."""
 
 
 @dataclass(frozen=True)
 class MembershipAdversaries:
-    """What all adversaries of one game are built from.
+    """The settings that all adversaries of one game share.
 
     Attributes:
-        tokens: of a sentence, at most.
-        batch: sentences of the client's batch.
-        public: the server's text, for attacks that calibrate; None without it.
-        randomised: whether the client's tokens are replaced before training. The ladder of
-            FCMembership is then as long as that needs.
-        seed: of calibration.
+        tokens: largest number of tokens in a sentence.
+        batch: number of sentences in the client's batch.
+        public: the server's public text, for attacks that calibrate; None if it has none.
+        randomised: whether the client's tokens are replaced before training. FCMembership then
+            gets a longer ladder, ``RANDOMISED_LADDER``.
+        seed: seed of the calibration.
     """
 
     tokens: int
@@ -44,12 +44,12 @@ class MembershipAdversaries:
     seed: int = 0
 
     def make(self, names: Sequence[str], layers: Sequence[int]) -> list[Adversary]:
-        """Return the attacks: those on a layer are called ``name@layer``, the passive ones last.
+        """Return the attacks, the passive ones last. Each other one is called ``name@layer``.
 
         Raises:
-            SourceError: no public text for an attack that needs it.
+            SourceError: an attack needs public text, and there is none.
         """
-        active = [self._active(name, k) for k in layers for name in names if name not in PASSIVE]
+        active = [self._active(name, n) for n in layers for name in names if name not in PASSIVE]
         return [*active, *(self._passive(name) for name in names if name in PASSIVE)]
 
     def _active(self, name: str, layer: int) -> Adversary:
@@ -81,10 +81,9 @@ class MembershipAdversaries:
 
 
 def move_from_start(anatomy: Anatomy, seed: int) -> None:
-    """Change a LoRA's weights in place: at their start its A has no gradient."""
+    """Give a new LoRA's B small values, in place. While B is zero, A has no gradient."""
     parameters = dict(anatomy.model.named_parameters())
+    values = attacks.nonzero_starts(anatomy, torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        for name, value in attacks.nonzero_starts(
-            anatomy, torch.Generator().manual_seed(seed)
-        ).items():
+        for name, value in values.items():
             parameters[name].copy_(value)

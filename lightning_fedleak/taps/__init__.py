@@ -3,7 +3,7 @@
 from lightning_fedleak.taps.activations import ActivationTap as ActivationTap
 from lightning_fedleak.taps.activations import ChangedInPlace as ChangedInPlace
 from lightning_fedleak.taps.activations import join_pieces as join_pieces
-from lightning_fedleak.taps.calls import NOT_TRIED as NOT_TRIED
+from lightning_fedleak.taps.calls import NOT_TESTED as NOT_TESTED
 from lightning_fedleak.taps.calls import ModelCalls as ModelCalls
 from lightning_fedleak.taps.calls import PackedRows as PackedRows
 from lightning_fedleak.taps.calls import arguments_of as arguments_of

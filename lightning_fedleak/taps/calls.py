@@ -16,20 +16,20 @@ from lightning_fedleak.model_runs import only_needed_hooks, reset_compiled, stop
 from lightning_fedleak.snapshots import UnusableObservation
 from lightning_fedleak.taps.activations import join_pieces
 
-NOT_TRIED = (
-    "several documents are packed into a row, and whether they attend to each other could not be "
-    "tried ({}): say it, with batch_adapter= and TokenBatch(..., crossing=False) or True"
+NOT_TESTED = (
+    "several documents are packed into a row, and it could not be tested whether they attend to "
+    "each other ({}): set crossing=False or True, with batch_adapter= and TokenBatch(...)"
 )
 
 
 class ModelCalls:
-    """A hook that records the arguments of each forward with gradient since :meth:`arm`.
+    """A hook that records the arguments of each forward with gradients after :meth:`arm`.
 
     Args:
-        anatomy: of the model.
+        anatomy: anatomy of the model.
 
     Attributes:
-        calls: the arguments by name, of each call.
+        calls: the arguments of each call, by name.
     """
 
     def __init__(self, anatomy: Anatomy) -> None:
@@ -38,15 +38,15 @@ class ModelCalls:
         self._root = anatomy.root
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def called(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        def record(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             if self._armed and torch.is_grad_enabled():
                 self.calls.append(arguments_of(model, args, kwargs))
 
-        self._handle = anatomy.model.register_forward_pre_hook(called, with_kwargs=True)
+        self._handle = anatomy.model.register_forward_pre_hook(record, with_kwargs=True)
         reset_compiled(anatomy.root)
 
     def arm(self, active: bool = True) -> None:
-        """Drop the records, and record from here on, or (False) no longer."""
+        """Drop the records, and record from now on; if not ``active``, stop recording."""
         self.calls = []
         self._armed = active
 
@@ -60,7 +60,7 @@ class ModelCalls:
 def arguments_of(
     model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the arguments of a call by name, those too that were passed by position."""
+    """Return the arguments of a call by name, also those that were passed by position."""
     names: list[str] = []
     for module in (model, without_peft(model)):
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
@@ -74,76 +74,76 @@ def with_ids(
     """Return the batches with the ids that the model was called on.
 
     Args:
-        calls: the model's arguments by name, of each call.
-        batches: that the calls were made for.
+        calls: the model's arguments of each call, by name.
+        batches: the batches of these calls.
 
     Raises:
         UnusableObservation: the model was not called once for each batch, or on other shapes.
     """
-    each = [call.get("input_ids") for call in calls]
-    pieces = [ids for ids in each if isinstance(ids, Tensor) and ids.dim()]
-    whole = join_pieces(pieces, [len(batch.input_ids) for batch in batches])
-    ids_of_batches = whole if len(pieces) == len(each) else each
-    written = [
+    ids_of_calls = [call.get("input_ids") for call in calls]
+    pieces = [ids for ids in ids_of_calls if isinstance(ids, Tensor) and ids.dim()]
+    joined = join_pieces(pieces, [len(batch.input_ids) for batch in batches])
+    ids_of_batches = joined if len(pieces) == len(calls) else ids_of_calls
+    new_batches = [
         replace(batch, input_ids=ids)
         for batch, ids in zip(batches, ids_of_batches, strict=False)
         if isinstance(ids, Tensor) and ids.shape == batch.input_ids.shape
     ]
-    if len(ids_of_batches) != len(batches) or len(written) != len(batches):
+    if len(ids_of_batches) != len(batches) or len(new_batches) != len(batches):
         raise UnusableObservation(
-            "a defence replaces the batch, and which token ids the model was run on is not "
-            f"visible: it was called {len(each)} times in {len(batches)} batches, and on "
-            f"ids of the batch's shape in {len(written)} of them"
+            "a defence replaces the batch, and the token ids that the model was run on are not "
+            f"known: it was called {len(calls)} times in {len(batches)} batches, and on ids of the "
+            f"batch's shape in {len(new_batches)} of them"
         )
-    return written
+    return new_batches
 
 
 @torch.no_grad()
 def crosses(anatomy: Anatomy, batch: TokenBatch, call: Mapping[str, object]) -> bool:
     """Return whether documents attend to others of their row, from two runs of a recorded call.
 
-    The tokens of each row's first document, third and so on are replaced. Where the last block's
-    hidden states of the others do not stay the same to the last bit, documents see each other.
+    One run replaces the tokens of each row's first document, third and so on. If a bit of the other
+    documents' hidden states after the last block changes, documents attend to each other.
 
     Args:
-        anatomy: of the model.
-        batch: that the call was made with; several documents are in a row.
+        anatomy: anatomy of the model.
+        batch: the batch of the call, with several documents in a row.
         call: the arguments of the call, by name.
 
     Raises:
-        UnusableObservation: the call was not made on the tokens of the batch, or cannot be tried.
+        UnusableObservation: the call was not made on the tokens of the batch, or cannot be
+            repeated.
     """
     ids, documents = call.get("input_ids"), batch.documents
     if documents is None or not isinstance(ids, Tensor) or ids.shape != documents.shape:
         raise UnusableObservation(
-            NOT_TRIED.format("the model was not called on the batch's input_ids")
+            NOT_TESTED.format("the model was not called on the batch's input_ids")
         )
     if call.get("past_key_values") is not None or not text_blocks(anatomy):
-        raise UnusableObservation(NOT_TRIED.format("the call cannot be repeated"))
-    rows = matrix_shape(anatomy.embedding)
-    changed = documents.to(ids.device) % 2 == 0
-    tokens = torch.where(
-        changed, (ids + 1) % (anatomy.vocab_size if rows is None else rows[0]), ids
-    )
+        raise UnusableObservation(NOT_TESTED.format("the call cannot be repeated"))
+    shape = matrix_shape(anatomy.embedding)
+    vocab_size = anatomy.vocab_size if shape is None else shape[0]
+    replaced = documents.to(ids.device) % 2 == 0
+    new_ids = torch.where(replaced, (ids + 1) % vocab_size, ids)
     inputs = {name: value for name, value in call.items() if name != "labels"}
     place = place_of(anatomy, len(text_blocks(anatomy)))
     with undisturbed(anatomy) as model, only_needed_hooks(anatomy.root):
         run = stop_at(model, place)
         states = [
-            run(**{**inputs, "input_ids": each})[:, -ids.shape[1] :] for each in (ids, tokens)
+            run(**{**inputs, "input_ids": each})[:, -ids.shape[1] :] for each in (ids, new_ids)
         ]
-    asked = ~changed
+    compared = ~replaced
     if batch.attention_mask is not None:
-        asked &= (batch.attention_mask != 0).to(ids.device)
-    return not torch.equal(states[0][asked], states[1][asked])
+        compared &= (batch.attention_mask != 0).to(ids.device)
+    return not torch.equal(states[0][compared], states[1][compared])
 
 
 class PackedRows:
-    """Finds out of each batch of a look whether the documents in its rows attend to each other.
+    """Finds out for each batch of a look whether documents in the same row attend to each other.
 
     Args:
-        anatomy: of the model.
-        forward_context: the precision that a step runs in.
+        anatomy: anatomy of the model.
+        forward_context: returns the context that sets the precision of a step.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class PackedRows:
         self._crossing: dict[object, bool] = {}
 
     def watch(self, batch: TokenBatch) -> None:
-        """Record the call that a step makes on a batch, where its documents may attend."""
+        """Record the model's call in a step, if it is unknown whether documents are separate."""
         if batch.documents is not None and batch.crossing is None:
             self._calls = self._calls or ModelCalls(self._anatomy)
             self._calls.arm()
@@ -166,11 +166,11 @@ class PackedRows:
             self._calls.close()
         self._calls = None
 
-    def settled(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch with :attr:`TokenBatch.crossing`, tried once for each form of a call.
+    def with_crossing(self, batch: TokenBatch) -> TokenBatch:
+        """Return the batch with its ``crossing``, which is tested once for each form of a call.
 
         Raises:
-            UnusableObservation: it could not be tried.
+            UnusableObservation: it could not be tested.
         """
         if self._calls is None or batch.documents is None or batch.crossing is not None:
             return batch
@@ -182,7 +182,7 @@ class PackedRows:
         if sharded or len(calls) != 1:
             called = f"the model was called {len(calls)} times in one batch"
             why = "the model's parameters are sharded" if sharded else called
-            raise UnusableObservation(NOT_TRIED.format(why))
+            raise UnusableObservation(NOT_TESTED.format(why))
         [call] = calls
         form = len(batch.input_ids) == 1, *((n, _form(v)) for n, v in sorted(call.items()))
         if form not in self._crossing:
@@ -192,7 +192,7 @@ class PackedRows:
 
 
 def _form(argument: object) -> object:
-    """Return what an argument of a call is, for all batches of a fit: its dimensions, or itself."""
+    """Return what calls of one form have in common in an argument: dimensions, value or type."""
     if isinstance(argument, Tensor):
         return argument.dim()
     return argument if isinstance(argument, bool | str) else type(argument).__name__

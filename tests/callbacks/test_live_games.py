@@ -464,7 +464,7 @@ def test_a_batch_that_is_replaced_and_cannot_be_seen_is_unknown(tmp_path):
     monitor = LeakageMonitor(Recording(), every_n_steps=3)
     strategy = DefendedStrategy("auto", defenses=[Writes(first=0)])
     module = Embeds(tiny_gpt2(dropout=0.0).train(), lr=0.0)
-    with pytest.warns(UserWarning, match="which token ids the model was run on is not visible"):
+    with pytest.warns(UserWarning, match="the token ids that the model was run on are not known"):
         fit([monitor], tmp_path, module=module, strategy=strategy)
     assert math.isnan(monitor.latest[AUC])
 

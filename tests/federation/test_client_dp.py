@@ -597,9 +597,9 @@ def test_the_clip_norm_goes_on_from_a_checkpoint():
 @pytest.mark.parametrize(
     ("more", "match"),
     [
-        ({"trust": "local"}, "a trusted server alone"),
-        ({"trust": "secure_aggregation"}, "a trusted server alone"),
-        ({"accountant": "filter", "target_epsilon": 9.0}, "noise that is not turned up"),
+        ({"trust": "local"}, "only a trusted server may do"),
+        ({"trust": "secure_aggregation"}, "only a trusted server may do"),
+        ({"accountant": "filter", "target_epsilon": 9.0}, "noise that is not increased"),
         ({"count": 0.4}, r"QuantileClip\(noise=\) above 0.5"),
     ],
 )
@@ -838,7 +838,7 @@ def test_a_mean_of_clients_that_were_not_drawn_for_it_is_refused():
         ({"trust": "local"}, "trust='central'"),
         ({"quantile": QuantileClip(0.5)}, "without quantile"),
         ({"accountant": "filter", "target_epsilon": 3.0}, "'prv' or 'rdp'"),
-        ({"per_round": 11}, "groups of 10, from which no per_round=11"),
+        ({"per_round": 11}, "groups of 10, too few for per_round=11"),
     ],
 )
 def test_correlated_noise_that_is_not_accounted_is_refused(more, match):

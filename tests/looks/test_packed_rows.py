@@ -127,7 +127,7 @@ class Twice(nn.Module):
 
 def test_what_was_not_tried_is_unknown_until_it_is_said(tmp_path: Path) -> None:
     for line in lines(tmp_path / "tried", Twice(), BagOfWords(), "flattened"):
-        assert "attend to each other could not be tried" in line["unknown"]
+        assert "could not be tested whether they attend to each other" in line["unknown"]
         assert "called 2 times" in line["unknown"]
 
     def adapter(batch: dict[str, Any]) -> TokenBatch:

@@ -1,9 +1,9 @@
-"""The attention-based adversary (Vu et al. 2024, Sect. 4.2, Algorithm 1), as written and exact.
+"""The attention-based adversary (Vu et al. 2024, Sect. 4.2), as written and in closed form.
 
-Head 1 attends by products that omit the direction of the target token v, head 2 by all of them.
-Where a token is v, head 1's query is zero and it returns the mean of the sentence, while head 2
-returns about v; anywhere else both return about the same. After a ReLU with bias -gamma only the
-former has a gradient.
+Head 1 computes attention without the direction of the target token v, head 2 with all directions.
+At a token that equals v, head 1's query is zero, so that it returns the mean of the sentence, while
+head 2 returns about v. At other tokens both return about the same. A ReLU with bias -gamma follows:
+only a difference above gamma has a gradient.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.validate import check_integer, check_number, old_spelling
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
-"""Half-widths of the bands around a member's response, in units of it; not tuned."""
+"""Half-widths of the bands around a member's response, in units of that response; not tuned."""
 
 DEFENDED_WIDTH = attention_calibration.WIDE_ENOUGH
-"""The one half-width against defended gradients: it holds members in any precision."""
+"""The only half-width against defended gradients: the band holds members in any precision."""
 
 REPLACED_WIDTHS = (*WIDTHS, 0.6, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
 """Half-widths against a defence that replaces batches, which shrinks a member's response."""
@@ -58,57 +58,58 @@ BETA = 0.3
 """Default factor of the products of whitened hidden states; not tuned."""
 
 REPLACED_BETA = 0.01
-"""The same against a defence that replaces batches, where members then score higher."""
-
+"""Default factor against a defence that replaces batches: members score higher with it."""
 
 _old_settings = old_spelling(AttentionSettings)
 
 
 class AttentionMembership(MembershipAttack):
-    """Algorithm 1 of Vu et al. 2024 in closed form: two heads, few rows of W_O, a ladder of gamma.
+    """Algorithm 1 of Vu et al. 2024 in closed form: two heads, few rows of W_O, a ladder of gammas.
 
-    Three choices that the paper does not make decide whether it works on real embeddings.
+    Three choices decide whether it works on real embeddings. The paper does not make them.
 
-    **Whitening.** The products of raw hidden states do not single out a token. With ``whiten`` the
-    heads read them in coordinates in which public text has unit covariance; this is folded into
-    W_Q, W_K and their biases (:mod:`~lightning_fedleak.attacks.row_space.whitening`).
+    **Whitening.** The products of raw hidden states do not distinguish one token from the others.
+    With ``whiten`` the heads read hidden states in coordinates in which public text has unit
+    covariance. This is folded into W_Q, W_K and their biases
+    (:mod:`~lightning_fedleak.attacks.row_space.whitening`).
 
-    **The rows of W_O.** The paper reads all coordinates, with both signs, and a member shows if any
-    of them exceeds gamma. But attention stays within a sentence, so the server, who has the
-    target's sentence, knows the response D = Z1 - Z2 at its token, whatever else is in the batch.
-    ``readout="matched"`` reads along D alone, scaled so that a member's response is 1. Targets are
-    then (G, 2 d), the token's hidden state and that row. ``"token"`` reads along -v, for a server
-    that knows the token but not its sentence, scaled so that the median response is 1; targets are
-    (G, d). It needs that median to be positive: :meth:`prepare` refuses other layers and betas.
+    **The rows of W_O.** The paper reads all coordinates, with both signs, and guesses a member if
+    any of them exceeds gamma. But attention stays within a sentence, and the server has the
+    target's sentence. So it knows the response D = Z1 - Z2 at the target token, whatever else is in
+    the batch. ``readout="matched"`` reads along D alone, scaled so that a member's response is 1.
+    Targets are then (G, 2 d): the token's hidden state and that row. ``"token"`` is for a server
+    that knows the token but not its sentence. It reads along -v, scaled so that the median response
+    is 1; targets are (G, d). That median must be positive: :meth:`prepare` refuses other layers and
+    betas.
 
-    **gamma.** The lemma's, 2 Delta-bar, never fires on real embeddings (``gamma="lemma"``).
-    ``"calibrated"`` is the lowest gamma of the ladder at which public batches fire for public
-    tokens that they do not hold at no more than ``false_positive_rate``; with ``readout="matched"``
-    not below .9, where members are in any precision. On clients' text of another kind than the
-    public text the rate is higher (the AUC hardly falls).
+    **gamma.** On real embeddings no response exceeds the lemma's gamma, 2 Delta-bar
+    (``gamma="lemma"``). ``"calibrated"`` is the lowest gamma of the ladder that public batches
+    exceed for at most ``false_positive_rate`` of the public tokens that they do not hold. With
+    ``readout="matched"`` it is at least .9, which members exceed in any precision. If the clients'
+    text is of another kind than the public text, the rate is higher (the AUC hardly falls).
 
     On MiniLM-L6, stories15M and SmolLM2-135M a member's response, computed in another batch and
-    padding, is 1 up to 6e-6 in float32 and .06 in bfloat16. A sentence of one token has no
-    Z1 - Z2, and is never found.
+    padding, differs from 1 by at most 6e-6 in float32 and .06 in bfloat16. In a sentence of one
+    token Z1 - Z2 is zero, so that the token is never found.
 
     Args:
         layer: as in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
         public_text: text like the clients', as strings or token ids, or ``"sampled"`` for text that
-            a causal model writes. None with ``whiten=False`` and a ``gamma`` that is a number.
+            a causal model writes. It may be None if ``whiten=False`` and ``gamma`` is a number.
         tokenizer: for strings.
-        gamma: ``"calibrated"``, ``"lemma"``, or a number: of a member's response, or absolute with
-            ``score="coordinates"``.
+        gamma: ``"calibrated"``, ``"lemma"``, or a number: a share of a member's response, or with
+            ``score="coordinates"`` an absolute one.
         attention: how the layers are crafted and read.
         tokens: public texts are cut to this length.
-        batch: sentences of a client's batch, for which ``false_positive_rate`` holds.
-        false_positive_rate: of a batch without the target, in the calibration and, under noise,
-            in the decision.
-        upstream_sign: +1 or -1 where the adversary knows the sign of the loss's gradient at the
-            crafted output; 0 reads both. Under noise only.
-        refresh_every: steps after which :meth:`refresh` calibrates again.
-        seed: of public text, Algorithm 1's random matrices and calibration.
-        name: in the logs.
-        old: arguments of 0.1.0 that ``attention`` has, which warn.
+        batch: number of sentences in a client's batch, for which ``false_positive_rate`` holds.
+        false_positive_rate: rate at which a batch without the target is taken for one with it, in
+            the calibration and, under noise, in the decision.
+        upstream_sign: +1 or -1 if the adversary knows the sign of the loss's gradient at the
+            crafted output; 0 allows both. It is used under noise only.
+        refresh_every: number of steps after which :meth:`refresh` calibrates again.
+        seed: seed of public text, Algorithm 1's random matrices and calibration.
+        name: the attack's name in the logs.
+        old: arguments of 0.1.0 that are fields of ``attention`` now; they warn.
 
     Raises:
         ValueError: a setting outside of its range, or two that exclude each other.
@@ -197,7 +198,7 @@ class AttentionMembership(MembershipAttack):
         variant: Variant = "paper",
         **arguments: Any,
     ) -> AttentionMembership:
-        """Return the paper's setting: raw hidden states, all coordinates, the authors' beta.
+        """Return the attack of the paper: raw hidden states, all coordinates, the authors' beta.
 
         ``variant="projector"`` makes the same guesses without QR and pseudo-inverse.
         """
@@ -207,10 +208,10 @@ class AttentionMembership(MembershipAttack):
         return cls(layer, public_text, attention=paper, **arguments)
 
     def meet(self, facts: RunFacts) -> None:
-        """Set the defaults of beta and widths by the run's defences.
+        """Choose the default beta and widths for the run's defences.
 
         Against a defence that acts on gradients there is one width. Against one that replaces
-        batches beta is smaller, and where none acts on gradients the widths reach .999.
+        batches beta is smaller, and unless another defence acts on gradients the widths reach .999.
         """
         defended, replaced = "gradients" in facts.defended, "batches" in facts.defended
         if not self._beta_fixed:
@@ -250,7 +251,7 @@ class AttentionMembership(MembershipAttack):
 
     @property
     def rungs(self) -> int:
-        """Return K, the number of gammas; with ``"coordinates"`` 2 d times as many.
+        """Return K, the number of gammas, with ``"coordinates"`` times the 2 d rows of W_O.
 
         Raises:
             RuntimeError: with ``"coordinates"``, before ``prepare``.
@@ -262,18 +263,18 @@ class AttentionMembership(MembershipAttack):
         return 1 if self.design.gamma == "lemma" else len(self.design.edges)
 
     def reads(self, position: int) -> slice | None:
-        """Return with ``readout="matched"`` all tokens that the target token attends to."""
+        """Return the tokens that the target attends to if ``readout="matched"``, else None."""
         if not self.design.matched:
             return None
         return slice(0, position + 1 if self.design.causal else None)
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:
-        """Return the target tokens (G, d), with ``readout="matched"`` (G, 2 d), and their rows.
+        """Return the target tokens (G, d); with ``readout="matched"`` also their rows: (G, 2 d).
 
         Raises:
             RuntimeError: ``prepare`` was not called.
         """
-        x, real, positions = self._as_read(hidden), query.attention_mask, query.positions
+        x, real, positions = self._whiten(hidden), query.attention_mask, query.positions
         heads = self.design.heads(x.shape[-1], x)
         if positions is None:
             strongest = self.design.select == "strongest"
@@ -293,7 +294,7 @@ class AttentionMembership(MembershipAttack):
         """
         if target.dim() != 1:
             raise ValueError(f"one target (D,) is crafted at a time, got {tuple(target.shape)}")
-        v, rows = self._parts(target[None])
+        v, rows = self._split_targets(target[None])
         d = v.shape[1]
         pair, whitening = self.design.heads(d, v), self._require_calibration().whitening
         if self.design.variant == "paper":
@@ -320,14 +321,14 @@ class AttentionMembership(MembershipAttack):
         check_batch(hidden, mask, upstream)
         d = hidden.shape[-1]
         check_targets(targets, 2 * d if self.design.matched else d)
-        x = self._as_read(hidden.to(torch.promote_types(targets.dtype, hidden.dtype)))
-        v, rows = self._parts(targets.to(x))
+        x = self._whiten(hidden.to(torch.promote_types(targets.dtype, hidden.dtype)))
+        v, rows = self._split_targets(targets.to(x))
         weights, gammas = upstream.to(x), self._thresholds(rows, v)
-        parts = self.design.heads(d, x).attentions(x, mask, v)
+        attentions = self.design.heads(d, x).attentions(x, mask, v)
         if rows is None:
-            return coordinate_gradients(parts, gammas, weights, len(v), d)
+            return coordinate_gradients(attentions, gammas, weights, len(v), d)
         gradient = x.new_zeros((len(x), len(v), gammas.shape[-1]))
-        for attention in parts:
+        for attention in attentions:
             thresholds = gammas if gammas.dim() == 1 else gammas[attention.targets]
             weight = weights[attention.sentence, attention.places]
             gradients = bias_gradients(attention.project(rows), thresholds, weight)
@@ -335,19 +336,20 @@ class AttentionMembership(MembershipAttack):
         return gradient
 
     def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
-        """Run A_guess: a member where the gradient at the calibrated gamma is not zero.
+        """Run A_guess: guess a member if the gradient at the calibrated gamma is not zero.
 
         Args:
-            gradient: (G, K). With a ladder the K numbers are of its gammas, the hardest to exceed
-                first; with bands of their lower edges, narrowest band first, then of their upper
-                edges, and a band's gradient is the difference of the two; with coordinates of a
-                ladder for each row of W_O, row after row, of which the best counts.
-            noise_std: of the noise on each number.
+            gradient: (G, K). With ``"ladder"`` one number for each gamma, the largest gamma first.
+                With ``"band"`` first the numbers of the lower edges, narrowest band first, then
+                those of the upper edges; a band's gradient is the difference of the two. With
+                ``"coordinates"`` a ladder for each row of W_O, row after row; the largest number of
+                all rows counts.
+            noise_std: standard deviation of the noise on each number.
 
         Returns:
-            Scores: without noise the rank of the hardest gamma or band that fires, counted from
-            the easiest; 0 where none fires. With noise the statistic of
-            :class:`~lightning_fedleak.attacks.membership.base.RungReader`, and with
+            Scores. Without noise: the rank of the largest gamma, or the narrowest band, whose
+            gradient is not zero, counted from the easiest; 0 if all are zero. With noise: the
+            statistic of :class:`~lightning_fedleak.attacks.membership.base.RungReader`; with
             ``"coordinates"`` the largest number in units of the noise.
 
         Raises:
@@ -379,7 +381,10 @@ class AttentionMembership(MembershipAttack):
         return MembershipGuess(scores, scores > float(threshold))
 
     def _band_gradients(self, gradient: Tensor, *, exact: bool) -> Tensor:
-        """Return lower minus upper edges, (G, levels); exact ones are 0 within a sum's rounding."""
+        """Return the bands' gradients (G, levels): those of the lower minus the upper edges.
+
+        If ``exact``, differences that a sum's rounding explains are 0.
+        """
         levels = self.design.levels
         if gradient.dim() != 2 or gradient.shape[1] != 2 * levels:
             raise ValueError(
@@ -425,7 +430,7 @@ class AttentionMembership(MembershipAttack):
         return None if self.public_text is None else self.arguments()
 
     def config(self) -> dict[str, object]:
-        """Return the settings for reports; of the public text the beginning of its SHA-256."""
+        """Return the settings for reports, with the public text's SHA-256 in place of the text."""
         return super().config() | {
             "widths": list(self.design.widths),
             "calibration_tokens": self.design.calibration_tokens or "auto",
@@ -441,23 +446,21 @@ class AttentionMembership(MembershipAttack):
             raise RuntimeError(self._unprepared())
         return self._calibration
 
-    def _as_read(self, hidden: Tensor) -> Tensor:
-        """Return hidden states as the heads read them, at least in float32."""
+    def _whiten(self, hidden: Tensor) -> Tensor:
+        """Return hidden states in the coordinates that the heads read, at least in float32."""
         x = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         whitening = self._require_calibration().whitening
         return x if whitening is None else whitening(x)
 
-    def _parts(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return tokens as the heads read them (G, d), and rows of W_O (G, d) or None for
-        coordinates.
-        """
+    def _split_targets(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return whitened tokens (G, d), and rows of W_O (G, d) or None for coordinates."""
         if not bool(targets.isfinite().all()):
             raise ValueError("a target is not finite: the server's copy of the model overflowed")
         if self.design.matched:
             tokens, rows = targets.tensor_split(2, dim=1)
-            v = self._as_read(tokens)
+            v = self._whiten(tokens)
             return v, rows.to(v)
-        v = self._as_read(targets)
+        v = self._whiten(targets)
         if self.design.score == "coordinates":
             return v, None
         return v, token_rows(v) / self._require_calibration().response

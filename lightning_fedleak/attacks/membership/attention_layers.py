@@ -4,8 +4,8 @@ Algorithm 1's matrix of head 1 has orthonormal rows, so its pseudo-inverse is it
 ``W_K^T W_Q = beta (I - v v^T / |v|^2)``. Head 2's random matrix omits one random direction u in the
 same way: ``beta (I - u u^T)``. Hence, with tokens as rows of X,
 ``Z1 - Z2 = [softmax beta(G - a a^T) - softmax beta(G - c c^T)] X`` with ``G = X X^T`` shared by all
-targets, ``a = X v / |v|``, ``c = X u``: O(d) per token for a target, and no QR, no pseudo-inverse.
-``beta`` multiplies the products: it is the paper's, divided by ``sqrt(d_attn)``.
+targets, ``a = X v / |v|``, ``c = X u``. This costs O(d) per token for a target, and needs no QR and
+no pseudo-inverse. ``beta`` multiplies the products: it is the paper's beta over ``sqrt(d_attn)``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks.row_space import RIDGE, Whitening
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
-PAIRS_AT_ONCE = 1 << 20  # of tokens, over targets, in memory (4 MiB a head); more: more memory
+PAIRS_AT_ONCE = 1 << 20  # pairs of tokens, of all targets, in memory at once (4 MiB for a head)
 
 Score = Literal["band", "ladder", "coordinates"]
 Readout = Literal["matched", "token"]
@@ -33,16 +33,16 @@ CALIBRATED_LEVELS = 16  # gammas of a ladder over coordinates; not tuned; more: 
 
 @dataclass(frozen=True, repr=False)
 class Attention:
-    """Attention of one sentence by both heads, for some of the targets.
+    """The attention of both heads in one sentence, for some of the targets.
 
     Attributes:
-        sentence: its number.
-        places: (n,) of its real tokens.
-        targets: which targets.
-        tokens: (n, d).
-        norms: (n,) of the tokens.
-        first: (g, n, n) of head 1, a row for each query.
-        second: (n, n) of head 2.
+        sentence: number of the sentence in the batch.
+        places: (n,) positions of its real tokens.
+        targets: slice of the g targets.
+        tokens: (n, d) hidden states.
+        norms: (n,) norms of the hidden states.
+        first: (g, n, n) attention of head 1, a row for each query.
+        second: (n, n) attention of head 2.
     """
 
     sentence: int
@@ -54,7 +54,7 @@ class Attention:
     second: Tensor
 
     def project(self, rows: Tensor) -> Tensor:
-        """Return Z1 - Z2 along one direction for each target, (g, n) for all ``rows`` (G, d)."""
+        """Return Z1 - Z2 along each target's row of ``rows`` (G, d), as (g, n)."""
         projections = rows[self.targets] @ self.tokens.T
         return (self.first @ projections[..., None])[..., 0] - projections @ self.second.T
 
@@ -65,7 +65,7 @@ class Attention:
         the norm of its token.
 
         Returns:
-            Target's number (m,), token's index in ``places`` (m,), and (m, d).
+            Numbers of targets (m,), the tokens' indices in ``places`` (m,), and Z1 - Z2 (m, d).
         """
         difference = self.first - self.second
         bound = (difference.abs() @ self.norms) * (1 + 1e-4)
@@ -75,11 +75,11 @@ class Attention:
 
 @dataclass(frozen=True, repr=False)
 class HeadPair:
-    """The two heads, except for the target, whose direction head 1 omits.
+    """The part of the two heads that does not depend on the target. Head 1 omits its direction.
 
     Attributes:
         beta: factor of the products.
-        u: (d,) unit vector whose direction head 2 omits; None: it omits none.
+        u: (d,) unit vector whose direction head 2 omits; None if it omits none.
         causal: whether tokens attend only to earlier ones.
     """
 
@@ -172,7 +172,7 @@ class HeadPair:
         return torch.where(nonzero, expected / squared, 0.0)
 
     def strongest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Return (G,) the token of each sentence (G, L, d) with the largest expected response."""
+        """Return (G,) the position in each sentence where the expected response is largest."""
         g, length = hidden.shape[:2]
         sizes = []
         for i in range(length):
@@ -206,8 +206,8 @@ def bias_gradients(responses: Tensor, thresholds: Tensor, upstream: Tensor) -> T
         upstream: (n,).
 
     Returns:
-        (..., K). Two thresholds that the same tokens exceed get exactly one number. NaN where a
-        response is NaN.
+        (..., K). Two thresholds that the same tokens exceed get exactly the same number. NaN where
+        a response is NaN.
     """
     above = responses[..., None, :] > thresholds[..., None]
     sums = torch.where(above, upstream, 0.0).sum(-1)
@@ -220,10 +220,10 @@ def coordinate_gradients(
     """Return the gradient of biases ``-gamma`` after a W_O of both signs of every coordinate.
 
     Args:
-        attentions: of a batch.
+        attentions: the attention in the sentences of a batch.
         gammas: (R,) for every row of W_O.
-        weights: (B, L) upstream.
-        targets: their number, G.
+        weights: (B, L) upstream gradients.
+        targets: number of targets, G.
         d: width of the hidden states.
 
     Returns:
@@ -231,16 +231,16 @@ def coordinate_gradients(
     """
     gradient = weights.new_zeros((len(weights), targets, 2, d, len(gammas)))
     lowest = float(gammas.min())
-    for visible in attentions:
-        target, token, z = visible.coordinates(lowest)
+    for attention in attentions:
+        target, token, z = attention.coordinates(lowest)
         if len(target) == 0:
             continue
-        weight = weights[visible.sentence, visible.places][token][:, None]
+        weight = weights[attention.sentence, attention.places][token][:, None]
         for level, gamma in enumerate(gammas):
             for sign in (0, 1):
                 above = -z > gamma if sign else z > gamma
                 part = torch.where(z.isnan(), torch.nan, torch.where(above, weight, 0.0))
-                gradient[visible.sentence, :, sign, :, level].index_add_(0, target, part)
+                gradient[attention.sentence, :, sign, :, level].index_add_(0, target, part)
     return gradient.flatten(2)
 
 
@@ -262,9 +262,7 @@ class Heads:
     signs: tuple[tuple[float, float], ...]
 
     def fold(self, whitening: Whitening | None) -> Heads:
-        """Return heads that do to a hidden state what these (without biases) do to the whitened
-        one.
-        """
+        """Return heads for hidden states that act as these (without biases) on whitened ones."""
         if whitening is None:
             return self
         queries, query_biases = whitening.folded(self.queries)
@@ -272,9 +270,7 @@ class Heads:
         return Heads(queries, keys, query_biases, key_biases, self.signs)
 
     def output(self, rows: Tensor) -> Tensor:
-        """Return W_O, (r, H d), that reads ``rows @ (Z1 - Z2)``, (r, d), from the heads that it
-        needs.
-        """
+        """Return W_O (r, H d) that reads Z1 - Z2 along each of the ``rows`` (r, d)."""
         return torch.cat([sign[0] * rows for sign in self.signs], 1)
 
     def both_signs(self) -> Tensor:
@@ -288,8 +284,8 @@ def algorithm_one(target: Tensor, beta: float, generator: torch.Generator) -> He
     """Return the heads of lines 1 to 9 of Algorithm 1: random matrices, QR, pseudo-inverses.
 
     Args:
-        target: (d,) the token v, whitened where hidden states are.
-        beta: factor of the products; the paper's divided by ``sqrt(d_attn)``.
+        target: (d,) the token v, whitened if hidden states are.
+        beta: factor of the products; the paper's beta divided by ``sqrt(d_attn)``.
         generator: on the CPU. The first matrix drawn is W_Q of head 2.
     """
     d = len(target)
@@ -345,18 +341,18 @@ def _random(rows: int, columns: int, generator: torch.Generator, reference: Tens
 
 
 class CraftedAttention(nn.Module):
-    """Self-attention of Eq. 1, W_O and ReLU for one target; ``bias`` (K,) is b_O, all else frozen.
+    """Self-attention of Eq. 1, W_O and ReLU for one target. Only ``bias`` (K,), b_O, is trained.
 
-    ``w_q``, ``w_k`` (H, d_attn, d) with biases ``b_q``, ``b_k`` (H, d_attn), ``w_v``
-    (H, d, d), ``w_o`` (r, H d). Every row of W_O stands for ``K / r`` equal rows with different
-    biases: a ladder of gamma. The module computes in its own dtype, also under autocast. No token
-    attends to padded positions, whose output is 0.
+    The buffers are ``w_q``, ``w_k`` (H, d_attn, d) with biases ``b_q``, ``b_k`` (H, d_attn),
+    ``w_v`` (H, d, d) and ``w_o`` (r, H d). Every row of W_O stands for ``K / r`` equal rows with
+    different biases: a ladder of gammas. The module computes in its own dtype, also under autocast.
+    No token attends to padded positions, whose output is 0.
 
     Args:
         heads: queries and keys.
         values: (d, d) W_V of all heads.
-        output: (r, H d).
-        gammas: (K,), for each row of ``output`` its ladder, row after row.
+        output: (r, H d) W_O.
+        gammas: (K,) the ladders of all rows of ``output``, row after row.
         causal: whether tokens attend only to earlier ones.
     """
 
@@ -446,7 +442,7 @@ class AttentionSettings:
             ``DEFENDED_WIDTH`` alone, because rungs share the clip norm (a ``gamma`` that is a
             number keeps its ladder).
         causal: whether tokens attend only to earlier ones (the first token is then never found).
-        calibration_tokens: number of public tokens, about; None: 8192, or 4 d if that is more.
+        calibration_tokens: approximate number of public tokens; None: 8192, or 4 d if that is more.
     """
 
     beta: float | Literal["authors", "auto"] = "auto"
@@ -481,7 +477,7 @@ class AttentionDesign(AttentionSettings):
     None of them is ``"auto"``.
 
     Raises:
-        ValueError: one outside of its range, or two that exclude each other.
+        ValueError: a setting outside of its range, or two that exclude each other.
     """
 
     beta: float | Literal["authors"]
@@ -507,7 +503,7 @@ class AttentionDesign(AttentionSettings):
 
     @property
     def matched(self) -> bool:
-        """Return whether targets hold, after the token, the row that is read along."""
+        """Return whether targets hold the token and the row of W_O that is read along."""
         return self.score != "coordinates" and self.readout == "matched"
 
     @property
@@ -535,7 +531,7 @@ class AttentionDesign(AttentionSettings):
 
     @property
     def level_of_gamma(self) -> int:
-        """Return the level of a gamma that is a number; its width is among ``widths``."""
+        """Return the level of ``gamma``, a number whose half-width is among ``widths``."""
         if self.score == "coordinates":
             return 0
         return self.edges.index(1.0 - half_width(float(self.gamma)))
@@ -573,6 +569,6 @@ def half_width(gamma: float) -> float:
 
 
 def half_widths(widths: Sequence[float], gamma: float | None) -> tuple[float, ...]:
-    """Return half-widths in ascending order, that of ``gamma`` among them."""
+    """Return half-widths in ascending order, with that of ``gamma`` if it is given."""
     steps = {round(float(w), 12) for w in widths}
     return tuple(sorted(steps if gamma is None else steps | {half_width(gamma)}))

@@ -1,4 +1,4 @@
-"""Whole texts by gradient matching: dummy words change until their gradient is the shared one.
+"""Whole texts by gradient matching: change dummy words until their gradient is the shared one.
 
 Three systems of the literature share the idea and differ in the distance, in the labels, and in
 whether words are also rearranged: DLG (Zhu, Liu and Han, NeurIPS 2019), TAG (Deng et al., Findings
@@ -40,9 +40,9 @@ class MatchingLimits:
     """Settings of the search that users do not set. None of the values was tuned."""
 
     label_rate: float = 0.2  # Adam's learning rate of learned labels, in logits
-    softness: float = 0.1  # temperature of cosines in soft labels; less has steeper gradients
+    softness: float = 0.1  # temperature of cosines in soft labels; less: steeper gradients
     burn_in: float = 0.1  # share of the steps before texts are rearranged
-    rounding: float = 1e-5  # of the largest norm; biases of keys have no gradient but rounding
+    rounding: float = 1e-5  # share of the largest norm; smaller gradients (key biases) are rounding
 
 
 LIMITS = MatchingLimits()
@@ -53,16 +53,16 @@ class MatchingSettings:
     """Settings of :class:`GradientMatching` that the systems of the papers fix.
 
     Attributes:
-        alpha: weight of TAG's l1.
-        layer_weights: let the weight of TAG's l1 fall linearly to zero from layer to layer.
+        alpha: weight of the l1 distance in TAG.
+        layer_weights: whether this weight falls linearly to zero from layer to layer.
         regularise: weight of the squared relative deviation of the words' mean norm from the
             vocabulary's.
-        prior: weight of the model's own loss on a text where texts are rearranged (LAMP: an
-            auxiliary model's).
-        swaps: rearrangements tried for each text at a time: two tokens exchanged, a token moved, a
-            piece moved, or the text rotated; 0 for none.
-        swap_every: steps between these, after the first tenth.
-        starts: random starts, of which the best is continued.
+        prior: weight of the model's own loss on a text when rearranged texts are compared (LAMP
+            uses the loss of an auxiliary model).
+        swaps: number of rearrangements that are tried for each text at a time: two tokens
+            exchanged, a token moved, a piece moved, or the text rotated; 0 for none.
+        swap_every: steps from one time to the next, after the first tenth of all steps.
+        starts: number of random starts. The search continues from the best.
 
     Raises:
         ValueError: a number out of range.
@@ -93,10 +93,10 @@ _old_settings = old_spelling(MatchingSettings)
 
 
 class GradientMatching(GradientTextAttack):
-    """Dummy word embeddings whose gradient is brought to match the shared one.
+    """An attack that changes dummy word embeddings until their gradient matches the shared one.
 
     An honest but curious server knows the weights. As in the literature it also knows how many
-    texts the batch holds and how long they are, and all have one length.
+    texts the batch holds and how long they are, and all have the same length.
     :meth:`dlg`, :meth:`tag` and :meth:`lamp` are the systems of three papers:
 
     ==========  ===============  ================  ========================
@@ -109,14 +109,14 @@ class GradientMatching(GradientTextAttack):
     rearranged  no               no                ``swaps``, by ``prior``
     ==========  ===============  ================  ========================
 
-    In the papers DLG learns labels, TAG does without knowing them, and LAMP is told those of
-    classifiers. A causal model's labels are its text. Learned, they are free distributions at each
-    place. Taken from the text, each is the token nearest to the dummy word there, with the gradient
-    of a softmax of the cosines (a straight-through estimate).
+    In the papers DLG learns labels, TAG does without knowing them, and LAMP is given those of
+    classifiers. A causal model's labels are its text. Learned labels are free distributions at each
+    position. A label from the text is the token nearest to the dummy word at its position, with the
+    gradient of a softmax of the cosines (a straight-through estimate).
 
     Unlike in the papers, all three descend by Adam with a rate that falls linearly to zero (DLG
     used L-BFGS, LAMP a rate that falls in steps), and start at the mean norm of the vocabulary. A
-    causal text's last token is a label alone and does not count, as for
+    causal text's last token is only a label and does not count, as for
     :class:`~lightning_fedleak.attacks.texts.subspace.SubspaceTexts`.
 
     It reads whole models and adapters of causal models, and of classifiers with learned labels and
@@ -125,23 +125,23 @@ class GradientMatching(GradientTextAttack):
 
     Args:
         texts: number of texts in a batch.
-        length: tokens of each, at least 2.
+        length: number of tokens in each text, at least 2.
         distance: ``"l2"``, ``"tag"`` or ``"cosine"``. The first two are in units of the shared
             gradient's squared norm.
         labels: ``"learned"`` or ``"text"``.
-        steps: of the descent.
-        lr: learning rate, in standard deviations of the vocabulary's numbers.
+        steps: number of steps of the descent.
+        lr: learning rate, in standard deviations of the entries of the embedding matrix.
         parameters: roles or names in the model, whose gradients are matched; by default all that
             are trained.
         matching: settings that the systems fix.
         budget_seconds: wall time for one observation; None for no bound. After it the best so far
             is returned, and the guess says that it is not finished.
-        seed: of starts and rearrangements.
-        name: in the logs.
-        old: arguments of 0.1.0 that ``matching`` has, which warn.
+        seed: seed of starts and rearrangements.
+        name: the attack's name in the logs.
+        old: arguments of 0.1.0 that are fields of ``matching`` now; they warn.
 
     Raises:
-        ValueError: a number out of range, or an unknown word.
+        ValueError: a number out of range, or an unknown ``distance`` or ``labels``.
 
     Examples:
         >>> from lightning_fedleak import GradientMatching, LeakageMonitor
@@ -150,8 +150,8 @@ class GradientMatching(GradientTextAttack):
     """
 
     threat_model = ThreatModel.create(
-        "an honest but curious server that reads one gradient and is told how many texts it is of "
-        "and how long they are",
+        "an honest but curious server that reads one gradient and knows how many texts it comes "
+        "from and how long they are",
         Capability.KNOWS_MODEL,
     )
     default_name = "gradient_matching"
@@ -231,7 +231,7 @@ class GradientMatching(GradientTextAttack):
         Raises:
             ThreatModelError: labels that this kind of model does not have, or a prior that it
                 does not give.
-            AnatomyError: a name is none of the model's.
+            AnatomyError: a name is neither a role nor a parameter of the model.
             ValueError: texts longer than the model's context.
         """
         self._check_kind(anatomy)
@@ -264,7 +264,7 @@ class GradientMatching(GradientTextAttack):
         return names
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Copy the model, and differentiate a gradient of it once.
+        """Copy the model, and test that its gradient can be differentiated.
 
         Raises:
             ValueError: its gradient has no derivative (flash attention), or a causal model predicts
@@ -334,12 +334,12 @@ class GradientMatching(GradientTextAttack):
 
 @dataclass(frozen=True)
 class Dummy:
-    """Texts that the search changes until their gradient is the shared one.
+    """Dummy texts, which the search changes until their gradient is the shared one.
 
     Attributes:
         words: (B, L, e) word embeddings.
-        labels: (B, L, V) logits of each token's label, of a classifier (B, C); None where labels
-            are the text itself.
+        labels: (B, L, V) logits of each token's label; (B, C) for a classifier; None if labels are
+            the text itself.
     """
 
     words: Tensor
@@ -347,11 +347,11 @@ class Dummy:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return words and labels by name, without labels that are the text itself."""
+        """Return words and labels by name; no labels if they are the text itself."""
         return {"words": self.words} | ({} if self.labels is None else {"labels": self.labels})
 
     def rearranged(self, text: int, order: Tensor) -> Dummy:
-        """Return the texts with the tokens of one in another order (L,)."""
+        """Return the texts with one text's tokens in another order (L,)."""
         words, labels = self.words.clone(), self.labels
         words[text] = words[text, order]
         if labels is not None and labels.dim() == 3:
@@ -379,8 +379,8 @@ class Matching:
     ) -> None:
         self.attack, self.copy, self.table = attack, copy, table
         self.target = dict(target)
-        self.squared = float(sum(g.double().square().sum() for g in target.values()))
-        self.norm = float(table.embeddings.norm(dim=1).mean())
+        self.squared_norm = float(sum(g.double().square().sum() for g in target.values()))
+        self.mean_word_norm = float(table.embeddings.norm(dim=1).mean())
         self.generator = torch.Generator().manual_seed(attack.seed)
         self.tried = 0
 
@@ -389,7 +389,7 @@ class Matching:
     def distance(self, dummy: Dummy, *, differentiable: bool = False) -> Tensor:
         """Return the distance of dummy texts' gradient from the shared one; 0 at the true texts."""
         with torch.enable_grad():
-            ids, labels = self._labelled(dummy)
+            ids, labels = self._ids_and_labels(dummy)
             loss = self.copy.loss(ids, labels, dummy.words)
             gradients = self.copy.gradients(loss, differentiable=differentiable)
             parts = [(gradients[n], g) for n, g in self.target.items() if n in gradients]
@@ -405,26 +405,26 @@ class Matching:
                 pairs = zip(weights, parts, strict=True)
                 l1 = torch.stack([w * (a - b).abs().sum() for w, (a, b) in pairs]).sum()
                 total = total + self.attack.matching.alpha * l1
-            return total / self.squared
+            return total / self.squared_norm
 
-    def _labelled(self, dummy: Dummy) -> tuple[Tensor, Tensor]:
-        """Return the nearest tokens (B, L), and labels as distributions, differentiable."""
+    def _ids_and_labels(self, dummy: Dummy) -> tuple[Tensor, Tensor]:
+        """Return the nearest tokens (B, L), and labels as differentiable distributions."""
         ids = self.tokens(dummy.words)[0]
         if dummy.labels is not None:
             return ids, dummy.labels.softmax(-1)
         directions = self.table.directions["cosine"]
-        likeness = F.normalize(dummy.words, dim=-1) @ directions.T
-        soft = (likeness / LIMITS.softness).softmax(-1)
+        cosines = F.normalize(dummy.words, dim=-1) @ directions.T
+        soft = (cosines / LIMITS.softness).softmax(-1)
         hard = torch.zeros_like(soft).scatter_(2, ids[..., None], 1.0)
         return ids, hard + soft - soft.detach()
 
     def tokens(self, words: Tensor) -> tuple[Tensor, Tensor]:
         """Return the nearest tokens (B, L), and their lead in cosine over the next."""
-        ids, likeness = self.table.nearest(words, 2, "cosine")
-        return ids[..., 0], likeness[..., 0] - likeness[..., -1]
+        ids, cosines = self.table.nearest(words, 2, "cosine")
+        return ids[..., 0], cosines[..., 0] - cosines[..., -1]
 
     def _score(self, dummy: Dummy) -> float:
-        """Return what rearranged texts are ranked by: the distance plus the weighted loss."""
+        """Return the score that ranks rearranged texts: the distance plus the weighted loss."""
         self.tried += 1
         value = float(self.distance(dummy).detach())
         if self.attack.matching.prior:
@@ -435,28 +435,28 @@ class Matching:
     # ---- the search -----------------------------------------------------------------------
 
     def run(self, deadline: Deadline) -> TextGuess:
-        """Descend from the best of random starts, and rearrange texts on the way."""
+        """Descend from the best of random starts, and rearrange texts between steps."""
         attack = self.attack
         dummy = self._start(deadline)
         rates = {"words": attack.lr * self.table.scale, "labels": LIMITS.label_rate}
-        adams = {name: RowAdam(x, rates[name]) for name, x in dummy.tensors.items()}
-        best, least, steps = dummy, math.inf, 0
+        optimizers = {name: RowAdam(x, rates[name]) for name, x in dummy.tensors.items()}
+        best, smallest, steps = dummy, math.inf, 0
         for step in range(attack.steps):
             if deadline.passed:
                 break
-            present = Dummy(**{name: adam.values for name, adam in adams.items()})
-            value, slopes = self._slopes(present)
-            if value < least:
-                best = Dummy(**{name: x.clone() for name, x in present.tensors.items()})
-                least = value
-            for name, slope in slopes.items():
-                adams[name].lr = rates[name] * (1 - step / attack.steps)
-                adams[name].step(slope)
+            current = Dummy(**{name: optimizer.values for name, optimizer in optimizers.items()})
+            value, gradients = self._loss_gradients(current)
+            if value < smallest:
+                best = Dummy(**{name: x.clone() for name, x in current.tensors.items()})
+                smallest = value
+            for name, gradient in gradients.items():
+                optimizers[name].lr = rates[name] * (1 - step / attack.steps)
+                optimizers[name].step(gradient)
             every = attack.matching.swap_every
             due = step % every == 1 % every
             if attack.matching.swaps and due and step >= LIMITS.burn_in * attack.steps:
-                for name, x in self._rearrange(present, deadline).tensors.items():
-                    adams[name].values.copy_(x)
+                for name, x in self._rearrange(current, deadline).tensors.items():
+                    optimizers[name].values.copy_(x)
             steps += 1
         tokens, lead = self.tokens(best.words)
         if best.labels is not None and best.labels.dim() == 3:
@@ -479,7 +479,7 @@ class Matching:
                 labels = torch.randn(attack.texts, classes, generator=self.generator).to(device)
             elif attack.labels == "learned":
                 labels = torch.randn(*shape, types, generator=self.generator).to(device)
-            dummy = Dummy(self.norm * F.normalize(draws, dim=-1), labels)
+            dummy = Dummy(self.mean_word_norm * F.normalize(draws, dim=-1), labels)
             if attack.matching.starts == 1:
                 return dummy
             self.tried += 1
@@ -491,29 +491,29 @@ class Matching:
         assert best is not None
         return best[1]
 
-    def _slopes(self, dummy: Dummy) -> tuple[float, dict[str, Tensor]]:
+    def _loss_gradients(self, dummy: Dummy) -> tuple[float, dict[str, Tensor]]:
         """Return the loss of the descent, and its gradients in words and labels by name."""
         leaves = {name: x.clone().requires_grad_() for name, x in dummy.tensors.items()}
         with torch.enable_grad():
             leaf = Dummy(**leaves)
             loss = self.distance(leaf, differentiable=True)
             if self.attack.matching.regularise:
-                norm = leaf.words.norm(dim=-1).mean()
-                loss = loss + self.attack.matching.regularise * (norm / self.norm - 1).square()
-            slopes = torch.autograd.grad(loss, list(leaves.values()))
-        return float(loss.detach()), dict(zip(leaves, slopes, strict=True))
+                ratio = leaf.words.norm(dim=-1).mean() / self.mean_word_norm
+                loss = loss + self.attack.matching.regularise * (ratio - 1).square()
+            gradients = torch.autograd.grad(loss, list(leaves.values()))
+        return float(loss.detach()), dict(zip(leaves, gradients, strict=True))
 
     def _rearrange(self, dummy: Dummy, deadline: Deadline) -> Dummy:
-        """Return the best of some orders of each text, the present one included."""
+        """Return each text in the best of several orders, the current one included."""
         for text in range(len(dummy.words)):
-            best, least = dummy, self._score(dummy)
+            best, smallest = dummy, self._score(dummy)
             for order in self._orders():
                 if deadline.passed:
                     return best
                 other = dummy.rearranged(text, order.to(dummy.words.device))
                 value = self._score(other)
-                if value < least:
-                    best, least = other, value
+                if value < smallest:
+                    best, smallest = other, value
             dummy = best
         return dummy
 
@@ -540,7 +540,7 @@ class Matching:
 
 
 def _cosine_distance(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return 1 - cosine, the mean over tensors whose shared gradient is more than rounding."""
+    """Return the mean of 1 - cosine over tensors whose shared gradient is more than rounding."""
     norms = torch.stack([b.norm() for _, b in parts])
     is_large = (norms > LIMITS.rounding * norms.max()).tolist()
     pairs = [pair for pair, large in zip(parts, is_large, strict=True) if large]

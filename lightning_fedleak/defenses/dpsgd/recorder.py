@@ -1,4 +1,4 @@
-"""A record of every sample's part in a backward pass: layer inputs and output gradients."""
+"""Hooks that record per-sample gradients from the layers' inputs and output gradients."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.per_sample import Part, count_positions, parts_of, refusal
 
 Layout = tuple[str, int]
-"""How a layer's first dimension counts samples: ("batch", 1), ("flat", positions of a sample), or
-("expanded", 1) where it had one row for all samples and now has one for each."""
+"""Which rows (first dimension) of a layer's input belong to a sample: ("batch", 1) where it has one
+row, ("flat", n) where it has n rows, and ("expanded", 1) where one row for all samples was expanded
+to one row for each."""
 
-FIRST_COLUMNS = 4  # compared first; nearly all rows that differ do so there. Not tuned
-DISTINCT = 5  # samples; of fewer, rows may agree by chance whatever one sample holds. Not tuned
+FIRST_COLUMNS = 4  # columns compared first: most rows that differ already differ there. Not tuned
+SMALL_BATCH = 5  # samples; in a smaller batch one sample may be part of every match. Not tuned
 
 _EXPANDED = (
-    "DPSGD: {0} looked up one row for all samples, and DPSGD let it look up one for each of the "
-    "{1} instead, so that each has a gradient of its own. If that is why it failed (the module "
-    "repeats the row itself, or has several rows for a sample), let it look up one for each row "
-    "of the batch, or freeze it."
+    "DPSGD: {0} looked up one row for all samples. DPSGD let it look up one row for each of the "
+    "{1} samples instead, so that each has its own gradient. If the error comes from that (the "
+    "module repeats the row itself, or has several rows for a sample), look up one row for each "
+    "row of the batch, or freeze the layer."
 )
 
 
@@ -35,12 +36,12 @@ def prompts_of_samples(root: nn.Module, samples: int) -> Iterator[None]:
     """Let PEFT's virtual tokens have one row for each sample within this context.
 
     PEFT looks them up once and repeats them for every row of the batch, so that only the sum of the
-    samples' gradients comes back. The recorder lets them be looked up for each sample. Of the
-    ``samples ** 2`` rows that PEFT makes of these the first ``samples`` are right.
+    samples' gradients would be known. The recorder expands the look-up to one row for each sample.
+    PEFT repeats these too, to ``samples ** 2`` rows; this context keeps the first ``samples``.
 
     Args:
         root: the module, with or without PEFT's models in it.
-        samples: of the batch.
+        samples: number of samples in the batch.
     """
     with ExitStack() as stack:
         for module in root.modules():
@@ -65,11 +66,11 @@ class Call:
     """One call of a layer in a training step.
 
     Attributes:
-        name: the layer's, in the root module.
-        edge: of its output in the autograd graph.
-        layout: how its first dimension counts samples.
-        trained: whether it trains parameters. A frozen layer that gradients pass is recorded for
-            its place in the graph alone.
+        name: the layer's name in the root module.
+        edge: the edge of its output in the autograd graph.
+        layout: which rows of its input belong to a sample.
+        trained: whether it trains parameters. A frozen layer that gradients pass through is
+            recorded too, but only for its place in the graph.
     """
 
     name: str
@@ -81,17 +82,17 @@ class Call:
 class Recorder:
     """Hooks on every layer that owns parameters, which record per-sample gradients.
 
-    Calls within :meth:`step` with autograd on are recorded, when the gradient of the layer's output
-    arrives. What a checkpointed block computes again in backward is not counted twice, because no
-    gradient arrives there.
+    A call within :meth:`step` with autograd on is recorded when the gradient of the layer's output
+    arrives. The calls that a checkpointed block repeats in backward are not recorded again, because
+    no gradient arrives there.
 
-    An embedding that is called once for all samples (positions, ids of shape (1, T) or (T,)) is
-    called with a row for each, because autograd's broadcast would return the sum of their gradients
-    alone.
+    Some embeddings are called with one row for all samples (positions, ids of shape (1, T) or
+    (T,)), and autograd would return only the sum of the samples' gradients. A hook expands the
+    input to one row for each sample.
 
-    Under FSDP2 a layer holds other tensors in a forward than between steps; records use those
-    between steps, which are the optimizer's. An error is raised by :meth:`check`, not by a hook: if
-    a hook raised it in one process, the others would wait.
+    Under FSDP2 a layer's parameters are other tensors in a forward than between steps. Records use
+    those between steps, which the optimizer has too. An error is raised by :meth:`check`, not by a
+    hook: if a hook raised it in one process, the others would wait.
 
     Args:
         root: the module whose parameters are trained. Later changes of ``requires_grad`` are
@@ -100,41 +101,42 @@ class Recorder:
     Attributes:
         root: the module.
         parts: per-sample gradients of the mean loss, by parameter.
-        calls: of layers in the last step.
-        samples: in the last step.
-        real: how many of them count, the first ones.
+        calls: the calls of layers in the last step.
+        samples: number of samples in the last step.
+        real: number of samples that count. They come first.
         half: whether a gradient came in half precision.
-        terms: of the loss, where gradients are those of their sum; None where of their mean.
+        terms: number of terms of the loss, if gradients are those of the terms' sum; None if they
+            are those of the mean.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.parts: dict[Tensor, list[Part]] = {}
         self.calls: list[Call] = []
         self.samples = self.real = 0
-        self._filled = self.half = False
+        self._padded = self.half = False
         self.terms: int | None = None
-        self._open = self._looking = False
-        self._counting = True
-        self._positional: set[nn.Module] = set()
+        self._recording = self._paused = False
+        self._counts = True
+        self._expanded_layers: set[nn.Module] = set()
         self._batch_tensors: list[Tensor] = []
-        self._single: set[int] = set()
+        self._lone_samples: set[int] = set()
         self._handles: list[Any] = []
         self.root = root
         self._failure: Exception | None = None
-        self.adopt()
+        self.read_parameters()
         for name, module in root.named_modules():
             if not owns_parameters(module):
                 continue
             if isinstance(module, nn.Embedding):
                 self._handles.append(
-                    module.register_forward_pre_hook(self._expand, with_kwargs=True)
+                    module.register_forward_pre_hook(self._expand_ids, with_kwargs=True)
                 )
             record: Callable[..., None] = functools.partial(self._on_call, name)
             self._handles.append(module.register_forward_hook(record, with_kwargs=True))
 
-    def adopt(self) -> None:
-        """Read which parameters belong to which layer; to be called between steps."""
-        self._owned = {
+    def read_parameters(self) -> None:
+        """Read which parameters belong to which layer. Call this between steps only."""
+        self._parameters = {
             (module, key): parameter
             for module in self.root.modules()
             for key, parameter in module._parameters.items()
@@ -145,13 +147,13 @@ class Recorder:
         """Raise the error of a layer that could not be recorded since the step began.
 
         Raises:
-            DefenseError: names the layer, and says what to do with it.
+            DefenseError: the message names the layer and says what to do with it.
         """
-        if len(self._single) == self.samples > 1:
+        if len(self._lone_samples) == self.samples > 1:
             self._failure = DefenseError(
                 f"DPSGD: sample 0 of {self.samples} was run by itself in training_step, and so "
-                "were the others, where a row for each sample is looked for. Run the whole batch "
-                "at once."
+                "were the others. DPSGD needs a row for each sample in every call: run the whole "
+                "batch at once."
             )
         if self._failure is not None:
             raise self._failure
@@ -165,19 +167,23 @@ class Recorder:
         real: int | None = None,
         tensors: Iterable[Tensor] = (),
     ) -> Iterator[None]:
-        """Record the calls within this context, of a batch of ``samples``; discard earlier ones.
+        """Discard earlier records, and record the calls within this context.
 
-        Gradients of a batch that does not count are set to zero at every trained layer, NaN too,
-        and are not recorded. So are those of all samples but the first ``real`` ones, which are
-        recorded, so that a step takes as long however many these are. The tensors of the batch show
-        where rows are joined so that they would be taken for those of other samples.
+        Args:
+            samples: number of samples in the batch.
+            counts: False for a batch that does not count. Its gradients are set to zero at every
+                trained layer, also where they are NaN, and are not recorded.
+            real: number of samples that count, which come first; None if all do. Gradients of the
+                others are set to zero but recorded, so that a step's time does not depend on it.
+            tensors: the tensors of the batch. Rows of a layer are compared with theirs, to find
+                rows that would be taken for those of another sample.
         """
         self.clear()
-        self.samples, self._open, self._counting = samples, True, counts
-        self.real, self._filled = samples if real is None else real, real is not None
+        self.samples, self._recording, self._counts = samples, True, counts
+        self.real, self._padded = samples if real is None else real, real is not None
         self._batch_tensors = [t for t in tensors if t.dim() == 2 and len(t) == samples]
-        self._single = set()
-        expanded = set(self._positional)
+        self._lone_samples = set()
+        expanded_before = set(self._expanded_layers)
         try:
             with prompts_of_samples(self.root, samples):
                 yield
@@ -186,29 +192,29 @@ class Recorder:
                 self.check()
             except DefenseError as failure:
                 raise failure from error
-            if names := [n for n, m in self.root.named_modules() if m in self._positional]:
+            if names := [n for n, m in self.root.named_modules() if m in self._expanded_layers]:
                 error.add_note(_EXPANDED.format(", ".join(names), samples))
-            self._positional = expanded
+            self._expanded_layers = expanded_before
             raise
         finally:
-            self._open, self._batch_tensors = False, []
+            self._recording, self._batch_tensors = False, []
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        """Record no gradients within this context, which are those of a check."""
-        self._looking = True
+    def paused(self) -> Iterator[None]:
+        """Record no gradients within this context, in which a check runs backward passes."""
+        self._paused = True
         try:
             yield
         finally:
-            self._looking = False
+            self._paused = False
 
     @property
     def positions(self) -> int:
-        """Return the positions of all samples of the last step, in the layer that has most."""
+        """Return the number of positions in the last step, of all samples, at the largest layer."""
         return max((count_positions(p) for parts in self.parts.values() for p in parts), default=0)
 
     def clear(self) -> None:
-        """Discard all records, and with them the graph."""
+        """Discard all records, and with them the autograd graph."""
         self.parts, self.calls, self.samples, self.real = {}, [], 0, 0
         self.half, self.terms, self._failure = False, None, None
 
@@ -219,25 +225,25 @@ class Recorder:
             handle.remove()
         self._handles.clear()
 
-    def _expand(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not (self._open and torch.is_grad_enabled() and self.samples > 1):
+    def _expand_ids(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not (self._recording and torch.is_grad_enabled() and self.samples > 1):
             return None
         ids = first_input(args, kwargs)
         if not isinstance(ids, Tensor) or ids.dim() == 0:
             return None
         if ids.dim() == 1 or len(ids) == 1:
-            self._note_single(ids.flatten())
+            self._note_lone_sample(ids.flatten())
         if not trains(module):
             return None
-        if ids.dim() == 1 and (module in self._positional or self._are_positions(ids)):
+        if ids.dim() == 1 and (module in self._expanded_layers or self._are_positions(ids)):
             ids = ids[None]
         elif ids.dim() == 1 or len(ids) != 1:
             return None
-        self._positional.add(module)
+        self._expanded_layers.add(module)
         return (ids.expand(self.samples, *ids.shape[1:]).contiguous(),), {}
 
     def _are_positions(self, ids: Tensor) -> bool:
-        """Return whether (n,) ids are positions, not those of one sample after the other."""
+        """Return whether ids (n,) are positions, not all samples' ids one after the other."""
         n = len(ids)
         if n % self.samples:
             return True
@@ -245,7 +251,7 @@ class Recorder:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not (self._open and torch.is_grad_enabled()):
+        if not (self._recording and torch.is_grad_enabled()):
             return
         try:
             self._record(name, module, args, kwargs, output)
@@ -257,7 +263,7 @@ class Recorder:
         if not trains(module):
             self._record_frozen(name, output)
             return
-        if _ignored(module):
+        if _shares_all(module):
             return
         if not isinstance(output, Tensor):
             raise DefenseError(
@@ -269,19 +275,19 @@ class Recorder:
         reason = refusal(name, module)
         if reason:
             raise DefenseError(f"DPSGD: {reason}")
-        source = first_input(args, kwargs)
-        layout = self._layout(name, module, source, output)
+        inputs = first_input(args, kwargs)
+        layout = self._layout(name, module, inputs, output)
         self.calls.append(Call(name, get_gradient_edge(output), layout, True))
-        if not self._counting:
-            output.register_hook(self._to_zero)  # type: ignore[no-untyped-call]
+        if not self._counts:
+            output.register_hook(self._zero_gradient)  # type: ignore[no-untyped-call]
             return
-        if self._filled:
-            output.register_hook(functools.partial(self._to_real, self.samples, self.real))  # type: ignore[no-untyped-call]
-        hook = functools.partial(self._record_gradient, module, source.detach(), self.parts)
+        if self._padded:
+            output.register_hook(functools.partial(self._zero_padding, self.samples, self.real))  # type: ignore[no-untyped-call]
+        hook = functools.partial(self._record_gradient, module, inputs.detach(), self.parts)
         output.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _record_frozen(self, name: str, output: Any) -> None:
-        """Record a frozen layer if gradients pass it and its rows divide among the samples."""
+        """Record a frozen layer if gradients pass through it and all samples have as many rows."""
         if not isinstance(output, Tensor) or not output.requires_grad or output.dim() == 0:
             return
         rows = len(output)
@@ -289,31 +295,32 @@ class Recorder:
             layout = ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
             self.calls.append(Call(name, get_gradient_edge(output), layout, False))
 
-    def _layout(self, name: str, module: nn.Module, source: Any, output: Tensor) -> Layout:
-        if not isinstance(source, Tensor) or source.dim() == 0 or output.dim() == 0:
+    def _layout(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> Layout:
+        if not isinstance(inputs, Tensor) or inputs.dim() == 0 or output.dim() == 0:
             raise DefenseError(
                 f"DPSGD: '{name}' ({type(module).__name__}) is not called with a tensor of a batch "
                 "as its first argument, so its per-sample gradients cannot be read. Freeze it."
             )
-        if module in self._positional:
+        if module in self._expanded_layers:
             return ("expanded", 1)
-        rows = len(source)
+        rows = len(inputs)
         if len(output) != rows or rows % self.samples:
             raise DefenseError(
                 f"DPSGD: the first dimension of what goes through '{name}' "
                 f"({type(module).__name__}) is {rows}, while the batch has {self.samples} samples: "
-                "it is not known whose gradient a row belongs to. Let the first dimension be the "
+                "it is not known to which sample a row belongs. Let the first dimension be the "
                 "samples in every trainable layer, or freeze this one."
             )
         return ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _note_single(self, ids: Tensor) -> None:
-        """Note a sample that is run alone, whose row would be taken for positions.
+    def _note_lone_sample(self, ids: Tensor) -> None:
+        """Note which samples' ids these are, if a sample is run alone in a call.
 
-        Labels of the samples, (B,), come here too. Zeros and ones (a mask), and one number
-        throughout, equal them by chance and are not a sample's ids. One example may equal
-        positions, so :meth:`check` refuses only where all samples were run alone.
+        Its row would be taken for positions. Labels of the samples, (B,), come here too. A tensor
+        of zeros and ones (a mask), or ids that are all one number, may be equal by chance and are
+        left out. One example may equal positions, so :meth:`check` raises an error only if all
+        samples were run alone.
         """
         for tensor in self._batch_tensors:
             if not 2 <= len(ids) <= tensor.shape[1] or tensor.device != ids.device:
@@ -321,50 +328,51 @@ class Recorder:
             equal = (tensor[:, : len(ids)] == ids).all(1)
             distinct = (tensor > 1).any() & (ids != ids[0]).any()
             if bool(equal.any() & ~equal.all() & distinct):
-                self._single.update(equal.nonzero().flatten().tolist())
+                self._lone_samples.update(equal.nonzero().flatten().tolist())
 
-    def _check_rows(self, name: str, source: Any) -> None:
-        """Raise an error where a sample has several rows and one is another sample's in the batch.
+    def _check_rows(self, name: str, inputs: Any) -> None:
+        """Raise an error if a sample gets several rows and one of them is another sample's.
 
-        A batch has no gradient until the first layer. Rows that were changed before they were
-        joined are not recognised, nor are those of one number throughout (token types, where
-        another sample's labels are all zero). From :data:`DISTINCT` samples on the rows of one
-        sample do not suffice, because they may equal another example's by chance.
+        Only inputs without gradient are compared: they come from the batch itself. Rows that were
+        changed before they were joined are not recognised, nor are rows of one number throughout
+        (token types, if another sample's labels are all zero). In a batch of :data:`SMALL_BATCH`
+        samples or more there is no error if one sample is part of all matches: its rows may equal
+        those of others by chance.
         """
         samples = self.samples
-        if not isinstance(source, Tensor) or source.requires_grad or source.dim() != 2:
+        if not isinstance(inputs, Tensor) or inputs.requires_grad or inputs.dim() != 2:
             return
-        rows = len(source) // samples
-        if len(source) % samples or rows < 2:
+        rows = len(inputs) // samples
+        if len(inputs) % samples or rows < 2:
             return
-        matches = torch.zeros(len(source), samples, dtype=torch.bool, device=source.device)
-        owners = torch.arange(len(source), device=source.device) // rows
+        matches = torch.zeros(len(inputs), samples, dtype=torch.bool, device=inputs.device)
+        owners = torch.arange(len(inputs), device=inputs.device) // rows
         matches_owner = torch.zeros_like(owners, dtype=torch.bool)
         for tensor in self._batch_tensors:
-            width = min(source.shape[1], tensor.shape[1])
-            if width < 2 or tensor.device != source.device:
+            width = min(inputs.shape[1], tensor.shape[1])
+            if width < 2 or tensor.device != inputs.device:
                 continue
-            equal = _equal_rows(source[:, :width], tensor[:, :width])
+            equal = _equal_rows(inputs[:, :width], tensor[:, :width])
             matches_owner |= equal.gather(1, owners[:, None])[:, 0]
             matches |= equal & (tensor[:, :width] != tensor[:, :1]).any(1)
         foreign = (matches.any(1) & ~matches_owner).nonzero().flatten().tolist()
         if foreign and (
-            samples < DISTINCT or not _involve_one_sample(matches[foreign], owners[foreign])
+            samples < SMALL_BATCH or not _involve_one_sample(matches[foreign], owners[foreign])
         ):
             row, owner = foreign[0], int(matches[foreign[0]].int().argmax())
             raise DefenseError(
-                f"DPSGD: '{name}' gets {len(source)} rows for {samples} samples, and row {row}, "
-                f"which would be taken for one of sample {row // rows}'s, is sample {owner}'s in "
-                "the batch. An example would "
-                "be clipped in several places, and add more than max_grad_norm. Put the rows of a "
-                "sample side by side: torch.stack([a, b], 1).flatten(0, 1), not torch.cat([a, b])."
+                f"DPSGD: '{name}' gets {len(inputs)} rows for {samples} samples. Row {row} would "
+                f"be taken for one of sample {row // rows}'s, but is sample {owner}'s in the batch."
+                " A sample would be clipped in several places and add more than max_grad_norm. Put "
+                "the rows of a sample side by side: torch.stack([a, b], 1).flatten(0, 1), not "
+                "torch.cat([a, b])."
             )
 
-    def _to_zero(self, gradient: Tensor) -> Tensor | None:
-        return None if self._looking else torch.zeros_like(gradient)
+    def _zero_gradient(self, gradient: Tensor) -> Tensor | None:
+        return None if self._paused else torch.zeros_like(gradient)
 
-    def _to_real(self, samples: int, real: int, gradient: Tensor) -> Tensor | None:
-        if self._looking:
+    def _zero_padding(self, samples: int, real: int, gradient: Tensor) -> Tensor | None:
+        if self._paused:
             return None
         gradient = gradient.clone()
         gradient[len(gradient) // samples * real :] = 0
@@ -373,23 +381,23 @@ class Recorder:
     def _record_gradient(
         self,
         module: nn.Module,
-        source: Tensor,
+        inputs: Tensor,
         parts: dict[Tensor, list[Part]],
         gradient: Tensor,
     ) -> None:
-        # Hooks of an earlier step's graph hold other parts.
-        if parts is not self.parts or self._looking:
+        # The hooks of an earlier step's graph have that step's parts.
+        if parts is not self.parts or self._paused:
             return
         self.half = self.half or gradient.element_size() < 4
         try:
-            for key, part in parts_of(module, source, gradient.detach(), self.samples):
-                parts.setdefault(self._owned[module, key], []).append(part)
+            for key, part in parts_of(module, inputs, gradient.detach(), self.samples):
+                parts.setdefault(self._parameters[module, key], []).append(part)
         except Exception as error:
             self._failure = self._failure or error
 
 
 def _equal_rows(rows: Tensor, others: Tensor) -> Tensor:
-    """Return (N, B) booleans: which of the (N, W) rows equal which of the (B, W) others."""
+    """Return (N, B) booleans: whether a row of (N, W) equals one of the (B, W) others."""
     equal = rows[:, :1] == others[:, 0]
     for column in range(1, min(FIRST_COLUMNS, rows.shape[1])):
         equal &= rows[:, column, None] == others[:, column]
@@ -400,11 +408,11 @@ def _equal_rows(rows: Tensor, others: Tensor) -> Tensor:
 
 
 def _involve_one_sample(matches: Tensor, owners: Tensor) -> bool:
-    """Return whether one sample takes part in all matches: as the owner, or as the only match.
+    """Return whether one sample is part of all matches: as the row's owner, or as the only match.
 
     Args:
-        matches: (N, B) booleans.
-        owners: (N,) of the rows.
+        matches: (N, B) booleans, which samples each row equals.
+        owners: (N,) the sample to which each row would be assigned.
     """
     single = matches & (matches.sum(1, keepdim=True) == 1)
     involved = single.scatter(1, owners[:, None], True)
@@ -412,12 +420,12 @@ def _involve_one_sample(matches: Tensor, owners: Tensor) -> bool:
 
 
 def owns_parameters(module: nn.Module) -> bool:
-    """Return whether the module has parameters itself, not in a module inside."""
+    """Return whether the module has parameters of its own, not only in modules inside it."""
     return any(parameter is not None for parameter in module._parameters.values())
 
 
 def trains(module: nn.Module) -> bool:
-    """Return whether one of the module's parameters itself is trained."""
+    """Return whether the module trains parameters of its own, not only in modules inside it."""
     return any(p is not None and p.requires_grad for p in module._parameters.values())
 
 
@@ -426,8 +434,8 @@ def first_input(args: Any, kwargs: Any) -> Any:
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
-def _ignored(module: nn.Module) -> bool:
-    """Return whether modules inside train all that it trains too (Hugging Face's MLM heads)."""
+def _shares_all(module: nn.Module) -> bool:
+    """Return whether modules inside it have all its trained parameters too (HF's MLM heads)."""
     inside = {p for child in module.children() for p in child.parameters()}
     trained = {p for p in module._parameters.values() if p is not None and p.requires_grad}
     return bool(inside) and trained <= inside

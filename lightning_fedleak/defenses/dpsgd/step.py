@@ -19,7 +19,7 @@ from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.dpsgd.logical import Piece, filled, pieces_of, run_pieces
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, count_samples, tensors_of
-from lightning_fedleak.defenses.dpsgd.recorder import DISTINCT, Call, Layout, Recorder
+from lightning_fedleak.defenses.dpsgd.recorder import SMALL_BATCH, Call, Layout, Recorder
 from lightning_fedleak.defenses.dpsgd.weights import Buffers, Moves, Weights
 from lightning_fedleak.defenses.processes import Team, trainer_of, unshard, whole_layers
 from lightning_fedleak.model_runs import is_compiled, reset_compiled
@@ -148,7 +148,7 @@ class LossCheck:
         top, self._top = self._top, []
         if not due:
             return
-        with team.together(), recorder.looking():
+        with team.together(), recorder.paused():
             conclusive = loss_graph.check_isolation(
                 loss_graph.under_ddp(loss),
                 top,
@@ -222,7 +222,7 @@ class WatchedStep:
 
     def adopt(self) -> None:
         """Read which parameters belong to which layer; to be called before training."""
-        self._recorder.adopt()
+        self._recorder.read_parameters()
         self.weights.restart()
 
     def batch_to_run(self, batch: Any, context: DefenseContext) -> Any:
@@ -344,7 +344,7 @@ class WatchedStep:
         buffers = Buffers(context.root, contents=contents)
         synchronized = buffers.read_at_root_call() if is_ddp(context) else nullcontext()
         # A batch of few samples, where most have more, may be joined as it is by chance.
-        comparable = samples >= DISTINCT or self.sampling.expected < USUAL_SAMPLES
+        comparable = samples >= SMALL_BATCH or self.sampling.expected < USUAL_SAMPLES
         tensors = tensors_of(batch) if comparable else ()
         counts, real = not self._stands_in, self._real
         with recorder.step(samples, counts=counts, real=real, tensors=tensors), synchronized:

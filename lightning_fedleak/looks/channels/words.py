@@ -1,4 +1,4 @@
-"""Words: which types a batch held, from the gradients of the client's own parameters."""
+"""The channel of word attacks: which word types a batch held, read from the client's gradients."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class WordTruth:
 
     Attributes:
         output_types: sorted distinct ids that the loss was computed on.
-        input_types: sorted distinct ids that were read and that a label depends on.
-        n_targets: tokens the loss was computed on, of a classifier texts.
+        input_types: sorted distinct ids that the model read and that a label depends on.
+        n_targets: number of tokens that the loss was computed on; of texts for a classifier.
     """
 
     output_types: Tensor
@@ -42,15 +42,15 @@ class WordTruth:
     def from_batches(
         cls, batches: Sequence[TokenBatch], *, one_way: bool = False, source_only: bool = False
     ) -> WordTruth:
-        """Join the micro-batches of one step. Synchronises with the device.
+        """Return the words of all micro-batches of one step. On CUDA this waits for the device.
 
-        A classifier's labels are classes and no words.
+        A classifier's labels are classes, not words.
 
         Args:
-            batches: of the step.
-            one_way: as of :meth:`TokenBatch.context_mask`.
-            source_only: count as read what the encoder reads alone: the decoder reads labels, of a
-                vocabulary of their own.
+            batches: the micro-batches of the step.
+            one_way: see :meth:`TokenBatch.context_mask`.
+            source_only: count only what the encoder reads. The decoder reads labels, which have
+                another vocabulary.
         """
         targets = [b.target_ids() for b in batches if b.kind != "classifier"]
         texts = [b.context_mask() for b in batches if b.kind == "classifier"]
@@ -65,11 +65,11 @@ class WordTruth:
         )
 
     def types(self, surface: str) -> Tensor:
-        """Return the types of one surface, ``"output"`` or ``"input"``."""
+        """Return the types at one surface, ``"output"`` or ``"input"``."""
         return self.output_types if surface == "output" else self.input_types
 
     def mask(self, vocab_size: int) -> Tensor:
-        """Return (2, V) bool: output and input types, for a union over processes."""
+        """Return output and input types as (2, V) bool, so that processes can unite theirs."""
         mask = torch.zeros(2, vocab_size, dtype=torch.bool, device=self.output_types.device)
         mask[0, self.output_types] = True
         mask[1, self.input_types.to(mask.device)] = True
@@ -77,12 +77,15 @@ class WordTruth:
 
     @classmethod
     def from_mask(cls, mask: Tensor, n_targets: int) -> WordTruth:
-        """Return the words of a :meth:`mask`."""
+        """Return the words that a :meth:`mask` marks."""
         return cls(mask[0].nonzero().flatten(), mask[1].nonzero().flatten(), n_targets)
 
 
 class WordsChannel(Channel):
-    """Attacks that name the words of a batch; also of the head's own part of a tied matrix."""
+    """The channel of attacks that name the words of a batch.
+
+    With ``head_own_part`` they also read the head's own part of a tied matrix's gradient.
+    """
 
     guesses = WordGuess
     reads = Attack
@@ -96,7 +99,7 @@ class WordsChannel(Channel):
 
     def __init__(self, attacks: Sequence[Attack], settings: Options) -> None:
         super().__init__(attacks, settings)
-        if any(attack.sends_values for attack in attacks):  # which are never chosen
+        if any(attack.sends_values for attack in attacks):  # none is chosen automatically
             self.adversary |= {Capability.CHOOSES_WEIGHTS}
         self._own_part: TiedHeadTap | None = None
         self._truth: WordTruth | None = None
@@ -115,7 +118,7 @@ class WordsChannel(Channel):
     # ---- a fit ------------------------------------------------------------------------------
 
     def setup(self, processes: Processes, anatomy: Callable[[], Anatomy]) -> None:
-        """Split the head off a tied matrix where its own part is asked for.
+        """Record the head's own part of a tied matrix's gradient, if ``head_own_part`` is set.
 
         Raises:
             ValueError: the head is not tied, or its batch is spread over processes.
@@ -125,14 +128,14 @@ class WordsChannel(Channel):
         if processes.count > 1 and processes.client == "world":
             raise ValueError(
                 "head_own_part=True is taken inside each process's backward, and with "
-                "client='world' the client's batch is spread over several: leave it out, or run "
-                "one process"
+                "client='world' the client's batch is spread over several processes: leave it out, "
+                "or run one process"
             )
         model = anatomy()
         if model.head is None or not model.tied:
             raise ValueError(
-                "head_own_part=True is for a tied head only; here the head's gradient is its "
-                "own and is attacked as it is shared"
+                "head_own_part=True is for a tied head only; this head has a gradient of its own, "
+                "which is attacked as it is shared"
             )
         self._own_part = TiedHeadTap(model.head)
 
@@ -148,16 +151,16 @@ class WordsChannel(Channel):
         self._own_part = None
 
     def plan(self, attack: Attack) -> Plan:
-        """Return the plan of an attack, which sends other values in rounds of an observer alone.
+        """Return the plan of an attack. Attacks that send values run in an observer's rounds only.
 
         Raises:
             ThreatModelError: training would have to go on with crafted values.
         """
         if attack.sends_values and self.run.unit != "round":
             raise ThreatModelError(
-                f"attack '{attack.name}' sends values of its own, with which training differs, and "
-                "this run's is not touched: list it in RoundObserver(attacks=...), which plays "
-                "rounds on copies, or call lightning_fedleak.games.play_crafted_rounds"
+                f"attack '{attack.name}' sends values of its own, which change training, and this "
+                "run's training must not change: list it in RoundObserver(attacks=...), which "
+                "plays rounds on copies, or call lightning_fedleak.games.play_crafted_rounds"
             )
         return super().plan(attack)
 
@@ -169,18 +172,18 @@ class WordsChannel(Channel):
             self._own_part.arm()
 
     def at_moment(self, moment: Moment) -> None:
-        """Let the attacks guess from gradients, at the end from the head's own part too.
+        """Let the attacks guess from gradients, and at the last stage from the head's own part.
 
-        Those that send values of their own read a round that is played on copies.
+        Attacks that send values of their own read a round that is played on copies.
         """
         self.read_gradients(moment, [p for p in self.plans if not p.attack.sends_values])
         for plan in (p for p in self.plans if p.attack.sends_values and p.exposed):
             attack: Any = plan.attack
-            shared, copied = moment.gradients(), moment
+            shared, crafted = moment.gradients(), moment
             if isinstance(shared, UpdateSnapshot):
                 take = partial(attack.play, self.run.anatomy, moment.look.batches, shared)
-                copied = replace(moment, take=take, _view=None)
-            self.read_gradients(copied, [plan])
+                crafted = replace(moment, take=take, _view=None)
+            self.read_gradients(crafted, [plan])
         own_part = self._own_part
         if own_part is None or Stage.AGGREGATE not in moment.stages:
             return
@@ -188,14 +191,14 @@ class WordsChannel(Channel):
         take = partial(own_part.view, look.step, client=self.run.number, scale=scale)
         view = replace(moment, take=take, _view=None).gradients()
         for plan in self.plans:
-            stepped = plan.optimizer in (None, moment.optimizer)
-            if plan.roles == (HEAD_WEIGHT,) and plan.exposed and stepped:
+            is_due = plan.optimizer in (None, moment.optimizer)
+            if plan.roles == (HEAD_WEIGHT,) and plan.exposed and is_due:
                 series = self._own_series[plan.attack.name]
                 if series not in look.answers:
                     look.answers[series] = guess(plan, view, self.run)
 
     def series_of(self, plan: Plan) -> list[Series]:
-        """Return the series at the stages, and that of the head's own part."""
+        """Return the attack's series at the stages, and its series of the head's own part."""
         series = super().series_of(plan)
         if self._own_part is not None and plan.roles == (HEAD_WEIGHT,):
             series.append(self._own_series[plan.attack.name])
@@ -207,7 +210,7 @@ class WordsChannel(Channel):
         return self._truth is None or self._truth.n_targets == 0
 
     def _truth_of(self, look: Look) -> WordTruth | None:
-        """Return the true words, of all processes together where they are one client."""
+        """Return the true words; those of all processes together if they are one client."""
         size = self._size
         together = self.run.client == "world" and self.run.processes > 1
         device = self.run.device
@@ -244,7 +247,7 @@ class WordsChannel(Channel):
         return metric.pack()
 
     def without_truth(self, answer: object) -> dict[str, float]:
-        """Return whether the adversary knows that no type is missing, and how many it separates."""
+        """Return whether a guess is certified, and how many types its attack can separate."""
         if not isinstance(answer, WordGuess):
             return {}
         claims = {"certified": answer.certified, "capacity": answer.capacity}
@@ -255,12 +258,12 @@ class WordsChannel(Channel):
 
     @property
     def _size(self) -> int:
-        """Types that can be named: tokens that are read too, where the head's rows are classes."""
+        """Number of types that can be named: rows of the head, or of the embedding if more."""
         rows = matrix_shape(self.run.anatomy.embedding)
         return max(self.run.anatomy.vocab_size, 0 if rows is None else rows[0])
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
-        """Reveals words, and draws how far the scores of used and unused types lie apart."""
+        """Write the revealed words, and draw the scores of used and unused types."""
         for series in (s for s in outcomes if s in look.notes):
             answer, types = look.notes[series]
             if pages.reveal is not None:
@@ -271,7 +274,7 @@ class WordsChannel(Channel):
     # ---- over clients -----------------------------------------------------------------------
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Counts are added over clients, and the rates computed from the sums."""
+        """Add the counts of all clients, and compute the rates from the sums."""
         pooled, each = self._metric(), []
         for row in rows.values():
             alone = self._metric()
@@ -287,7 +290,7 @@ class WordsChannel(Channel):
 
 
 def _reveal(files: RevealFiles, title: str, answer: WordGuess, truth: Tensor) -> None:
-    """Writes what was recovered at one look, right and wrong guesses apart."""
+    """Write the recovered, wrong and missed words of one look."""
     true_ids = set(truth.tolist())
     guessed = answer.types.tolist()
     right = [t for t in guessed if t in true_ids]
@@ -301,7 +304,7 @@ def _reveal(files: RevealFiles, title: str, answer: WordGuess, truth: Tensor) ->
 def _add_histograms(
     boards: Sequence[Any], name: str, guess: WordGuess, truth: Tensor, step: int
 ) -> None:
-    """Show how far apart the scores of used and unused types lie, as two histograms."""
+    """Draw a histogram of the scores of used types, and one of unused types."""
     if not boards or guess.scores is None:
         return
     used = torch.zeros(guess.scores.shape[0], dtype=torch.bool, device=guess.scores.device)

@@ -433,7 +433,7 @@ def test_only_training_steps_with_autograd_are_recorded() -> None:
         with torch.no_grad():
             loss(model, batch)
         value = loss(model, batch)
-        with recorder.looking():
+        with recorder.paused():
             value.backward(retain_graph=True)
         assert not recorder.parts
     loss(model, batch)

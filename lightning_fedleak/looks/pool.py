@@ -395,13 +395,20 @@ def check_shuffle(loader: DataLoader[Any]) -> None:
     Raises:
         NoOthers: names the sampler.
     """
-    batches, sampler = loader.batch_sampler, loader.sampler
+    batches = loader.batch_sampler
     if isinstance(batches, PoissonBatchSampler):
         return
+    if type(batches).__name__ == "BatchSamplerShard":  # Accelerate's: a process takes each n-th
+        batches = batches.batch_sampler  # type: ignore[union-attr]
+    # A loader that was made of a batch sampler, as Accelerate makes it, has no such sampler itself.
+    sampler = getattr(batches, "sampler", loader.sampler)
     plain = type(batches) is torch.utils.data.BatchSampler
     length = len(loader.dataset)  # type: ignore[arg-type]
     shuffled = (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length
+        type(sampler).__name__ in ("RandomSampler", "SeedableRandomSampler")
+        and isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == length
     ) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
     if not (plain and shuffled):
         name = type(sampler if plain else batches).__name__

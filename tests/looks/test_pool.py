@@ -132,6 +132,26 @@ def test_a_distributed_shuffle_is_accepted() -> None:
     assert collect(loader(data, sampler=sampler), ALL, read).way == "not yet seen"
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("seedable", [True, False])
+def test_a_loader_that_accelerate_prepared_is_asked_how_it_shuffles(
+    processes: int, seedable: bool
+) -> None:
+    data_loader = pytest.importorskip("accelerate.data_loader")
+
+    def prepared(shuffle: bool) -> Any:
+        return data_loader.prepare_data_loader(
+            DataLoader(rows(), batch_size=4, shuffle=shuffle),  # type: ignore[arg-type]
+            num_processes=processes,
+            process_index=processes - 1,
+            use_seedable_sampler=seedable,
+        )
+
+    assert collect(prepared(True), ALL, read).way == "not yet seen"
+    with pytest.raises(NoOthers, match="a SequentialSampler does not take the rows"):
+        collect(prepared(False), ALL, read)
+
+
 def test_a_resumed_fit_has_no_rows_that_were_surely_not_seen() -> None:
     with pytest.raises(NoOthers, match="resumed fit"):
         collect(loader(rows()), ALL, read, resumed=True)

@@ -464,6 +464,18 @@ def test_the_last_look_is_at_the_last_weights(tmp_path: Path) -> None:
     assert looks[True]["metrics"] == looks[False]["metrics"]
 
 
+def test_rows_that_the_trainer_has_not_come_to_are_compared(tmp_path: Path) -> None:
+    """As the Trainer shuffles by itself: nothing is left out, and no setting is changed."""
+    trainer = trainer_of(tmp_path, kind=Trainer, train_dataset=rows(400), seed=3)
+    watched(trainer, [LossRatio()], memorization=Memorization(max_overhead=4 / 3, looks=(0.5,)))
+    trainer.train()
+    half, whole = lines(tmp_path)
+    assert (half["attack"], half["step"], whole["step"]) == ("loss_ratio", 50, 100)
+    assert half["metrics"]["members"]["value"] == half["metrics"]["others"]["value"] == 200
+    assert half["metrics"]["auc"]["low"] > 0.5
+    assert whole["metrics"]["auc"]["value"] is None  # nobody is left to compare with
+
+
 def test_leakage_of_older_weights_chooses_no_checkpoint(tmp_path: Path) -> None:
     train, _ = leave_out(rows(800), 400, seed=1)
     trainer = trainer_of(

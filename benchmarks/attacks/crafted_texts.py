@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from benchmarks.attacks.crafted_adapter import AdaptedEmbedding, Bottleneck, rows_of
 from benchmarks.federation.inspection import Adapted
@@ -48,8 +48,10 @@ SMOKE = (
     "--public 40 --out {out}/texts.jsonl",
 )
 STILL = 1e-5  # change from which a row has fired; decay alone stays below, a step is 1e-4 and more
-BINS = 12  # of agreements in the fitted likelihoods
-MOST = 4.0  # nats that one row says at most; single rows may be wrong
+BINS = 20  # of agreements in the fitted likelihoods
+MOST = 6.0  # nats that one row says at most; single rows may be wrong
+MOST_OF_TOKEN = 10.0  # nats that all rows say of a token at most: they are not independent
+OTHERS = 100  # public texts that were in no round, for the likelihoods
 NEXT = 32  # tokens that the model proposes behind each beginning
 
 
@@ -103,10 +105,14 @@ def states_of(model: Any, adapters: list[nn.Module], ids: Tensor) -> Tensor:
 @torch.no_grad()
 def craft_rows(
     model: Any, adapters: list[nn.Module], public: Tensor, options: argparse.Namespace
-) -> None:
-    """Set each row to a random direction, and a threshold that few tokens of a round pass."""
+) -> Tensor:
+    """Set each row to a random direction, and a threshold that few tokens of a round pass.
+
+    Returns:
+        (a, d) how much the sign of a number says of a state; all of an adapter add up to 1.
+    """
     generator = torch.Generator().manual_seed(options.seed)
-    tokens = options.steps * options.texts * options.length
+    tokens, weights = options.steps * options.texts * options.length, []
     for adapter, states in zip(adapters, states_of(model, adapters, public), strict=True):
         states = states.flatten(0, 1)
         centred = states - states.mean(0)
@@ -120,9 +126,12 @@ def craft_rows(
         norm = options.row_norm or float(adapter.down.weight.norm(dim=1).median())
         adapter.down.weight.copy_(norm * rows)
         adapter.down.bias.copy_(-norm * cuts)
+        weight = 1 - states.sign().mean(0).abs()
+        weights.append(weight / weight.sum())
+    return torch.stack(weights)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Round:
     """What the server sees of a round.
 
@@ -130,14 +139,22 @@ class Round:
         signs: (a, r, d) of the rows' changes.
         moved: (a, r) bool.
         free: (a, r) bool, moved rows that no found text explains.
+        weights: (a, d) of the signs, which differ least between all states where it is 0.
     """
 
     signs: Tensor
     moved: Tensor
     free: Tensor
+    weights: Tensor
 
 
-def play(model: Any, adapters: list[nn.Module], ids: Tensor, options: argparse.Namespace) -> Round:
+def play(
+    model: Any,
+    adapters: list[nn.Module],
+    ids: Tensor,
+    weights: Tensor,
+    options: argparse.Namespace,
+) -> Round:
     """Return what a round on texts (n, L) shows. It is played on copies."""
     facts = RunFacts(
         optimizer=options.optimizer,
@@ -150,14 +167,16 @@ def play(model: Any, adapters: list[nn.Module], ids: Tensor, options: argparse.N
     after = train_copies(find_anatomy(model, blocks="model.layers"), batches, steps)
     names = {id(p): n for n, p in model.named_parameters()}
     before = [adapter.down.weight.detach() for adapter in adapters]
-    updates = [(b - after[names[id(a.down.weight)]]) / options.rate for a, b in zip(adapters, before)]
+    updates = [
+        (b - after[names[id(a.down.weight)]]) / options.rate for a, b in zip(adapters, before)
+    ]
     pairs = zip(updates, before, strict=True)
     change = torch.stack([steps.without_decay(u, b, options.rate) for u, b in pairs])
     moved = change.abs().amax(-1) > STILL
-    return Round(change.sign(), moved, moved.clone())
+    return Round(change.sign(), moved, moved.clone(), weights)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Witness:
     """What rows say of a state that they would fire for, in nats, fitted on a public round.
 
@@ -187,8 +206,12 @@ class Witness:
         """Return what each row says of each of states (a, n, d), (n, a, r) in nats."""
         fires, bins = votes(adapters, seen, states)
         said = self.agreement.gather(1, bins.flatten(1)).view(bins.shape)
-        said = torch.where(seen.moved[:, None], said * seen.free[:, None], self.still[:, None, None])
-        return (said * fires).transpose(0, 1)
+        said = torch.where(
+            seen.moved[:, None], said * seen.free[:, None], self.still[:, None, None]
+        )
+        said = (said * fires).transpose(0, 1)
+        total = said.sum((1, 2), keepdim=True)
+        return said * (MOST_OF_TOKEN / total.abs().clamp(min=MOST_OF_TOKEN))
 
 
 def votes(adapters: list[nn.Module], seen: Round, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,11 +219,11 @@ def votes(adapters: list[nn.Module], seen: Round, states: Tensor) -> tuple[Tenso
     weights = torch.stack([adapter.down.weight.detach() for adapter in adapters])
     biases = torch.stack([adapter.down.bias.detach() for adapter in adapters])
     fires = states @ weights.mT + biases[:, None] > 0
-    agreement = (states.sign() @ seen.signs.mT).abs() / states.shape[-1]
+    agreement = ((states.sign() * seen.weights[:, None]) @ seen.signs.mT).abs()
     return fires, (agreement * BINS).long().clamp(max=BINS - 1)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Found:
     """A text, what the model says of it, and what rows do (a, r)."""
 
@@ -243,7 +266,12 @@ def search(
             now = witness.weigh(adapters, seen, torch.stack(states)[:, :, 0])
             said = torch.where(now.abs() > said.abs(), now, said)  # a row speaks once
         best = (prior + said.sum((1, 2))).topk(min(options.beam, len(ids))).indices
-        ids, prior, said, hidden = ids[best], prior[best], said[best], out.last_hidden_state[best, -1]
+        ids, prior, said, hidden = (
+            ids[best],
+            prior[best],
+            said[best],
+            out.last_hidden_state[best, -1],
+        )
         cache.batch_select_indices(best)
     return [Found(*one) for one in zip(ids, prior.tolist(), said, strict=True)]
 
@@ -319,20 +347,49 @@ def main() -> None:
     for number in range(options.seed, options.seed + options.rounds):
         began, options.seed = time.monotonic(), number
         order = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(number))]
-        private, played, rest = order[: 3 * in_round].split([in_round, in_round, in_round])
-        public = order[3 * in_round :][: options.public]
+        private, played = order[: 2 * in_round].split(in_round)
+        public, other = order[2 * in_round :][: options.public + OTHERS].split(
+            [options.public, OTHERS]
+        )
         model, adapters = adapted(options)
-        craft_rows(model, adapters, public, options)
-        known = play(model, adapters, played, options)
-        states = [states_of(model, adapters, ids).flatten(1, 2) for ids in (played, rest)]
+        weights = craft_rows(model, adapters, public, options)
+        known = play(model, adapters, played, weights, options)
+        states = [states_of(model, adapters, ids).flatten(1, 2) for ids in (played, other)]
         witness = Witness.fit(adapters, known, *states)
-        seen = play(model, adapters, private, options)
+        seen = play(model, adapters, private, weights, options)
         if options.debug:
             print(witness)
         said = witness.weigh(adapters, seen, states_of(model, adapters, private).flatten(1, 2))
-        print(f"rows moved {float(seen.moved.float().mean()):.2f}, nats for a true token "
-              f"{float(said.sum((1, 2)).mean()):.2f}", flush=True)
+        print(
+            f"rows moved {float(seen.moved.float().mean()):.2f}, nats for a true token "
+            f"{float(said.sum((1, 2)).mean()):.2f}",
+            flush=True,
+        )
         found = find_all(model, adapters, seen, witness, private[0, :1], options)
+        if options.debug:
+            t = AutoTokenizer.from_pretrained(options.model)
+            truth = witness.weigh(
+                adapters,
+                dataclasses.replace(seen, free=seen.moved),
+                states_of(model, adapters, private).flatten(1, 2),
+            ).view(len(private), options.length, *seen.moved.shape)
+            for x, w in zip(private, truth):
+                best = w.gather(1, w.abs().argmax(1, keepdim=True))[:, 0]
+                print(
+                    "true",
+                    t.decode(x),
+                    float(best.sum()),
+                    float(w.clamp(max=0).sum()),
+                    [round(float(v), 1) for v in w.sum((1, 2))],
+                )
+            for f in found:
+                print(
+                    "found",
+                    t.decode(f.ids),
+                    f.prior,
+                    float(f.said.sum()),
+                    float(f.said.clamp(max=0).sum()),
+                )
         alone = search(model, adapters, seen, None, private[0, :1], options)[:in_round]
         ids = [torch.stack([f.ids for f in fs]) if fs else private[:0] for fs in (found, alone)]
         cell = {

@@ -3,8 +3,8 @@
     python -m benchmarks.attacks.crafted_texts --model DIR --steps 1 --out FILE
     python -m benchmarks.attacks.crafted_texts --model DIR --steps 10 --out FILE
 
-A bottleneck stands behind the embedding and behind every block. The server gives each of its rows a
-random direction, and a threshold that about ``--kappa`` tokens of a round pass. A state behind a
+A bottleneck stands behind the embedding and behind every block. The server makes each of its rows
+for a public state, with a threshold that about ``--kappa`` tokens of a round pass. A state behind a
 block depends on all tokens before it, and the signs of a row's change are those of the state that
 it fired for. Texts are then searched from left to right: the model itself writes, and rows say
 whether a state may have been there. A row that did not move excludes what it would have fired for.
@@ -18,7 +18,6 @@ texts of a round: *exact*, and ROUGE-L with the most similar one found.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import json
 import platform
@@ -47,10 +46,12 @@ SMOKE = (
     "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --rounds 1 --beam 4 "
     "--public 40 --out {out}/texts.jsonl",
 )
-STILL = 1e-5  # change from which a row has fired; decay alone stays below, a step is 1e-4 and more
-BINS = 20  # of agreements in the fitted likelihoods
+STILL = 0.05  # change over the rate below which a row did not fire: Adam's last step alone is .4
+BINS = 18  # of the logarithm of signs that disagree, in the likelihoods
 MOST = 6.0  # nats that one row says at most; single rows may be wrong
 MOST_OF_TOKEN = 10.0  # nats that all rows say of a token at most: they are not independent
+SHRINK = 1e-2  # share of the mean variance that is added to each; not tuned
+MISREAD = 200  # texts of a public round with wrong tokens, for the likelihoods
 OTHERS = 100  # public texts that were in no round, for the likelihoods
 NEXT = 32  # tokens that the model proposes behind each beginning
 
@@ -106,7 +107,7 @@ def states_of(model: Any, adapters: list[nn.Module], ids: Tensor) -> Tensor:
 def craft_rows(
     model: Any, adapters: list[nn.Module], public: Tensor, options: argparse.Namespace
 ) -> Tensor:
-    """Set each row to a random direction, and a threshold that few tokens of a round pass.
+    """Set each row to fire for what is most like a public state, few tokens of a round.
 
     Returns:
         (a, d) how much the sign of a number says of a state; all of an adapter add up to 1.
@@ -114,12 +115,13 @@ def craft_rows(
     generator = torch.Generator().manual_seed(options.seed)
     tokens, weights = options.steps * options.texts * options.length, []
     for adapter, states in zip(adapters, states_of(model, adapters, public), strict=True):
-        states = states.flatten(0, 1)
+        behind, states = states[:, 1:].flatten(0, 1), states.flatten(0, 1)
         centred = states - states.mean(0)
-        values, vectors = torch.linalg.eigh(centred.T @ centred / len(states))
-        values = values.clamp(min=1e-3 * float(values.mean()))
-        rows = torch.randn(len(adapter.down.weight), len(values), generator=generator)
-        rows = F.normalize((rows / values.sqrt()) @ vectors.T, dim=1)
+        spread = centred.T @ centred / len(states)
+        spread += SHRINK * spread.diagonal().mean() * torch.eye(len(spread))
+        drawn = torch.randperm(len(behind), generator=generator)[: len(adapter.down.weight)]
+        rows = torch.linalg.solve(spread, (behind[drawn] - states.mean(0)).T).T
+        rows = F.normalize(rows, dim=1)
         products = (states @ rows.T).sort(dim=0, descending=True).values
         place = max(1, round(options.kappa / tokens * len(states)))
         cuts = products[place - 1 : place + 1].mean(0)
@@ -139,6 +141,7 @@ class Round:
         signs: (a, r, d) of the rows' changes.
         moved: (a, r) bool.
         free: (a, r) bool, moved rows that no found text explains.
+        outputs: (a, d, r) signs of the second map's change.
         weights: (a, d) of the signs, which differ least between all states where it is 0.
     """
 
@@ -146,6 +149,7 @@ class Round:
     moved: Tensor
     free: Tensor
     weights: Tensor
+    outputs: Tensor
 
 
 def play(
@@ -166,14 +170,17 @@ def play(
     batches = [TokenBatch(part, part, None, "causal") for part in ids.split(options.texts)]
     after = train_copies(find_anatomy(model, blocks="model.layers"), batches, steps)
     names = {id(p): n for n, p in model.named_parameters()}
-    before = [adapter.down.weight.detach() for adapter in adapters]
-    updates = [
-        (b - after[names[id(a.down.weight)]]) / options.rate for a, b in zip(adapters, before)
-    ]
-    pairs = zip(updates, before, strict=True)
-    change = torch.stack([steps.without_decay(u, b, options.rate) for u, b in pairs])
+    changes = []
+    for adapter in adapters:
+        before = adapter.down.weight.detach()
+        update = (before - after[names[id(adapter.down.weight)]]) / options.rate
+        changes.append(steps.without_decay(update, before, options.rate))
+    change = torch.stack(changes)
     moved = change.abs().amax(-1) > STILL
-    return Round(change.sign(), moved, moved.clone(), weights)
+    outputs = torch.stack(
+        [(a.up.weight.detach() - after[names[id(a.up.weight)]]).sign() for a in adapters]
+    )
+    return Round(change.sign(), moved, moved.clone(), weights, outputs)
 
 
 @dataclasses.dataclass(eq=False)
@@ -196,7 +203,8 @@ class Witness:
             fires, bins = votes(adapters, seen, states)
             moved = fires & seen.moved[:, None]
             still = (fires & ~seen.moved[:, None]).sum((1, 2)) + 0.5
-            rows = torch.stack([torch.bincount(b[m], minlength=BINS) for b, m in zip(bins, moved)])
+            pairs = zip(bins, moved, strict=True)
+            rows = torch.stack([torch.bincount(b[m], minlength=BINS) for b, m in pairs])
             table = torch.cat([still[:, None], rows + 0.5], dim=1)
             counts.append(table / table.sum(1, keepdim=True))
         ratio = (counts[0] / counts[1]).log().clamp(-MOST, MOST)
@@ -206,21 +214,21 @@ class Witness:
         """Return what each row says of each of states (a, n, d), (n, a, r) in nats."""
         fires, bins = votes(adapters, seen, states)
         said = self.agreement.gather(1, bins.flatten(1)).view(bins.shape)
-        said = torch.where(
-            seen.moved[:, None], said * seen.free[:, None], self.still[:, None, None]
-        )
+        said = said * seen.free[:, None]
+        said = torch.where(seen.moved[:, None], said, self.still[:, None, None])
         said = (said * fires).transpose(0, 1)
         total = said.sum((1, 2), keepdim=True)
         return said * (MOST_OF_TOKEN / total.abs().clamp(min=MOST_OF_TOKEN))
 
 
 def votes(adapters: list[nn.Module], seen: Round, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which rows fire for states (a, n, d), and the bin of the signs that agree (a, n, r)."""
+    """Return (a, n, r) which rows fire for states (a, n, d), and the bin of signs that agree."""
     weights = torch.stack([adapter.down.weight.detach() for adapter in adapters])
     biases = torch.stack([adapter.down.bias.detach() for adapter in adapters])
     fires = states @ weights.mT + biases[:, None] > 0
     agreement = ((states.sign() * seen.weights[:, None]) @ seen.signs.mT).abs()
-    return fires, (agreement * BINS).long().clamp(max=BINS - 1)
+    bins = -2 * (1 - agreement).clamp(min=0.002).log2()
+    return fires, bins.long().clamp(max=BINS - 1)
 
 
 @dataclasses.dataclass(eq=False)
@@ -235,6 +243,27 @@ class Found:
         """Return its score where some moved rows are taken."""
         said = torch.where(self.said > 0, self.said * free, self.said)
         return self.prior + float(said.sum())
+
+
+@torch.no_grad()
+def misread(
+    model: Any, adapters: list[nn.Module], ids: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Return states (a, n, d) behind one to three tokens that the model may have written too."""
+    parts = []
+    for _ in range(-(-MISREAD // len(ids))):
+        wrong, length = ids.clone(), ids.shape[1]
+        shares = model(ids).logits.div(1.5).softmax(-1)
+        first = torch.full((len(ids),), length)
+        for _ in range(int(torch.randint(1, 4, (), generator=generator))):
+            place = torch.randint(1, length, (len(ids),), generator=generator)
+            row = torch.arange(len(ids))
+            drawn = torch.multinomial(shares[row, place - 1], 1, generator=generator)[:, 0]
+            first = torch.where(drawn != ids[row, place], first.minimum(place), first)
+            wrong[row, place] = drawn
+        behind = torch.arange(length - 1) >= first[:, None]
+        parts.append(states_of(model, adapters, wrong)[:, :, :-1][:, behind])
+    return torch.cat(parts, dim=1)
 
 
 @torch.no_grad()
@@ -262,16 +291,12 @@ def search(
             out = decoder(child[:, None], past_key_values=cache, use_cache=True)
         ids = torch.cat([ids[parent], child[:, None]], dim=1)
         prior, said = prior[parent] + logs.flatten()[order], said[parent]
-        if witness is not None:
+        if witness is not None and ids.shape[1] < options.length:  # the last one is a label
             now = witness.weigh(adapters, seen, torch.stack(states)[:, :, 0])
             said = torch.where(now.abs() > said.abs(), now, said)  # a row speaks once
         best = (prior + said.sum((1, 2))).topk(min(options.beam, len(ids))).indices
-        ids, prior, said, hidden = (
-            ids[best],
-            prior[best],
-            said[best],
-            out.last_hidden_state[best, -1],
-        )
+        ids, prior, said = ids[best], prior[best], said[best]
+        hidden = out.last_hidden_state[best, -1]
         cache.batch_select_indices(best)
     return [Found(*one) for one in zip(ids, prior.tolist(), said, strict=True)]
 
@@ -302,6 +327,23 @@ def find_all(
         if not new or len(found) == texts:
             break
     return found
+
+
+def label_last(
+    model: Any, adapters: list[nn.Module], seen: Round, one: Found, tries: int = 8
+) -> Tensor:
+    """Return a text with the last token, a label alone, whose gradient has most of the signs."""
+    with torch.no_grad():
+        choices = model(one.ids[None, :-1]).logits[0, -1].topk(tries).indices.tolist()
+    used, maps = one.said > 0, [adapter.up.weight for adapter in adapters]
+    best = (-1.0, one.ids)
+    for token in choices:
+        ids = torch.cat([one.ids[:-1], torch.tensor([token])])
+        loss = model(input_ids=ids[None], labels=ids[None]).loss
+        signs = torch.stack(torch.autograd.grad(loss, maps)).sign()
+        agreement = float((signs * seen.outputs).mean(1)[used].mean())
+        best = max(best, (agreement, ids), key=lambda pair: pair[0])
+    return best[1]
 
 
 def scores(private: Tensor, found: Tensor) -> dict[str, float]:
@@ -354,42 +396,29 @@ def main() -> None:
         model, adapters = adapted(options)
         weights = craft_rows(model, adapters, public, options)
         known = play(model, adapters, played, weights, options)
-        states = [states_of(model, adapters, ids).flatten(1, 2) for ids in (played, other)]
-        witness = Witness.fit(adapters, known, *states)
+        true, absent = (
+            states_of(model, adapters, ids)[:, :, :-1].flatten(1, 2) for ids in (played, other)
+        )
+        wrong = misread(model, adapters, played, torch.Generator().manual_seed(number))
+        witness = Witness.fit(adapters, known, true, torch.cat([wrong, absent], dim=1))
         seen = play(model, adapters, private, weights, options)
         if options.debug:
             print(witness)
-        said = witness.weigh(adapters, seen, states_of(model, adapters, private).flatten(1, 2))
+        said = witness.weigh(
+            adapters, seen, states_of(model, adapters, private)[:, :, :-1].flatten(1, 2)
+        )
         print(
             f"rows moved {float(seen.moved.float().mean()):.2f}, nats for a true token "
             f"{float(said.sum((1, 2)).mean()):.2f}",
             flush=True,
         )
         found = find_all(model, adapters, seen, witness, private[0, :1], options)
+        for one in found:
+            one.ids = label_last(model, adapters, seen, one)
         if options.debug:
-            t = AutoTokenizer.from_pretrained(options.model)
-            truth = witness.weigh(
-                adapters,
-                dataclasses.replace(seen, free=seen.moved),
-                states_of(model, adapters, private).flatten(1, 2),
-            ).view(len(private), options.length, *seen.moved.shape)
-            for x, w in zip(private, truth):
-                best = w.gather(1, w.abs().argmax(1, keepdim=True))[:, 0]
-                print(
-                    "true",
-                    t.decode(x),
-                    float(best.sum()),
-                    float(w.clamp(max=0).sum()),
-                    [round(float(v), 1) for v in w.sum((1, 2))],
-                )
-            for f in found:
-                print(
-                    "found",
-                    t.decode(f.ids),
-                    f.prior,
-                    float(f.said.sum()),
-                    float(f.said.clamp(max=0).sum()),
-                )
+            tokenizer = AutoTokenizer.from_pretrained(options.model)
+            print(*("true " + tokenizer.decode(ids) for ids in private), sep="\n")
+            print(*("found " + tokenizer.decode(one.ids) for one in found), sep="\n", flush=True)
         alone = search(model, adapters, seen, None, private[0, :1], options)[:in_round]
         ids = [torch.stack([f.ids for f in fs]) if fs else private[:0] for fs in (found, alone)]
         cell = {

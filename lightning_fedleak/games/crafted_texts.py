@@ -220,7 +220,7 @@ class _Server:
     def states(self, ids: Tensor) -> Tensor:
         """Return what the bottlenecks read at all tokens but the last, (a, n, L - 1, d)."""
         parts = []
-        for some in ids.split(AT_ONCE):
+        for some in torch.split(ids, AT_ONCE):
             with self._reading() as states:
                 self.model.get_decoder()(some[:, :-1])
             parts.append(torch.stack(states))
@@ -250,7 +250,7 @@ class _Server:
 
     def play(self, ids: Tensor) -> _Update:
         """Return what a round on texts (n, L) shows. It is played on copies."""
-        batches = [TokenBatch(part, part, None, "causal") for part in ids.split(self.texts)]
+        batches = [TokenBatch(part, part, None, "causal") for part in torch.split(ids, self.texts)]
         after, rate = train_copies(self.anatomy, batches, self.steps), self.steps.rate
         updates = []
         for part, before in zip(self.parts, self.down, strict=True):

@@ -1,0 +1,118 @@
+"""Whole texts off crafted bottlenecks, against a client that loads the values."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks import PublicText, RunFacts
+from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.games import CraftedTexts, GameError, TextSearch, play_crafted_texts
+from lightning_fedleak.games.crafted_texts import ABSENT, _Server
+from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
+
+TYPES, LENGTH = 40, 6
+ADAPTERS = [EMBEDDING_ADAPTER, "model.layers.0.mlp.adapter", "model.layers.1.mlp.adapter"]
+PUBLIC = PublicText(zipf_texts(ABSENT + 200, LENGTH, TYPES, seed=50))
+
+
+def facts(steps: int) -> RunFacts:
+    return RunFacts(optimizer="AdamW", optimizer_settings={"lr": 1e-3}, local_steps=steps)
+
+
+def batch(seed: int, texts: int = 1, length: int = LENGTH) -> TokenBatch:
+    ids = zipf_texts(texts, length, TYPES, seed)
+    return TokenBatch(ids, ids, None, "causal")
+
+
+@pytest.fixture
+def model():
+    model = adapted_llama(TYPES, rank=12, behind_blocks=True)
+    for adapter in ADAPTERS:
+        model.get_submodule(adapter).requires_grad_(True)
+    return model
+
+
+@pytest.fixture
+def server(model):
+    steps = LocalSteps.from_facts(facts(2))
+    server = _Server(copy.deepcopy(find_anatomy(model)), ADAPTERS, steps, 1, TextSearch())
+    server.craft(PUBLIC.batch(200, LENGTH, torch.Generator()).input_ids)
+    return server
+
+
+def test_texts_are_read_that_the_model_would_not_write_and_the_model_stays(model) -> None:
+    before = copy.deepcopy(model.state_dict())
+    rounds = [[batch(seed)] for seed in range(8)]
+    search = TextSearch(beam=64, tries=1024, least=-20)
+    arguments = (find_anatomy(model), ADAPTERS, rounds, facts(1), PUBLIC, search)
+    played = play_crafted_texts(*arguments)
+    read = sum(one.rouge_l(one.found) for one in played) / len(played)
+    alone = sum(one.rouge_l(one.alone) for one in played) / len(played)
+    assert read > alone + 0.2
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_update_is_that_of_a_client_that_loads_the_values(server) -> None:
+    ids = zipf_texts(2, LENGTH, TYPES, seed=3)
+    client = copy.deepcopy(server.model)
+    optimizer = torch.optim.AdamW([p for p in client.parameters() if p.requires_grad], lr=1e-3)
+    for text in ids:
+        optimizer.zero_grad()
+        client(input_ids=text[None], labels=text[None]).loss.backward()
+        optimizer.step()
+    update = server.play(ids)
+    for i, adapter in enumerate(ADAPTERS):
+        trained, sent = client.get_submodule(adapter), server.model.get_submodule(adapter)
+        change = (trained.down.weight - sent.down.weight).detach()
+        moved = change.abs().amax(1) > 1e-4
+        assert torch.equal(update.moved[i], moved)
+        assert torch.equal(update.inputs[i][moved], -change[moved].sign())
+        middle = update.second[f"{adapter}.up.bias"]
+        torch.testing.assert_close(middle, sent.up.bias + (trained.up.bias - sent.up.bias) / 4)
+
+
+def test_a_row_fires_for_kappa_tokens_of_a_round(server) -> None:
+    public = PUBLIC.batch(200, LENGTH, torch.Generator()).input_ids
+    states = server.states(public)
+    down, bias = torch.stack(list(server.down)), torch.stack(list(server.bias))
+    share = (states.flatten(1, 2) @ down.mT + bias[:, None] > 0).float().mean(1)
+    tokens = 2 * (LENGTH - 1)
+    assert float((share * tokens).mean()) == pytest.approx(1.0, abs=0.3)
+
+
+def test_scores_by_hand() -> None:
+    texts = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    played = CraftedTexts(texts, torch.tensor([[5, 6, 7, 8], [1, 2, 9, 9]]), texts[:0])
+    assert played.exact == 0.5
+    assert played.rouge_l(played.found) == pytest.approx((1 + 0.5) / 2)
+    assert played.rouge_l(played.alone) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rounds", "public", "why"),
+    [
+        ([[batch(1)]], PUBLIC, "for each step a batch"),
+        ([[batch(1), batch(2, length=4)]], PUBLIC, "one length"),
+        ([[batch(1), batch(2)]], PublicText(zipf_texts(50, LENGTH, TYPES)), "50 public texts"),
+    ],
+)
+def test_rounds_of_another_form_are_refused(model, rounds, public, why) -> None:
+    with pytest.raises(GameError, match=why):
+        play_crafted_texts(find_anatomy(model), ADAPTERS, rounds, facts(2), public)
+
+
+def test_texts_are_not_read_off_a_lora() -> None:
+    model = adapted_llama(TYPES)
+    lora = LoraConfig(r=4, target_modules=["gate_proj", "up_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora)
+    name = "base_model.model.model.layers.0.mlp"
+    with pytest.raises(GameError, match="not off a LoRA"):
+        play_crafted_texts(find_anatomy(model), [name], [[batch(1)]], facts(1), PUBLIC)

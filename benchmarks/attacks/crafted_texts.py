@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.attacks.crafted_adapter import (
@@ -38,6 +38,7 @@ from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText, RunFacts
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.games import TextSearch, play_crafted_texts
+from lightning_fedleak.metrics.texts import sentence_scores
 
 SMOKE = (
     "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --rounds 1 --beam 4 "
@@ -62,6 +63,14 @@ def adapted(options: argparse.Namespace) -> tuple[Any, list[str]]:
         adapters[-1].requires_grad_(True)
     names = {id(module): name for name, module in model.named_modules()}
     return model, [names[id(adapter)] for adapter in adapters]
+
+
+def rouge_l(texts: Tensor, guesses: Tensor) -> float:
+    """Return the mean over texts (n, L) of ROUGE-L with the most similar of guesses (m, L)."""
+    if not len(guesses):
+        return 0.0
+    pairs = guesses.repeat(len(texts), 1), texts.repeat_interleave(len(guesses), 0)
+    return float(sentence_scores(*pairs).rouge_l.view(len(texts), -1).amax(1).mean())
 
 
 def table(path: Path) -> str:
@@ -131,14 +140,14 @@ def main() -> None:
             options.kappa, options.row_norm, options.beam, 4 * options.beam, seed=number
         )
         (played,) = play_crafted_texts(anatomy, adapters, [batches], facts, public, search)
-        same = (played.found[:, None] == played.texts).all(-1).any(1)
+        same = (played.guesses[:, None] == played.texts).all(-1).any(1)
         cell = {
             "cell": name,
             "exact": played.exact,
-            "found": len(played.found) / in_round,
+            "found": len(played.guesses) / in_round,
             "false": float((~same).float().mean()) if len(same) else math.nan,
-            "rouge_l": played.rouge_l(played.found),
-            "alone": played.rouge_l(played.alone),
+            "rouge_l": rouge_l(played.texts, played.guesses),
+            "alone": rouge_l(played.texts, played.alone),
             "settings": dataclasses.asdict(search) | {"split": number, "public": options.public},
             "seconds": time.monotonic() - began,
             "date": date.today().isoformat(),

@@ -28,7 +28,6 @@ from lightning_fedleak.attacks.words.crafted_rows import Bottleneck, find_adapte
 from lightning_fedleak.attacks.words.public_gradients import train_copies
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.games.config import GameError
-from lightning_fedleak.metrics.texts import sentence_scores
 
 STILL = 0.05  # change over the rate below which a row did not fire: Adam's last step alone is .4
 BINS = 18  # of the logarithm of signs that disagree, in the likelihoods; not tuned
@@ -70,26 +69,18 @@ class CraftedTexts:
 
     Attributes:
         texts: (n, L) that the client trained on.
-        found: (m, L) that the server read.
+        guesses: (m, L) that the server read.
         alone: (k, L) that the model writes without any round, the likeliest ones.
     """
 
     texts: Tensor
-    found: Tensor
+    guesses: Tensor
     alone: Tensor
 
     @property
     def exact(self) -> float:
         """Return the share of the texts that were read without an error."""
-        return float((self.texts[:, None] == self.found).all(-1).any(1).float().mean())
-
-    def rouge_l(self, read: Tensor) -> float:
-        """Return the mean over the texts of ROUGE-L with the most similar one of (m, L)."""
-        if not len(read):
-            return 0.0
-        pairs = read.repeat(len(self.texts), 1), self.texts.repeat_interleave(len(read), 0)
-        best = sentence_scores(*pairs).rouge_l.view(len(self.texts), -1).amax(1)
-        return float(best.mean())
+        return float((self.texts[:, None] == self.guesses).all(-1).any(1).float().mean())
 
 
 def play_crafted_texts(
@@ -107,13 +98,14 @@ def play_crafted_texts(
     Args:
         anatomy: of a causal model of transformers, which is not changed.
         adapters: paths of bottleneck adapters, in the order in which the model runs them.
-        rounds: for each local step a batch of texts of one length, which the server has never seen.
+        rounds: for each local step a batch of texts of one length, which begin with one token. The
+            server has never seen them.
         facts: with the optimizer that the server prescribes, and the number of local steps.
         public: text like the clients', of that length or longer.
         search: how rows are crafted, and texts searched.
 
     Raises:
-        GameError: batches have other shapes, or there is too little public text.
+        GameError: batches have other shapes, texts begin otherwise, or public text is too little.
         ThreatModelError: an adapter is of another kind.
     """
     steps = LocalSteps.from_facts(facts)
@@ -136,12 +128,18 @@ def play_crafted_texts(
     results = []
     for batches in rounds:
         private = torch.cat([batch.input_ids for batch in batches])
+        masks = [b.attention_mask for b in batches if b.attention_mask is not None]
+        if len(private[:, 0].unique()) > 1 or not all(bool(mask.all()) for mask in masks):
+            raise GameError(
+                "the search knows one first token, and nothing of padding: give texts that begin "
+                "with the same token, such as the tokenizer's bos_token, and are not padded"
+            )
         update = server.play(private)
         with server.half_way(update):
-            found = server.read(update, private[0, :1], length)
+            guesses = server.read(update, private[0, :1], length)
         alone = server.search(None, private[0, :1], length)[: len(private)]
         read = [
-            torch.stack([t.ids for t in some]) if some else private[:0] for some in (found, alone)
+            torch.stack([t.ids for t in some]) if some else private[:0] for some in (guesses, alone)
         ]
         results.append(CraftedTexts(private, *read))
     return results
@@ -154,13 +152,13 @@ class _Update:
     Attributes:
         inputs: (a, r, d) signs of the first maps' changes.
         outputs: (a, d, r) those of the second maps.
-        moved: (a, r) which rows of the first maps changed.
+        active: (a, r) which rows of the first maps changed.
         second: the second maps' values half way, by name: what a step's states were made with.
     """
 
     inputs: Tensor
     outputs: Tensor
-    moved: Tensor
+    active: Tensor
     second: dict[str, Tensor]
 
 
@@ -170,11 +168,12 @@ class _Text:
 
     ids: Tensor
     prior: float
-    said: Tensor
+    evidence: Tensor
 
     def score(self, free: Tensor) -> float:
         """Return its score where other texts have taken the rows that are not free."""
-        return self.prior + float(torch.where(self.said > 0, self.said * free, self.said).sum())
+        nats = torch.where(self.evidence > 0, self.evidence * free, self.evidence)
+        return self.prior + float(nats.sum())
 
 
 class _Server:
@@ -236,8 +235,8 @@ class _Server:
             centred = states - states.mean(0)
             spread = centred.T @ centred / len(states)
             spread += SHRINK * spread.diagonal().mean() * torch.eye(len(spread))
-            drawn = torch.randperm(len(behind), generator=self.generator)[: len(down)]
-            rows = torch.linalg.solve(spread, (behind[drawn] - states.mean(0)).T).T
+            sample = torch.randperm(len(behind), generator=self.generator)[: len(down)]
+            rows = torch.linalg.solve(spread, (behind[sample] - states.mean(0)).T).T
             rows = F.normalize(rows, dim=1)
             products = (states @ rows.T).sort(dim=0, descending=True).values
             place = max(1, round(self.settings.kappa / tokens * len(states)))
@@ -292,9 +291,9 @@ class _Server:
             true = self.states(played).flatten(1, 2)
         for states in (true, wrong):
             fires, bins = self._votes(update, states)
-            moved = fires & update.moved[:, None]
-            still = (fires & ~update.moved[:, None]).sum((1, 2)) + 0.5
-            pairs = zip(bins, moved, strict=True)
+            active = fires & update.active[:, None]
+            still = (fires & ~update.active[:, None]).sum((1, 2)) + 0.5
+            pairs = zip(bins, active, strict=True)
             rows = torch.stack([torch.bincount(b[m], minlength=BINS) for b, m in pairs])
             table = torch.cat([still[:, None], rows + 0.5], dim=1)
             counts.append(table / table.sum(1, keepdim=True))
@@ -311,9 +310,9 @@ class _Server:
             wrong, first = ids.clone(), torch.full((len(ids),), length)
             for _ in range(int(torch.randint(1, 4, (), generator=self.generator))):
                 place = torch.randint(1, length, (len(ids),), generator=self.generator)
-                drawn = torch.multinomial(shares[row, place - 1], 1, generator=self.generator)
-                wrong[row, place] = drawn[:, 0]
-                differs = drawn[:, 0] != ids[row, place]
+                sample = torch.multinomial(shares[row, place - 1], 1, generator=self.generator)
+                wrong[row, place] = sample[:, 0]
+                differs = sample[:, 0] != ids[row, place]
                 first = torch.where(differs, first.minimum(place), first)
             parts.append(self.states(wrong)[:, torch.arange(length - 1) >= first[:, None]])
         return torch.cat(parts, dim=1)
@@ -329,72 +328,73 @@ class _Server:
     def _weigh(self, update: _Update, free: Tensor, states: Tensor) -> Tensor:
         """Return what each row says of each of states (a, n, d), (n, a, r) in nats."""
         fires, bins = self._votes(update, states)
-        said = self.agreement.gather(1, bins.flatten(1)).view(bins.shape) * free[:, None]
-        said = torch.where(update.moved[:, None], said, self.still[:, None, None])
-        said = (said * fires).transpose(0, 1)
-        total = said.sum((1, 2), keepdim=True)
-        return said * (MOST_OF_TOKEN / total.abs().clamp(min=MOST_OF_TOKEN))
+        evidence = self.agreement.gather(1, bins.flatten(1)).view(bins.shape) * free[:, None]
+        evidence = torch.where(update.active[:, None], evidence, self.still[:, None, None])
+        evidence = (evidence * fires).transpose(0, 1)
+        total = evidence.sum((1, 2), keepdim=True)
+        return evidence * (MOST_OF_TOKEN / total.abs().clamp(min=MOST_OF_TOKEN))
 
     # ---- reading ----------------------------------------------------------------------------
 
     @torch.no_grad()
     def search(
-        self, seen: tuple[_Update, Tensor] | None, start: Tensor, length: int
+        self, view: tuple[_Update, Tensor] | None, start: Tensor, length: int
     ) -> list[_Text]:
         """Return texts by model and rows, from left to right.
 
         Args:
-            seen: the update, and which of the rows that moved no found text explains; None
+            view: the update, and which of the rows that moved no found text explains; None
                 searches by the model alone.
             start: (1,) the first token.
             length: of the texts.
         """
         decoder, head = self.model.get_decoder(), self.model.get_output_embeddings()
         ids, prior = start[None], torch.zeros(1)
-        said = torch.zeros(1, len(self.parts), self.parts[0].width)
+        evidence = torch.zeros(1, len(self.parts), self.parts[0].width)
         cache = DynamicCache(config=self.model.config)
         hidden = decoder(ids, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
         while ids.shape[1] < length:
             logs, tokens = head(hidden).log_softmax(-1).topk(min(NEXT, head.out_features), dim=1)
-            total = ((prior + said.sum((1, 2)))[:, None] + logs).flatten()
+            total = ((prior + evidence.sum((1, 2)))[:, None] + logs).flatten()
             order = total.topk(min(self.settings.tries, len(total))).indices
             parent, child = order // tokens.shape[1], tokens.flatten()[order]
             cache.batch_select_indices(parent)
             with self._reading() as states:
-                out = decoder(child[:, None], past_key_values=cache, use_cache=True)
+                output = decoder(child[:, None], past_key_values=cache, use_cache=True)
             ids = torch.cat([ids[parent], child[:, None]], dim=1)
-            prior, said = prior[parent] + logs.flatten()[order], said[parent]
-            if seen is not None and ids.shape[1] < length:  # the last one is a label alone
-                now = self._weigh(*seen, torch.stack(states)[:, :, 0])
-                said = torch.where(now.abs() > said.abs(), now, said)  # a row speaks once
-            best = (prior + said.sum((1, 2))).topk(min(self.settings.beam, len(ids))).indices
-            ids, prior, said = ids[best], prior[best], said[best]
-            hidden = out.last_hidden_state[best, -1]
+            prior, evidence = prior[parent] + logs.flatten()[order], evidence[parent]
+            if view is not None and ids.shape[1] < length:  # the last one is a label alone
+                now = self._weigh(*view, torch.stack(states)[:, :, 0])
+                stronger = now.abs() > evidence.abs()  # a row speaks once
+                evidence = torch.where(stronger, now, evidence)
+            best = (prior + evidence.sum((1, 2))).topk(min(self.settings.beam, len(ids))).indices
+            ids, prior, evidence = ids[best], prior[best], evidence[best]
+            hidden = output.last_hidden_state[best, -1]
             cache.batch_select_indices(best)
-        return [_Text(*one) for one in zip(ids, prior.tolist(), said, strict=True)]
+        return [_Text(*one) for one in zip(ids, prior.tolist(), evidence, strict=True)]
 
     def read(self, update: _Update, start: Tensor, length: int) -> list[_Text]:
         """Return the texts that are likelier there than not, each by rows that no other has."""
-        found: list[_Text] = []
-        free, texts = update.moved.clone(), self.steps.steps * self.texts
+        guesses: list[_Text] = []
+        free, texts = update.active.clone(), self.steps.steps * self.texts
         new = True
-        while new and len(found) < texts:
+        while new and len(guesses) < texts:
             best, new = self.search((update, free), start, length), False
-            while best and len(found) < texts:
+            while best and len(guesses) < texts:
                 best.sort(key=lambda text: text.score(free))
                 if best[-1].score(free) + math.log(texts) < self.settings.least:
                     break
-                found.append(best.pop())
-                free, new = free & ~(found[-1].said > 0), True
-        for text in found:
+                guesses.append(best.pop())
+                free, new = free & ~(guesses[-1].evidence > 0), True
+        for text in guesses:
             text.ids = self._label(update, text)
-        return found
+        return guesses
 
     def _label(self, update: _Update, text: _Text) -> Tensor:
         """Return a text with the last token whose gradient has most of the second map's signs."""
         with torch.no_grad():
             logits = self.model(text.ids[None, :-1]).logits[0, -1]
-        used = text.said > 0
+        used = text.evidence > 0
         scored = [] if used.any() else [(0.0, text.ids)]
         for token in logits.topk(min(LABELS, len(logits))).indices:
             ids = torch.cat([text.ids[:-1], token[None]])

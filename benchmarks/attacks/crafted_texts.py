@@ -7,8 +7,8 @@
 A bottleneck stands behind the embedding and behind every block, or at some ``--places``. *Exact* is
 the share of a round's texts that are read without an error, *false* the share of texts read that
 were not there. ROUGE-L is that of the most similar text read, and *alone* that of as many texts
-which the model writes itself. *Inspector* is what ``fedleak inspect`` says of the values, without
-the round before.
+which the model writes itself. ``--inspect`` prints which rules of ``fedleak inspect`` find the
+values in a first round, in a later one, and in one whose round before is known.
 """
 
 from __future__ import annotations
@@ -36,13 +36,19 @@ from benchmarks.attacks.crafted_adapter import (
 from benchmarks.federation.inspection import Adapted
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText, RunFacts
+from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks.words.public_gradients import train_copies
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.games import TextSearch, play_crafted_texts
+from lightning_fedleak.federation import StartCheck
+from lightning_fedleak.federation.round_start import RoundStart
+from lightning_fedleak.games import TextSearch, crafted_texts, play_crafted_texts
 from lightning_fedleak.metrics.texts import sentence_scores
 
 SMOKE = (
     "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --rounds 1 --beam 4 "
     "--public 150 --out {out}/texts.jsonl",
+    "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --rounds 1 --public 150 "
+    "--inspect --out {out}/texts.jsonl",
 )
 COLUMNS = ("exact", "found", "false", "rouge_l", "alone")
 
@@ -71,6 +77,23 @@ def rouge_l(texts: Tensor, guesses: Tensor) -> float:
         return 0.0
     pairs = guesses.repeat(len(texts), 1), texts.repeat_interleave(len(guesses), 0)
     return float(sentence_scores(*pairs).rouge_l.view(len(texts), -1).amax(1).mean())
+
+
+def inspected(server: Any, public: Tensor) -> list[str]:
+    """Return the rules that find crafted values: in a first round, a later one, and after one."""
+    anatomy, found = server.anatomy, []
+    parameters = {n: p for n, p in anatomy.root.named_parameters() if p.requires_grad}
+    honest = {n: p.detach().clone() for n, p in parameters.items()}
+    starts = [RoundStart(StartCheck(), anatomy, PublicText(public)) for _ in range(3)]
+    starts[2].inspect(1, honest)
+    ids = public[: server.texts * server.steps.steps].split(server.texts)
+    batches = [TokenBatch(part, part, None, "causal") for part in ids]
+    starts[2].note(0, train_copies(anatomy, batches, server.steps))
+    server.craft(public)
+    for start, round_ in zip(starts, (1, 2, 2), strict=True):
+        answers = start.inspect(round_, {n: p.detach() for n, p in parameters.items()}).found
+        found.append(" ".join(f"{a.rule}:{a.count}" for a in answers) or "nothing")
+    return found
 
 
 def table(path: Path) -> str:
@@ -104,6 +127,7 @@ def main() -> None:
     add("--beam", type=int, default=64, help="beginnings that are kept, of four times as many")
     add("--rounds", type=int, default=3, help="each of a model and texts of its own")
     add("--public", type=int, default=750, help="public texts")
+    add("--inspect", action="store_true", help="print what finds such values, and read nothing")
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="JSON lines that each round is added to")
     add("--table", type=Path, help="print the cells of such a file, and measure nothing")
@@ -139,6 +163,11 @@ def main() -> None:
         search = TextSearch(
             options.kappa, options.row_norm, options.beam, 4 * options.beam, seed=number
         )
+        if options.inspect:
+            steps = LocalSteps.from_facts(facts)
+            server = crafted_texts._Server(anatomy, adapters, steps, options.texts, search)
+            print("inspector:", *inspected(server, torch.stack(public.sentences)), sep="\n")
+            continue
         (played,) = play_crafted_texts(anatomy, adapters, [batches], facts, public, search)
         same = (played.guesses[:, None] == played.texts).all(-1).any(1)
         cell = {
@@ -156,7 +185,8 @@ def main() -> None:
         print({n: v for n, v in cell.items() if n not in ("cell", "settings")}, flush=True)
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(cell) + "\n")
-    print(table(options.out).splitlines()[-1])
+    if not options.inspect:
+        print(table(options.out).splitlines()[-1])
 
 
 if __name__ == "__main__":

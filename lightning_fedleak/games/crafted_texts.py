@@ -127,22 +127,26 @@ def play_crafted_texts(
     server.fit(torch.stack(ids[:played]), torch.stack(ids[played:others]))
     results = []
     for batches in rounds:
-        private = torch.cat([batch.input_ids for batch in batches])
-        masks = [b.attention_mask for b in batches if b.attention_mask is not None]
-        if len(private[:, 0].unique()) > 1 or not all(bool(mask.all()) for mask in masks):
-            raise GameError(
-                "the search knows one first token, and nothing of padding: give texts that begin "
-                "with the same token, such as the tokenizer's bos_token, and are not padded"
-            )
+        private = _texts_of(batches)
         update = server.play(private)
         with server.half_way(update):
             guesses = server.read(update, private[0, :1], length)
         alone = server.search(None, private[0, :1], length)[: len(private)]
-        read = [
-            torch.stack([t.ids for t in some]) if some else private[:0] for some in (guesses, alone)
-        ]
+        read = (torch.stack([private[0], *(t.ids for t in some)])[1:] for some in (guesses, alone))
         results.append(CraftedTexts(private, *read))
     return results
+
+
+def _texts_of(batches: Sequence[TokenBatch]) -> Tensor:
+    """Return the texts (n, L) of a round, all of which begin with one token."""
+    ids = torch.cat([batch.input_ids for batch in batches])
+    masks = [batch.attention_mask for batch in batches if batch.attention_mask is not None]
+    if len(ids[:, 0].unique()) > 1 or not all(bool(mask.all()) for mask in masks):
+        raise GameError(
+            "the search knows one first token, and nothing of padding: give texts that begin with "
+            "the same token, such as the tokenizer's bos_token, and are not padded"
+        )
+    return ids
 
 
 @dataclass(frozen=True)

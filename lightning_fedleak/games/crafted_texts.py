@@ -24,6 +24,7 @@ from transformers import DynamicCache
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks import PublicText, RunFacts
 from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks.words.crafted import STEP_ERROR, change_sizes
 from lightning_fedleak.attacks.words.crafted_rows import Bottleneck, find_adapter
 from lightning_fedleak.attacks.words.public_gradients import train_copies
 from lightning_fedleak.batches import TokenBatch
@@ -128,9 +129,7 @@ def play_crafted_texts(
     results = []
     for batches in rounds:
         private = _texts_of(batches)
-        update = server.play(private)
-        with server.half_way(update):
-            guesses = server.read(update, private[0, :1], length)
+        guesses = server.read(server.play(private), private[0, :1], length)
         alone = server.search(None, private[0, :1], length)[: len(private)]
         read = (torch.stack([private[0], *(t.ids for t in some)])[1:] for some in (guesses, alone))
         results.append(CraftedTexts(private, *read))
@@ -151,13 +150,13 @@ def _texts_of(batches: Sequence[TokenBatch]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Update:
-    """What the server sees of a round.
+    """What the server sees of a step.
 
     Attributes:
         inputs: (a, r, d) signs of the first maps' changes.
         outputs: (a, d, r) those of the second maps.
-        active: (a, r) which rows of the first maps changed.
-        second: the second maps' values half way, by name: what a step's states were made with.
+        active: (a, r) which rows of the first maps may have fired in it.
+        second: the second maps' values by name, as far as a round had moved them before it.
     """
 
     inputs: Tensor
@@ -251,8 +250,11 @@ class _Server:
             weights.append(weight / weight.sum())
         self.weights = torch.stack(weights)
 
-    def play(self, ids: Tensor) -> _Update:
-        """Return what a round on texts (n, L) shows. It is played on copies."""
+    def play(self, ids: Tensor) -> list[_Update]:
+        """Return what a round on texts (n, L) shows of each step. It is played on copies.
+
+        A row that fired in one step alone changed by a size that tells the step.
+        """
         batches = [TokenBatch(part, part, None, "causal") for part in torch.split(ids, self.texts)]
         after, rate = train_copies(self.anatomy, batches, self.steps), self.steps.rate
         updates = []
@@ -262,17 +264,30 @@ class _Server:
         change = torch.stack(updates)
         pairs = zip(self.parts, self.up, strict=True)
         outputs = torch.stack([(up.detach() - after[part.up]).sign() for part, up in pairs])
-        share = (self.steps.steps - 1) / (2 * self.steps.steps)
         names = [n for part in self.parts for n in (part.up, part.biases[1]) if n is not None]
-        second = {n: self._value(n).lerp(after[n], share) for n in names}
-        return _Update(change.sign(), outputs, change.abs().amax(-1) > STILL, second)
+        n_steps, active = self.steps.steps, change.abs().amax(-1) > STILL
+        which = torch.full_like(active, -1, dtype=torch.long)
+        if not self.steps.linear:
+            sizes = change_sizes(self.steps) / rate
+            errors = (change.abs()[..., None] / sizes - 1).abs().quantile(0.75, dim=2)
+            near = errors.min(-1)
+            which = torch.where(near.values <= STEP_ERROR, near.indices, which)
+        return [
+            _Update(
+                change.sign(),
+                outputs,
+                active & ((which == step) | (which < 0)),
+                {n: self._value(n).lerp(after[n], step / n_steps) for n in names},
+            )
+            for step in range(n_steps)
+        ]
 
     def _value(self, name: str) -> Tensor:
         return self.anatomy.root.get_parameter(name).detach()
 
     @contextmanager
-    def half_way(self, update: _Update) -> Iterator[None]:
-        """Give the second maps the values that they had half way of a round."""
+    def _before_step(self, update: _Update) -> Iterator[None]:
+        """Give the second maps the values that they had before a step."""
         before = {name: self._value(name).clone() for name in update.second}
         try:
             for name, value in update.second.items():
@@ -287,20 +302,20 @@ class _Server:
     def fit(self, played: Tensor, absent: Tensor) -> None:
         """Fit what rows say of a state, on a round of public texts and on texts (n, L) not in it.
 
-        A row that did not move says one thing, one that moved what share of the signs agrees.
+        A row that did not fire in a step says one thing, one that did what share of signs agrees.
         """
-        update, counts = self.play(played), []
-        with self.half_way(update):
-            wrong = torch.cat([self._misread(played), self.states(absent).flatten(1, 2)], dim=1)
-            true = self.states(played).flatten(1, 2)
-        for states in (true, wrong):
-            fires, bins = self._votes(update, states)
-            active = fires & update.active[:, None]
-            still = (fires & ~update.active[:, None]).sum((1, 2)) + 0.5
-            pairs = zip(bins, active, strict=True)
-            rows = torch.stack([torch.bincount(b[m], minlength=BINS) for b, m in pairs])
-            table = torch.cat([still[:, None], rows + 0.5], dim=1)
-            counts.append(table / table.sum(1, keepdim=True))
+        counts = torch.full((2, len(self.parts), 1 + BINS), 0.5)
+        for update, ids in zip(self.play(played), torch.split(played, self.texts), strict=True):
+            with self._before_step(update):
+                others = [self._misread(ids), self.states(absent).flatten(1, 2)]
+                true = self.states(ids).flatten(1, 2)
+            for count, states in zip(counts, (true, torch.cat(others, dim=1)), strict=True):
+                fires, bins = self._votes(update, states)
+                active = fires & update.active[:, None]
+                count[:, 0] += (fires & ~update.active[:, None]).sum((1, 2))
+                pairs = zip(bins, active, strict=True)
+                count[:, 1:] += torch.stack([b[m].bincount(minlength=BINS) for b, m in pairs])
+        counts /= counts.sum(-1, keepdim=True)
         ratio = (counts[0] / counts[1]).log().clamp(-MOST, MOST)
         self.still, self.agreement = ratio[:, 0], ratio[:, 1:]
 
@@ -310,7 +325,7 @@ class _Server:
         parts, length = [], ids.shape[1]
         row = torch.arange(len(ids))
         shares = self.model(ids).logits.div(1.5).softmax(-1)
-        for _ in range(-(-MISREAD // len(ids))):
+        for _ in range(-(-MISREAD // (len(ids) * self.steps.steps))):
             wrong, first = ids.clone(), torch.full((len(ids),), length)
             for _ in range(int(torch.randint(1, 4, (), generator=self.generator))):
                 place = torch.randint(1, length, (len(ids),), generator=self.generator)
@@ -377,21 +392,33 @@ class _Server:
             cache.batch_select_indices(best)
         return [_Text(*one) for one in zip(ids, prior.tolist(), evidence, strict=True)]
 
-    def read(self, update: _Update, start: Tensor, length: int) -> list[_Text]:
-        """Return the texts that are likelier there than not, each by rows that no other has."""
+    def read(self, updates: Sequence[_Update], start: Tensor, length: int) -> list[_Text]:
+        """Return the texts of each step that are likelier there than not.
+
+        A row that a text explains counts for no other.
+        """
         guesses: list[_Text] = []
-        free, texts = update.active.clone(), self.steps.steps * self.texts
+        free = torch.ones_like(updates[0].active)
+        for update in updates:
+            with self._before_step(update):
+                new = self._read_step(update, free, start, length)
+                for text in new:
+                    text.ids = self._label(update, text)
+            guesses += new
+        return guesses
+
+    def _read_step(self, update: _Update, free: Tensor, start: Tensor, length: int) -> list[_Text]:
+        guesses: list[_Text] = []
         new = True
-        while new and len(guesses) < texts:
+        while new and len(guesses) < self.texts:
             best, new = self.search((update, free), start, length), False
-            while best and len(guesses) < texts:
+            while best and len(guesses) < self.texts:
                 best.sort(key=lambda text: text.score(free))
-                if best[-1].score(free) + math.log(texts) < self.settings.least:
+                if best[-1].score(free) + math.log(self.texts) < self.settings.least:
                     break
                 guesses.append(best.pop())
-                free, new = free & ~(guesses[-1].evidence > 0), True
-        for text in guesses:
-            text.ids = self._label(update, text)
+                new = True
+                free &= ~(guesses[-1].evidence > 0)
         return guesses
 
     def _label(self, update: _Update, text: _Text) -> Tensor:

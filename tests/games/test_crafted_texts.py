@@ -71,15 +71,27 @@ def test_an_update_is_that_of_a_client_that_loads_the_values(server) -> None:
         optimizer.zero_grad()
         client(input_ids=text[None], labels=text[None]).loss.backward()
         optimizer.step()
-    update = server.play(ids)
+    first, second = server.play(ids)
     for i, adapter in enumerate(ADAPTERS):
         trained, sent = client.get_submodule(adapter), server.model.get_submodule(adapter)
         change = (trained.down.weight - sent.down.weight).detach()
         active = change.abs().amax(1) > 1e-4
-        assert torch.equal(update.active[i], active)
-        assert torch.equal(update.inputs[i][active], -change[active].sign())
-        middle = update.second[f"{adapter}.up.bias"]
-        torch.testing.assert_close(middle, sent.up.bias + (trained.up.bias - sent.up.bias) / 4)
+        assert torch.equal(first.active[i] | second.active[i], active)
+        assert torch.equal(first.inputs[i][active], -change[active].sign())
+        middle = second.second[f"{adapter}.up.bias"]
+        torch.testing.assert_close(middle, (sent.up.bias + trained.up.bias) / 2)
+        assert torch.equal(first.second[f"{adapter}.up.bias"], sent.up.bias)
+
+
+def test_the_size_of_a_change_tells_the_step(server) -> None:
+    ids = zipf_texts(2, LENGTH, TYPES, seed=3)
+    states = [server.states(text[None]).flatten(1, 2) for text in ids]
+    steps = server.play(ids)
+    fires = [server._votes(steps[0], one)[0].any(1) for one in states]
+    assert bool((fires[0] != fires[1]).any())
+    for step, other in ((0, 1), (1, 0)):
+        clear = steps[other].active & ~steps[step].active
+        assert not bool((clear & fires[step] & ~fires[other]).any())
 
 
 def test_a_row_fires_for_kappa_tokens_of_a_round(server) -> None:

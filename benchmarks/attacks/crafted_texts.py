@@ -36,7 +36,6 @@ from benchmarks.attacks.crafted_adapter import (
 from benchmarks.federation.inspection import Adapted
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText, RunFacts
-from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.words.public_gradients import train_copies
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.federation import StartCheck
@@ -164,8 +163,7 @@ def main() -> None:
             options.kappa, options.row_norm, options.beam, 4 * options.beam, seed=number
         )
         if options.inspect:
-            steps = LocalSteps.from_facts(facts)
-            server = crafted_texts._Server(anatomy, adapters, steps, options.texts, search)
+            server = crafted_texts._Server(anatomy, adapters, facts, options.texts, search)
             print("inspector:", *inspected(server, torch.stack(public.sentences)), sep="\n")
             continue
         (played,) = play_crafted_texts(anatomy, adapters, [batches], facts, public, search)

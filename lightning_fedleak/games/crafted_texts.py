@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from lightning_fedleak.anatomy import Anatomy
-from lightning_fedleak.attacks import PublicText, RunFacts
-from lightning_fedleak.attacks.local_steps import LocalSteps
+from lightning_fedleak.attacks import CraftedAdapterWords, PublicText, RunFacts
 from lightning_fedleak.attacks.words.crafted import STEP_ERROR, change_sizes
 from lightning_fedleak.attacks.words.crafted_rows import Bottleneck, find_adapter
 from lightning_fedleak.attacks.words.public_gradients import train_copies
@@ -108,22 +107,23 @@ def play_crafted_texts(
     Raises:
         GameError: batches have other shapes, texts begin otherwise, or public text is too little.
         ThreatModelError: an adapter is of another kind.
+        UnusableObservation: the optimizer, or the number of its steps, is not known.
     """
-    steps = LocalSteps.from_facts(facts)
+    steps = CraftedAdapterWords._steps(facts).steps
     shapes = {batch.input_ids.shape for batches in rounds for batch in batches}
-    if steps is None or len(shapes) != 1 or {len(b) for b in rounds} != {steps.steps}:
+    if len(shapes) != 1 or {len(batches) for batches in rounds} != {steps}:
         raise GameError(
-            "a round needs an optimizer and local_steps (RunFacts), and for each step a batch of "
-            f"as many texts of one length; shapes are {sorted(map(tuple, shapes))}"
+            f"a round needs for each of its {steps} steps (RunFacts(local_steps=)) a batch of as "
+            f"many texts of one length; shapes are {sorted(map(tuple, shapes))}"
         )
     texts, length = shapes.pop()
     ids = [sentence[:length] for sentence in public.sentences if len(sentence) >= length]
-    played, others = texts * steps.steps, texts * steps.steps + ABSENT
+    played, others = texts * steps, texts * steps + ABSENT
     if len(ids) <= others:
         raise GameError(
             f"{len(ids)} public texts have {length} tokens, and more than {others} are needed"
         )
-    server = _Server(copy.deepcopy(anatomy), adapters, steps, texts, search or TextSearch())
+    server = _Server(copy.deepcopy(anatomy), adapters, facts, texts, search or TextSearch())
     server.craft(torch.stack(ids[others:]))
     server.fit(torch.stack(ids[:played]), torch.stack(ids[played:others]))
     results = []
@@ -140,7 +140,7 @@ def _texts_of(batches: Sequence[TokenBatch]) -> Tensor:
     """Return the texts (n, L) of a round, all of which begin with one token."""
     ids = torch.cat([batch.input_ids for batch in batches])
     masks = [batch.attention_mask for batch in batches if batch.attention_mask is not None]
-    if len(ids[:, 0].unique()) > 1 or not all(bool(mask.all()) for mask in masks):
+    if len(torch.unique(ids[:, 0])) > 1 or not all(bool(mask.all()) for mask in masks):
         raise GameError(
             "the search knows one first token, and nothing of padding: give texts that begin with "
             "the same token, such as the tokenizer's bos_token, and are not padded"
@@ -186,11 +186,12 @@ class _Server:
         self,
         anatomy: Anatomy,
         adapters: Sequence[str],
-        steps: LocalSteps,
+        facts: RunFacts,
         texts: int,
         settings: TextSearch,
     ) -> None:
-        self.anatomy, self.steps, self.texts, self.settings = anatomy, steps, texts, settings
+        self.anatomy, self.texts, self.settings = anatomy, texts, settings
+        self.steps = CraftedAdapterWords._steps(facts)
         self.model: Any = anatomy.model.eval()
         parts = [find_adapter(anatomy, adapter) for adapter in adapters]
         self.parts = [part for part in parts if isinstance(part, Bottleneck)]

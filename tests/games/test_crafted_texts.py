@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import PublicText, RunFacts
-from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.games import CraftedTexts, GameError, TextSearch, play_crafted_texts
 from lightning_fedleak.games.crafted_texts import ABSENT, _Server
@@ -41,8 +40,7 @@ def model():
 
 @pytest.fixture
 def server(model):
-    steps = LocalSteps.from_facts(facts(2))
-    server = _Server(copy.deepcopy(find_anatomy(model)), ADAPTERS, steps, 1, TextSearch())
+    server = _Server(copy.deepcopy(find_anatomy(model)), ADAPTERS, facts(2), 1, TextSearch())
     server.craft(PUBLIC.batch(200, LENGTH, torch.Generator()).input_ids)
     return server
 
@@ -113,7 +111,7 @@ def test_exact_texts_are_counted() -> None:
 @pytest.mark.parametrize(
     ("rounds", "public", "why"),
     [
-        ([[batch(1)]], PUBLIC, "for each step a batch"),
+        ([[batch(1)]], PUBLIC, "each of its 2 steps"),
         ([[batch(1), batch(2, length=4)]], PUBLIC, "one length"),
         ([[batch(1, texts=4), batch(2, texts=4)]], PUBLIC, "the same token"),
         ([[batch(1), batch(2)]], PublicText(zipf_texts(50, LENGTH, TYPES)), "50 public texts"),

@@ -6,9 +6,9 @@ from tests.tools import house
 
 # What the package holds at most. A ceiling may fall, and rises for a new feature alone: the attacks
 # on the trained weights and their report took 1,950 lines of code, whole texts behind crafted
-# bottlenecks 290.
+# bottlenecks 310.
 CEILINGS = {
-    "code": 50_980,
+    "code": 51_000,
     "longest": 700,
     "long": 5,
     "imports": 20,

@@ -17,7 +17,7 @@ Rates are means over rounds with 95% intervals (Student's t). *Usual* is a guess
 more than half of all rounds hold, *blind* of the most frequent types, given their number. *Rare*
 are the types that are not usual. Losses are in nats on held-out text. ``--ballast``,
 ``--crafted-rows``, ``--zero-bias``, ``--slow`` and ``--asleep`` are of a server that hides from
-``fedleak inspect``; *seen* counts the inspected states in which it was found.
+``fedleak inspect``; *seen* counts the inspected states that looked crafted or diverged.
 """
 
 from __future__ import annotations
@@ -148,11 +148,11 @@ def craft_hidden(
     if options.asleep:
         asleep = honest | {bias: torch.full_like(honest[bias], ASLEEP)}
         for round_, state in ((1, honest), (2, asleep)):
-            options.seen.append(start.inspect(round_, state).verdict == "crafted")
+            options.seen.append(start.inspect(round_, state).verdict != "nothing found")
             start.note(0, train_copies(anatomy, draw_batches(options, public), steps, state))
         round_ = 3
     verdict = start.inspect(round_, tensors).verdict
-    options.seen.append(verdict == "crafted")
+    options.seen.append(verdict != "nothing found")
     print("inspector:", verdict, flush=True)
     norm = tensors[weight].norm(dim=1)
     rows = dataclasses.replace(
@@ -208,7 +208,7 @@ def move_slowly(
     generator = torch.Generator().manual_seed(options.seed)
     state = dict(honest)
     for round_ in range(1, options.slow):
-        options.seen.append(start.inspect(round_, state).verdict == "crafted")
+        options.seen.append(start.inspect(round_, state).verdict != "nothing found")
         own, other = (
             train_copies(anatomy, draw_batches(options, public, generator), steps, state)
             for _ in range(2)

@@ -93,7 +93,7 @@ def play_crafted_texts(
 ) -> list[CraftedTexts]:
     """Craft adapters once, play rounds of one client with them, and read each round's texts.
 
-    All of it happens on a copy of the model.
+    All of it happens on a copy of the model, on the CPU.
 
     Args:
         anatomy: of a causal model of transformers, which is not changed.
@@ -105,11 +105,18 @@ def play_crafted_texts(
         search: how rows are crafted, and texts searched.
 
     Raises:
-        GameError: batches have other shapes, texts begin otherwise, or public text is too little.
+        GameError: the model or optimizer is of another kind, batches have other shapes, texts begin
+            otherwise, or public text is too little.
         ThreatModelError: an adapter is of another kind.
         UnusableObservation: the optimizer, or the number of its steps, is not known.
     """
-    steps = CraftedAdapterWords._steps(facts).steps
+    local = CraftedAdapterWords._steps(facts)
+    steps, decoder = local.steps, getattr(anatomy.model, "get_decoder", None)
+    if anatomy.kind != "causal" or decoder is None or "Adam" not in local.optimizer.__name__:
+        raise GameError(
+            "texts are read off rounds of an Adam of a causal model of transformers, not off "
+            f"{local.optimizer.__name__} of {type(anatomy.model).__name__}"
+        )
     shapes = {batch.input_ids.shape for batches in rounds for batch in batches}
     if len(shapes) != 1 or {len(batches) for batches in rounds} != {steps}:
         raise GameError(
@@ -123,7 +130,9 @@ def play_crafted_texts(
         raise GameError(
             f"{len(ids)} public texts have {length} tokens, and more than {others} are needed"
         )
-    server = _Server(copy.deepcopy(anatomy), adapters, facts, texts, search or TextSearch())
+    copied = copy.deepcopy(anatomy)
+    copied.root.cpu().float()
+    server = _Server(copied, adapters, facts, texts, search or TextSearch())
     server.craft(torch.stack(ids[others:]))
     server.fit(torch.stack(ids[:played]), torch.stack(ids[played:others]))
     results = []
@@ -138,7 +147,7 @@ def play_crafted_texts(
 
 def _texts_of(batches: Sequence[TokenBatch]) -> Tensor:
     """Return the texts (n, L) of a round, all of which begin with one token."""
-    ids = torch.cat([batch.input_ids for batch in batches])
+    ids = torch.cat([batch.input_ids for batch in batches]).cpu()
     masks = [batch.attention_mask for batch in batches if batch.attention_mask is not None]
     if len(torch.unique(ids[:, 0])) > 1 or not all(bool(mask.all()) for mask in masks):
         raise GameError(
@@ -240,8 +249,8 @@ class _Server:
             spread = centred.T @ centred / len(states)
             spread += SHRINK * spread.diagonal().mean() * torch.eye(len(spread))
             sample = torch.randperm(len(behind), generator=self.generator)[: len(down)]
-            rows = torch.linalg.solve(spread, (behind[sample] - states.mean(0)).T).T
-            rows = F.normalize(rows, dim=1)
+            centred = behind[sample] - states.mean(0)
+            rows = F.normalize(torch.linalg.solve(spread, centred.T).T, dim=1)
             products = (states @ rows.T).sort(dim=0, descending=True).values
             place = max(1, round(self.settings.kappa / tokens * len(states)))
             norm = self.settings.row_norm or float(down.norm(dim=1).median())
@@ -263,16 +272,12 @@ class _Server:
             update = (before.detach() - after[part.reads.name]) / rate
             updates.append(self.steps.without_decay(update, before.detach(), rate))
         change = torch.stack(updates)
-        pairs = zip(self.parts, self.up, strict=True)
-        outputs = torch.stack([(up.detach() - after[part.up]).sign() for part, up in pairs])
+        outputs = torch.stack([self._value(p.up) - after[p.up] for p in self.parts]).sign()
         names = [n for part in self.parts for n in (part.up, part.biases[1]) if n is not None]
         n_steps, active = self.steps.steps, change.abs().amax(-1) > STILL
-        which = torch.full_like(active, -1, dtype=torch.long)
-        if not self.steps.linear:
-            sizes = change_sizes(self.steps) / rate
-            errors = (change.abs()[..., None] / sizes - 1).abs().quantile(0.75, dim=2)
-            near = errors.min(-1)
-            which = torch.where(near.values <= STEP_ERROR, near.indices, which)
+        sizes = change_sizes(self.steps) / rate
+        near = (change.abs()[..., None] / sizes - 1).abs().quantile(0.75, dim=2).min(-1)
+        which = torch.where(near.values <= STEP_ERROR, near.indices, -1)
         return [
             _Update(
                 change.sign(),
@@ -402,24 +407,21 @@ class _Server:
         free = torch.ones_like(updates[0].active)
         for update in updates:
             with self._before_step(update):
-                new = self._read_step(update, free, start, length)
-                for text in new:
-                    text.ids = self._label(update, text)
-            guesses += new
+                guesses += self._read_step(update, free, start, length)
         return guesses
 
     def _read_step(self, update: _Update, free: Tensor, start: Tensor, length: int) -> list[_Text]:
-        guesses: list[_Text] = []
-        new = True
+        guesses, new = list[_Text](), True
         while new and len(guesses) < self.texts:
             best, new = self.search((update, free), start, length), False
             while best and len(guesses) < self.texts:
                 best.sort(key=lambda text: text.score(free))
                 if best[-1].score(free) + math.log(self.texts) < self.settings.least:
                     break
-                guesses.append(best.pop())
-                new = True
-                free &= ~(guesses[-1].evidence > 0)
+                text, new = best.pop(), True
+                free &= ~(text.evidence > 0)
+                text.ids = self._label(update, text)
+                guesses.append(text)
         return guesses
 
     def _label(self, update: _Update, text: _Text) -> Tensor:

@@ -122,6 +122,12 @@ def test_rounds_of_another_form_are_refused(model, rounds, public, why) -> None:
         play_crafted_texts(find_anatomy(model), ADAPTERS, rounds, facts(2), public)
 
 
+def test_rounds_of_sgd_are_refused(model) -> None:
+    sgd = RunFacts(optimizer="SGD", optimizer_settings={"lr": 0.1}, local_steps=1)
+    with pytest.raises(GameError, match="not off SGD"):
+        play_crafted_texts(find_anatomy(model), ADAPTERS, [[batch(1)]], sgd, PUBLIC)
+
+
 def test_texts_are_not_read_off_a_lora() -> None:
     model = adapted_llama(TYPES)
     lora = LoraConfig(r=4, target_modules=["gate_proj", "up_proj"], task_type="CAUSAL_LM")

@@ -16,8 +16,8 @@ and up projection of the first ``--blocks`` blocks. The client trains with AdamW
 Rates are means over rounds with 95% intervals (Student's t). *Usual* is a guess of the types that
 more than half of all rounds hold, *blind* of the most frequent types, given their number. *Rare*
 are the types that are not usual. Losses are in nats on held-out text. ``--ballast``,
-``--crafted-rows``, ``--zero-bias`` and ``--slow`` are of a server that hides from ``fedleak
-inspect``; *seen* counts the inspected states in which it was found.
+``--crafted-rows``, ``--zero-bias``, ``--slow`` and ``--asleep`` are of a server that hides from
+``fedleak inspect``; *seen* counts the inspected states that looked crafted or diverged.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ SMOKE = (
     "--splits 1 --rounds 1 --public-rounds 1 --held 2 --out {out}/lora.jsonl",
     "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --splits 1 --rounds 1 "
     "--public-rounds 1 --held 0 --ballast 3 --zero-bias --slow 2 --out {out}/cells.jsonl",
+    "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --splits 1 --rounds 1 "
+    "--public-rounds 1 --held 0 --ballast 3 --asleep --out {out}/cells.jsonl",
 )
+ASLEEP = -10.0  # bias with which no row of a bottleneck fires
 STD = 0.01  # of both maps of a new bottleneck, as in Houlsby et al. 2019
 
 
@@ -141,9 +144,15 @@ def craft_hidden(
     start = RoundStart(StartCheck(), anatomy, public)
     if options.slow:
         tensors = move_slowly(options, steps, anatomy, start, public, honest, tensors)
-    first = 1 if options.zero_bias else 2  # a bias that is not 0 is for a later round
-    verdict = start.inspect(options.slow or first, tensors).verdict
-    options.seen.append(verdict == "crafted")
+    round_ = options.slow or (1 if options.zero_bias else 2)  # a bias that is not 0 comes later
+    if options.asleep:
+        asleep = honest | {bias: torch.full_like(honest[bias], ASLEEP)}
+        for round_, state in ((1, honest), (2, asleep)):
+            options.seen.append(start.inspect(round_, state).verdict != "nothing found")
+            start.note(0, train_copies(anatomy, draw_batches(options, public), steps, state))
+        round_ = 3
+    verdict = start.inspect(round_, tensors).verdict
+    options.seen.append(verdict != "nothing found")
     print("inspector:", verdict, flush=True)
     norm = tensors[weight].norm(dim=1)
     rows = dataclasses.replace(
@@ -157,6 +166,15 @@ def craft_hidden(
             rows, directions=rows.directions[:count], thresholds=rows.thresholds[:count]
         )
     return dataclasses.replace(values, tensors=tensors, rows=rows)
+
+
+def draw_batches(
+    options: argparse.Namespace, public: PublicText, generator: torch.Generator | None = None
+) -> list[TokenBatch]:
+    """Return the batches of a client's round."""
+    generator = generator or torch.Generator().manual_seed(options.seed)
+    shape = options.texts, options.length
+    return [public.batch(*shape, generator) for _ in range(options.steps)]
 
 
 def without_bias(
@@ -190,17 +208,9 @@ def move_slowly(
     generator = torch.Generator().manual_seed(options.seed)
     state = dict(honest)
     for round_ in range(1, options.slow):
-        options.seen.append(start.inspect(round_, state).verdict == "crafted")
+        options.seen.append(start.inspect(round_, state).verdict != "nothing found")
         own, other = (
-            train_copies(
-                anatomy,
-                [
-                    public.batch(options.texts, options.length, generator)
-                    for _ in range(steps.steps)
-                ],
-                steps,
-                state,
-            )
+            train_copies(anatomy, draw_batches(options, public, generator), steps, state)
             for _ in range(2)
         )
         start.note(0, own)
@@ -375,6 +385,7 @@ def main() -> None:
     add("--zero-bias", action="store_true", help="thresholds in the rows, as in a first round")
     add("--slow", type=int, default=0, help="rounds in which rows are moved; 0: sent at once")
     add("--left-out", action="store_true", help="with --slow: the mean leaves the client out")
+    add("--asleep", action="store_true", help="the round before, no row fires")
     add("--splits", type=int, default=10, help="draws of public and private texts")
     add("--rounds", type=int, default=1, help="of each split")
     add("--public-rounds", type=int, default=3, help="on which the cut is chosen")
@@ -395,7 +406,7 @@ def main() -> None:
     if options.model is None or options.out is None:
         parser.error("--model and --out are needed, or --table")
     hidden = options.ballast > 0 or options.crafted_rows < 1
-    options.evades = hidden or options.zero_bias or options.slow > 0
+    options.evades = hidden or options.zero_bias or options.slow or options.asleep
     if options.evades and options.place != "embedding":
         parser.error("a server hides bottlenecks behind the embedding: --place embedding")
     torch.set_num_threads(1)
@@ -409,6 +420,7 @@ def main() -> None:
         name += ", no bias" * options.zero_bias
         name += f", moved in {options.slow} rounds" * bool(options.slow)
         name += ", left out" * options.left_out
+        name += ", asleep before" * options.asleep
     if options.clients > 1:
         name += f", mean of {options.clients} clients"
     for number in range(options.splits):

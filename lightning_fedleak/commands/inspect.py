@@ -33,9 +33,9 @@ TEXTS, LENGTH = 100, 64  # texts that bottlenecks are run on at most, and their 
 
 CAVEAT = (
     "That is no proof of honesty. Known to pass: rows that usual words push below the threshold, "
-    "above all where a server moves them there over some rounds; a few rows in the first round; "
-    "the layers of AttentionMembership where such layers were agreed. Not measured: what "
-    "slow crafting reads, and a server that leaves this client out of its mean."
+    "above all where a server moves them there over some rounds (it then read 41% of the rare "
+    "words, 51% where its mean leaves this client out); a few rows in the first round; the layers "
+    "of AttentionMembership where such layers were agreed."
 )
 
 FOREIGN_SCALE = (

@@ -475,6 +475,8 @@ def _since_start(lora: Adapter, start: State) -> Adapter:
 def _changes(adapters: list[Adapter], last: LastRound) -> dict[str, tuple[Tensor, Tensor]]:
     """Return what changed in each adapter's rows since the round before, and one's own change.
 
+    A row's bias, which says whether it fires at all, counts as one more of its numbers.
+
     An adapter whose rows had no gradient for this client is left out: they moved by decay alone,
     and other clients may have moved them far.
     """
@@ -489,7 +491,14 @@ def _changes(adapters: list[Adapter], last: LastRound) -> dict[str, tuple[Tensor
         update = update.detach().cpu().float()
         sizes = update.norm(dim=1)
         if sizes.median() > 0 and sizes.max() >= ALIVE * step * update.shape[1] ** 0.5:
-            pairs[a.name] = (a.down - before.detach().cpu().float(), update)
+            change = a.down - before.detach().cpu().float()
+            bias = _bias_of(a.name)
+            if a.bias is not None and bias in last.received and bias in last.update:
+                shift = a.bias - last.received[bias].detach().cpu().float()
+                change = torch.cat([change, shift[:, None]], dim=1)
+                own = last.update[bias].detach().cpu().float()
+                update = torch.cat([update, own[:, None]], dim=1)
+            pairs[a.name] = (change, update)
     return pairs
 
 

@@ -227,6 +227,17 @@ def test_rows_that_jump_are_found_and_those_of_a_mean_are_not(bottleneck):
     assert answer(inspect_received(state, agreed, last, incomparable=why), "jump").why == why
 
 
+@pytest.mark.parametrize(("rows", "verdict"), [([3, 20], "crafted"), (slice(None), "diverged")])
+def test_rows_that_a_bias_puts_to_sleep_jump(bottleneck, rows, verdict):
+    """They would have no gradient, so that what is sent a round later could not be compared."""
+    honest, _, agreed = bottleneck
+    own, other = moved_state(honest, 1e-3, 1), moved_state(honest, 1e-3, 2)
+    state = {n: t + (own[n] + other[n]) / 2 for n, t in honest.items()}
+    state[BIAS] = state[BIAS].clone()
+    state[BIAS][rows] = -10.0
+    assert inspect_received(state, agreed, LastRound(honest, own)).verdict == verdict
+
+
 def test_rows_that_were_dead_for_this_client_alone_do_not_jump():
     """Its own update of them is decay; other clients moved them as all others were moved."""
     names = [f"layers.{i}.{part}" for i in range(3) for part in ("down.weight", "up.weight")]

@@ -5,9 +5,10 @@ import pytest
 from tests.tools import house
 
 # What the package holds at most. A ceiling may fall, and rises for a new feature alone: the attacks
-# on the trained weights and their report took 1,950 lines of code.
+# on the trained weights and their report took 1,950 lines of code, whole texts behind crafted
+# bottlenecks 310.
 CEILINGS = {
-    "code": 50_690,
+    "code": 51_000,
     "longest": 700,
     "long": 5,
     "imports": 20,

@@ -64,6 +64,7 @@ from lightning_fedleak.defenses import (
     DPSGD,
     ClipSettings,
     DPAdamBC,
+    QuantileClip,
     ReleaseSettings,
     Schedule,
 )
@@ -109,8 +110,9 @@ class Recipe:
     """How a LoRA is trained.
 
     ``alpha`` scales B, ``scale`` the parts that a head reads. ``noise_end`` and ``clip_end`` are
-    the factors that end exponential schedules. The weights of the last ``average`` of the steps are
-    averaged; ``targets`` are projections, with a plus between them.
+    the factors that end exponential schedules, ``quantile`` is one that the clip norm follows. The
+    weights of the last ``average`` of the steps are averaged; ``targets`` are projections, with a
+    plus between them.
     """
 
     batch: int = 1024
@@ -126,6 +128,7 @@ class Recipe:
     scale: float = 4.0
     noise_end: float = 1.0
     clip_end: float = 1.0
+    quantile: float = 0.0
     average: float = 0.0
     piece: int = 1024
 
@@ -133,8 +136,10 @@ class Recipe:
 RECIPES = {
     ("classes", True): Recipe(),
     ("classes", False): Recipe(batch=32, epochs=10, rate=3e-3, head_rate=0.01),
+    ("sentiment", True): Recipe(batch=6000, epochs=6),
+    ("sentiment", False): Recipe(batch=64, epochs=3, rate=3e-3, head_rate=0.01),
     ("sentences", True): Recipe(
-        batch=256, epochs=2, rate=6e-3, clip=0.1, blocks=2, frozen_a=True, piece=64
+        batch=512, epochs=2, rate=0.01, clip=0.1, blocks=2, frozen_a=True, piece=64
     ),
     ("sentences", False): Recipe(batch=32, epochs=4, rate=3e-3, blocks=2),
 }
@@ -296,7 +301,9 @@ def compute(options: argparse.Namespace) -> None:
         for name, rows in sets.items():
             ids = [encode(tokenizer, text)[:TOKENS] for text, _ in rows[: options.texts]]
             for start in range(0, len(ids), CHUNK):
-                found = last_token(model, **states_of(model, ids[start : start + CHUNK], blocks))
+                with torch.autocast("cpu", torch.bfloat16, enabled=options.half):
+                    some = states_of(model, ids[start : start + CHUNK], blocks)
+                found = last_token(model, **some)
                 for key, value in found.items():
                     size = [len(ids), *value.shape[1:]]
                     if value.ndim == 4:
@@ -487,7 +494,8 @@ def asked(module: Tuned, options: argparse.Namespace) -> tuple[Any, Tensor] | No
 
 
 def recipe_of(options: argparse.Namespace, private: bool, changes: str) -> Recipe:
-    recipe = RECIPES["classes" if options.task in CLASSES else "sentences", private]
+    kind = "classes" if options.task in CLASSES else "sentences"
+    recipe = RECIPES.get((options.task, private), RECIPES[kind, private])
     pairs = [pair.split("=", 1) for pair in changes.split(",") if pair]
     kinds = {name: type(value) for name, value in asdict(recipe).items()}
     own = {name: kinds[name](int(value) if kinds[name] is bool else value) for name, value in pairs}
@@ -532,7 +540,10 @@ def one_run(
             recipe.clip,
             target_delta=options.delta,
             max_physical_batch_size=recipe.piece,
-            clip=ClipSettings(schedule=curve(recipe.clip_end)),
+            clip=ClipSettings(
+                schedule=curve(recipe.clip_end),
+                quantile=QuantileClip(recipe.quantile) if recipe.quantile else None,
+            ),
             release=ReleaseSettings(noise_schedule=curve(recipe.noise_end)),
             **noise,
         )
@@ -697,6 +708,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=[""], help="changes of the recipe, a run each")
     parser.add_argument("--no-plain", action="store_true", help="no run without a defence")
     parser.add_argument("--texts", type=int, default=10**6, help="to train on, at most")
+    parser.add_argument("--half", action="store_true", help="frozen blocks in bf16")
     parser.add_argument("--delta", type=float, default=DELTA, help="below one over the texts")
     parser.add_argument("--held", type=int, default=500, help="sentences that are scored")
     parser.add_argument("--canaries", type=int, default=CANARIES)

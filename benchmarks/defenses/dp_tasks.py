@@ -617,7 +617,8 @@ def found_in(options: argparse.Namespace) -> dict[tuple[str, float | None], list
     found: dict[tuple[str, float | None], list[dict[str, Any]]] = defaultdict(list)
     for row in known(Path(options.out)):
         name = f"{ {**CLASSES, **SENTENCES}[row['task']] }, {row['model']}"
-        found[name + (f", {row['changes']}" if row["changes"] else ""), key_of(row)[2]].append(row)
+        changes = row["changes"].replace("alpha=0", "head alone")
+        found[name + (f", {changes}" if changes else ""), key_of(row)[2]].append(row)
     return found
 
 
@@ -664,7 +665,7 @@ def picture(options: argparse.Namespace) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found, figure = found_in(options), Figure(figsize=(9, 3.6), layout="constrained")
+    found, figure = found_in(options), Figure(figsize=(9, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     tasks, leaks = figure.subplots(1, 2, width_ratios=(3, 2))
     ends = sorted({epsilon for _, epsilon in found if epsilon is not None})
@@ -690,7 +691,7 @@ def picture(options: argparse.Namespace) -> None:
         labels = ["clipped only" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in ends]
         axes.set_xticks(range(len(ends)), labels)
         axes.set_xlabel("epsilon")
-        axes.legend(fontsize="small", loc="lower right" if axes is tasks else "upper right")
+        axes.legend(fontsize="x-small", loc="lower right" if axes is tasks else "upper right")
     figure.savefig(options.plot, dpi=110)
 
 

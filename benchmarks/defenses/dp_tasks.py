@@ -12,9 +12,10 @@ writes once. ``run`` fits it in Lightning's Trainer, without a defence and under
 epsilon (``inf``: clipped, without noise), and appends a line for each run; what is there is left
 out. ``--sets`` are changes of the recipe, a run each: settings are tried out on public tasks alone.
 
-- Classes (``banking77``, ``ag_news``; public: ``emotion``): a head is trained with the LoRA. It
-  reads the state of a text's last token, the only one that is computed in the last block, and the
-  mean of the frozen states; both standardised by public sentences (Yelp), and of norm ``scale``.
+- Classes (``banking77``, ``ag_news``, ``sentiment``; public: ``emotion``, ``imdb``): a head is
+  trained with the LoRA. It reads the state of a text's last token, the only one that is computed in
+  the last block, and the mean of the frozen states; both standardised by public sentences (Yelp, or
+  IMDB for sentiments), and of norm ``scale``. A gain is over naming the most frequent class.
 - Sentences (``captions``; public: ``yelp``): a caption is written from its words that are not
   ``COMMON``, greedily, and scored by ROUGE-L. Logits are of tokens of public sentences alone (Yelp,
   multi30k's validation set). A sentence begins with the begin token, which counts as a wrong word.
@@ -59,7 +60,14 @@ from benchmarks.defenses.dp_utility import Places, known, print_tables, rows_of,
 from lightning_fedleak import mean_of_sample_means
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks.memorization import LossRatio
-from lightning_fedleak.defenses import DPSGD, DPAdamBC
+from lightning_fedleak.defenses import (
+    DPSGD,
+    ClipSettings,
+    DPAdamBC,
+    QuantileClip,
+    ReleaseSettings,
+    Schedule,
+)
 from lightning_fedleak.metrics import membership_rates
 from lightning_fedleak.snapshots import Observation, ReleasedModel
 from lightning_fedleak.strategies import DefendedStrategy
@@ -74,9 +82,16 @@ SMOKE = (
 
 DATA = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "data"
 EPSILONS = (2.0, 4.0, 8.0, math.inf)
-DELTA, CANARIES, TOKENS, WRITTEN, PUBLIC = 1e-5, 300, 32, 24, 1000
-"""Delta; canaries; most tokens of a text and of a written sentence; public texts for the mean."""
-CLASSES = {"banking77": "intents (banking77)", "ag_news": "topics (AG News)", "emotion": "emotion"}
+DELTA, CANARIES, TOKENS, WRITTEN, PUBLIC, CHUNK = 1e-5, 300, 32, 24, 1000, 4096
+"""Delta; canaries; most tokens of a text and of a written sentence; public texts for the mean;
+texts whose states are computed at once."""
+CLASSES = {
+    "banking77": "intents (banking77)",
+    "ag_news": "topics (AG News)",
+    "sentiment": "sentiment (Yelp)",
+    "emotion": "emotion",
+    "imdb": "sentiment (IMDB)",
+}
 SENTENCES = {"captions": "captions from words (multi30k)", "yelp": "sentences from words (Yelp)"}
 IGNORED = -100
 FUNCTION_WORDS = """
@@ -92,7 +107,13 @@ PROJECTIONS = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a LoRA is trained: ``alpha`` scales B, ``scale`` the parts that a head reads."""
+    """How a LoRA is trained.
+
+    ``alpha`` scales B, ``scale`` the parts that a head reads. ``noise_end`` and ``clip_end`` are
+    the factors that end exponential schedules, ``quantile`` is one that the clip norm follows. The
+    weights of the last ``average`` of the steps are averaged; ``targets`` are projections, with a
+    plus between them.
+    """
 
     batch: int = 1024
     epochs: int = 20
@@ -103,15 +124,22 @@ class Recipe:
     rank: int = 8
     alpha: float = 16.0
     frozen_a: bool = False
+    targets: str = ""
     scale: float = 4.0
+    noise_end: float = 1.0
+    clip_end: float = 1.0
+    quantile: float = 0.0
+    average: float = 0.0
     piece: int = 1024
 
 
 RECIPES = {
     ("classes", True): Recipe(),
     ("classes", False): Recipe(batch=32, epochs=10, rate=3e-3, head_rate=0.01),
+    ("sentiment", True): Recipe(batch=6000, epochs=6),
+    ("sentiment", False): Recipe(batch=64, epochs=3, rate=3e-3, head_rate=0.01),
     ("sentences", True): Recipe(
-        batch=256, epochs=2, rate=6e-3, clip=0.1, blocks=2, frozen_a=True, piece=64
+        batch=512, epochs=2, rate=0.01, clip=0.1, blocks=2, frozen_a=True, piece=64
     ),
     ("sentences", False): Recipe(batch=32, epochs=4, rate=3e-3, blocks=2),
 }
@@ -135,8 +163,25 @@ def words(text: str) -> str:
 def public_sentences(options: argparse.Namespace) -> list[str]:
     if options.text:
         return [words(line) for line in lines_of(Path(options.text))]
+    if options.task in ("sentiment", "imdb"):
+        return [text for text, _ in movie_sentences()]
     texts = [t for p in sorted((DATA / "yelp_sentences").glob("*.gz")) for t in lines_of(p)]
     return shuffled([own for t in texts if 6 <= len((own := words(t)).split()) <= 16])
+
+
+def movie_sentences() -> list[tuple[str, str]]:
+    """Sentences of IMDB's reviews, each with the sentiment of its review."""
+    lines = (t for p in sorted((DATA / "imdb").glob("*.gz")) for t in lines_of(p))
+    rows = [(json.loads(t)["text"].lower().replace("<br />", " "), json.loads(t)) for t in lines]
+    found = [(t.strip(), str(row["label"])) for own, row in rows for t in re.split("[.!?]", own)]
+    return shuffled([(t, label) for t, label in found if 6 <= len(t.split()) <= 16])
+
+
+def review_sentences() -> list[tuple[str, str]]:
+    """Sentences of Yelp's reviews and their sentiment, as many of both, none twice."""
+    files = [sorted((DATA / "yelp_sentences").glob(f"*.{own}.gz")) for own in "01"]
+    texts = [shuffled(sorted({t for p in own for t in lines_of(p)})) for own in files]
+    return shuffled([row for a, b in zip(*texts, strict=False) for row in ((a, "0"), (b, "1"))])
 
 
 def rows_to_classify(options: argparse.Namespace) -> tuple[list[Any], list[Any]]:
@@ -145,6 +190,9 @@ def rows_to_classify(options: argparse.Namespace) -> tuple[list[Any], list[Any]]
         rows: list[Any] = [(t, str(len(t) % 3)) for t in lines_of(Path(options.text))]
         return rows, rows[:20]
     folder = DATA / options.task
+    if options.task in ("sentiment", "imdb"):
+        rows = review_sentences() if options.task == "sentiment" else movie_sentences()
+        return rows[4000:], rows[:4000]
     if options.task == "banking77":
         return rows_of(folder / "train.csv.gz"), rows_of(folder / "test.csv")
     if options.task == "ag_news":
@@ -216,7 +264,9 @@ def states_of(model: Any, ids: Sequence[Sequence[int]], blocks: int) -> dict[str
 
 @torch.no_grad()
 def last_token(model: Any, states: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """What the last block reads: keys and values (n, heads, longest, size), means, last tokens."""
+    """What the last block reads: keys and values (n, heads, longest, size) in half precision,
+    means, last tokens.
+    """
     block = model.model.layers[-1]
     positions = model.model.rotary_emb(states, torch.arange(states.shape[1])[None])
     keys, values, sums = [], [], []
@@ -225,8 +275,8 @@ def last_token(model: Any, states: Tensor, lengths: Tensor) -> dict[str, Tensor]
         normed = block.input_layernorm(some)
         parts = (block.self_attn.k_proj(normed), block.self_attn.v_proj(normed))
         key, value = (p.unflatten(2, (-1, block.self_attn.head_dim)).transpose(1, 2) for p in parts)
-        keys.append(turned(key, *(part[:, None] for part in positions)))
-        values.append(value)
+        keys.append(turned(key, *(part[:, None] for part in positions)).half())
+        values.append(value.half())
         sums.append((normed * (places > 0) * (places < own[:, None, None])).sum(1))
     last = states[torch.arange(len(states)), lengths - 1]
     pooled = torch.cat(sums) / (lengths - 1).clamp_min(1)[:, None]
@@ -249,10 +299,22 @@ def compute(options: argparse.Namespace) -> None:
         names = sorted({own for _, own in train})
         sets = {"": train, "test_": test, "public_": [(t, names[0]) for t in public[:PUBLIC]]}
         for name, rows in sets.items():
-            ids = [encode(tokenizer, text)[:TOKENS] for text, _ in rows]
-            found = last_token(model, **states_of(model, ids, blocks))
-            found["classes"] = torch.tensor([names.index(own) for _, own in rows])
-            data |= {name + key: value for key, value in found.items()}
+            ids = [encode(tokenizer, text)[:TOKENS] for text, _ in rows[: options.texts]]
+            for start in range(0, len(ids), CHUNK):
+                with torch.autocast("cpu", torch.bfloat16, enabled=options.half):
+                    some = states_of(model, ids[start : start + CHUNK], blocks)
+                found = last_token(model, **some)
+                for key, value in found.items():
+                    size = [len(ids), *value.shape[1:]]
+                    if value.ndim == 4:
+                        size[2] = max(map(len, ids))
+                    whole = data.setdefault(name + key, torch.zeros(size, dtype=value.dtype))
+                    if value.ndim == 4:
+                        whole[start : start + len(value), :, : value.shape[2]] = value
+                    else:
+                        whole[start : start + len(value)] = value
+            found = [names.index(own) for _, own in rows[: options.texts]]
+            data[name + "classes"] = torch.tensor(found)
     else:
         train, mixer = rows_to_write(options)[0][: options.texts], random.Random(0)
         prompts = [encode(tokenizer, prompt_of(text)) for text in train]
@@ -282,10 +344,11 @@ class Tuned(L.LightningModule):
         super().__init__()
         self.data, self.recipe, self.private = data, recipe, private
         count = model.config.num_hidden_layers
+        projections = [*PROJECTIONS, *([] if "classes" in data else ["v_proj"])]
         config = LoraConfig(
             r=recipe.rank,
             lora_alpha=recipe.alpha,
-            target_modules=[*PROJECTIONS, *([] if "classes" in data else ["v_proj"])],
+            target_modules=recipe.targets.split("+") if recipe.targets else projections,
             layers_to_transform=[*range(count - recipe.blocks, count)],
         )
         self.model = get_peft_model(model, config)
@@ -310,6 +373,7 @@ class Tuned(L.LightningModule):
             self.place = torch.full((model.config.vocab_size,), IGNORED)
             self.place[data["vocabulary"]] = torch.arange(len(data["vocabulary"]))
         self.weights = [weight for weight in self.parameters() if weight.requires_grad]
+        self.means, self.summed = [torch.zeros_like(weight) for weight in self.weights], 0
 
     def in_pieces(self, name: str, function: Callable[[str, Tensor], Tensor]) -> Tensor:
         """What the function returns for all rows, at no more memory than a piece needs."""
@@ -325,7 +389,8 @@ class Tuned(L.LightningModule):
         query = attention.q_proj(block.input_layernorm(last))
         query = query.unflatten(2, (-1, attention.head_dim)).transpose(1, 2)
         query = turned(query, cos[:, None], sin[:, None])
-        keys, values = (self.data[name + part][rows, :, :longest] for part in ("keys", "values"))
+        cached = (self.data[name + part][rows, :, :longest] for part in ("keys", "values"))
+        keys, values = (part.float() for part in cached)
         seen = (torch.arange(longest) < lengths[:, None])[:, None, None]
         found = F.scaled_dot_product_attention(query, keys, values, seen, enable_gqa=True)
         found = last + attention.o_proj(found.transpose(1, 2).flatten(2))
@@ -354,6 +419,17 @@ class Tuned(L.LightningModule):
         places = places[..., None].expand(-1, -1, states.shape[2])
         logits = self.head(self.norm(states.gather(1, places)))
         return mean_of_sample_means(logits, labels, causal=False)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Adds up the weights of the last steps, and takes their mean after the last one."""
+        steps, done = int(self.trainer.estimated_stepping_batches), self.trainer.global_step
+        if done > (1 - self.recipe.average) * steps:
+            self.summed += 1
+            for mean, weight in zip(self.means, self.weights, strict=True):
+                mean += (weight - mean) / self.summed
+                if done == steps:
+                    weight.copy_(mean)
 
     def configure_optimizers(self) -> Any:
         recipe, steps = self.recipe, int(self.trainer.estimated_stepping_batches)
@@ -418,7 +494,8 @@ def asked(module: Tuned, options: argparse.Namespace) -> tuple[Any, Tensor] | No
 
 
 def recipe_of(options: argparse.Namespace, private: bool, changes: str) -> Recipe:
-    recipe = RECIPES["classes" if options.task in CLASSES else "sentences", private]
+    kind = "classes" if options.task in CLASSES else "sentences"
+    recipe = RECIPES.get((options.task, private), RECIPES[kind, private])
     pairs = [pair.split("=", 1) for pair in changes.split(",") if pair]
     kinds = {name: type(value) for name, value in asdict(recipe).items()}
     own = {name: kinds[name](int(value) if kinds[name] is bool else value) for name, value in pairs}
@@ -428,6 +505,10 @@ def recipe_of(options: argparse.Namespace, private: bool, changes: str) -> Recip
 def loaded(options: argparse.Namespace) -> tuple[Any, Any]:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     return AutoTokenizer.from_pretrained(options.model), model.eval()
+
+
+def curve(end: float) -> Schedule | None:
+    return None if end == 1 else Schedule("exponential", end)
 
 
 def one_run(
@@ -444,6 +525,9 @@ def one_run(
     tokenizer, model = loaded(options)
     module = Tuned(model, data, recipe, private)
     before, base = score(module, tokenizer, options), asked(module, options)
+    if "classes" in data:
+        classes = data["test_classes"]
+        before = int(classes.bincount().max()) / len(classes)
     count, canaries = len(data["lengths"]), options.canaries if "classes" not in data else 0
     inside = torch.rand(canaries, generator=torch.Generator().manual_seed(seed)) < 0.5
     places = [*range(count - canaries)]
@@ -454,8 +538,13 @@ def one_run(
         noise = {"noise_multiplier": 0.0} if epsilon == math.inf else {"target_epsilon": epsilon}
         defense = DPSGD(
             recipe.clip,
-            target_delta=DELTA,
+            target_delta=options.delta,
             max_physical_batch_size=recipe.piece,
+            clip=ClipSettings(
+                schedule=curve(recipe.clip_end),
+                quantile=QuantileClip(recipe.quantile) if recipe.quantile else None,
+            ),
+            release=ReleaseSettings(noise_schedule=curve(recipe.noise_end)),
             **noise,
         )
         strategy = DefendedStrategy("auto", [defense])
@@ -477,7 +566,7 @@ def one_run(
     ).fit(module, DataLoader(Places(places), batch, shuffle=True, collate_fn=collated))
     seconds = time.process_time() - start
     if private:
-        shown = defense.accountant.epsilon(DELTA)
+        shown = defense.accountant.epsilon(options.delta)
         assert shown <= epsilon, (shown, epsilon)
     row = {
         "task": options.task,
@@ -528,7 +617,8 @@ def found_in(options: argparse.Namespace) -> dict[tuple[str, float | None], list
     found: dict[tuple[str, float | None], list[dict[str, Any]]] = defaultdict(list)
     for row in known(Path(options.out)):
         name = f"{ {**CLASSES, **SENTENCES}[row['task']] }, {row['model']}"
-        found[name + (f", {row['changes']}" if row["changes"] else ""), key_of(row)[2]].append(row)
+        changes = row["changes"].replace("alpha=0", "head alone")
+        found[name + (f", {changes}" if changes else ""), key_of(row)[2]].append(row)
     return found
 
 
@@ -575,7 +665,7 @@ def picture(options: argparse.Namespace) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found, figure = found_in(options), Figure(figsize=(9, 3.6), layout="constrained")
+    found, figure = found_in(options), Figure(figsize=(9, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     tasks, leaks = figure.subplots(1, 2, width_ratios=(3, 2))
     ends = sorted({epsilon for _, epsilon in found if epsilon is not None})
@@ -601,7 +691,7 @@ def picture(options: argparse.Namespace) -> None:
         labels = ["clipped only" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in ends]
         axes.set_xticks(range(len(ends)), labels)
         axes.set_xlabel("epsilon")
-        axes.legend(fontsize="small", loc="lower right" if axes is tasks else "upper right")
+        axes.legend(fontsize="x-small", loc="lower right" if axes is tasks else "upper right")
     figure.savefig(options.plot, dpi=110)
 
 
@@ -618,7 +708,9 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--sets", nargs="+", default=[""], help="changes of the recipe, a run each")
     parser.add_argument("--no-plain", action="store_true", help="no run without a defence")
-    parser.add_argument("--texts", type=int, default=10**6, help="of a task to write")
+    parser.add_argument("--texts", type=int, default=10**6, help="to train on, at most")
+    parser.add_argument("--half", action="store_true", help="frozen blocks in bf16")
+    parser.add_argument("--delta", type=float, default=DELTA, help="below one over the texts")
     parser.add_argument("--held", type=int, default=500, help="sentences that are scored")
     parser.add_argument("--canaries", type=int, default=CANARIES)
     parser.add_argument("--show", type=int, default=0, help="sentences that are printed")

@@ -28,6 +28,7 @@ from lightning_fedleak.defenses.accounting.accounting import History
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler, UserBatchSampler
 
 RATE = 0.1
+PLANNED = {"noise_schedule", "clip_schedule"}
 
 
 class PlantedGradients:
@@ -90,14 +91,14 @@ class PlantedGradients:
         self._model = nn.Sequential(
             nn.Linear(targets, 1, bias=False, device="meta").to_empty(device="cpu")
         )
-        if given.mechanism != "independent":  # asks the Trainer how many steps there will be
+        if given.mechanism != "independent" or PLANNED & given.settings().keys():
             told = SimpleNamespace(max_steps=steps, max_epochs=None, should_stop=False)
-            self._model._trainer = told
+            self._model._trainer = told  # it is asked how many steps there will be
         self._weights = list(self._model.parameters())
         self._loader = DataLoader(TensorDataset(self._data), batch_size=self._batch_size)
 
     def run(self, members: Tensor, number: int) -> Tensor:
-        """Releases along the targets' axes, over the clip norm.
+        """Releases along the targets' axes, over the clip norm of each step.
 
         Args:
             members: (targets,) bool, which of them are there.
@@ -130,20 +131,21 @@ class PlantedGradients:
             for batch in itertools.islice(self._batches(sampler, members), self.steps):
                 optimizer.zero_grad()
                 self._backward(defense, context, batch)
+                clip = defense._in_fit().clip.sensitivity
                 defense.before_release()
                 with torch.no_grad():
                     defense.on_gradients(self._weights, context)
                 optimizer.step()
                 gradient = self._weights[0].grad
                 assert gradient is not None
-                releases.append(gradient[0].double())
+                releases.append(gradient[0].double() / clip)
         finally:
             defense.teardown()
         accounted = defense.accountant.history
         if self.history and accounted != self.history:
             raise RuntimeError(f"run {number} is accounted as {accounted}, others {self.history}")
         self.history = accounted
-        return torch.stack(releases) * self._batch_size / self._clip
+        return torch.stack(releases) * self._batch_size
 
     def coins(self, number: int) -> Tensor:
         """(targets,) bool, fair; the same for the same number of a run."""

@@ -25,6 +25,8 @@ from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.dpsgd_runs import CLIP, CausalLM, loader, trainer
 
 LIVES, NUMBERS, SAVED_EVERY = 10, 256, 3
+EPOCHS, FACTORS = 50, [0.9**epoch for epoch in range(50)]
+"""Of a run with bands or with a plan; factors of the plan's noise, one for each epoch."""
 NOISE = 50.0
 """So much that the clipped sums beside it are nothing: two releases alike would be noise alike."""
 
@@ -57,16 +59,22 @@ class Save(Callback):
 
 
 def live(
-    folder: Path, pipe: int | None, bands: int = 0, most: int | None = None, **limits: Any
+    folder: Path,
+    pipe: int | None,
+    bands: int = 0,
+    most: int | None = None,
+    planned: bool = False,
+    **limits: Any,
 ) -> DPSGD:
     """Trains; of every release the step's number and the first coordinates go into the pipe."""
-    release = ReleaseSettings(truncated_batch_size=most)
+    plan = FACTORS if planned else None
+    release = ReleaseSettings(truncated_batch_size=most, noise_schedule=plan)
     if bands:
         release = ReleaseSettings(mechanism="banded", bands=bands)
     own, checkpoint = defense(folder, release=release), folder / "last.ckpt"
     strategy = DefendedStrategy("auto", [own])
     saves = Save(checkpoint, draft=not bands)
-    epochs = 50 if bands else 10**6
+    epochs = EPOCHS if bands or planned else 10**6
     run = trainer(strategy, callbacks=[saves], **{"max_epochs": epochs, **limits})
 
     def tell(stage: str, optimizer: Any) -> None:
@@ -93,7 +101,8 @@ def read(pipe: int) -> np.ndarray | None:
 
 def main() -> None:
     folder, lives_to_live, bands = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    most = int(sys.argv[4]) if len(sys.argv) > 4 else None
+    most = int(sys.argv[4]) or None if len(sys.argv) > 4 else None
+    planned = len(sys.argv) > 5
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     releases: list[np.ndarray] = []
@@ -106,7 +115,7 @@ def main() -> None:
         if child == 0:
             os.close(reader)
             try:
-                live(folder, writer, bands, most)
+                live(folder, writer, bands, most, planned)
             except BaseException:
                 traceback.print_exc()
             sys.stderr.flush()

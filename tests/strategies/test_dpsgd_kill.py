@@ -13,7 +13,7 @@ from lightning_fedleak.defenses.accounting import TruncatedPoisson
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd.factorization import banded
 from tests.helpers.processes import one_process
-from tests.strategies.dpsgd_lives import LIVES, NOISE, live
+from tests.strategies.dpsgd_lives import FACTORS, LIVES, NOISE, live
 from tests.strategies.dpsgd_runs import BATCH, CLIP, N
 
 pytestmark = [
@@ -68,6 +68,29 @@ def test_killed_a_run_of_truncated_batches_forgets_no_release(tmp_path: Path) ->
     epsilon = epsilon_of([cell], 1e-3, "rdp", TruncatedPoisson(N + 1, 9))
     assert last.privacy.epsilon == pytest.approx(epsilon, rel=1e-9)
     assert epsilon > epsilon_of([cell], 1e-3, "rdp")
+
+
+def test_killed_a_planned_run_goes_on_with_its_plan_and_pays_for_each_noise(tmp_path: Path) -> None:
+    said = one_process(
+        "tests.strategies.dpsgd_lives", tmp_path, 4, 0, 0, "planned", log=tmp_path / "log"
+    )
+    lives = json.loads((tmp_path / "lives.json").read_text())
+    releases = np.load(tmp_path / "releases.npy")
+    counted, numbers = 0, []
+    for life in lives:
+        assert life["killed"], said[-4000:]
+        assert life["seen"] <= life["ledger"] - counted <= life["seen"] + 1
+        numbers += range(counted, counted + life["seen"])
+        counted = life["ledger"]
+    epoch = N // BATCH
+    expected = [FACTORS[number // epoch] for number in numbers]
+    sizes = releases[:, 1:].std(axis=1) * BATCH / CLIP / NOISE
+    np.testing.assert_allclose(sizes, expected, rtol=0.2)
+    last = live(tmp_path, None, planned=True, max_epochs=int(releases[:, 0].max()) // epoch + 2)
+    paid = [(sigma / NOISE, steps) for sigma, _, steps in last.accountant.history]
+    assert last.accountant.steps > counted
+    for (factor, steps), planned in zip(paid[:-1], FACTORS, strict=False):
+        assert (factor, steps) == (pytest.approx(planned), epoch)
 
 
 def test_killed_it_begins_a_new_mechanism_and_pays_for_each(tmp_path: Path) -> None:

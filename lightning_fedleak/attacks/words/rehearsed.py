@@ -125,10 +125,10 @@ class _Readout:
     @classmethod
     def fit(
         cls,
-        filters: tuple[_Filter, ...],
-        log_counts: Tensor,
         gradients: Sequence[dict[str, Tensor]],
         labels: Sequence[Tensor],
+        filters: tuple[_Filter, ...],
+        log_counts: Tensor,
         generator: torch.Generator,
     ) -> _Readout:
         """Return the readout that tells the labels of rehearsals from other types."""
@@ -207,14 +207,14 @@ class RehearsedLabels(Attack):
 
     This method is our own. It names labels alone, and a part of them: its guess is evidence, and
     nothing is certified. It rehearses again when the number of steps has doubled. It reads
-    gradients of single steps, without noise. Where its rehearsals are read no better with their own
-    gradients than with each other's, it has learned frequencies alone, and its result is *unknown*.
+    gradients of single steps, without noise. Where rehearsals that it was not fitted to are read no
+    better with their own gradients than with each other's, its result is *unknown*.
 
     Args:
         public_text: text like the clients' (strings need ``tokenizer``), or ``"sampled"``.
         tokenizer: for strings.
         shapes: (texts, tokens) of the rehearsed batches, those of the clients at best.
-        rehearsals: number of batches, shapes in turn.
+        rehearsals: number of batches, shapes in turn; 12 at least.
         seed: of the batches.
         name: as in the logs.
 
@@ -256,9 +256,9 @@ class RehearsedLabels(Attack):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        if not shapes or rehearsals < 3:
+        if not shapes or rehearsals < 12:  # two pairs are held out of a readout then
             raise ValueError(
-                f"shapes must hold one (texts, tokens) at least, and rehearsals be 3 at least; got "
+                f"shapes must hold one (texts, tokens) at least, and rehearsals be 12 at least; got "
                 f"{shapes!r} and {rehearsals}"
             )
         attack = type(self).__name__
@@ -312,8 +312,9 @@ class RehearsedLabels(Attack):
                 counts = torch.bincount(torch.cat(text.sentences), minlength=anatomy.vocab_size)
                 log_counts = (counts + 0.1).log().to(anatomy.device)
                 rehearsed = gradients[:filtered], labels[:filtered]
-                self._readout = _Readout.fit(tuple(filters), log_counts, *rehearsed, generator)
-                self._reads_gradients = _exceed(_own_gain(self._readout, *rehearsed))
+                rest = tuple(filters), log_counts, generator
+                self._readout = _Readout.fit(*rehearsed, *rest)
+                self._reads_gradients = _exceed(_held_out_gains(*rehearsed, *rest))
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Rehearse again if the number of steps has doubled."""
@@ -396,17 +397,23 @@ class RehearsedLabels(Attack):
         }
 
 
-def _own_gain(
-    readout: _Readout, gradients: Sequence[dict[str, Tensor]], labels: Sequence[Tensor]
+def _held_out_gains(
+    gradients: Sequence[dict[str, Tensor]], labels: Sequence[Tensor], *rest: Any
 ) -> Tensor:
-    """Return (n,) shares of labels named by a batch's own gradient, less those by another one's."""
-    chances = [readout.probabilities(gradient) for gradient in gradients]
-    foreign = chances[1:] + chances[:1]
-    gains = [
-        [float(torch.isin(p.topk(len(used)).indices, used).float().mean()) for p in pair]
-        for *pair, used in zip(chances, foreign, labels, strict=True)
-    ]
-    return torch.tensor([mine - another for mine, another in gains])
+    """Return (n,) shares of labels named by a batch's own gradient, less those by another one's.
+
+    Each half is read by what was fitted to the other half, or noise would seem to be read.
+    """
+    middle, gains = len(labels) // 2, []
+    halves = slice(middle), slice(middle, None)
+    for learned, held_out in (halves, halves[::-1]):
+        readout = _Readout.fit(gradients[learned], labels[learned], *rest)
+        chances = [readout.probabilities(gradient) for gradient in gradients[held_out]]
+        foreign = chances[1:] + chances[:1]
+        for *pair, used in zip(chances, foreign, labels[held_out], strict=True):
+            own, other = (torch.isin(p.topk(len(used)).indices, used).float().mean() for p in pair)
+            gains.append(own - other)
+    return torch.stack(gains).cpu()
 
 
 def _exceed(gains: Tensor) -> bool:

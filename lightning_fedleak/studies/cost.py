@@ -47,7 +47,7 @@ WIDER = 3  # times the vocabulary of the model that shows its slope; larger: slo
 LENGTH = 64  # tokens that membership attacks read of a text, by default
 PUBLIC = 24  # public texts of a membership attack, by default
 BLOCKS = 12  # that SubspaceMembership reads, by default
-LOGITS_COPIES = 5  # logits, those counted, their logarithms and two gradients
+LOGITS_COPIES = 2  # logits and those counted, then these and what they send back
 PROBED = 64  # tokens of a probe; 3.5 times the types took 4.0 times as long (stories15M, r 8)
 QUERIES = 8  # texts that a membership attack is asked about at a look; not tuned
 STEP = 1e-5  # deviation of a small step's changes: tokens never trained stay nearly equal
@@ -276,7 +276,8 @@ def large_tensors(
     """Return bytes of the tensors that grow with the model, in calibration and in a look.
 
     They are the input of every token, the states and their covariances by block, the logits of a
-    text and the states with what their gradient needs, and both sides' covariances of each map.
+    text and the states with what their gradient needs, and both sides' covariances of each map
+    beside its whitened gradient.
 
     Args:
         name: of the attack.
@@ -292,9 +293,10 @@ def large_tensors(
         once = max(1, token_parts.LOGITS_AT_ONCE // (vocabulary * LENGTH))
         text = LOGITS_COPIES * 4 * vocabulary * LENGTH + blocks * saved
         numbers = sum(token_parts.count_numbers(m, anatomy) for m in maps)
-        whitening = 4 * min(blocks * numbers / tried, MOST_NUMBERS)  # twice that as moments
-        run = min(once, texts) * text
-        return 2 * whitening + max(run, whitening), whitening + min(once, texts, QUERIES) * text
+        entries = sum(getattr(anatomy.parameter(m.name), "numel", int)() for m in maps)
+        read = min(blocks / tried, MOST_NUMBERS / numbers)  # times the blocks that were tried
+        calibration = 8 * read * (numbers - entries) + min(once, texts) * text
+        return calibration, 4 * read * (numbers + entries) + min(once, texts, QUERIES) * text
     width = anatomy.hidden_size
     weight = anatomy.parameter(EMBEDDING_WEIGHT)
     assert weight is not None

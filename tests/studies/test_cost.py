@@ -60,10 +60,10 @@ def test_time_is_extrapolated_and_large_tensors_are_added(monkeypatch: pytest.Mo
     assert membership.calibration_bytes == 1e6 + inputs + states
     asked = 11 * 4 * 16 * 8 * 64
     assert membership.look_bytes == 2e6 + inputs + states + asked + products
-    numbers = 2 * (4 * 16 + 4**2 + 16**2) * 2  # both sides of A and B, and their weights
-    runs = 5 * 4 * 128_256 * 64 + 16 * 1000 - 4 * (5 * 4 * cost.VOCABULARY * 64 + 1000)
-    assert gradients.calibration_bytes == 1e6 + runs + 8 * 15 * numbers
-    assert gradients.look_bytes == 2e6 + runs + 4 * 15 * numbers
+    sides, entries = 2 * 2 * (4**2 + 16**2), 2 * 2 * 4 * 16  # of A and B, of both maps
+    runs = 2 * 4 * 128_256 * 64 + 16 * 1000 - 4 * (2 * 4 * cost.VOCABULARY * 64 + 1000)
+    assert gradients.calibration_bytes == 1e6 + runs + 8 * 15 * sides
+    assert gradients.look_bytes == 2e6 + runs + 4 * 15 * (sides + 2 * entries)  # g, sizes
 
 
 def test_blocks_after_the_first_keep_equal_bytes_for_a_backward() -> None:

@@ -60,6 +60,7 @@ def map_token_parts(
                 logits, labels = token_logits(model, part, views)
             with torch.no_grad():
                 results.append(function(_inputs_and_slopes(maps, calls, logits, labels, part)))
+            del calls, logits  # with their graph, which the next run would add to
     return results
 
 

@@ -258,8 +258,8 @@ class RehearsedLabels(Attack):
         super().__init__(name)
         if not shapes or rehearsals < 12:  # two pairs are held out of a readout then
             raise ValueError(
-                f"shapes must hold one (texts, tokens) at least, and rehearsals be 12 at least; got "
-                f"{shapes!r} and {rehearsals}"
+                "shapes must hold one (texts, tokens) at least, and rehearsals be at least 12; "
+                f"got {shapes!r} and {rehearsals}"
             )
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)

@@ -200,7 +200,8 @@ def predict_costs(config: Any, rank: int, targets: str | None, tokens: int) -> d
         texts = PublicText(list(frequent_tokens(anatomy, 40, LENGTH, torch.Generator())))
         measured[size] = {name: try_attack(name, texts, anatomy, few) for name in tried[size]}
         saved[size[1]] = saved_bytes(anatomy)
-    more_types = expected_types(vocabulary, tokens) / expected_types(vocabulary, few) - 1
+    types, few_types = (expected_types(vocabulary, n) for n in (tokens, few))
+    more_types = types / few_types - 1
     rows = (vocabulary - least) / max(1, wide - least)
     read = {WORDS: 1, STATES: min(blocks, BLOCKS)}
     costs: dict[str, Cost] = {}
@@ -216,8 +217,8 @@ def predict_costs(config: Any, rank: int, targets: str | None, tokens: int) -> d
         if name in read:  # subspace_membership reads words too
             seconds["look"] += words * more_types / (1 + more_types)
         block = max(0.0, saved[deep] - saved[1])
-        large = large_tensors(name, anatomy, vocabulary, blocks, block, PUBLIC)
-        small = large_tensors(name, anatomy, least, 1, block, FEW)
+        large = large_tensors(name, anatomy, vocabulary, blocks, block, PUBLIC, types)
+        small = large_tensors(name, anatomy, least, 1, block, FEW, few_types)
         more = [whole - part for whole, part in zip(large, small, strict=True)]
         costs[name] = Cost(
             **seconds,
@@ -271,7 +272,13 @@ def expected_types(vocabulary: int, tokens: int) -> float:
 
 
 def large_tensors(
-    name: str, anatomy: Anatomy, vocabulary: int, blocks: int, saved: float, texts: int
+    name: str,
+    anatomy: Anatomy,
+    vocabulary: int,
+    blocks: int,
+    saved: float,
+    texts: int,
+    types: float,
 ) -> tuple[float, float]:
     """Return bytes of the tensors that grow with the model, in calibration and in a look.
 
@@ -286,6 +293,7 @@ def large_tensors(
         blocks: of the model.
         saved: bytes that a block keeps of a text for its backward.
         texts: public texts that are run at once, at most.
+        types: of a client's batch; their directions are compared with all tokens.
     """
     maps = [m for m in row_space.find_linear_maps(anatomy) if anatomy.trainable(m.name)]
     tried = len({row_space.block_name(m.name) for m in maps})
@@ -302,7 +310,7 @@ def large_tensors(
     assert weight is not None
     inputs = vocabulary * (width * weight.element_size() + 4)
     rows = sum(m.rows for m in maps if m.factor != "B") / tried
-    products = 8 * vocabulary * min(rows, width)
+    products = 4 * vocabulary * min(2 * rows, width, types)
     if name == WORDS:
         return inputs, inputs + products
     states = 4 * width * min(blocks, BLOCKS)

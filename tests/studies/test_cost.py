@@ -78,6 +78,16 @@ def test_blocks_after_the_first_keep_equal_bytes_for_a_backward() -> None:
     assert 4 * 64 * (2 * 16 + 3 * 32) < block < 3 * 4 * 64 * (8 * 16 + 4 * 32)
 
 
+def test_a_look_at_a_whole_model_compares_no_more_directions_than_types() -> None:
+    single = config(300, 1)
+    single.dtype = torch.float32
+    anatomy = cost.random_anatomy(single, 300, 1, 0)
+    kept, look = cost.large_tensors(cost.WORDS, anatomy, 300, 1, 0.0, 1, 7.0)
+    assert (kept, look - kept) == (300 * (16 * 4 + 4), 4 * 300 * 7)
+    kept, look = cost.large_tensors(cost.WORDS, anatomy, 300, 1, 0.0, 1, 99.0)
+    assert look - kept == 4 * 300 * 16  # the width of the model
+
+
 def test_types_of_a_batch_are_those_that_are_drawn() -> None:
     anatomy = cost.random_anatomy(config(300, 1), 300, 1, 0)
     for tokens in (16, 500):

@@ -9,7 +9,7 @@ AdamW. The attacks read the gradient of a batch of ``--text``, and membership is
 Every model runs in processes of its own, with one thread. Seconds are of the processor. Memory is
 the highest resident memory in calibration, and at a look, over what was resident before the
 calibration (Linux only), where malloc gives back what is freed; in brackets with its defaults,
-where up to 64 MB stay for the next tensors. ``probe`` is what the prediction itself takes.
+where a part stays for the next tensors. ``probe`` is what the prediction itself takes.
 """
 
 from __future__ import annotations

@@ -195,11 +195,13 @@ def predict_costs(config: Any, rank: int, targets: str | None, tokens: int) -> d
     tried[least, 1] = ATTACKS
     measured: dict[tuple[int, int], dict[str, Cost]] = {}
     saved: dict[int, float] = {}
+    searched: dict[int, float] = {}
     for size in sorted(tried):
         anatomy = random_anatomy(config, *size, rank, targets)
         texts = PublicText(list(frequent_tokens(anatomy, 40, LENGTH, torch.Generator())))
         measured[size] = {name: try_attack(name, texts, anatomy, few) for name in tried[size]}
         saved[size[1]] = saved_bytes(anatomy)
+        searched[size[1]] = search_seconds(anatomy)
     types, few_types = (expected_types(vocabulary, n) for n in (tokens, few))
     more_types = types / few_types - 1
     rows = (vocabulary - least) / max(1, wide - least)
@@ -213,6 +215,8 @@ def predict_costs(config: Any, rank: int, targets: str | None, tokens: int) -> d
             + (read.get(name, blocks) - 1) * rise(part, cost, measured[least, deep].get(name, cost))
             for part in ("calibration", "refresh", "look")
         }
+        unread = blocks - read.get(name, blocks)  # that a calibration runs all the same
+        seconds["calibration"] += unread * max(0.0, searched[deep] - searched[1])
         words = costs[WORDS].look if costs else seconds["look"] * (1 + more_types)
         if name in read:  # subspace_membership reads words too
             seconds["look"] += words * more_types / (1 + more_types)
@@ -246,6 +250,12 @@ def rise(part: str, small: Cost, large: Cost) -> float:
     """Return by how much a part is larger; a clock's chance may show less."""
     more: float = getattr(large, part) - getattr(small, part)
     return max(0.0, more)
+
+
+def search_seconds(anatomy: Anatomy) -> float:
+    """Return the seconds in which a calibration finds what the blocks read."""
+    maps = row_space.find_linear_maps(anatomy)
+    return clock(lambda: row_space.find_known_inputs(anatomy, maps))[0]
 
 
 def saved_bytes(anatomy: Anatomy) -> float:

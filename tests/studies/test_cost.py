@@ -41,11 +41,13 @@ def in_straight_lines(
 def test_time_is_extrapolated_and_large_tensors_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "measure_cost", in_straight_lines)
     monkeypatch.setattr(cost, "saved_bytes", lambda anatomy: 7.0 + 1000 * len(anatomy.blocks))
+    monkeypatch.setattr(cost, "search_seconds", lambda anatomy: 0.25 * len(anatomy.blocks))
     costs = cost.predict_costs(config(), 4, "q_proj,v_proj", 64)
     assert set(costs) == set(cost.ATTACKS)
     read = {"subspace_words": 1, "subspace_membership": 12, "gradient_membership": 16}
     for name, blocks in read.items():
         found, expected = costs[name], [2 + 128.256 + 5 * blocks, 0.5 * blocks, 64.128]
+        expected[0] += 0.25 * (16 - blocks)  # of blocks that are run and not read
         if name == "gradient_membership":  # 4 texts were tried, of 24 and of 8 with 8 controls
             expected[0] += 5 * 64.128
             expected[2] *= 4
@@ -137,6 +139,7 @@ def test_a_larger_model_is_never_said_to_take_less(monkeypatch: pytest.MonkeyPat
         return cost.Cost(time, 1.0, time, time, 1.0)
 
     monkeypatch.setattr(cost, "measure_cost", measured)
+    monkeypatch.setattr(cost, "search_seconds", lambda anatomy: -float(len(anatomy.blocks)))
     for name, found in cost.predict_costs(config(), 4, "q_proj,v_proj", 64).items():
         smallest = 8.0 - 1e-4 * cost.VOCABULARY
         factors = (6, 1, 4) if name == "gradient_membership" else (1, 1, 1)

@@ -155,13 +155,9 @@ class Moments:
         for name, sides in parts.items():
             for sums, values in zip((self._inputs, self._slopes), sides, strict=True):
                 flat = values.flatten(0, 1).double()
-                n = flat.shape[1]
-                if name not in sums:
-                    sums[name] = flat.new_zeros((n,) if n > WIDEST else (n, n))
-                if n > WIDEST:
-                    sums[name] += flat.square().sum(0)
-                else:
-                    sums[name].addmm_(flat.T, flat)
+                wide = flat.shape[1] > WIDEST
+                moment = flat.square().sum(0) if wide else flat.T @ flat
+                sums[name] = sums[name].add_(moment) if name in sums else moment
 
     def whitenings(self, maps: Sequence[LinearMap]) -> dict[str, SideWhitening]:
         """Return the whitening of each map that public text reaches, by its name, and forget."""

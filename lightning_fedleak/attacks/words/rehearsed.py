@@ -257,10 +257,7 @@ class RehearsedLabels(Attack):
     ) -> None:
         super().__init__(name)
         if not shapes or rehearsals < 12:  # two pairs are held out of a readout then
-            raise ValueError(
-                "shapes must hold one (texts, tokens) at least, and rehearsals be at least 12; "
-                f"got {shapes!r} and {rehearsals}"
-            )
+            raise ValueError(f"shapes must hold one, rehearsals be >= 12: {shapes}, {rehearsals}")
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.shapes = tuple((int(texts), int(tokens)) for texts, tokens in shapes)
@@ -299,11 +296,11 @@ class RehearsedLabels(Attack):
         gradients = [gradient_of(anatomy, batch, roles) for batch in batches]
         labels = [torch.unique(b.target_ids()).to(anatomy.device) for b in batches]
         # A filter is sharper on the gradients that it was fitted to: the readout learns on others.
-        filtered = len(batches) // 3
+        third = len(batches) // 3
         with torch.no_grad():
             filters = []
             for part in _parts(anatomy, self._places(anatomy), start):
-                rows = [part.rows(g[part.name]) for g in gradients[filtered:]]
+                rows = [part.rows(g[part.name]) for g in gradients[third:]]
                 sized = torch.stack([r / r.norm().clamp_min(1e-30) for r in rows])
                 if bool(sized.flatten(1).any(1).all()):  # the others have no gradient yet
                     filters.append(_Filter.fit(part, sized * math.sqrt(sized[0].numel())))
@@ -311,10 +308,9 @@ class RehearsedLabels(Attack):
             if filters:
                 counts = torch.bincount(torch.cat(text.sentences), minlength=anatomy.vocab_size)
                 log_counts = (counts + 0.1).log().to(anatomy.device)
-                rehearsed = gradients[:filtered], labels[:filtered]
-                rest = tuple(filters), log_counts, generator
-                self._readout = _Readout.fit(*rehearsed, *rest)
-                self._reads_gradients = _exceed(_held_out_gains(*rehearsed, *rest))
+                fitted = gradients[:third], labels[:third], tuple(filters), log_counts, generator
+                self._readout = _Readout.fit(*fitted)
+                self._reads_gradients = _exceed(_held_out_gains(*fitted))
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Rehearse again if the number of steps has doubled."""
@@ -336,8 +332,7 @@ class RehearsedLabels(Attack):
         snapshot = view.gradients[-1]
         if isinstance(snapshot, UpdateSnapshot):
             raise Inapplicable(
-                "rehearsals are gradients of single steps, and this is the weight change of a "
-                "round: measure gradients (leave local_steps out)"
+                "rehearsals are single steps, and this is a round: measure gradients, not updates"
             )
         if not snapshot.noise_std == 0:
             raise Inapplicable("a defence adds noise, which the rehearsals do not have")
@@ -350,8 +345,7 @@ class RehearsedLabels(Attack):
             raise UnusableObservation("a gradient is all zero")
         if not self._reads_gradients:
             raise UnusableObservation(
-                "in its rehearsals this attack names no more labels by a batch's own gradient than "
-                "by another batch's: what it would name are frequent tokens"
+                "its rehearsals show frequent tokens alone, as another batch's gradients would"
             )
         probabilities = self._readout.probabilities(gradients)
         ordered, types = probabilities.sort(descending=True)

@@ -29,7 +29,7 @@ from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, Un
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
-    "--rehearsals 4 --setups adapters",
+    "--rehearsals 12 --setups adapters",
 )
 
 

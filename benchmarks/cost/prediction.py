@@ -6,15 +6,17 @@
 A model is ``embedded``, a name and a folder, or ``gpt2-shape``: GPT-2's with 124 million random
 numbers. It gets a LoRA (PEFT's choice of modules; none with ``--rank 0``), and takes two steps of
 AdamW. The attacks read the gradient of a batch of ``--text``, and membership is asked of 8 texts.
-Every model runs in a process of its own, with one thread. Seconds are of the processor; memory is
+Every model runs in processes of its own, with one thread. Seconds are of the processor. Memory is
 the highest resident memory in calibration, and at a look, over what was resident before the
-calibration (Linux only). ``probe`` is what the prediction itself takes.
+calibration (Linux only), where malloc gives back what is freed; in brackets with its defaults,
+where a part stays for the next tensors. ``probe`` is what the prediction itself takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -42,6 +44,7 @@ from lightning_fedleak.studies.models import find_config, with_lora
 SMOKE = ("--models embedded --shapes 1x16 --rank 2 --attacks subspace_words",)
 RANDOM = "gpt2-shape"
 PARTS = ("calibration", "calibration_bytes", "look", "look_bytes")
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "4194304"}
 
 
 def config_of(model: str) -> PreTrainedConfig:
@@ -89,17 +92,21 @@ def train(anatomy: Anatomy, text: PublicText) -> None:
 def report(model: str, shape: str) -> dict[str, object]:
     """Return the seconds of the probe, and both costs by attack."""
     rows, length = map(int, shape.split("x"))
+    random_anatomy(config_of(model), 64, 1, OPTIONS.rank)  # imports what any command imports
     start = time.process_time()
-    predicted = predict_costs(config_of(model), OPTIONS.rank, None, rows * length)
+    predicted = {}
+    if GIVE_BACK.keys().isdisjoint(os.environ):
+        predicted = predict_costs(config_of(model), OPTIONS.rank, None, rows * length)
     probe = time.process_time() - start
     anatomy, public, private = load(model, OPTIONS.rank)
     batch = private.batch(rows, length, torch.Generator().manual_seed(1))
     costs = {
-        name: (predicted[name], measure_cost(attack(public), anatomy, rows * length, batch))
-        for name, attack in ATTACKS.items()
-        if name in OPTIONS.attacks
+        name: [measure_cost(ATTACKS[name](public), anatomy, rows * length, batch)]
+        for name in OPTIONS.attacks
     }
-    return {"probe": probe, **{name: [parts(c) for c in both] for name, both in costs.items()}}
+    for name, cost in predicted.items():
+        costs.get(name, []).insert(0, cost)
+    return {"probe": probe, **{name: [parts(c) for c in row] for name, row in costs.items()}}
 
 
 def parts(cost: Cost) -> dict[str, float]:
@@ -125,12 +132,24 @@ def main() -> None:
             command += ["--models", model, "--shapes", shape, "--rank", str(OPTIONS.rank)]
             command += ["--text", OPTIONS.text] if OPTIONS.text else []
             command += ["--attacks", *OPTIONS.attacks]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            costs = json.loads(done.stdout.splitlines()[-1])
-            row = f"{model.partition('=')[0]}, {shape} ({costs.pop('probe'):.1f} s)"
-            for name, (expected, found) in costs.items():
-                pairs = [f"{expected[n]:,.3g} / {found[n]:,.3g}" for n in PARTS]
-                lines.append("| " + " | ".join([row, name, *pairs]) + " |")
+            costs, in_use = (
+                json.loads(
+                    subprocess.check_output(command, text=True, env=os.environ | more).splitlines()[
+                        -1
+                    ]
+                )
+                for more in ({}, GIVE_BACK)
+            )
+            row = f"{model.partition('=')[0]}, {shape} ({costs['probe']:.1f} s)"
+            for name in OPTIONS.attacks:
+                (expected, found), (given_back,) = costs[name], in_use[name]
+                cells = [f"{expected[n]:,.3g} / {found[n]:,.3g}" for n in PARTS]
+                for i in (1, 3):
+                    part = PARTS[i]
+                    cells[i] = (
+                        f"{expected[part]:,.3g} / {given_back[part]:,.3g} ({found[part]:,.3g})"
+                    )
+                lines.append("| " + " | ".join([row, name, *cells]) + " |")
                 print(lines[-1], flush=True)
     if OPTIONS.out:
         Path(OPTIONS.out).write_text("\n".join(lines) + "\n")

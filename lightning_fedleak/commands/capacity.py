@@ -133,9 +133,8 @@ class CostCommand(CostOptions):
             "Seconds are of one core, on this machine; wall time is up to "
             f"{threads} times shorter with its {threads} threads. Memory is above training's own, "
             "at a look with what the calibration stores. Tried on random models of one and two "
-            "blocks, and extrapolated. Not in it are sampled public text (without public_text=), "
-            "tokens that were never trained, which look alike, and the capacity that "
-            "SubspaceWords() measures before training (up to capacity_seconds=10)."
+            "blocks, and extrapolated. Not in it: sampled public text, tokens never trained, "
+            "what malloc keeps, and the capacity that SubspaceWords() measures (capacity_seconds)."
         )
         return 0
 

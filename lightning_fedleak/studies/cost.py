@@ -47,7 +47,7 @@ WIDER = 3  # times the vocabulary of the model that shows its slope; larger: slo
 LENGTH = 64  # tokens that membership attacks read of a text, by default
 PUBLIC = 24  # public texts of a membership attack, by default
 BLOCKS = 12  # that SubspaceMembership reads, by default
-LOGITS_COPIES = 5  # logits, those counted, their logarithms and two gradients
+LOGITS_COPIES = 2  # logits and those counted, then these and what they send back
 PROBED = 64  # tokens of a probe; 3.5 times the types took 4.0 times as long (stories15M, r 8)
 QUERIES = 8  # texts that a membership attack is asked about at a look; not tuned
 STEP = 1e-5  # deviation of a small step's changes: tokens never trained stay nearly equal
@@ -194,13 +194,13 @@ def predict_costs(config: Any, rank: int, targets: str | None, tokens: int) -> d
     tried[wide, 1] = (WORDS, GRADIENTS)
     tried[least, 1] = ATTACKS
     measured: dict[tuple[int, int], dict[str, Cost]] = {}
-    saved: dict[int, float] = {}
+    saved, searched = dict[int, float](), dict[int, float]()
     for size in sorted(tried):
         anatomy = random_anatomy(config, *size, rank, targets)
         texts = PublicText(list(frequent_tokens(anatomy, 40, LENGTH, torch.Generator())))
         measured[size] = {name: try_attack(name, texts, anatomy, few) for name in tried[size]}
-        saved[size[1]] = saved_bytes(anatomy)
-    more_types = expected_types(vocabulary, tokens) / expected_types(vocabulary, few) - 1
+        saved[size[1]], searched[size[1]] = saved_bytes(anatomy), search_seconds(anatomy)
+    types, few_types = (expected_types(vocabulary, n) for n in (tokens, few))
     rows = (vocabulary - least) / max(1, wide - least)
     read = {WORDS: 1, STATES: min(blocks, BLOCKS)}
     costs: dict[str, Cost] = {}
@@ -212,12 +212,14 @@ def predict_costs(config: Any, rank: int, targets: str | None, tokens: int) -> d
             + (read.get(name, blocks) - 1) * rise(part, cost, measured[least, deep].get(name, cost))
             for part in ("calibration", "refresh", "look")
         }
-        words = costs[WORDS].look if costs else seconds["look"] * (1 + more_types)
+        unread = blocks - read.get(name, blocks)  # that a calibration runs all the same
+        seconds["calibration"] += unread * max(0.0, searched[deep] - searched[1])
+        words = costs[WORDS].look if costs else seconds["look"] * types / few_types
         if name in read:  # subspace_membership reads words too
-            seconds["look"] += words * more_types / (1 + more_types)
+            seconds["look"] += words * (1 - few_types / types)
         block = max(0.0, saved[deep] - saved[1])
-        large = large_tensors(name, anatomy, vocabulary, blocks, block, PUBLIC)
-        small = large_tensors(name, anatomy, least, 1, block, FEW)
+        large = large_tensors(name, anatomy, vocabulary, blocks, block, PUBLIC, types)
+        small = large_tensors(name, anatomy, least, 1, block, FEW, few_types)
         more = [whole - part for whole, part in zip(large, small, strict=True)]
         costs[name] = Cost(
             **seconds,
@@ -233,11 +235,10 @@ def try_attack(name: str, texts: PublicText, anatomy: Anatomy, tokens: int) -> C
         return measure_cost(ATTACKS[name](texts), anatomy, tokens)
     attack = GradientMembership(texts, public_rows=FEW, controls=FEW // 2)
     cost = measure_cost(attack, anatomy, tokens, queries=FEW - FEW // 2)
-    whole = GradientMembership(texts)
     return replace(
         cost,
         calibration=cost.calibration + cost.look * (PUBLIC - FEW) / FEW,
-        look=cost.look * (QUERIES + whole.controls) / FEW,
+        look=cost.look * (QUERIES + GradientMembership(texts).controls) / FEW,
     )
 
 
@@ -245,6 +246,12 @@ def rise(part: str, small: Cost, large: Cost) -> float:
     """Return by how much a part is larger; a clock's chance may show less."""
     more: float = getattr(large, part) - getattr(small, part)
     return max(0.0, more)
+
+
+def search_seconds(anatomy: Anatomy) -> float:
+    """Return the seconds in which a calibration finds what the blocks read."""
+    maps = row_space.find_linear_maps(anatomy)
+    return clock(lambda: row_space.find_known_inputs(anatomy, maps))[0]
 
 
 def saved_bytes(anatomy: Anatomy) -> float:
@@ -271,36 +278,39 @@ def expected_types(vocabulary: int, tokens: int) -> float:
 
 
 def large_tensors(
-    name: str, anatomy: Anatomy, vocabulary: int, blocks: int, saved: float, texts: int
+    name: str, anatomy: Anatomy, tokens: int, blocks: int, saved: float, texts: int, types: float
 ) -> tuple[float, float]:
     """Return bytes of the tensors that grow with the model, in calibration and in a look.
 
     They are the input of every token, the states and their covariances by block, the logits of a
-    text and the states with what their gradient needs, and both sides' covariances of each map.
+    text and the states with what their gradient needs, and both sides' covariances of each map
+    beside its whitened gradient.
 
     Args:
         name: of the attack.
         anatomy: of a model of the same width.
-        vocabulary: tokens of the model.
+        tokens: of the model.
         blocks: of the model.
         saved: bytes that a block keeps of a text for its backward.
         texts: public texts that are run at once, at most.
+        types: of a client's batch; their directions are compared with all tokens.
     """
     maps = [m for m in row_space.find_linear_maps(anatomy) if anatomy.trainable(m.name)]
     tried = len({row_space.block_name(m.name) for m in maps})
     if name == GRADIENTS:
-        once = max(1, token_parts.LOGITS_AT_ONCE // (vocabulary * LENGTH))
-        text = LOGITS_COPIES * 4 * vocabulary * LENGTH + blocks * saved
+        once = max(1, token_parts.LOGITS_AT_ONCE // (tokens * LENGTH))
+        text = LOGITS_COPIES * 4 * tokens * LENGTH + blocks * saved
         numbers = sum(token_parts.count_numbers(m, anatomy) for m in maps)
-        whitening = 4 * min(blocks * numbers / tried, MOST_NUMBERS)  # twice that as moments
-        run = min(once, texts) * text
-        return 2 * whitening + max(run, whitening), whitening + min(once, texts, QUERIES) * text
+        entries = sum(getattr(anatomy.parameter(m.name), "numel", int)() for m in maps)
+        read = min(blocks / tried, MOST_NUMBERS / numbers)  # times the blocks that were tried
+        calibration = 8 * read * (numbers - entries) + min(once, texts) * text
+        return calibration, 4 * read * (numbers + entries) + min(once, texts, QUERIES) * text
     width = anatomy.hidden_size
     weight = anatomy.parameter(EMBEDDING_WEIGHT)
     assert weight is not None
-    inputs = vocabulary * (width * weight.element_size() + 4)
+    inputs = tokens * (width * weight.element_size() + 4)
     rows = sum(m.rows for m in maps if m.factor != "B") / tried
-    products = 8 * vocabulary * min(rows, width)
+    products = 4 * tokens * min(2 * rows, width, types)
     if name == WORDS:
         return inputs, inputs + products
     states = 4 * width * min(blocks, BLOCKS)
@@ -311,14 +321,13 @@ def large_tensors(
 def clock(function: Callable[[], object]) -> tuple[float, float]:
     """Return the processor seconds of a call, and the process's highest resident bytes in it."""
     trim()
-    if sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
     start = time.process_time()
     function()
     return time.process_time() - start, resident_bytes("VmHWM")
 
 
 def trim() -> None:
-    """Give back freed memory, which would be used again and not be counted."""
+    """Give back freed memory, which would be used again and not be counted; forget the peak."""
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")

@@ -41,11 +41,13 @@ def in_straight_lines(
 def test_time_is_extrapolated_and_large_tensors_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "measure_cost", in_straight_lines)
     monkeypatch.setattr(cost, "saved_bytes", lambda anatomy: 7.0 + 1000 * len(anatomy.blocks))
+    monkeypatch.setattr(cost, "search_seconds", lambda anatomy: 0.25 * len(anatomy.blocks))
     costs = cost.predict_costs(config(), 4, "q_proj,v_proj", 64)
     assert set(costs) == set(cost.ATTACKS)
     read = {"subspace_words": 1, "subspace_membership": 12, "gradient_membership": 16}
     for name, blocks in read.items():
         found, expected = costs[name], [2 + 128.256 + 5 * blocks, 0.5 * blocks, 64.128]
+        expected[0] += 0.25 * (16 - blocks)  # of blocks that are run and not read
         if name == "gradient_membership":  # 4 texts were tried, of 24 and of 8 with 8 controls
             expected[0] += 5 * 64.128
             expected[2] *= 4
@@ -60,10 +62,10 @@ def test_time_is_extrapolated_and_large_tensors_are_added(monkeypatch: pytest.Mo
     assert membership.calibration_bytes == 1e6 + inputs + states
     asked = 11 * 4 * 16 * 8 * 64
     assert membership.look_bytes == 2e6 + inputs + states + asked + products
-    numbers = 2 * (4 * 16 + 4**2 + 16**2) * 2  # both sides of A and B, and their weights
-    runs = 5 * 4 * 128_256 * 64 + 16 * 1000 - 4 * (5 * 4 * cost.VOCABULARY * 64 + 1000)
-    assert gradients.calibration_bytes == 1e6 + runs + 8 * 15 * numbers
-    assert gradients.look_bytes == 2e6 + runs + 4 * 15 * numbers
+    sides, entries = 2 * 2 * (4**2 + 16**2), 2 * 2 * 4 * 16  # of A and B, of both maps
+    runs = 2 * 4 * 128_256 * 64 + 16 * 1000 - 4 * (2 * 4 * cost.VOCABULARY * 64 + 1000)
+    assert gradients.calibration_bytes == 1e6 + runs + 8 * 15 * sides
+    assert gradients.look_bytes == 2e6 + runs + 4 * 15 * (sides + 2 * entries)  # g, sizes
 
 
 def test_blocks_after_the_first_keep_equal_bytes_for_a_backward() -> None:
@@ -76,6 +78,16 @@ def test_blocks_after_the_first_keep_equal_bytes_for_a_backward() -> None:
     assert saved[2] - saved[1] == block
     # At least what enters both norms, the gate and its activation, and what the down map reads.
     assert 4 * 64 * (2 * 16 + 3 * 32) < block < 3 * 4 * 64 * (8 * 16 + 4 * 32)
+
+
+def test_a_look_at_a_whole_model_compares_no_more_directions_than_types() -> None:
+    single = config(300, 1)
+    single.dtype = torch.float32
+    anatomy = cost.random_anatomy(single, 300, 1, 0)
+    kept, look = cost.large_tensors(cost.WORDS, anatomy, 300, 1, 0.0, 1, 7.0)
+    assert (kept, look - kept) == (300 * (16 * 4 + 4), 4 * 300 * 7)
+    kept, look = cost.large_tensors(cost.WORDS, anatomy, 300, 1, 0.0, 1, 99.0)
+    assert look - kept == 4 * 300 * 16  # the width of the model
 
 
 def test_types_of_a_batch_are_those_that_are_drawn() -> None:
@@ -127,6 +139,7 @@ def test_a_larger_model_is_never_said_to_take_less(monkeypatch: pytest.MonkeyPat
         return cost.Cost(time, 1.0, time, time, 1.0)
 
     monkeypatch.setattr(cost, "measure_cost", measured)
+    monkeypatch.setattr(cost, "search_seconds", lambda anatomy: -float(len(anatomy.blocks)))
     for name, found in cost.predict_costs(config(), 4, "q_proj,v_proj", 64).items():
         smallest = 8.0 - 1e-4 * cost.VOCABULARY
         factors = (6, 1, 4) if name == "gradient_membership" else (1, 1, 1)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks.base import UnusableObservation
@@ -24,7 +23,7 @@ from lightning_fedleak.model_runs import micro_batches, only_needed_hooks, token
 
 T = TypeVar("T")
 
-LOGITS_AT_ONCE = 1 << 21  # of one run, 8 MB, of which a backward has five; more: no faster
+LOGITS_AT_ONCE = 1 << 21  # of one run, 8 MB, of which a backward has two; more: no faster
 WIDEST = 1024  # sides up to which whitening is a full matrix, wider ones diagonal; more: slower
 ALLOWANCE = 2.0  # standard errors that two tokens may fall short for free; not tuned
 MOST_LACKING = 0.5  # share of a coefficient that two tokens can take off; not tuned
@@ -59,18 +58,20 @@ def map_token_parts(
         for part in micro_batches(anatomy, batch, LOGITS_AT_ONCE):
             with _record_calls(maps) as calls:
                 logits, labels = token_logits(model, part, views)
-            loss = F.cross_entropy(logits.float(), labels, reduction="sum")
             with torch.no_grad():
-                results.append(function(_inputs_and_slopes(maps, calls, loss, part)))
+                results.append(function(_inputs_and_slopes(maps, calls, logits, labels, part)))
+            del calls, logits  # with their graph, which the next run would add to
     return results
 
 
 def _inputs_and_slopes(
     maps: Sequence[LinearMap],
     calls: Mapping[int, list[tuple[Tensor, Tensor]]],
-    loss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
     part: TokenBatch,
 ) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return inputs and slopes by map; the logits are overwritten by the loss's gradient."""
     length = part.input_ids.shape[1]
     single_calls = {}
     for linear in maps:
@@ -81,7 +82,10 @@ def _inputs_and_slopes(
     outputs = [y for _, y in single_calls.values()]
     slopes: Sequence[Tensor | None] = ()
     if outputs:
-        slopes = torch.autograd.grad(loss, outputs, allow_unused=True)
+        errors = logits.detach().float()  # their own memory, of which cross_entropy takes four
+        errors.sub_(errors.logsumexp(1, keepdim=True)).exp_()
+        errors[torch.arange(len(labels), device=labels.device), labels] -= 1
+        slopes = torch.autograd.grad(logits, outputs, errors.to(logits.dtype), allow_unused=True)
     real = None if part.attention_mask is None else (part.attention_mask != 0)[..., None]
     pairs = {}
     for (name, (x, _)), slope in zip(single_calls.items(), slopes, strict=True):
@@ -152,17 +156,18 @@ class Moments:
             for sums, values in zip((self._inputs, self._slopes), sides, strict=True):
                 flat = values.flatten(0, 1).double()
                 wide = flat.shape[1] > WIDEST
-                sums[name] = sums.get(name, 0.0) + (flat.square().sum(0) if wide else flat.T @ flat)
+                moment = flat.square().sum(0) if wide else flat.T @ flat
+                sums[name] = sums[name].add_(moment) if name in sums else moment
 
     def whitenings(self, maps: Sequence[LinearMap]) -> dict[str, SideWhitening]:
-        """Return the whitening of each map that public text reaches, by its name."""
-        return {
-            m.name: SideWhitening.from_moments(self._inputs[m.name], self._slopes[m.name], m.axis)
-            for m in maps
-            if m.name in self._inputs
-            and bool(self._inputs[m.name].any())
-            and bool(self._slopes[m.name].any())
-        }
+        """Return the whitening of each map that public text reaches, by its name, and forget."""
+        whitenings = {}
+        for m in maps:
+            if m.name in self._inputs:
+                sides = self._inputs.pop(m.name), self._slopes.pop(m.name)
+                if all(bool(side.any()) for side in sides):
+                    whitenings[m.name] = SideWhitening.from_moments(*sides, m.axis)
+        return whitenings
 
 
 def _multiply(values: Tensor, factor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, Place, states_i
 from lightning_fedleak.snapshots import Observation, UnusableObservation, whole_tensor
 
 _TOLERANCE = 1e-5  # relative difference up to which two float32 inputs are equal; not tuned
+_NUMBERS = 1 << 20  # of states in a run, of which a norm has four; more: no faster
 _LOW_RANK = ("lora_A", "lora_B")
 NO_GRADIENT_YET = (
     "LoRA's A has no gradient until B (of AdaLoRA: E) has moved; with warm-up from 0 that is step 2"
@@ -401,7 +402,7 @@ def input_rows(
         (B, L, d) in the dtype that the client multiplies.
     """
     run = model_runs.stop_at(anatomy.model, Place("", known_input.reader, "input"))
-    step = max(1, model_runs.TOKENS_AT_ONCE // ids.shape[1])
+    step = max(1, min(model_runs.TOKENS_AT_ONCE, _NUMBERS // known_input.width) // ids.shape[1])
     rows = torch.empty(0)
     with _untraced(anatomy):
         for start in range(0, len(ids), step):

@@ -125,10 +125,10 @@ class _Readout:
     @classmethod
     def fit(
         cls,
-        filters: tuple[_Filter, ...],
-        log_counts: Tensor,
         gradients: Sequence[dict[str, Tensor]],
         labels: Sequence[Tensor],
+        filters: tuple[_Filter, ...],
+        log_counts: Tensor,
         generator: torch.Generator,
     ) -> _Readout:
         """Return the readout that tells the labels of rehearsals from other types."""
@@ -207,14 +207,14 @@ class RehearsedLabels(Attack):
 
     This method is our own. It names labels alone, and a part of them: its guess is evidence, and
     nothing is certified. It rehearses again when the number of steps has doubled. It reads
-    gradients of single steps, without noise. Where its rehearsals are read no better with their own
-    gradients than with each other's, it has learned frequencies alone, and its result is *unknown*.
+    gradients of single steps, without noise. Where rehearsals that it was not fitted to are read no
+    better with their own gradients than with each other's, its result is *unknown*.
 
     Args:
         public_text: text like the clients' (strings need ``tokenizer``), or ``"sampled"``.
         tokenizer: for strings.
         shapes: (texts, tokens) of the rehearsed batches, those of the clients at best.
-        rehearsals: number of batches, shapes in turn.
+        rehearsals: number of batches, shapes in turn; 12 at least.
         seed: of the batches.
         name: as in the logs.
 
@@ -256,11 +256,8 @@ class RehearsedLabels(Attack):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        if not shapes or rehearsals < 3:
-            raise ValueError(
-                f"shapes must hold one (texts, tokens) at least, and rehearsals be 3 at least; got "
-                f"{shapes!r} and {rehearsals}"
-            )
+        if not shapes or rehearsals < 12:  # two pairs are held out of a readout then
+            raise ValueError(f"shapes must hold one, rehearsals be >= 12: {shapes}, {rehearsals}")
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.shapes = tuple((int(texts), int(tokens)) for texts, tokens in shapes)
@@ -299,11 +296,11 @@ class RehearsedLabels(Attack):
         gradients = [gradient_of(anatomy, batch, roles) for batch in batches]
         labels = [torch.unique(b.target_ids()).to(anatomy.device) for b in batches]
         # A filter is sharper on the gradients that it was fitted to: the readout learns on others.
-        filtered = len(batches) // 3
+        third = len(batches) // 3
         with torch.no_grad():
             filters = []
             for part in _parts(anatomy, self._places(anatomy), start):
-                rows = [part.rows(g[part.name]) for g in gradients[filtered:]]
+                rows = [part.rows(g[part.name]) for g in gradients[third:]]
                 sized = torch.stack([r / r.norm().clamp_min(1e-30) for r in rows])
                 if bool(sized.flatten(1).any(1).all()):  # the others have no gradient yet
                     filters.append(_Filter.fit(part, sized * math.sqrt(sized[0].numel())))
@@ -311,9 +308,9 @@ class RehearsedLabels(Attack):
             if filters:
                 counts = torch.bincount(torch.cat(text.sentences), minlength=anatomy.vocab_size)
                 log_counts = (counts + 0.1).log().to(anatomy.device)
-                rehearsed = gradients[:filtered], labels[:filtered]
-                self._readout = _Readout.fit(tuple(filters), log_counts, *rehearsed, generator)
-                self._reads_gradients = _exceed(_own_gain(self._readout, *rehearsed))
+                fitted = gradients[:third], labels[:third], tuple(filters), log_counts, generator
+                self._readout = _Readout.fit(*fitted)
+                self._reads_gradients = _exceed(_held_out_gains(*fitted))
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Rehearse again if the number of steps has doubled."""
@@ -335,8 +332,7 @@ class RehearsedLabels(Attack):
         snapshot = view.gradients[-1]
         if isinstance(snapshot, UpdateSnapshot):
             raise Inapplicable(
-                "rehearsals are gradients of single steps, and this is the weight change of a "
-                "round: measure gradients (leave local_steps out)"
+                "rehearsals are single steps, and this is a round: measure gradients, not updates"
             )
         if not snapshot.noise_std == 0:
             raise Inapplicable("a defence adds noise, which the rehearsals do not have")
@@ -349,8 +345,7 @@ class RehearsedLabels(Attack):
             raise UnusableObservation("a gradient is all zero")
         if not self._reads_gradients:
             raise UnusableObservation(
-                "in its rehearsals this attack names no more labels by a batch's own gradient than "
-                "by another batch's: what it would name are frequent tokens"
+                "its rehearsals show frequent tokens alone, as another batch's gradients would"
             )
         probabilities = self._readout.probabilities(gradients)
         ordered, types = probabilities.sort(descending=True)
@@ -396,17 +391,23 @@ class RehearsedLabels(Attack):
         }
 
 
-def _own_gain(
-    readout: _Readout, gradients: Sequence[dict[str, Tensor]], labels: Sequence[Tensor]
+def _held_out_gains(
+    gradients: Sequence[dict[str, Tensor]], labels: Sequence[Tensor], *rest: Any
 ) -> Tensor:
-    """Return (n,) shares of labels named by a batch's own gradient, less those by another one's."""
-    chances = [readout.probabilities(gradient) for gradient in gradients]
-    foreign = chances[1:] + chances[:1]
-    gains = [
-        [float(torch.isin(p.topk(len(used)).indices, used).float().mean()) for p in pair]
-        for *pair, used in zip(chances, foreign, labels, strict=True)
-    ]
-    return torch.tensor([mine - another for mine, another in gains])
+    """Return (n,) shares of labels named by a batch's own gradient, less those by another one's.
+
+    Each half is read by what was fitted to the other half, or noise would seem to be read.
+    """
+    middle, gains = len(labels) // 2, []
+    halves = slice(middle), slice(middle, None)
+    for learned, held_out in (halves, halves[::-1]):
+        readout = _Readout.fit(gradients[learned], labels[learned], *rest)
+        chances = [readout.probabilities(gradient) for gradient in gradients[held_out]]
+        foreign = chances[1:] + chances[:1]
+        for *pair, used in zip(chances, foreign, labels[held_out], strict=True):
+            own, other = (torch.isin(p.topk(len(used)).indices, used).float().mean() for p in pair)
+            gains.append(own - other)
+    return torch.stack(gains).cpu()
 
 
 def _exceed(gains: Tensor) -> bool:

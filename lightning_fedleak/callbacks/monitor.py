@@ -15,15 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import Attack, TextSource
-from lightning_fedleak.callbacks.trainer_facts import (
-    TrainerRun,
-    boards_of,
-    check_batch_type,
-    processes_of,
-    resolve_client,
-    settings_of,
-    training_of,
-)
+from lightning_fedleak.callbacks import trainer_facts
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.looks import (
     Destination,
@@ -336,7 +328,7 @@ class LeakageMonitor(EitherCallback):
 
         def call() -> None:
             assert self.engine.fit is not None
-            assert isinstance(self.engine.fit.run, TrainerRun)
+            assert isinstance(self.engine.fit.run, trainer_facts.TrainerRun)
             listener(self.engine.fit.run.trainer)
 
         self.engine.subscribe(call)
@@ -349,8 +341,8 @@ class LeakageMonitor(EitherCallback):
             return
         self.engine.reset()
         self._check_names(trainer)
-        self.client = resolve_client(self._settings.client, trainer.strategy)
-        processes = processes_of(trainer, self.client)
+        self.client = trainer_facts.resolve_client(self._settings.client, trainer.strategy)
+        processes = trainer_facts.processes_of(trainer, self.client)
         self.engine.check(processes, lambda: self._find_anatomy(pl_module))
 
     def _check_names(self, trainer: L.Trainer) -> None:
@@ -375,17 +367,17 @@ class LeakageMonitor(EitherCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
         anatomy = self._find_anatomy(pl_module)
-        run = TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
+        run = trainer_facts.TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
         if self.engine.options.batch_adapter is None:
-            check_batch_type(pl_module, run.anatomy.kind)
-        boards = boards_of(trainer) if trainer.is_global_zero else []
+            trainer_facts.check_batch_type(pl_module, run.anatomy.kind)
+        boards = trainer_facts.boards_of(trainer) if trainer.is_global_zero else []
         destination = Destination(
             self.log_dir or Path(trainer.log_dir or trainer.default_root_dir),
             trainer.loggers,
             [board.experiment for board in boards],
-            settings_of(trainer, self.attacks),
+            trainer_facts.settings_of(trainer, self.attacks),
             ["hp_metric"] if any(board._default_hp_metric for board in boards) else [],
-            training_of(trainer),
+            trainer_facts.training_of(trainer),
             _FITS.setdefault(trainer, uuid.uuid4().hex),
         )
         self.engine.open(run)

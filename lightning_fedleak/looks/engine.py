@@ -33,22 +33,11 @@ from torch.optim import Optimizer
 from lightning_fedleak import records
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.defenses import Defense
+from lightning_fedleak.looks import log
 from lightning_fedleak.looks.channels.base import Channel, channels_of
 from lightning_fedleak.looks.facts import defense_facts, facts_of
 from lightning_fedleak.looks.fit import Fit
 from lightning_fedleak.looks.lineup import Lineup, check_tokens
-from lightning_fedleak.looks.log import (
-    Destination,
-    JsonLines,
-    Report,
-    RevealFiles,
-    RunRecord,
-    accounting,
-    privacy_tags,
-    privacy_values,
-    releases_by,
-    spendings,
-)
 from lightning_fedleak.looks.options import Options, Selection, check_optimizers, check_rounds
 from lightning_fedleak.looks.results import MAX_WAITS, WORST, Results, series_of
 from lightning_fedleak.looks.run import CHOOSE, Look, Outcome, Processes, Run, Series, reason
@@ -97,9 +86,9 @@ class Engine:
         if origin is not None:
             self.results = Results(self.series, most_waited=MAX_WAITS)
         self.fit: Fit | None = None
-        self.jsonl: JsonLines | None = None
-        self.record: RunRecord | None = None
-        self.report: Report | None = None
+        self.jsonl: log.JsonLines | None = None
+        self.record: log.RunRecord | None = None
+        self.report: log.Report | None = None
         self.first_step = 0
         self._calibrations: dict[str, object] = {}
         self._earlier: dict[str, object] = {}
@@ -283,7 +272,7 @@ class Engine:
             if channel.attacks:
                 channel.open(run)
 
-    def begin(self, run: Run, destination: Destination) -> None:
+    def begin(self, run: Run, destination: log.Destination) -> None:
         """Calibrate the attacks, install the taps and begin the record.
 
         Args:
@@ -294,10 +283,10 @@ class Engine:
             ValueError: an attack does not fit the model or the run.
         """
         options, first = self.options, run.rank == 0
-        self.jsonl = JsonLines(destination.folder / "leakage.jsonl")
-        reveal = RevealFiles(destination.folder, run.rank, options.tokenizer)
+        self.jsonl = log.JsonLines(destination.folder / "leakage.jsonl")
+        reveal = log.RevealFiles(destination.folder, run.rank, options.tokenizer)
         self._described = list(run.defenses)
-        self.report = report = Report(
+        self.report = report = log.Report(
             run,
             destination,
             self.selection.attacks,
@@ -321,7 +310,7 @@ class Engine:
         for listener in self._before_first:
             listener()
         if first:
-            self.record = RunRecord(
+            self.record = log.RunRecord(
                 destination.folder / "run.jsonl", self.jsonl.run, report.warn_once
             )
             facts = facts_of(
@@ -339,7 +328,7 @@ class Engine:
             )
             self.record.begins(replace(facts, fit=destination.fit or uuid.uuid4().hex))
 
-    def _line_up(self, run: Run, destination: Destination) -> Lineup:
+    def _line_up(self, run: Run, destination: log.Destination) -> Lineup:
         """Begin the fit, and return its line-up: attacks on weights apart from those on steps."""
         in_steps, series = self._split(run, destination.folder)
         names = {attack.name for channel in in_steps for attack in channel.attacks}
@@ -357,7 +346,7 @@ class Engine:
         return [c for c in self.channels if c.attacks and not c.at_weights], series
 
     def join(
-        self, run: Run, destination: Destination, memory: Memory = MappingProxyType({})
+        self, run: Run, destination: log.Destination, memory: Memory = MappingProxyType({})
     ) -> None:
         """Begin the run of one client, whose attacks the origin has calibrated.
 
@@ -373,7 +362,7 @@ class Engine:
         lineup = self._origin._fit.lineup
         self.jsonl, self.record = self._origin.jsonl, self._origin.record
         attacks, rounds = self.selection.attacks, self.options.local_steps
-        self.report = Report(run, destination, attacks, self.jsonl, None, rounds)
+        self.report = log.Report(run, destination, attacks, self.jsonl, None, rounds)
         plans = {plan.attack.name: plan for plan in lineup.plans}
         for channel in (channel for channel in self.channels if channel.attacks):
             channel.open(run)
@@ -395,7 +384,7 @@ class Engine:
         except Exception as error:  # a disk that is full must not end a round
             self.report.leave_loggers(error)
 
-    def _add_table(self, to: Destination, content: Content) -> None:
+    def _add_table(self, to: log.Destination, content: Content) -> None:
         names = [f"utility/{name}" for name in self.options.utility] + [*to.further]
         add_table(to.boards, names, to.settings, content)
 
@@ -404,7 +393,7 @@ class Engine:
         series = {s: c for s, c in self.series.items() if s in self.results.playing}
         families = {channel.family for channel in series.values()}
         worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
-        return Content(series, privacy_tags(accounting(run.defenses)), worst)
+        return Content(series, log.privacy_tags(log.accounting(run.defenses)), worst)
 
     def training_begins(self) -> None:
         """Remember how many looks came before this run, and where it starts."""
@@ -478,8 +467,8 @@ class Engine:
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         run = self._fit.run
-        utility, defenses = run.metrics(self.options.utility), accounting(run.defenses)
-        outcomes = self.add(look, outcomes, utility, privacy_values(defenses))
+        utility, defenses = run.metrics(self.options.utility), log.accounting(run.defenses)
+        outcomes = self.add(look, outcomes, utility, log.privacy_values(defenses))
         run.publish(self.results.latest)
         self.write(look, outcomes, self.new_values(), utility, defenses)
         for listener in self._after_look:
@@ -532,7 +521,7 @@ class Engine:
         report = self.report
         assert report is not None
         if self._origin is not None:
-            values = privacy_values(defenses) | dict(values)
+            values = log.privacy_values(defenses) | dict(values)
             self._origin.describe(defenses)
         for channel in dict.fromkeys(self.series.values()):
             shown = {s: o for s, o in outcomes.items() if self.series[s] is channel}
@@ -548,7 +537,7 @@ class Engine:
                     step=look.step,
                     client=client,
                     utility=utility,
-                    privacy=spendings(defenses),
+                    privacy=log.spendings(defenses),
                     seconds=look.seconds,
                     failures=self.results.failures,
                 )
@@ -598,7 +587,7 @@ class Engine:
         self.report.write(Look(step), outcomes, values)
         rank_zero_info(f"{self._fit.run.watcher}: {CHOOSE} is lowest at step {step}")
 
-    def end(self, how: str) -> RunRecord | None:
+    def end(self, how: str) -> log.RunRecord | None:
         """End the run's record.
 
         Args:
@@ -611,7 +600,7 @@ class Engine:
             return None
         self._last = self._summary()
         run = self._fit.run
-        self.record.ends(run.step, how, accounting(run.defenses))
+        self.record.ends(run.step, how, log.accounting(run.defenses))
         return self.record
 
     def close(self) -> None:
@@ -627,8 +616,8 @@ class Engine:
         """Return what a checkpoint keeps of the run: its id, and the releases of its defences."""
         if self.record is None:
             return self._last
-        defenses = accounting(self._fit.run.defenses)
-        return {"run": self.record.run, "privacy": releases_by(defenses)}
+        defenses = log.accounting(self._fit.run.defenses)
+        return {"run": self.record.run, "privacy": log.releases_by(defenses)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with: plain numbers, strings and tensors."""

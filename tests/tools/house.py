@@ -140,9 +140,9 @@ class Row:
 
 
 ROWS = (
-    # 40,800 for what the package could do at 361d499. Features that came later took 10,000 more: so
+    # 40,800 for what the package could do at 361d499. Features that came later took 10,300 more: so
     # many lines were last written by the commits that added them.
-    Row("code", "code lines", 50_800),
+    Row("code", "code lines", 51_100),
     Row("longest", "lines of the longest file", 700),
     Row("long", "files above 600 lines", 8),
     Row("imports", "files with 8 or more own imports", 22),

@@ -33,9 +33,9 @@ TEXTS, LENGTH = 100, 64  # texts that bottlenecks are run on at most, and their 
 
 CAVEAT = (
     "That is no proof of honesty. Known to pass: rows that usual words push below the threshold, "
-    "above all where a server moves them there over some rounds (it then read 41% of the rare "
-    "words, 51% where its mean leaves this client out); a few rows in the first round; the layers "
-    "of AttentionMembership where such layers were agreed."
+    "above all where a server moves them there over some rounds (on one small model it then read "
+    "41% of the rare words, 51% where its mean left the client out); a few rows in the first "
+    "round; the layers of AttentionMembership where such layers were agreed."
 )
 
 FOREIGN_SCALE = (

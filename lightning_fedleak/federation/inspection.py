@@ -494,10 +494,10 @@ def _changes(adapters: list[Adapter], last: LastRound) -> dict[str, tuple[Tensor
             change = a.down - before.detach().cpu().float()
             bias = _bias_of(a.name)
             if a.bias is not None and bias in last.received and bias in last.update:
-                shift = a.bias - last.received[bias].detach().cpu().float()
-                change = torch.cat([change, shift[:, None]], dim=1)
-                own = last.update[bias].detach().cpu().float()
-                update = torch.cat([update, own[:, None]], dim=1)
+                bias_change = a.bias - last.received[bias].detach().cpu().float()
+                change = torch.cat([change, bias_change[:, None]], dim=1)
+                bias_update = last.update[bias].detach().cpu().float()
+                update = torch.cat([update, bias_update[:, None]], dim=1)
             pairs[a.name] = (change, update)
     return pairs
 

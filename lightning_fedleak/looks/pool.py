@@ -398,15 +398,15 @@ def check_shuffle(loader: DataLoader[Any]) -> None:
     batches = loader.batch_sampler
     if isinstance(batches, PoissonBatchSampler):
         return
-    if type(batches).__name__ == "BatchSamplerShard":  # Accelerate's: a process takes each n-th
+    if _is_accelerate(batches, "BatchSamplerShard"):  # of which a process takes each n-th batch
         batches = batches.batch_sampler  # type: ignore[union-attr]
     # A loader that was made of a batch sampler, as Accelerate makes it, has no such sampler itself.
     sampler = getattr(batches, "sampler", loader.sampler)
     plain = type(batches) is torch.utils.data.BatchSampler
     length = len(loader.dataset)  # type: ignore[arg-type]
     shuffled = (
-        type(sampler).__name__ in ("RandomSampler", "SeedableRandomSampler")
-        and isinstance(sampler, RandomSampler)
+        isinstance(sampler, RandomSampler)
+        and (type(sampler) is RandomSampler or _is_accelerate(sampler, "SeedableRandomSampler"))
         and not sampler.replacement
         and sampler.num_samples == length
     ) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
@@ -417,6 +417,11 @@ def check_shuffle(loader: DataLoader[Any]) -> None:
             "not yet seen may differ from the others: use DataLoader(shuffle=True), or add "
             "leave_out"
         )
+
+
+def _is_accelerate(thing: object, name: str) -> bool:
+    """Return whether an object is of a class of Accelerate, which is not imported for that."""
+    return (type(thing).__module__, type(thing).__name__) == ("accelerate.data_loader", name)
 
 
 def _find_left_out(dataset: Any) -> Any:

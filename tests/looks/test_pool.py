@@ -30,6 +30,13 @@ from lightning_fedleak.looks.pool import NoOthers, collect
 ALL = Memorization(max_overhead=4 / 3)
 
 
+class SeedableRandomSampler(RandomSampler):
+    """Takes the rows in their order, under the name of Accelerate's."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num_samples))
+
+
 def read(items: dict[str, Tensor]) -> TokenBatch:
     return replace(read_batch(items, "causal"), position_ids=items.get("position_ids"))
 
@@ -114,6 +121,7 @@ def test_texts_of_the_users_own() -> None:
             lambda data: DistributedSampler(data, num_replicas=1, rank=0, shuffle=False),
             "DistributedSampler",
         ),
+        (lambda data: SeedableRandomSampler(data), "SeedableRandomSampler"),  # one of a user's own
     ],
 )
 def test_an_order_that_chance_alone_did_not_choose_needs_left_out_rows(

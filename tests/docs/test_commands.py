@@ -376,3 +376,19 @@ def test_recipes_are_listed_and_completed_as_told(tmp_path, monkeypatch, capsys)
     assert cli.main(["recipes"]) == 0
     assert cli.main(["recipes", "leakage", "gate_leakage"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"leakage.yaml", "gate_leakage.yaml"}
+
+
+def test_two_commands_of_the_readme_set_up_a_fresh_machine() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("## Install and try")[2].partition("\n## ")[0]
+    assert section, "the README has a section that says how to install"
+    commands = [
+        line.partition("#")[0].strip()
+        for block in re.findall(r"```bash\n(.*?)```", section, flags=re.DOTALL)
+        for line in lines_of(block)
+    ]
+    assert commands[:2] == ["make demo", "make test"]
+    for target in ("demo", "test"):
+        assert re.search(rf"^{target}: \$\(READY\)", MAKEFILE, flags=re.MULTILINE), target
+    ci = lines_of((ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    assert any(line.partition("||")[0].strip() == "make test" for line in ci)

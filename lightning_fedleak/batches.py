@@ -59,6 +59,10 @@ class TokenBatch:
             that a monitor tries it on the model (:func:`~lightning_fedleak.taps.calls.crosses`).
         preferences: whether the loss prefers some texts to others, as that of DPO does, so that the
             rejected ones are in the gradient with the other sign.
+        live: (B, L) bool, the positions whose logits have a gradient, as the graph of a step shows
+            them; None: those that predict a label.
+        soft_labels: whether the loss has targets that are no single labels, as in distillation, so
+            that the labels are not all that there are.
 
     Raises:
         BatchError: the tensors do not have these shapes and dtypes.
@@ -72,6 +76,8 @@ class TokenBatch:
     documents: Tensor | None = None
     crossing: bool | None = None
     preferences: bool = False
+    live: Tensor | None = None
+    soft_labels: bool = False
 
     def __post_init__(self) -> None:
         ids, labels, mask = self.input_ids, self.labels, self.attention_mask
@@ -133,7 +139,7 @@ class TokenBatch:
         aligned = labels is not None and labels.shape == ids.shape and _holds_ids(labels)
         if labels is not None and aligned and self.kind != "seq2seq":
             counted = labels != IGNORE_INDEX
-            context = context | (_preceding(counted) if self.kind == "causal" else counted)
+            context = context | self._predicting(counted)
         context_ids = ids[context].long()
         if self.kind != "seq2seq" or labels is None:
             return context_ids
@@ -158,8 +164,7 @@ class TokenBatch:
         if counted.shape != real.shape or self.kind == "seq2seq":
             some = counted.flatten(1).any(1) if counted.dim() > 1 else counted
             return real & some[:, None]
-        if self.kind == "causal":
-            counted = _preceding(counted)
+        counted = self._predicting(counted)
         # The last column of each document that predicts a label; -1 where none does.
         columns = torch.arange(ids.shape[1], device=real.device).expand_as(real)
         numbers = self.documents if self.documents is not None and not self.crossing else None
@@ -169,6 +174,12 @@ class TokenBatch:
         )
         last = last.gather(1, numbers)
         return real & (columns <= last if one_way or self.kind == "causal" else last >= 0)
+
+    def _predicting(self, counted: Tensor) -> Tensor:
+        """Return (B, L) the positions that predict a label of ``counted``, or have a gradient."""
+        if self.live is not None:
+            return self.live.to(counted.device)
+        return _preceding(counted) if self.kind == "causal" else counted
 
     def _number_documents(self) -> None:
         """Keep the number of each token's document within its row, where the batch marks any."""
@@ -245,6 +256,8 @@ class TokenBatch:
             self.kind,
             positions,
             preferences=self.preferences,
+            live=None if self.live is None else self.per_document(self.live),
+            soft_labels=self.soft_labels,
         )
 
     def per_document(self, values: Tensor, fill: int = 0) -> Tensor:

@@ -12,8 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.anatomy import matrix_shape
-from lightning_fedleak.batches import BatchError, TokenBatch, adapter_to_copy, read_batch
+from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.compression import AVERAGED
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.channels.base import Channel, Plan
@@ -33,12 +32,11 @@ from lightning_fedleak.looks.run import (
     reason,
     unknown,
 )
+from lightning_fedleak.looks.truth import StepTruth
 from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage
 from lightning_fedleak.taps import (
     NOT_TESTED,
-    EmbeddingNoise,
     GradientTap,
-    PackedRows,
     UpdateError,
     UpdateTap,
     loss_terms,
@@ -89,8 +87,9 @@ class Fit:
         self._stages = options.stages
         self._cadence = options.cadence
         self._local_steps = options.local_steps
-        self._adapter = options.batch_adapter
-        self._read_one = False
+        self._truth = StepTruth(run, options.batch_adapter)
+        self._remembering: list[Channel] = []
+        self._batch: Any = None
         self._exchange = Exchange(run, series)
         self._removers: list[Callable[[], None]] = []
         self._keeps_local = False
@@ -107,8 +106,6 @@ class Fit:
         self._tap = GradientTap({})
         self._update_tap: UpdateTap | None = None
         self._fresh = True
-        self._rows: PackedRows | None = None
-        self._embeddings = EmbeddingNoise(run.anatomy)
 
     def calibrate(self, restored: Mapping[str, object]) -> None:
         """Install the taps and calibrate the attacks, see :meth:`Lineup.calibrate`.
@@ -156,73 +153,29 @@ class Fit:
             remove()
         self._removers.clear()
         self._tap.close()
-        if self._rows is not None:
-            self._rows.close()
-        self._embeddings.close()
-        self._rows = self.look = None
+        self._truth.close()
+        self.look = None
 
     # ---- a step -----------------------------------------------------------------------------
 
     def batch_starts(self, step: int, batch: Any) -> None:
         """Starts a look where one is due, and takes the truth before any defence does.
 
-        Shortly before a look also a batch that is not looked at is read, where a channel wants
+        Shortly before a look a batch that is not looked at is read too, where a channel wants
         it: as text that the batch of the look will not hold.
         """
-        self._check_first(batch)
+        self._truth.check_first(batch)
         self._step_starts(step)
-        if self.look is None:
-            for channel in self._channels:
-                if channel.wants_batch(self._cadence.next_step - step):
-                    with suppress(Exception):
-                        channel.remember(self._read(batch))
-            return
-        self._embeddings.arm()
-        try:
-            self.look.batch = tokens = self._read(batch)
-            if tokens.documents is not None:
-                self._rows = self._rows or PackedRows(self.run.anatomy, self.run.forward_context)
-                self._rows.watch(tokens)
-        except Exception as error:
-            self.look.truth_error = reason(error)
-
-    def _settle(self, look: Look) -> None:
-        """Try what the step did with the batch: documents that attend, noise on embeddings."""
-        try:
-            with look.clock(self.run.device):
-                if look.batch is not None and not look.truth_error:
-                    look.input_noise = max(look.input_noise, self._embeddings.settled(look.batch))
-                    look.batch = (
-                        look.batch if self._rows is None else self._rows.with_crossing(look.batch)
-                    )
-        except Exception as error:
-            look.truth_error = reason(error)
-
-    def _check_first(self, batch: Any) -> None:
-        """Refuses a first batch that cannot be read, on all processes at once."""
-        if self._read_one:
-            return
-        error: Exception | None = None
-        try:
-            self._read(batch)
-        except Exception as refusal:
-            error = refusal
-            if self._adapter is None and batch is not None:
-                kind = self.run.anatomy.kind
-                error = BatchError(f"{refusal}\n{adapter_to_copy(batch, kind)}")
-        if self.run.on_any_process(error is not None):
-            raise error or BatchError("another process could not read its first batch")
-        self._read_one = True
-
-    def _read(self, batch: Any) -> TokenBatch:
-        if batch is None:
-            raise BatchError(
-                "the batch is not known before training_step. A step that takes dataloader_iter "
-                "cannot be watched: write training_step(self, batch, batch_idx)."
-            )
-        if self._adapter is not None:
-            return self._adapter(batch)
-        return read_batch(batch, self.run.anatomy.kind)
+        self._remembering = [
+            channel
+            for channel in (self._channels if self.look is None else ())
+            if channel.wants_batch(self._cadence.next_step - step)
+        ]
+        self._batch = batch if self._remembering else None
+        if self._remembering:
+            self._truth.arm()
+        if self.look is not None:
+            self._truth.batch_begins(self.look, batch)
 
     def _step_starts(self, step: int) -> None:
         """Times the steps without a look, and starts a look where one is due.
@@ -254,6 +207,7 @@ class Fit:
             if scope is None or self._local_steps is not None:
                 self._refresh(look)
             self._tap.arm()
+            self._truth.arm()
             if self._update_tap is not None:
                 self._update_tap.begin()
             for channel in self._channels_in(look):
@@ -415,7 +369,7 @@ class Fit:
 
     def _show(self, moment: Moment) -> None:
         look = moment.look
-        self._settle(look)
+        self._truth.settle(look)
         with look.clock(self.run.device):
             if self._still_waits(moment):
                 return
@@ -463,17 +417,14 @@ class Fit:
         self._midway = (self._midway or trained) and not tried
         look = self.look
         if look is None:
+            self._remember()
             return None
-        if trained:
-            self._settle(look)
-        held = look.batch if trained else None
-        if held is not None:
-            self._check(held, look)
-        look.batch = None
+        held = self._truth.batch_ends(look, trained=trained)
         for channel in self._channels_in(look):
             channel.batch_ends(held)
         if not tried:
             return None
+        self._truth.check_unread(look)
         if self._update_tap is not None and self._local_steps is not None:
             if len(look.learning_rates) < self._local_steps:
                 return None
@@ -483,19 +434,21 @@ class Fit:
         self._processor_seconds += look.processor_seconds
         self._clock.interrupted()
         self._tap.disarm()
+        self._truth.disarm()
         for channel in self._channels:
             channel.disarm(look)
         return look, outcomes
 
-    def _check(self, batch: TokenBatch, look: Look) -> None:
-        """A batch whose values contradict each other is as unknown as one that cannot be read."""
-        rows = matrix_shape(self.run.anatomy.embedding)
-        try:
-            with look.clock(self.run.device):
-                batch.check_values(None if rows is None else rows[0], self.run.anatomy.vocab_size)
-            look.batches.append(batch)
-        except Exception as error:
-            look.truth_error = reason(error)
+    def _remember(self) -> None:
+        """Let channels keep the texts of a batch that is not looked at."""
+        if not self._remembering:
+            return
+        with suppress(Exception):
+            for batch in self._truth.seen(self._batch):
+                for channel in self._remembering:
+                    channel.remember(batch)
+        self._truth.disarm()
+        self._remembering, self._batch = [], None
 
     def _finish(self, look: Look) -> dict[Series, Outcome] | None:
         """Score every attack that the look is of, pool over processes, and fix the next look."""
@@ -574,10 +527,10 @@ class Fit:
         try:
             if not batches:
                 raise BatchError("no batch of the round was handed over")
-            for batch in [b if isinstance(b, TokenBatch) else self._read(b) for b in batches]:
+            for batch in [b if isinstance(b, TokenBatch) else self._truth.read(b) for b in batches]:
                 if batch.crossing is None and batch.is_packed:
                     raise BatchError(NOT_TESTED.format("the round's training is not seen here"))
-                self._check(batch, look)
+                self._truth.check(batch, look)
         except Exception as error:
             look.truth_error = reason(error)
 

@@ -25,7 +25,7 @@ from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import GradientSnapshot, NotYet, Stage
-from lightning_fedleak.taps import ChangedInPlace, UpdateError, before_real_step
+from lightning_fedleak.taps import ChangedInPlace, GraphCall, UpdateError, before_real_step
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -508,7 +508,12 @@ class Look:
     Attributes:
         step: optimizer step looked at.
         batches: the step's micro-batches, by reference, before any defence touched them.
-        batch: the micro-batch at work, which may yet turn out to train nothing.
+        batch: the micro-batch at work, which may yet turn out to train nothing; None where its
+            form is not known.
+        batch_error: why the micro-batch at work could not be read; None where it was.
+        current: the batches of the micro-batch at work, one for each call of the model, as the
+            step's own graph shows them; empty before its backward.
+        calls: the calls of the model in the step that were read off its graph.
         answers: what an attack answered in a series, or why it has no answer (yet).
         truth_error: why a batch could not be read; None where all were.
         stepped: ids of the optimizers that were really about to step (none: nothing was shared).
@@ -528,6 +533,9 @@ class Look:
     step: int
     batches: list[TokenBatch] = field(default_factory=list)
     batch: TokenBatch | None = None
+    batch_error: str | None = None
+    current: list[TokenBatch] = field(default_factory=list)
+    calls: list[GraphCall] = field(default_factory=list)
     answers: dict[Series, object] = field(default_factory=dict)
     truth_error: str | None = None
     stepped: set[int] = field(default_factory=set)
@@ -546,8 +554,12 @@ class Look:
     @property
     def preferences(self) -> bool:
         """Return whether the loss of a batch so far prefers some texts to others."""
-        batches = [*self.batches, *([] if self.batch is None else [self.batch])]
-        return any(batch.preferences for batch in batches)
+        return any(batch.preferences for batch in self.all_batches)
+
+    @property
+    def all_batches(self) -> list[TokenBatch]:
+        """Return the batches of the step so far, that of the micro-batch at work included."""
+        return [*self.batches, *self.current]
 
     def elapsed(self) -> float:
         """Return the seconds since the look began that were not its own."""

@@ -17,6 +17,9 @@ from lightning_fedleak.taps.gradients import UpdateTap as UpdateTap
 from lightning_fedleak.taps.gradients import before_real_step as before_real_step
 from lightning_fedleak.taps.gradients import check_optimizer as check_optimizer
 from lightning_fedleak.taps.gradients import loss_terms as loss_terms
+from lightning_fedleak.taps.graph import GraphCall as GraphCall
+from lightning_fedleak.taps.graph import GraphTap as GraphTap
+from lightning_fedleak.taps.graph import batch_of_call as batch_of_call
 from lightning_fedleak.taps.split import Crossed as Crossed
 from lightning_fedleak.taps.split import SplitTap as SplitTap
 from lightning_fedleak.taps.tokens import Text as Text

@@ -166,16 +166,23 @@ class PackedRows:
             self._calls.close()
         self._calls = None
 
-    def with_crossing(self, batch: TokenBatch) -> TokenBatch:
+    def with_crossing(
+        self, batch: TokenBatch, calls: Sequence[Mapping[str, object]] | None = None
+    ) -> TokenBatch:
         """Return the batch with its ``crossing``, which is tested once for each form of a call.
+
+        Args:
+            batch: of a step.
+            calls: the arguments of the model's calls on it; None: those since :meth:`watch`.
 
         Raises:
             UnusableObservation: it could not be tested.
         """
-        if self._calls is None or batch.documents is None or batch.crossing is not None:
-            return batch
-        calls = self._calls.calls
-        self._calls.arm(False)
+        if calls is None:
+            if self._calls is None or batch.documents is None or batch.crossing is not None:
+                return batch
+            calls = self._calls.calls
+            self._calls.arm(False)
         if not batch.is_packed:
             return replace(batch, crossing=False)
         sharded = any(hasattr(p, "full_tensor") for p in self._anatomy.root.parameters())

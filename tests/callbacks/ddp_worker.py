@@ -29,7 +29,7 @@ from lightning_fedleak.finetuning import pytorch_lightning as of_pytorch_lightni
 from lightning_fedleak.lightning_packages import package_of
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit, footprint, logged_losses
-from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.lightning_modules import CausalLMModule, FusedLossModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
 
 
@@ -149,8 +149,13 @@ def games_of(monitor: LeakageMonitor) -> Tensor:
     return kept.get("games", torch.empty(0, 5))
 
 
-def run(root: Path, callbacks: list[L.Callback], **settings: Any) -> L.Trainer:
-    module = CausalLMModule(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
+def run(
+    root: Path,
+    callbacks: list[L.Callback],
+    kind: type[CausalLMModule] = CausalLMModule,
+    **settings: Any,
+) -> L.Trainer:
+    module = kind(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
     settings = {"strategy": "ddp", "devices": 2, "n": 16} | settings
     return fit(callbacks, root, module=module, **settings)
 
@@ -390,14 +395,14 @@ def main(root: Path) -> None:
                 every_n_steps=1,
                 settings=MonitorSettings(client=client, batch_adapter=adapter),
             )
-            trainer = run(root / f"{case}-{client}", [monitor])
+            trainer = run(root / f"{case}-{client}", [monitor], FusedLossModule)
             out[f"{case}/{client}"] = (trainer.global_step, monitor.looks, monitor.failures)
 
     monitor = LeakageMonitor(
         Probe(), settings=MonitorSettings(batch_adapter=unreadable_on(1, at=0))
     )
     try:
-        run(root / "first", [monitor])
+        run(root / "first", [monitor], FusedLossModule)
     except (BatchError, FailsThere) as error:
         out["first"] = type(error).__name__
 

@@ -31,7 +31,7 @@ from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError
 from tests.callbacks.runs import Probe, fit
-from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.lightning_modules import CausalLMModule, FusedLossModule, random_token_loader
 from tests.helpers.models import tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2
 
 AUC = "leakage/recording/auc"
@@ -548,7 +548,7 @@ def test_a_loss_that_does_not_depend_on_the_layer_is_unknown_not_safe(tmp_path):
 
 
 def test_tokens_that_the_loss_looks_away_from_are_unknown_not_safe(tmp_path):
-    class Early(CausalLMModule):
+    class Early(FusedLossModule):
         def training_step(self, batch, batch_idx):
             labels = batch["labels"].clone()
             labels[:, 6:] = -100
@@ -561,8 +561,21 @@ def test_tokens_that_the_loss_looks_away_from_are_unknown_not_safe(tmp_path):
     assert monitor.failures == 3
 
 
-def test_a_single_token_that_the_loss_looks_away_from_is_not_asked_for(tmp_path):
+def test_games_ask_for_tokens_that_the_step_s_own_graph_counts(tmp_path):
     class Early(CausalLMModule):
+        def training_step(self, batch, batch_idx):
+            labels = batch["labels"].clone()
+            labels[:, 6:] = -100
+            return super().training_step({**batch, "labels": labels}, batch_idx)
+
+    monitor = LeakageMonitor(Recording(layer=1), every_n_steps=3)
+    fit([monitor], tmp_path, module=Early(tiny_gpt2().train()))
+    assert not math.isnan(monitor.latest[AUC])
+    assert monitor.failures == 0
+
+
+def test_a_single_token_that_the_loss_looks_away_from_is_not_asked_for(tmp_path):
+    class Early(FusedLossModule):
         def training_step(self, batch, batch_idx):
             labels = batch["labels"].clone()
             labels[0, 6:] = labels[2, 6:] = -100

@@ -20,7 +20,6 @@ from lightning_fedleak.anatomy.blocks import place_of, states_out, with_states_o
 from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent, PrefixInversion
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextGuess
-from lightning_fedleak.batches import BatchError
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGate
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.defenses.dpsgd.dpsgd import DPSGD
@@ -740,23 +739,6 @@ def test_a_layer_that_does_not_exist_is_refused_before_training(tmp_path, attack
 def test_an_encoder_cannot_be_read_left_to_right(tmp_path):
     with pytest.raises(ValueError, match="not causal"):
         fit([LeakageMonitor(exact(1))], tmp_path, module=still(tiny_bert_mlm()))
-
-
-def test_a_mask_that_disagrees_with_the_batch_is_refused(tmp_path):
-    module = Poisson((4,))
-    batch = dict(next(iter(module.train_dataloader())))
-    batch["attention_mask"] = torch.ones(4, 11)
-    module.train_dataloader = lambda: DataLoader([batch], batch_size=None)
-    with pytest.raises(BatchError, match=r"attention_mask must have input_ids' shape \(4, 12\)"):
-        L.Trainer(
-            accelerator="cpu",
-            callbacks=[LeakageMonitor(Recording())],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        ).fit(module)
 
 
 def test_local_does_not_exist_above_a_defence(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_fedleak.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.attacks import BagOfWords, BiasSign, EmbeddingDescent, FlatChat
@@ -24,7 +24,11 @@ from lightning_fedleak.looks.run import EveryNSteps, MaxOverhead
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import ThreatModelError
 from tests.callbacks.runs import Probe, fit
-from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.lightning_modules import (
+    CausalLMModule,
+    FusedLossModule,
+    random_token_loader,
+)
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_roberta_classifier
 
 
@@ -182,8 +186,7 @@ def test_a_step_that_amp_skipped_shares_nothing_and_the_look_moves_on(tmp_path):
 def test_batches_without_targets_are_passed_over_then_unknown(tmp_path):
     class Ignoring(CausalLMModule):
         def training_step(self, batch, batch_idx):
-            logits = self.model(input_ids=batch["input_ids"]).logits
-            loss = logits.square().mean()
+            loss = self.model.transformer(batch["input_ids"]).last_hidden_state.square().mean()
             self.log("train_loss", loss)
             return loss
 
@@ -214,9 +217,28 @@ def test_a_later_batch_that_cannot_be_read_is_a_failure_not_an_end(tmp_path):
         Probe(), every_n_steps=1, settings=MonitorSettings(batch_adapter=adapter)
     )
     with pytest.warns(UserWarning, match="could not be read: BatchError: odd"):
-        trainer = fit([monitor], tmp_path)
+        trainer = fit([monitor], tmp_path, module=FusedLossModule(tiny_gpt2().train()))
     assert trainer.global_step == 8
     assert monitor.failures == sum(even)
+
+
+def test_a_batch_of_unknown_form_is_read_off_the_graph(tmp_path):
+    class Odd(CausalLMModule):
+        def training_step(self, batch, batch_idx):
+            return super().training_step({"input_ids": batch[0], "labels": batch[0]}, batch_idx)
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.arange(3, 9) + index, "a text"
+
+    monitor = LeakageMonitor(BagOfWords(), every_n_steps=1)
+    module = Odd(tiny_gpt2(tied=False, dropout=0.0).train())
+    fit([monitor], tmp_path, module=module, loader=DataLoader(Rows(), batch_size=4))
+    assert monitor.latest["leakage/bag_of_words/f1"] == 1
+    assert (monitor.looks, monitor.failures) == (2, 0)
 
 
 def test_words_of_others_errors_are_not_repeated_anywhere(tmp_path, caplog):
@@ -246,6 +268,7 @@ def test_words_of_others_errors_are_not_repeated_anywhere(tmp_path, caplog):
                 )
             ],
             tmp_path,
+            module=FusedLossModule(tiny_gpt2().train()),
         )
     files = [p.read_text() for p in tmp_path.rglob("*") if p.is_file()]
     said = [str(w.message) for w in caught] + [caplog.text] + files
@@ -289,12 +312,13 @@ def test_a_class_in_place_of_an_attack_is_refused():
         LeakageMonitor(FlatChat)
 
 
-def test_an_unknown_batch_stops_before_the_first_step(tmp_path):
-    class Odd(CausalLMModule):
+def test_an_unknown_batch_that_no_graph_shows_stops_the_first_step(tmp_path):
+    class Odd(FusedLossModule):
         def training_step(self, batch, batch_idx):
-            raise AssertionError("the step must not be reached")
+            ids = batch["tokens"].long()
+            return super().training_step({"input_ids": ids, "labels": ids}, batch_idx)
 
-    loader = DataLoader([{"tokens": torch.zeros(4)}], batch_size=1)
+    loader = DataLoader([{"tokens": torch.arange(8.0)}] * 4, batch_size=1)
     trainer = L.Trainer(
         accelerator="cpu", logger=False, callbacks=[LeakageMonitor(Probe())],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -302,6 +326,7 @@ def test_an_unknown_batch_stops_before_the_first_step(tmp_path):
     )  # fmt: skip
     with pytest.raises(BatchError, match=r"(?s)LeakageMonitor\(..., batch_adapter=batch_adapter\)"):
         trainer.fit(Odd(tiny_gpt2().train()), loader)
+    assert trainer.global_step == 1
 
 
 @dataclasses.dataclass
@@ -712,8 +737,9 @@ def test_a_batch_that_contradicts_itself_reads_unknown(tmp_path, what):
         Probe(), every_n_steps=1, settings=MonitorSettings(batch_adapter=_contradictory(what))
     )
     loader = random_token_loader(8, padded=True)
+    module = FusedLossModule(tiny_gpt2().train())
     with pytest.warns(UserWarning, match=r"the batch could not be read: BatchError: .*adapter"):
-        trainer = fit([monitor], tmp_path, loader=loader)
+        trainer = fit([monitor], tmp_path, loader=loader, module=module)
     assert trainer.global_step == 2
     assert (monitor.looks, monitor.failures) == (2, 2)
     assert math.isnan(monitor.latest["leakage/probe/f1"])

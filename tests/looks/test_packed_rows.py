@@ -125,7 +125,15 @@ class Twice(nn.Module):
         return self.inner(**batch)
 
 
-def test_what_was_not_tried_is_unknown_until_it_is_said(tmp_path: Path) -> None:
+def test_each_call_of_a_model_is_read_off_its_own_graph(tmp_path: Path) -> None:
+    for line in lines(tmp_path, Twice(), BagOfWords(), "flattened"):
+        assert line["metrics"]["f1"]["value"] == 1
+
+
+def test_what_was_not_tried_is_unknown_until_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_fedleak.taps.graph.is_compiled", lambda _: True)
     for line in lines(tmp_path / "tried", Twice(), BagOfWords(), "flattened"):
         assert "could not be tested whether they attend to each other" in line["unknown"]
         assert "called 2 times" in line["unknown"]

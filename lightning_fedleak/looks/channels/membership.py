@@ -487,8 +487,7 @@ class MembershipChannel(Channel):
         if not self.attacks or look.truth_error is not None:
             return
         if Stage.LOCAL in moment.stages:
-            now = [] if look.batch is None else [look.batch]
-            self._begin(look.step, [*look.batches, *now], moment.scale)
+            self._begin(look.step, look.all_batches, moment.scale)
         shared = Stage.SHARED in moment.wanted
         for attack in self.attacks if moment.wanted else ():
             answer = self._guess(attack, str(Stage.SHARED), look.step, moment.wanted[0])

@@ -57,13 +57,12 @@ class PassiveMembershipChannel(MembershipChannel):
         look = moment.look
         if not self.attacks or not moment.wanted or look.truth_error is not None:
             return
-        batches = [*look.batches, *([] if look.batch is None else [look.batch])]
         draws = {str(Stage.SHARED): self._sources.population}
         if self._audits and Stage.SHARED in moment.wanted:
             draws[AUDIT] = self._sources.canaries
         for name, draw in draws.items():
             if name not in self._tables:
-                self._tables[name] = GameTable(draw_targets(draw, look.step, batches))
+                self._tables[name] = GameTable(draw_targets(draw, look.step, look.all_batches))
         for plan in self.plans:
             stepped = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
             silent = any(s not in look.answers for s in self.series_of(plan))

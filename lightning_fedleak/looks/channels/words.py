@@ -20,8 +20,13 @@ from lightning_fedleak.looks.run import Look, Moment, Outcome, Pages, Processes,
 from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.model_runs import sees_no_later
 from lightning_fedleak.records import WORDS
-from lightning_fedleak.snapshots import Stage, UpdateSnapshot
+from lightning_fedleak.snapshots import Stage, UnusableObservation, UpdateSnapshot
 from lightning_fedleak.taps import TiedHeadTap
+
+SOFT_LABELS = (
+    "the targets of the loss are no single labels (distillation, mixed labels, or smoothed ones "
+    "past their target), so that the words it was computed on are not known"
+)
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,13 @@ class WordTruth:
         output_types: sorted distinct ids that the loss was computed on.
         input_types: sorted distinct ids that the model read and that a label depends on.
         n_targets: number of tokens that the loss was computed on; of texts for a classifier.
+        is_soft: some targets of the loss are no single labels, so that ``output_types`` is not all.
     """
 
     output_types: Tensor
     input_types: Tensor
     n_targets: int
+    is_soft: bool = False
 
     @classmethod
     def from_batches(
@@ -58,14 +65,23 @@ class WordTruth:
             reads = [b.input_ids[b.context_mask()].long() for b in batches]
         else:
             reads = [b.context_ids(one_way=one_way) for b in batches]
+        live = sum(int(b.live.sum()) for b in batches if b.live is not None)
         return cls(
             torch.unique(torch.cat(targets)) if targets else torch.empty(0, dtype=torch.long),
             torch.unique(torch.cat(reads)) if reads else torch.empty(0, dtype=torch.long),
-            sum(int(t.numel()) for t in targets) + sum(int(t.any(1).sum()) for t in texts),
+            max(live, sum(int(t.numel()) for t in targets))
+            + sum(int(t.any(1).sum()) for t in texts),
+            any(b.soft_labels for b in batches),
         )
 
     def types(self, surface: str) -> Tensor:
-        """Return the types at one surface, ``"output"`` or ``"input"``."""
+        """Return the types at one surface, ``"output"`` or ``"input"``.
+
+        Raises:
+            UnusableObservation: the labels are not all known.
+        """
+        if surface == "output" and self.is_soft:
+            raise UnusableObservation(SOFT_LABELS)
         return self.output_types if surface == "output" else self.input_types
 
     def mask(self, vocab_size: int) -> Tensor:
@@ -76,9 +92,10 @@ class WordTruth:
         return mask
 
     @classmethod
-    def from_mask(cls, mask: Tensor, n_targets: int) -> WordTruth:
+    def from_mask(cls, mask: Tensor, n_targets: int, is_soft: bool) -> WordTruth:
         """Return the words that a :meth:`mask` marks."""
-        return cls(mask[0].nonzero().flatten(), mask[1].nonzero().flatten(), n_targets)
+        output, inputs = (row.nonzero().flatten() for row in mask)
+        return cls(output, inputs, n_targets, is_soft)
 
 
 class WordsChannel(Channel):
@@ -215,7 +232,7 @@ class WordsChannel(Channel):
         together = self.run.client == "world" and self.run.processes > 1
         device = self.run.device
         mask = torch.zeros(2, size if together else 0, dtype=torch.int32, device=device)
-        tokens = torch.zeros((), dtype=torch.int64, device=device)
+        tokens = torch.zeros(2, dtype=torch.int64, device=device)
         truth = None
         try:
             if look.truth_error is None:
@@ -226,14 +243,14 @@ class WordsChannel(Channel):
                 )
                 if together:
                     mask += truth.mask(size).to(mask.device)
-                    tokens += truth.n_targets
+                    tokens += torch.tensor([truth.n_targets, truth.is_soft], device=device)
         except Exception as error:
             look.truth_error = reason(error)
         if not together:
             return truth
         mask = self.run.summed(mask)
-        tokens = self.run.summed(tokens)
-        return None if look.truth_error else WordTruth.from_mask(mask > 0, int(tokens))
+        n_targets, soft = self.run.summed(tokens).tolist()
+        return None if look.truth_error else WordTruth.from_mask(mask > 0, n_targets, soft > 0)
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Count a guess against the words of the look's batches."""

@@ -1,0 +1,403 @@
+"""Labels, weights and inputs off the graph of a step, against truths written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.taps.graph import GraphTap, batch_of_call, read_rows
+
+VOCABULARY, TEXTS, LENGTH = 128, 4, 12
+IDS = torch.randint(3, VOCABULARY, (TEXTS, LENGTH), generator=torch.Generator().manual_seed(1))
+MASK = torch.ones_like(IDS)
+MASK[:2, 9:] = 0
+PADDED = IDS.masked_fill(MASK == 0, 0)
+ANSWERS = (torch.arange(LENGTH) >= LENGTH - 4).long().expand(TEXTS, -1)
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def llama(**more: object) -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL, **more))
+
+
+def llama_lora() -> nn.Module:
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(llama(), config)
+
+
+def gpt2_lora_with_checkpointing() -> nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=32)
+    lora = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+    model = get_peft_model(GPT2LMHeadModel(config), lora)
+    model.enable_input_require_grads()
+    model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def gemma2_with_soft_cap() -> nn.Module:
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=0.05))
+
+
+def bf16_tied() -> nn.Module:
+    return llama(tie_word_embeddings=True).to(torch.bfloat16)
+
+
+CAUSAL = {
+    "llama": llama,
+    "llama, LoRA": llama_lora,
+    "gpt2, LoRA, checkpointing": gpt2_lora_with_checkpointing,
+    "gemma2, soft-capped": gemma2_with_soft_cap,
+    "llama, bf16, tied": bf16_tied,
+}
+
+
+def each_loss(logits: Tensor) -> Tensor:
+    """Return (B, L - 1) the loss of each next token."""
+    return functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten(), reduction="none"
+    ).view(TEXTS, LENGTH - 1)
+
+
+def loss_by_class(logits: Tensor, **more: object) -> Tensor:
+    return functional.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), IDS[:, 1:].flatten(), **more
+    )
+
+
+CLASS_WEIGHTS = torch.ones(VOCABULARY)
+CLASS_WEIGHTS[: VOCABULARY // 2] = 0.1
+TOKEN_WEIGHTS = torch.rand(TEXTS, LENGTH - 1, generator=torch.Generator().manual_seed(2)) + 0.01
+FULL = IDS
+PADDED_LABELS = PADDED.masked_fill(MASK == 0, -100)
+ANSWER_LABELS = IDS.masked_fill(ANSWERS == 0, -100)
+
+Loss = Callable[[nn.Module], Tensor]
+
+
+def masked_loss(model: nn.Module) -> Tensor:
+    losses, mask = each_loss(model(input_ids=IDS).logits.float()), ANSWERS[:, 1:]
+    return (losses * mask).sum() / mask.sum()
+
+
+def focal_loss(model: nn.Module) -> Tensor:
+    losses = each_loss(model(input_ids=IDS).logits.float())
+    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+
+def z_loss(model: nn.Module) -> Tensor:
+    logits = model(input_ids=IDS).logits.float()
+    return loss_by_class(logits) + 1e-3 * (logits.logsumexp(-1) ** 2).mean()
+
+
+def entropy_bonus(model: nn.Module) -> Tensor:
+    logits = model(input_ids=IDS).logits.float()
+    entropy = (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    return loss_by_class(logits) + 0.01 * entropy[:, :-1].mean()
+
+
+def two_batches(model: nn.Module) -> Tensor:
+    return sum(model(input_ids=part, labels=part).loss for part in IDS.split(2)) / 2
+
+
+def prefixes_alone(model: nn.Module) -> Tensor:
+    logits = model(input_ids=IDS, logits_to_keep=5).logits[:, :-1].float()
+    return functional.cross_entropy(logits.flatten(0, 1), IDS[:, -4:].flatten())
+
+
+HARD: dict[str, tuple[Loss, Tensor]] = {
+    "plain": (lambda m: m(input_ids=IDS, labels=IDS).loss, FULL),
+    "padded": (
+        lambda m: m(input_ids=PADDED, attention_mask=MASK, labels=PADDED_LABELS).loss,
+        PADDED_LABELS,
+    ),
+    "loss mask": (masked_loss, ANSWER_LABELS),
+    "class weights": (
+        lambda m: loss_by_class(m(input_ids=IDS).logits, weight=CLASS_WEIGHTS),
+        FULL,
+    ),
+    "token weights": (
+        lambda m: (each_loss(m(input_ids=IDS).logits.float()) * TOKEN_WEIGHTS).mean(),
+        FULL,
+    ),
+    "label smoothing": (
+        lambda m: loss_by_class(m(input_ids=IDS).logits, label_smoothing=0.1),
+        FULL,
+    ),
+    "focal": (focal_loss, FULL),
+    "answers": (lambda m: m(input_ids=IDS, labels=ANSWER_LABELS).loss, ANSWER_LABELS),
+    "micro-batches": (two_batches, FULL),
+    "logits_to_keep": (prefixes_alone, ANSWER_LABELS),
+    "z-loss": (z_loss, FULL),
+    "entropy": (entropy_bonus, FULL),
+}
+
+
+def read_step(model: nn.Module, loss: Loss, kind: str | None = None) -> list[TokenBatch]:
+    """Return the batches that the graph of one step shows."""
+    model.train()
+    model.zero_grad()
+    anatomy = find_anatomy(model)
+    tap = GraphTap(anatomy)
+    assert tap.why_not is None
+    tap.arm()
+    loss(model).backward()
+    batches = [batch_of_call(call, anatomy.kind) for call in tap.take()]
+    tap.close()
+    return batches
+
+
+def ids_of(batches: list[TokenBatch]) -> list[int]:
+    return sorted(torch.cat([batch.target_ids() for batch in batches]).tolist())
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_hard_labels_are_exact(family: str) -> None:
+    model = CAUSAL[family]()
+    for name, (loss, labels) in HARD.items():
+        batches = read_step(model, loss)
+        truth = labels[:, 1:][labels[:, 1:] != -100]
+        assert ids_of(batches) == sorted(truth.tolist()), name
+        assert not any(b.preferences or b.soft_labels for b in batches), name
+        expected = TokenBatch(
+            PADDED if name == "padded" else IDS,
+            labels,
+            MASK if name == "padded" else None,
+            "causal",
+        )
+        read = sorted(torch.cat([b.context_ids() for b in batches]).tolist())
+        with_last = sorted(IDS.flatten().tolist())  # a z-loss is of the last token's logits too
+        truth_read = sorted(expected.context_ids().tolist())
+        assert read == (with_last if name == "z-loss" else truth_read), name
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_a_rejected_text_has_the_other_sign(family: str) -> None:
+    model = CAUSAL[family]()
+
+    def loss(model: nn.Module) -> Tensor:
+        chosen = -model(input_ids=IDS[:2], labels=IDS[:2]).loss
+        rejected = -model(input_ids=IDS[2:], labels=IDS[2:]).loss
+        return -functional.logsigmoid(0.5 * (chosen - rejected))
+
+    chosen, rejected = read_step(model, loss)
+    assert ids_of([chosen]) == sorted(IDS[:2, 1:].flatten().tolist())
+    assert not chosen.preferences
+    assert ids_of([rejected]) == sorted(IDS[2:, 1:].flatten().tolist())
+    assert rejected.preferences
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_soft_targets_are_unknown(family: str) -> None:
+    targets = torch.randn(TEXTS, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(5))
+
+    def loss(model: nn.Module) -> Tensor:
+        logits = model(input_ids=IDS).logits.float()
+        return functional.kl_div(logits.log_softmax(-1), targets.softmax(-1), reduction="sum")
+
+    [batch] = read_step(CAUSAL[family](), loss)
+    assert batch.soft_labels
+    assert sorted(batch.context_ids().tolist()) == sorted(IDS.flatten().tolist())
+
+
+def test_texts_that_are_shifted_by_hand() -> None:
+    x, y = IDS[:, :-1], IDS[:, 1:]
+
+    def loss(model: nn.Module) -> Tensor:
+        return functional.cross_entropy(model(input_ids=x).logits.flatten(0, 1), y.flatten())
+
+    [batch] = read_step(llama(), loss)
+    assert torch.equal(batch.input_ids, IDS)
+    assert ids_of([batch]) == sorted(y.flatten().tolist())
+    assert sorted(batch.context_ids().tolist()) == sorted(x.flatten().tolist())
+
+
+class HeadOnPrefixes(nn.Module):
+    """Call the head on all hidden states but the last, in chunks where asked."""
+
+    def __init__(self, chunks: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.mixing = nn.Linear(16, 16)
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        self.chunks = chunks
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        states = torch.tanh(self.mixing(self.embedding(input_ids))).cumsum(1)[:, :-1]
+        logits = torch.cat([self.head(part) for part in states.chunk(self.chunks, 1)], 1)
+        return functional.cross_entropy(logits.flatten(0, 1), input_ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_head_that_is_called_on_prefixes_in_chunks(chunks: int) -> None:
+    [batch] = read_step(HeadOnPrefixes(chunks), lambda m: m(IDS))
+    assert torch.equal(batch.labels, IDS.clone().index_fill(1, torch.tensor([0]), -100))
+
+
+def bert() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
+    return BertForMaskedLM(BertConfig(**sizes))
+
+
+def test_masked_tokens() -> None:
+    chosen = torch.zeros_like(IDS, dtype=torch.bool)
+    chosen[:, [2, 5]] = True
+    inputs, labels = IDS.masked_fill(chosen, 1), IDS.masked_fill(~chosen, -100)
+    loss = lambda m: m(input_ids=inputs, attention_mask=MASK, labels=labels).loss  # noqa: E731
+    [batch] = read_step(bert(), loss)
+    assert torch.equal(batch.labels, labels)
+    assert torch.equal(batch.input_ids, inputs)
+    expected = TokenBatch(inputs, labels, MASK, "masked")
+    assert torch.equal(batch.context_ids(), expected.context_ids())
+
+
+def test_encoder_and_decoder() -> None:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
+    labels = IDS[:, :7].flip(0).masked_fill(torch.arange(7) > 4, -100)
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(input_ids=PADDED, attention_mask=MASK, labels=labels).loss
+
+    [batch] = read_step(T5ForConditionalGeneration(config), loss)
+    assert torch.equal(batch.labels, labels)
+    expected = TokenBatch(PADDED, labels, MASK, "seq2seq")
+    assert torch.equal(batch.context_ids(), expected.context_ids())
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_a_classifier_of_texts(classes: int) -> None:
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**SMALL, num_labels=classes, pad_token_id=0))
+    labels = torch.tensor([0, 1, 1, 0])
+    weights = torch.tensor([1.0, 1.0, 0.0, 1.0])
+
+    def loss(model: nn.Module) -> Tensor:
+        logits = model(input_ids=PADDED, attention_mask=MASK).logits
+        return (functional.cross_entropy(logits, labels, reduction="none") * weights).mean()
+
+    [batch] = read_step(model, loss)
+    assert batch.kind == "classifier"
+    assert batch.context_mask().any(1).tolist() == [True, True, False, True]
+
+
+def test_nothing_is_recorded_without_a_backward() -> None:
+    model = llama()
+    tap = GraphTap(find_anatomy(model))
+    tap.arm()
+    with torch.no_grad():
+        model(input_ids=IDS)
+    model(input_ids=IDS)
+    assert tap.take() == []
+
+
+# ---- rows of a gradient, drawn -----------------------------------------------------------------
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draw logits, labels, weights by row, and dL/dlogits of a loss on them, in float64."""
+    classes, rows = draw(st.integers(3, 60)), draw(st.integers(1, 12))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    scale = draw(st.sampled_from([0.1, 1.0, 3.0]))
+    logits = torch.randn(rows, classes, generator=generator) * scale
+    labels = torch.randint(0, classes, (rows,), generator=generator)
+    weights = torch.rand(rows, generator=generator) + 0.01
+    if draw(st.booleans()):
+        weights = weights * (torch.rand(rows, generator=generator) < 0.7)
+    if draw(st.booleans()):
+        weights = weights * (torch.rand(classes, generator=generator) + 0.01)[labels]
+    kind = draw(st.sampled_from(["plain", "focal", "z-loss", "pushed"]))
+    inputs = logits.double().requires_grad_()
+    each = functional.cross_entropy(inputs, labels, reduction="none")
+    if kind == "focal":
+        each = (1 - (-each).exp()) ** 2 * each
+    loss = (each * weights).sum() * (-1 if kind == "pushed" else 1)
+    if kind == "z-loss":
+        loss = loss + 1e-4 * (weights * inputs.logsumexp(1) ** 2).sum()
+    (gradient,) = torch.autograd.grad(loss, inputs)
+    return logits, labels, weights * (-1 if kind == "pushed" else 1), gradient.float()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(losses())
+def test_rows_of_any_loss(case: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    logits, labels, weights, gradient = case
+    rows = read_rows(gradient, logits)
+    counted = weights != 0
+    assert torch.equal(rows.live, counted)
+    assert not bool(rows.soft.any())
+    sure = counted & ~rows.unsure
+    assert torch.equal(rows.labels[sure], labels[sure])
+    assert bool((rows.labels[~counted] == -100).all())
+    assert bool((rows.sizes[sure].sign() == weights[sure].sign()).all())
+    size = gradient.gather(1, labels[:, None])[:, 0].abs()
+    assert torch.equal(rows.sizes[sure].abs(), size[sure])
+
+
+def test_blocks_of_rows_are_read_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, 20, generator=generator)
+    gradient = logits.softmax(1) - functional.one_hot(torch.arange(9), 20)
+    whole = read_rows(gradient, logits)
+    monkeypatch.setattr("lightning_fedleak.taps.graph.ENTRIES_AT_ONCE", 45)
+    parts = read_rows(gradient, logits)
+    assert torch.equal(whole.labels, parts.labels)
+    assert torch.equal(whole.labels, torch.arange(9))
+
+
+def test_smoothed_rows_past_their_target_need_labels() -> None:
+    logits = torch.tensor([[8.0, 0.5, 0.0, -1.0]]).requires_grad_()
+    loss = functional.cross_entropy(logits, torch.tensor([0]), label_smoothing=0.1)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    rows = read_rows(gradient, logits.detach())
+    assert bool(rows.unsure.all())
+    assert rows.labels.tolist() == [-100]
+
+
+@pytest.mark.parametrize("entries", [(-0.3, 0.3), (0.3, -0.3)])
+def test_two_classes_need_labels(entries: tuple[float, float]) -> None:
+    rows = read_rows(torch.tensor([entries]), torch.zeros(1, 2))
+    assert bool(rows.unsure.all())

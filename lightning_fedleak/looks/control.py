@@ -236,8 +236,14 @@ def judged(
     if control is None or math.isnan(value) or value > at_most or metric not in control.rates:
         return value, ""
     high = control.rates[metric]
+    if high >= 1:
+        return value, ""
     if high > at_most:
-        return chance + (value - chance) * (1 - chance) / (high - chance), ""
+        share = (value - chance) / (high - chance)
+        return chance + share * (1 - chance), (
+            f"it reads {value:.2f}, and {high:.2f} of known words in the same step, so that "
+            f"{share:.2f} of what can be read here is read"
+        )
     if control.part.get(metric, math.nan) > at_most:
         return value, ""
     if math.isnan(high):

@@ -110,7 +110,8 @@ class SharedRows:
         whole = torch.cat(rows)
         whole = whole - (whole @ beside.T) @ beside
         exact = rounding <= torch.finfo(torch.float32).eps and not any(noise)
-        return cls(whole, _above_noise(whole, exact=exact), exact)
+        room = beside.shape[1] - len(beside)
+        return cls(whole, _above_noise(whole, room, exact=exact), exact)
 
     @property
     def floor(self) -> float:
@@ -125,12 +126,19 @@ class SharedRows:
         )
 
 
-def _above_noise(rows: Tensor, *, exact: bool) -> Tensor:
-    """Return the principal rows above the noise; near rounding the cut is the widest gap."""
+def _above_noise(rows: Tensor, room: int, *, exact: bool) -> Tensor:
+    """Return the principal rows above the noise; near rounding the cut is the widest gap.
+
+    Args:
+        rows: (n, d) in units of the noise of an entry.
+        room: directions that nothing was projected off; a fall to the others is no gap.
+        exact: whether the noise is rounding alone.
+    """
     n, d = rows.shape
     if n > d:
         rows = torch.linalg.qr(rows).R
     _, s, basis = torch.linalg.svd(rows, full_matrices=False)
+    s = s[:room]
     edge = math.sqrt(n) + math.sqrt(d)
     k = int((s > edge).sum())
     if exact and k:

@@ -404,13 +404,16 @@ def _silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
     q, r = torch.linalg.qr(atoms.rows(types).T)
     coefficients = torch.linalg.solve_triangular(r, (shared.whole @ q).T, upper=True)
     strength = (coefficients.norm(dim=1) / atoms.sizes[types]).median()
-    sizes, least = atoms.sizes[: atoms.tokens] * strength, _SETTINGS.certified * shared.floor
+    sizes = atoms.sizes[: atoms.tokens] * strength
+    least, alike = _SETTINGS.certified * shared.floor, _SETTINGS.twin_gain * len(shared.whole) ** 0.5
     small = sizes * _SETTINGS.dependent < least  # others differ from the types by more than that
     small[others[others < atoms.tokens]] = True
     small[types[types < atoms.tokens]] = False
     tokens = small.nonzero()[:, 0]
+    twins = _nearly_equal(atoms, types, tokens, _SETTINGS.twins**2 / 2).any(0)  # compared apart
     parts = [_project_off(x, q).norm(dim=1) for x in _unit_atoms(atoms, tokens)]
-    silent: Tensor = tokens[sizes[tokens] * torch.cat(parts) < least] if parts else tokens
+    traces = sizes[tokens] * torch.cat([sizes[:0], *parts])
+    silent: Tensor = tokens[traces < torch.where(twins, alike, least)]
     return silent
 
 

@@ -114,7 +114,7 @@ class SubspaceTexts(GradientTextAttack):
         self.beam = check_integer("beam", beam)
         self.seed = seed
         self._words = SubspaceWords(capacity_seconds=0)
-        self._readable: tuple[Anatomy, _Blocks] | None = None
+        self._readable = row_space.PerMaps(self._find_blocks)
         self._complete_maps: frozenset[str] = frozenset()
         self._whitenings: list[Tensor] = []
 
@@ -139,17 +139,12 @@ class SubspaceTexts(GradientTextAttack):
         blocks = self._trained(anatomy)
         deeper = [m.name for block in blocks for m in block.trained_readers(anatomy)]
         if not deeper:  # a surface that could be shared, so that it reads as not exposed
-            second = self._blocks(anatomy).inputs[-1]
+            second = self._readable.get(anatomy).inputs[-1]
             deeper = [m.name for m in second.maps if m.factor != "B"]
         return Surfaces(gradients=tuple(dict.fromkeys([*words, *deeper])))
 
-    def _blocks(self, anatomy: Anatomy) -> _Blocks:
-        if self._readable is None or self._readable[0] is not anatomy:
-            self._readable = (anatomy, self._find_blocks(anatomy))
-        return self._readable[1]
-
-    def _find_blocks(self, anatomy: Anatomy) -> _Blocks:
-        maps = [m for m in row_space.find_linear_maps(anatomy) if m.factor != "B"]
+    def _find_blocks(self, anatomy: Anatomy, maps: Sequence[row_space.LinearMap]) -> _Blocks:
+        maps = [m for m in maps if m.factor != "B"]
         blocks: dict[str, row_space.SharedInput] = {}
         for shared_input in row_space.find_shared_inputs(anatomy, maps):
             if shared_input.width == anatomy.hidden_size:
@@ -174,7 +169,7 @@ class SubspaceTexts(GradientTextAttack):
 
     def _trained(self, anatomy: Anatomy) -> list[row_space.SharedInput]:
         """Return the inputs of the blocks that are trained and read; none where too few are."""
-        first, inputs = self._blocks(anatomy)
+        first, inputs = self._readable.get(anatomy)
         trained = [block for block in inputs if block.trained_readers(anatomy)]
         if not trained or (first and (trained[0] is not inputs[0] or len(trained) < 2)):
             return []
@@ -241,7 +236,7 @@ class SubspaceTexts(GradientTextAttack):
         words = self._words.run(view)
         autocast = self._facts.autocast
         bottom.kept, whitenings = (), self._whitenings
-        first = self._blocks(bottom.anatomy).first
+        first = self._readable.get(bottom.anatomy).first
         if view.gradients[-1].compression == "topk":
             if first is not None:
                 raise Inapplicable(

@@ -405,7 +405,8 @@ def _silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
     coefficients = torch.linalg.solve_triangular(r, (shared.whole @ q).T, upper=True)
     strength = (coefficients.norm(dim=1) / atoms.sizes[types]).median()
     sizes = atoms.sizes[: atoms.tokens] * strength
-    least, alike = _SETTINGS.certified * shared.floor, _SETTINGS.twin_gain * len(shared.whole) ** 0.5
+    least = _SETTINGS.certified * shared.floor
+    alike = _SETTINGS.twin_gain * len(shared.whole) ** 0.5
     small = sizes * _SETTINGS.dependent < least  # others differ from the types by more than that
     small[others[others < atoms.tokens]] = True
     small[types[types < atoms.tokens]] = False

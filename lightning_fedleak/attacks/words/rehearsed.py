@@ -21,8 +21,8 @@ from lightning_fedleak.attacks.base import (
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import (
     LinearMap,
-    SharedInput,
     PerMaps,
+    SharedInput,
     find_shared_inputs,
     input_rows,
     norm_before,

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import SubspaceWords, row_space
 from tests.attacks.row_space.models import (
     VOCABULARY,

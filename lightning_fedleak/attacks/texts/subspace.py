@@ -250,8 +250,8 @@ class SubspaceTexts(GradientTextAttack):
         if not len(bag):
             raise UnusableObservation("no word stands out of the noise")
         distinguished = True
-        if words.certified:
-            alike = self._words.similar_tokens(bag, LIMITS.alike)
+        if words.silent is not None:
+            alike = self._words.similar_tokens(bag, LIMITS.alike, words.silent)
             distinguished = len(alike) <= LIMITS.most_alike
             bag = torch.cat([bag, alike]).sort().values if distinguished else bag
         search: SubspaceSearch | EncoderSearch

@@ -302,7 +302,7 @@ class SubspaceWords(Attack):
             surface="input",
             certified=complete and not any(map(len, silent)),
             capacity=self._capacity or None,  # 0: no planted set was found in the time
-            silent=torch.cat(silent).unique() if complete else None,
+            silent=torch.unique(torch.cat(silent)) if complete else None,
         )
 
     def _read_sides(
@@ -337,7 +337,7 @@ class SubspaceWords(Attack):
             raise _join_refusals(refusals)
         return results
 
-    def similar_tokens(self, types: Tensor, share: float) -> Tensor:
+    def similar_tokens(self, types: Tensor, share: float, silent: Tensor | None = None) -> Tensor:
         """Return other tokens whose inputs differ from one of ``types`` by less than a share.
 
         Tokens whose inputs are equal are not among them.
@@ -345,8 +345,9 @@ class SubspaceWords(Attack):
         Args:
             types: (k,) token ids.
             share: of the norm of an input.
+            silent: (m,) tokens without a trace; those that equal none of ``types`` are added.
         """
-        similar = []
+        similar, alone = [], types[:0] if silent is None else silent.to(types)
         for readable in self._readable:
             if readable.is_factor_b:
                 continue
@@ -358,8 +359,11 @@ class SubspaceWords(Attack):
                 near = nn.functional.normalize(part.float(), dim=1) @ unit.T > 1 - share**2 - 1e-6
                 i, j = near.nonzero(as_tuple=True)
                 distance = (part[i].double() - targets[j]).norm(dim=1) / targets[j].norm(dim=1)
-                similar.append(start + i[(distance > 0) & (distance < share)].to(types.device))
-        others = set(torch.cat([types[:0], *similar]).tolist()) - set(types.tolist())
+                tokens = (start + i).to(types.device)
+                alone = alone[~torch.isin(alone, tokens[(distance == 0).to(types.device)])]
+                apart = (distance > 0) & (distance < share)
+                similar.append(tokens[apart.to(types.device)])
+        others = set(torch.cat([alone, *similar]).tolist()) - set(types.tolist())
         return torch.tensor(sorted(others), dtype=types.dtype, device=types.device)
 
     def check_updates(self, facts: RunFacts) -> None:

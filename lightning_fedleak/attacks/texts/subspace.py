@@ -68,9 +68,9 @@ class SubspaceTexts(GradientTextAttack):
     that token alone where positions are relative.
 
     Certified means that no text is missing whose part lies above rounding, and that none is wrong,
-    up to copies, texts that another begins with, repetitions of a single token, and tokens whose
-    inputs are equal up to rounding. Updates of queries and keys alone are never certified, because
-    these do not show every token. ``docs/whole_texts.md`` has the measurements.
+    up to copies, texts that another begins with, and repetitions of a single token. Updates of
+    queries and keys alone are never certified, because these do not show every token, and nor are
+    texts where the words are not. ``docs/whole_texts.md`` has the measurements.
 
     Args:
         blocks: how many after the first are read at most; by default one where its rows could

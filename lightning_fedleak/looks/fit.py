@@ -104,6 +104,7 @@ class Fit:
         self._turn: int | None = None
         self._processor_seconds = 0.0
         self._watched: set[int] = set()
+        self._trained: tuple[str, ...] = ()
         self._tap = GradientTap({})
         self._update_tap: UpdateTap | None = None
         self._fresh = True
@@ -132,6 +133,7 @@ class Fit:
 
     def follow(self) -> bool:
         """Follow what is trained now, and return whether something else is read than before."""
+        self._trained = self.lineup.trained
         anatomy, changed = self.run.anatomy, self.lineup.follow()
         roles = dict.fromkeys(r for plan in self.lineup.exposed for r in plan.roles)
         parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
@@ -419,8 +421,8 @@ class Fit:
         look = moment.look
         self._settle(look)
         with look.clock(self.run.device):
-            if moment.optimizer is not None and self.follow():  # the step switched an adapter
-                self._followed = False
+            if moment.optimizer is not None and self._trained != self.lineup.trained:
+                self._followed &= not self.follow()  # the step itself switched an adapter, say
             if self._still_waits(moment):
                 return
             self._refresh(look)

@@ -43,8 +43,9 @@ _BATCH_OPERATIONS = (
 _PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Mv", "Addmv", "Dot", "Convolution")
 NOISE_ROWS, NOISE_TOKENS = 2, 64
 """Texts, and tokens of each, whose embeddings are compared at a look; not tuned. More: slower."""
-_SUMS = ("Add", "Sub", "Stack", "Cat")
+# Whole names of operations: a sum is ``Add``, and ``Addmm`` is a product.
 _FACTORS = ("Mul", "Div")
+_SUMS = ("Add", "Sub", "Rsub", "Stack", "Cat")
 _SHAPES = (
     *("Neg", "Sum", "Mean", "Clone", "View", "ReshapeAlias", "ToCopy", "Squeeze", "Unsqueeze"),
     *("Select", "Expand", "Alias"),
@@ -310,9 +311,11 @@ def loss_terms(loss: Tensor) -> set[int]:
         if not reads[node]:
             variable = getattr(node, "variable", None)
             parameters |= set() if variable is None else {id(variable)}
-        elif node.name().startswith(_FACTORS):
+        elif _surely_reads_batch(node):  # what is below it was not asked
+            continue
+        elif _operation(node) in _FACTORS:
             below = [n for n in below if reads[n]]
-        elif not node.name().startswith(_SUMS + _SHAPES):
+        elif _operation(node) not in _SUMS + _SHAPES:
             continue
         visited.update(below)
         nodes.extend(below)
@@ -343,9 +346,14 @@ def _batch_readers(first: Node) -> dict[Node, bool]:
     return reads
 
 
+def _operation(node: Node) -> str:
+    """Return the name of an operation without its ending: ``Add`` of ``AddBackward0``."""
+    return node.name().partition("Backward")[0]
+
+
 def _times_zero(node: Node) -> bool:
     """Return whether an operation multiplies by a constant 0."""
-    if not node.name().startswith("Mul"):
+    if _operation(node) != "Mul":
         return False
     factors = (getattr(node, f"_saved_{side}", None) for side in ("self", "other"))
     return any(isinstance(x, Tensor) and x.dim() == 0 and not bool(x) for x in factors)

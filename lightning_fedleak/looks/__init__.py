@@ -37,6 +37,7 @@ from lightning_fedleak.looks.run import Run as Run
 from lightning_fedleak.looks.run import Series as Series
 from lightning_fedleak.looks.run import StageReached as StageReached
 from lightning_fedleak.looks.run import Unknown as Unknown
+from lightning_fedleak.looks.run import contained as contained
 from lightning_fedleak.looks.run import reason as reason
 from lightning_fedleak.looks.tensorboard import BoardLogger as BoardLogger
 from lightning_fedleak.looks.threshold import Controls as Controls

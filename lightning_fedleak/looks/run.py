@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -613,6 +613,50 @@ PREFERENCES = (
 
 class NoTargets(ValueError):
     """The batch holds no sentence that could be asked for."""
+
+
+class Refusal(Exception):
+    """Holds an error that ends the run all the same: of the set-up, or of the user's own code.
+
+    Args:
+        error: the error that the user sees.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Contains(Protocol):
+    """A part of the watch that notes what its own code raises, and ends no training by it."""
+
+    def fail(self, error: Exception) -> None:
+        """Note that the look at work, or the next one, has no result."""
+
+
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+_C = TypeVar("_C", bound=Contains)
+
+
+def contained(
+    method: Callable[Concatenate[_C, _P], _R],
+) -> Callable[Concatenate[_C, _P], _R | None]:
+    """Return a method that ends no training: what it raises is a failure of the look.
+
+    It returns None then. A :class:`Refusal` is raised as the error that it holds.
+    """
+
+    @wraps(method)
+    def run(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        try:
+            return method(self, *args, **kwargs)
+        except Refusal as refusal:
+            raise refusal.error from refusal.error.__cause__
+        except Exception as error:
+            self.fail(error)
+            return None
+
+    return run
 
 
 _OWN_ERRORS = (

@@ -30,6 +30,7 @@ from lightning_fedleak.snapshots import (
     UpdateSnapshot,
     whole_tensor,
 )
+from lightning_fedleak.taps.hooks import raise_kept, raised_when_read
 from lightning_fedleak.validate import warn_of_old_spelling
 
 # Prefixes of operations that compare with targets, look words up, or normalise over classes: a term
@@ -71,6 +72,7 @@ class GradientTap:
         self._scales: dict[int, float] = {}
         self._handles: list[RemovableHandle] = []
         self.armed = False
+        self.error: Exception | None = None
 
     def keep_local(self) -> None:
         """Copy each gradient as autograd accumulates it, before DDP's reduction, when armed.
@@ -81,6 +83,7 @@ class GradientTap:
             handle = parameter.register_post_accumulate_grad_hook(self._copy_gradient)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
+    @raised_when_read
     def _copy_gradient(self, parameter: Tensor) -> None:
         if not self.armed or parameter.grad is None:
             return
@@ -93,6 +96,7 @@ class GradientTap:
 
     def arm(self) -> None:
         """Start a look: drop earlier copies and let the hooks copy."""
+        self.error = None
         self._scales.clear()
         self.armed = True
 
@@ -122,7 +126,11 @@ class GradientTap:
 
         Returns:
             A snapshot without the roles that have no gradient.
+
+        Raises:
+            Exception: what a hook has raised since :meth:`arm`.
         """
+        raise_kept(self)
         if kept is not None:
             copies = kept
             warn_of_old_spelling("GradientTap.view(kept=)", "copies=")
@@ -235,6 +243,7 @@ class TiedHeadTap:
         self._buffer: Tensor | None = None
         self._filled = False
         self.armed = False
+        self.error: Exception | None = None
         head.forward = self._forward  # type: ignore[method-assign,assignment]
 
     def _forward(self, hidden: Tensor) -> Tensor:
@@ -244,6 +253,7 @@ class TiedHeadTap:
             weight.register_hook(self._add)  # type: ignore[no-untyped-call]
         return functional.linear(hidden, weight, self._head.bias)
 
+    @raised_when_read
     def _add(self, grad: Tensor) -> None:
         if self._buffer is None:
             self._buffer = torch.empty_like(grad)
@@ -255,6 +265,7 @@ class TiedHeadTap:
 
     def arm(self) -> None:
         """Start a look; micro-batches add up until :meth:`view`."""
+        self.error = None
         self._filled = False
         self.armed = True
 
@@ -263,7 +274,8 @@ class TiedHeadTap:
         self.armed = False
 
     def view(self, step: int, *, client: int = 0, scale: float = 1.0) -> GradientSnapshot:
-        """Return the head's gradient (V, d), stage local."""
+        """Return the head's gradient (V, d), stage local; raise what a hook has raised."""
+        raise_kept(self)
         tensors = {}
         if self._filled and self._buffer is not None:
             if scale != 1.0:
@@ -523,6 +535,7 @@ class EmbeddingNoise:
         self._anatomy = anatomy
         self._layer = layer = leaf(anatomy.embedding)
         self._handle: RemovableHandle | None = None
+        self.error: Exception | None = None
         self._call: tuple[Tensor, Tensor, int] | None = None
         weight = layer._parameters.get("weight")
         plain = not layer._modules and getattr(layer, "max_norm", None) is None
@@ -540,6 +553,7 @@ class EmbeddingNoise:
         if self._runs:
             self._handle = self._layer.register_forward_hook(self._keep)
 
+    @raised_when_read
     def _keep(self, layer: nn.Module, args: tuple[object, ...], output: object) -> None:
         ids = args[0] if args else None
         new = self._call is None and layer.training and torch.is_grad_enabled()
@@ -563,6 +577,7 @@ class EmbeddingNoise:
         """
         call, layer = self._call, self._layer
         self.close()
+        raise_kept(self)
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if call is not None and call[2] == weight._version:
             ids, output, _ = call

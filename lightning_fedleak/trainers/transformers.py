@@ -24,6 +24,7 @@ from lightning_fedleak.looks import (
     BeforeDefense,
     StageReached,
     Threshold,
+    contained,
     names_there_are,
 )
 from lightning_fedleak.private_files import save_private
@@ -266,11 +267,15 @@ class TransformersWatch(Watch):
         trainer.training_step = training_step  # type: ignore[method-assign]
         self._removers.append(put_back)
 
-    @torch.no_grad()
     def before_step(self) -> None:
         """Let the attacks read the gradients, unscaled, unless the step will be skipped."""
+        self.engine.optimizer_steps(self.loop.optimizers[0])
+        self._let_read()
+
+    @contained
+    @torch.no_grad()
+    def _let_read(self) -> None:
         scaler, (optimizer,) = self.loop.scaler, self.loop.optimizers
-        self.engine.optimizer_steps(optimizer)
         if self._look is None:
             return  # whether the scaler found infinities is known once the device is done
         if scaler is not None and scaler.is_enabled():
@@ -294,6 +299,7 @@ class TransformersWatch(Watch):
         super().end(error)
         self._flush()
 
+    @contained
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Collect numbers until the moment is over."""
         self._values.update(metrics)

@@ -32,6 +32,7 @@ from lightning_fedleak.looks import (
     Selection,
     Threshold,
     cadence_of,
+    contained,
     known_stages,
     names_there_are,
     optimizers_of,
@@ -354,9 +355,12 @@ class Watch:
 
     def close(self) -> None:
         """Remove every tap; may be called twice."""
-        for remove in self._removers:
-            remove()
-        self._removers.clear()
+        removers, self._removers = self._removers, []
+        for remove in removers:
+            try:
+                remove()
+            except Exception as error:
+                self.engine.fail(error)
         self.engine.close()
 
     def _check(self, *wrappers: str) -> None:
@@ -377,8 +381,17 @@ class Watch:
             raise ValueError(f"two gates are named '{name}': give one of them name=...")
 
     def _log(self, values: dict[str, float], step: int) -> None:
-        for logger in self._loggers:
-            logger.log_metrics(values, step=step)
+        for logger in [*self._loggers]:
+            try:
+                logger.log_metrics(values, step=step)
+            except Exception as error:
+                self._loggers.remove(logger)
+                if self.engine.report is not None:
+                    self.engine.report.leave_loggers(error)
+
+    def fail(self, error: Exception) -> None:
+        """Let the look at work, or the next one, have no result, because of an error of ours."""
+        self.engine.fail(error)
 
     def _save(self, gate: Threshold, name: str) -> Path | None:
         return None
@@ -458,6 +471,7 @@ class Watch:
         for loss in [losses] if isinstance(losses, Tensor) else losses:
             self.engine.loss_computed(loss)
 
+    @contained
     def _gradients_are_gone(self) -> bool:
         """Return whether no gradient is there to be stepped with.
 

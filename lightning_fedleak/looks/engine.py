@@ -28,7 +28,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -55,6 +54,7 @@ from lightning_fedleak.looks.run import (
 )
 from lightning_fedleak.looks.tensorboard import Content, add_pages, add_table
 from lightning_fedleak.looks.weights import Memory, WeightLooks
+from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.snapshots import GradientSnapshot
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -36,6 +35,7 @@ from lightning_fedleak.looks.run import (
     reason,
     unknown,
 )
+from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage
 from lightning_fedleak.taps import (
     NOT_TESTED,

@@ -18,8 +18,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-
 from lightning_fedleak import records
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
@@ -27,6 +25,7 @@ from lightning_fedleak.extras import install
 from lightning_fedleak.looks.choice import Row
 from lightning_fedleak.looks.run import Look, Outcome, Refusal, Run, Series
 from lightning_fedleak.looks.tensorboard import BoardLogger, Logger, add_frame
+from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
     import pandas as pd

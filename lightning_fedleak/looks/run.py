@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -35,13 +33,6 @@ BeforeDefense = Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None
 """Takes what a defence is about to get."""
 
 T = TypeVar("T")
-
-_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Where launchers put a process's number, in the order in which Lightning reads them."""
-
-if getattr(rank_zero_only, "rank", None) is None:  # unless Lightning has set which process prints
-    _set = [int(os.environ[name]) for name in _RANKS if name in os.environ]
-    rank_zero_only.rank = _set[0] if _set else 0  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,7 @@ class ModelCalls:
         reset_compiled(anatomy.root)
 
     @raised_when_read
-    def _note(
-        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
+    def _note(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self._calls.append(arguments_of(model, args, kwargs))
 
     @property

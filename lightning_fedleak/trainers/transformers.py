@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import transformers
-from lightning_utilities.core.rank_zero import rank_zero_info
 from safetensors import safe_open
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
@@ -27,6 +26,7 @@ from lightning_fedleak.looks import (
     contained,
     names_there_are,
 )
+from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.private_files import save_private
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, unwrapped

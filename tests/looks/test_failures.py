@@ -72,11 +72,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def batches() -> list[dict[str, Tensor]]:
-    ids = torch.randint(3, 60, (STEPS, 3, 6), generator=torch.Generator().manual_seed(2))
-    return [{"input_ids": x, "labels": x, "attention_mask": torch.ones_like(x)} for x in ids]
-
-
 THIN = {
     # Hand over what the user's loop calls, and have no more than a line of their own.
     *("Watch.step", "Watch.batch_begins", "Watch.batch_ends", "Watch._backward_begins"),

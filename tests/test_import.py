@@ -107,7 +107,8 @@ def test_importing_changes_nothing_beside_lightning(first: str) -> None:
 def test_what_needs_no_lightning_changes_nothing_at_all() -> None:
     """Not even which process prints, which Lightning sets for all."""
     names = ["lightning_fedleak", *(f"lightning_fedleak.{name}" for name in WITHOUT)]
-    assert changes([], names) == {"imported": names}
+    others = ["transformers", "peft", "torchmetrics"]  # which set their own loggers
+    assert changes(others, names) == {"imported": names}
 
 
 def test_alone_it_leaves_what_lightning_alone_leaves() -> None:

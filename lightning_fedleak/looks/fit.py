@@ -17,6 +17,7 @@ from lightning_fedleak.batches import BatchError, TokenBatch, adapter_to_copy, r
 from lightning_fedleak.compression import AVERAGED
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.channels.base import Channel, Plan
+from lightning_fedleak.looks.dp_optimizers import OptimizerDP
 from lightning_fedleak.looks.lineup import Lineup
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.results import Exchange
@@ -36,7 +37,7 @@ from lightning_fedleak.looks.run import (
     unknown,
 )
 from lightning_fedleak.messages import rank_zero_info
-from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage
+from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage, UnusableObservation
 from lightning_fedleak.taps import (
     NOT_TESTED,
     EmbeddingNoise,
@@ -384,7 +385,9 @@ class Fit:
     ) -> None:
         if self.look is not None:
             try:
-                self.look.noise_std = math.hypot(self.look.noise_std, defense.noise_std(context))
+                std = defense.noise_std(context)
+                all_of_it = isinstance(defense, OptimizerDP)  # whatever was there before it
+                self.look.noise_std = std if all_of_it else math.hypot(self.look.noise_std, std)
             except Exception:
                 self.look.noise_std = math.nan
         for channel in self._channels:
@@ -410,28 +413,27 @@ class Fit:
         scale = self.run.loss_scale
         alone = self.run.client == "world" or Stage.SHARED in stages
         clients = 1 if alone else self.run.processes  # whose noise is independent, and averaged
-        self._show(
-            Moment(
-                look,
-                stages,
-                tuple(s for s in stages if s in self._stages),
-                optimizer,
-                scale,
-                lambda: replace(
-                    self._tap.view(
-                        look.step,
-                        next(s for s in stages if s in self._stages),
-                        copies=kept,
-                        client=self.run.number,
-                        scale=scale if kept else 1.0,
-                    ),
-                    noise_std=0.0 if Stage.LOCAL in stages else look.noise_std / clients**0.5,
-                    compression=AVERAGED if look.compression and clients > 1 else look.compression,
-                    input_noise=look.input_noise,
-                    loss_terms=self._loss_terms(look),
-                ),
+        wanted = tuple(s for s in stages if s in self._stages)
+
+        def take() -> GradientSnapshot:
+            if (why := self.run.why_hidden(wanted, optimizer)) is not None:
+                raise UnusableObservation(why)
+            view = self._tap.view(
+                look.step,
+                wanted[0],
+                copies=kept,
+                client=self.run.number,
+                scale=scale if kept else 1.0,
             )
-        )
+            return replace(
+                view,
+                noise_std=0.0 if Stage.LOCAL in stages else look.noise_std / clients**0.5,
+                compression=AVERAGED if look.compression and clients > 1 else look.compression,
+                input_noise=look.input_noise,
+                loss_terms=self._loss_terms(look),
+            )
+
+        self._show(Moment(look, stages, wanted, optimizer, scale, take))
         if Stage.AGGREGATE in stages:
             look.stepped.add(id(optimizer))
 

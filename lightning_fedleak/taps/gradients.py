@@ -400,6 +400,9 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
     scaler skips. ``fn`` runs without autograd. Several functions on one optimizer run in the order
     in which they were added.
 
+    Of one that makes its gradient inside its own step (Opacus' ``DPOptimizer``) it is the moment
+    when that is made; steps that it skips are none.
+
     The optimizer's ``step`` does everything else as before, hooks and learning rate schedulers
     included.
 
@@ -420,11 +423,19 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
         optimizer = (
             inner  # Lightning's wrapper poses as what it wraps; others have steps of their own
         )
+    optimizer = real_optimizer(optimizer)
     check_optimizer(optimizer)
     chain: _Chain = getattr(optimizer.step, _CHAIN, None) or _Chain(optimizer)
     entry = functools.partial(fn)
     chain.functions.append(entry)
     return functools.partial(chain.remove, entry)
+
+
+def real_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that takes the step, inside one that makes its gradient (Opacus')."""
+    while isinstance(inner := getattr(optimizer, "original_optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:

@@ -29,6 +29,7 @@ from lightning_fedleak.looks import (
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.private_files import save_private
 from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.taps import before_real_step
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, unwrapped
 from lightning_fedleak.trainers.watch import Watch, show_settings
 
@@ -171,6 +172,8 @@ class TransformersRun(LoopRun):
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
         """Call ``stage_reached`` before the Trainer's optimizer steps; see :class:`Run`."""
+        if self.defenses:  # a DP optimizer of another library, which is read inside its step
+            return super().watch_release(stage_reached, before_defense)
         self.loop.stage_reached = stage_reached
         return [partial(setattr, self.loop, "stage_reached", None)]
 
@@ -266,11 +269,15 @@ class TransformersWatch(Watch):
 
         trainer.training_step = training_step  # type: ignore[method-assign]
         self._removers.append(put_back)
+        for optimizer in self.loop.steps_by if self._run.defenses else ():
+            steps = partial(self.engine.optimizer_steps, optimizer)
+            self._removers.append(before_real_step(optimizer, steps))
 
     def before_step(self) -> None:
         """Let the attacks read the gradients, unscaled, unless the step will be skipped."""
-        self.engine.optimizer_steps(self.loop.optimizers[0])
-        self._let_read()
+        if not self._run.defenses:
+            self.engine.optimizer_steps(self.loop.optimizers[0])
+            self._let_read()
 
     @contained
     @torch.no_grad()

@@ -168,8 +168,10 @@ class Watch:
     weights, losses and random numbers are bit-identical to the loop without this.
 
     Under DistributedDataParallel each process is a client. A model that FSDP shards is refused,
-    and no defence acts here: both need Lightning's Trainer
-    (:class:`~lightning_fedleak.DefendedStrategy`).
+    and no defence of this package acts here: both need Lightning's Trainer
+    (:class:`~lightning_fedleak.DefendedStrategy`). A DP optimizer of Opacus is read inside its
+    step, once it has clipped and noised; a step that it skips is none. Another library's, which
+    cannot be read there, makes what is shared *unknown*.
 
     Examples:
         >>> import torch
@@ -480,7 +482,7 @@ class Watch:
         return not has_gradients(self.loop.optimizers, zeros=self._look is None)
 
     def _skip(self) -> None:
-        for optimizer in self.loop.optimizers:
+        for optimizer in self.loop.steps_by:
             self.optimizer_steps(optimizer)
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
@@ -494,6 +496,6 @@ class Watch:
         self.engine.optimizer_steps(optimizer)
 
     def _hook_optimizers(self) -> None:
-        for optimizer in self.loop.optimizers:
+        for optimizer in self.loop.steps_by:
             steps = partial(self.optimizer_steps, optimizer)
             self._removers.append(before_real_step(optimizer, steps))

@@ -671,7 +671,8 @@ class Contains(Protocol):
         """Note that the look at work, or the next one, has no result."""
 
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _C = TypeVar("_C", bound=Contains)
 
 

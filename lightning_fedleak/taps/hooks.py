@@ -13,7 +13,9 @@ class HoldsError(Protocol):
     error: Exception | None
 
 
-_T, _P, _R = TypeVar("_T", bound=HoldsError), ParamSpec("_P"), TypeVar("_R")
+_T = TypeVar("_T", bound=HoldsError)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def raised_when_read(

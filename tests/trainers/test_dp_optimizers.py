@@ -34,8 +34,6 @@ F1 = "leakage/bag_of_words/f1"
 class LM(nn.Module):
     """A language model of layers that Opacus knows."""
 
-    accepts_loss_kwargs = False
-
     def __init__(self) -> None:
         super().__init__()
         self.emb = nn.Embedding(WORDS, WIDTH)
@@ -207,7 +205,14 @@ def test_parts_of_a_virtual_batch_are_no_steps(tmp_path: Path) -> None:
 
 def test_before_its_step_nothing_is_there_and_without_an_account_no_epsilon(tmp_path: Path) -> None:
     model, optimizer = private()
-    watch, _ = watch_of(model, optimizer, tmp_path, FCMembership(1), stages=("local", "shared"))
+    watch, _ = watch_of(
+        model,
+        optimizer,
+        tmp_path,
+        FCMembership(1),
+        stages=("local", "shared"),
+        anatomy={"blocks": "_module.blocks"},
+    )
     with watch, pytest.warns(UserWarning, match="single examples"):
         train(model, optimizer, watch)
     assert math.isnan(watch.latest["leakage_local/bag_of_words/f1"])
@@ -321,6 +326,16 @@ def test_under_ddp_the_raw_gradients_leave_before_it() -> None:
     assert "DifferentiallyPrivateDistributedDataParallel" in (dp.why_hidden("shared") or "")
 
 
+class Clears(transformers.TrainerCallback):
+    """Clears what Opacus keeps, which the Trainer's ``model.zero_grad`` does not."""
+
+    def __init__(self, optimizer: DPOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.optimizer.zero_grad()
+
+
 def test_a_transformers_trainer(tmp_path: Path) -> None:
     def run(watched: bool) -> Any:
         model, optimizer = private()
@@ -330,8 +345,13 @@ def test_a_transformers_trainer(tmp_path: Path) -> None:
             str(tmp_path), max_steps=3, per_device_train_batch_size=ROWS, report_to=[],
             use_cpu=True, save_strategy="no", remove_unused_columns=False, disable_tqdm=True,
         )  # fmt: skip
+        model.accepts_loss_kwargs = False
         trainer = transformers.Trainer(
-            model, arguments, train_dataset=rows(64), optimizers=(optimizer, schedule)
+            model,
+            arguments,
+            train_dataset=rows(64),
+            optimizers=(optimizer, schedule),
+            callbacks=[Clears(optimizer)],
         )
         applied: list[Tensor] = []
         weight = model._module.emb.weight

@@ -11,7 +11,6 @@ from functools import partial
 from itertools import takewhile
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 from torch import Tensor, nn
 
 from lightning_fedleak import attacks
@@ -19,6 +18,7 @@ from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.looks.channels.base import Plan
 from lightning_fedleak.looks.run import reason
+from lightning_fedleak.messages import rank_zero_debug, rank_zero_info
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.snapshots import (

@@ -9,7 +9,6 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy, matrix_shape, without_peft
@@ -34,6 +33,7 @@ from lightning_fedleak.looks.choice import (
 )
 from lightning_fedleak.looks.options import Games, Options, Selection, every_attack
 from lightning_fedleak.looks.run import Run, Unknown, reason
+from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track, used_bytes
 

@@ -208,7 +208,12 @@ def spendings(defenses: Sequence[Defense]) -> tuple[records.Spending, ...]:
     """Return what each defence that accounts has spent, and on which releases."""
     costs = [(defense, _cost(defense)) for defense in defenses]
     return tuple(
-        records.Spending(defense=defense.name, history=_history(defense), **asdict(cost))
+        records.Spending(
+            defense=defense.name,
+            history=_history(defense),
+            sampling=_sampling(defense),
+            **asdict(cost),
+        )
         for defense, cost in costs
         if cost is not None
     )
@@ -237,6 +242,12 @@ def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
 def _history(defense: Defense) -> tuple[records.Releases, ...]:
     history = getattr(getattr(defense, "accountant", None), "history", ())
     return tuple(records.Releases(*row) for row in history)
+
+
+def _sampling(defense: Defense) -> str | None:
+    """Return how the releases of a defence are drawn, as the record names it."""
+    sampling = getattr(getattr(defense, "accountant", None), "sampling", None)
+    return sampling if sampling is None or isinstance(sampling, str) else str(sampling.unit)
 
 
 class RevealFiles:

@@ -357,6 +357,8 @@ class Spending(Record):
         noise_multiplier, sample_rate: of its last release.
         releases: how many there were.
         history: all of them, where they were recorded.
+        sampling: how they were drawn: ``"poisson"``, ``"without_replacement"``, or
+            ``"at-most-N-of-n"`` for truncated batches; None where that was not recorded.
     """
 
     defense: str
@@ -366,6 +368,7 @@ class Spending(Record):
     sample_rate: Share | None = None
     releases: int | None = None
     history: History | None = None
+    sampling: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

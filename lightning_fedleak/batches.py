@@ -121,7 +121,9 @@ class TokenBatch:
             return _unmasked(self.input_ids, self.attention_mask, start=1)
         if not _holds_ids(self.labels):
             raise _error("the labels are no ids", self.labels)
-        targets = self.labels[:, 1:] if self.kind == "causal" else self.labels
+        # A first token is predicted behind virtual tokens alone, which only a graph shows.
+        unread = self.kind == "causal" and self.live is None
+        targets = self.labels[:, 1:] if unread else self.labels
         return targets[targets != IGNORE_INDEX].long()
 
     def context_ids(self, *, one_way: bool = False) -> Tensor:

@@ -19,6 +19,7 @@ A face owns an :class:`Engine` and reports the moments of its training to it::
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks import log
 from lightning_fedleak.looks.channels.base import Channel, channels_of
+from lightning_fedleak.looks.control import judged
 from lightning_fedleak.looks.facts import defense_facts, facts_of
 from lightning_fedleak.looks.fit import Fit
 from lightning_fedleak.looks.lineup import Lineup, check_tokens
@@ -105,6 +107,7 @@ class Engine:
         self._before_first: list[Callable[[], None]] = []
         self._decisions: list[str] = []
         self._gates: list[Mapping[str, object]] = []
+        self._needs: dict[str, float] = {}
 
     # ---- what a gate asks -------------------------------------------------------------------
 
@@ -117,6 +120,7 @@ class Engine:
         after_look: Callable[[], None] | None = None,
         logs: Sequence[str] = (),
         *,
+        threshold: tuple[str, float] | None = None,
         facts: Mapping[str, object] | None = None,
         before_first: Callable[[], None] | None = None,
         after_training: Callable[[], None] | None = None,
@@ -126,6 +130,8 @@ class Engine:
         Args:
             after_look: is called after each look.
             logs: names of the values that it logs then, for TensorBoard's page.
+            threshold: name of the value that it judges, and what is allowed: controls must exceed
+                it, see :mod:`lightning_fedleak.looks.control`.
             facts: what ``run.jsonl`` records of the subscriber, a gate.
             before_first: is called once it is known what is read, before the first step.
             after_training: is called when training ends, after the last results.
@@ -135,6 +141,9 @@ class Engine:
         self._decisions += [name for name in logs if name not in self._decisions]
         if facts is not None and facts not in self._gates:
             self._gates.append(facts)
+        if threshold is not None and (channel := self.channel_of(threshold[0])) is not None:
+            family = channel.family
+            self._needs[family] = max(threshold[1], self._needs.get(family, threshold[1]))
         if before_first is not None:
             self._before_first.append(before_first)
         if after_training is not None:
@@ -185,6 +194,54 @@ class Engine:
             why = {row.attack: row.why_not for row in lineup.rows}[attack]
             return f"'{attack}' is not played in this run: {why}"
         return lineup.unread_family(channel.family)
+
+    def judge(self, name: str, value: float, at_most: float) -> tuple[float, str]:
+        """Return a logged value as a gate judges it, and why it is NaN (unknown) if it is.
+
+        See :func:`~lightning_fedleak.looks.control.judged`.
+
+        Args:
+            name: of the value in the logs.
+            value: at the newest look.
+            at_most: the gate's threshold.
+        """
+        root, _, metric = name.removesuffix("_worst_client").rpartition("/")
+        metric = metric.removesuffix("_low").removesuffix("_high")
+        series = next((s for s in self.series if s.log_name == root), None)
+        if series is None:
+            return value, ""
+        span = self.series[series].ranges.get(metric, (0.0, 1.0, 0.0))
+        return judged(value, self.results.controls.get(series), metric, at_most, span[2])
+
+    def judge_worst(
+        self, values: Mapping[str, float], at_most: float
+    ) -> tuple[dict[str, float], str]:
+        """Return the headlines of a family as a gate judges them, and why one is unknown.
+
+        One whose control is low says nothing; where another attack that reads the same gradients
+        has a control that is not, that one counts in its place.
+
+        Args:
+            values: the known headlines, by log name.
+            at_most: the gate's threshold.
+        """
+        judgements = {name: self.judge(name, value, at_most) for name, value in values.items()}
+        plans = {plan.attack.name: plan for plan in self._fit.lineup.plans}
+        roots = {series.log_name: series.attack for series in self.series}
+
+        def roles(name: str) -> set[str]:
+            plan = plans.get(roots.get(name.rpartition("/")[0], ""))
+            return set() if plan is None else set(plan.roles)
+
+        read: set[str] = set()
+        for name, (value, _) in judgements.items():
+            read |= set() if math.isnan(value) else roles(name)
+        kept, why = {}, ""
+        for name, (value, reason_) in judgements.items():
+            if not math.isnan(value) or not roles(name) & read:
+                kept[name] = value
+                why = why or (reason_ and f"'{roots[name.rpartition('/')[0]]}': {reason_}")
+        return kept, why
 
     def others_on(self, name: str) -> str:
         """Return attacks that are not in use, read this run, and are of a logged value's family."""
@@ -404,6 +461,7 @@ class Engine:
                 channel.clear()
         self.first_step = self.options.cadence.next_step = run.step
         self._fit.lineup.begin(run.step)
+        self._fit.controls.needs = self._needs
         if self.weights is not None:
             self._begin_weights(self.weights)
         if self.report is not None:

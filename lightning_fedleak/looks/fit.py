@@ -16,6 +16,7 @@ from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.compression import AVERAGED
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.channels.base import Channel, Plan
+from lightning_fedleak.looks.control import Controls
 from lightning_fedleak.looks.lineup import Lineup
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.results import Exchange
@@ -70,6 +71,7 @@ class Fit:
         look: the one at work; None between looks.
         waiting: the series that are tried again in the next step; set by whoever keeps results.
         lineup: as above.
+        controls: gives attacks the control of a look.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Fit:
         self._stages = options.stages
         self._cadence = options.cadence
         self._local_steps = options.local_steps
+        self.controls = Controls(run, series)
         self._truth = StepTruth(run, options.batch_adapter)
         self._remembering: list[Channel] = []
         self._batch: Any = None
@@ -380,6 +383,10 @@ class Fit:
                 except Exception as error:
                     own = [series for series, owner in self._series.items() if owner is channel]
                     look.answers |= dict.fromkeys(own, Unknown(reason(error)))
+            if Stage.AGGREGATE in moment.stages and self._local_steps is None:
+                asked = {series.attack for series in look.scope or self._series}
+                plans = [p for p in self.lineup.exposed if p.attack.name in asked]
+                self.controls.play(moment, plans)
 
     def _show_update(self, look: Look, local_steps: int, tap: UpdateTap) -> None:
         look.step_seconds = look.elapsed() / local_steps

@@ -385,7 +385,7 @@ class Report:
                 continue
             extra = {f"{k}_worst_client": v for k, v in outcome.worst.items()}
             extra |= {f"{k}_of_this_look": v for k, v in (outcome.now or {}).items()}
-            extra |= outcome.extra
+            extra |= {**outcome.extra, **_control_of(outcome)}
             extra |= {
                 f"token_accuracy_at_{places}": right / n
                 for places, (right, n) in outcome.by_position.items()
@@ -433,6 +433,14 @@ class Report:
             self._jsonl.append(records.ResultLine(client=self._client, config=config, **result))
         except OSError as error:
             self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")
+
+
+def _control_of(outcome: Outcome) -> dict[str, float]:
+    """Return the rates of an outcome's control, and of a part of it, by name."""
+    if outcome.control is None:
+        return {}
+    ends = {"_of_control": outcome.control.rates, "_of_a_part": outcome.control.part}
+    return {f"{name}{end}": rate for end, rates in ends.items() for name, rate in rates.items()}
 
 
 # ---- what defences say that their releases have cost ----------------------------------------

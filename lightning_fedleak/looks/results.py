@@ -16,6 +16,7 @@ from lightning_fedleak.attacks import Attack
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.run import (
     PREFIX,
+    Control,
     Found,
     Look,
     Outcome,
@@ -58,6 +59,7 @@ class Results:
             and why: their worst is unknown, unless another attack is certain.
         latest: the newest value by log name; NaN is unknown. Empty before the first look.
         look_values: the values of the newest look alone, by log name.
+        controls: the newest control of each series.
         pending: log names that have no value at the newest look, and will have one later.
         looks: looks finished.
         failures: results that are unknown.
@@ -76,6 +78,7 @@ class Results:
         self._waits: dict[Series, int] = {}
         self._since: dict[Series, int] = {}
         self._newest: dict[Series, Outcome] = {}
+        self.controls: dict[Series, Control] = {}
         self._reasons: dict[Series, str] = {}
         self._answered: set[Series] = set()
         self.latest: dict[str, float] = {}
@@ -111,6 +114,8 @@ class Results:
             names.append(f"{entry.log_name}/exposed")
             metrics = self._channels[entry].metrics
             names += [f"{entry.log_name}/{m}{end}" for m in metrics for end in ends]
+            if self._channels[entry].controlled:
+                names.append(f"{entry.log_name}/control")
         worst = [f"{WORST}/{family}" for family in self.families] if series is None else []
         return names + worst
 
@@ -122,6 +127,7 @@ class Results:
         self._reasons.clear()
         self._answered.clear()
         self._newest.clear()
+        self.controls.clear()
 
     def begin(self) -> None:
         """Begin training: outcomes of an earlier fit are no result of this one."""
@@ -198,7 +204,7 @@ class Results:
         Returns:
             The outcomes, *unknown* where one has been pending for too long.
         """
-        counted = self._wait(outcomes, look.step)
+        counted = {s: self._controlled(s, o) for s, o in self._wait(outcomes, look.step).items()}
         waits = (s for s in self._waits if not self._is_late(s, look.step))
         self.pending = frozenset(self.names(waits))
         self._newest |= counted
@@ -207,6 +213,7 @@ class Results:
         for series, outcome in counted.items():
             values |= outcome.values(series.log_name)
             now |= outcome.values_now(series.log_name)
+            values |= control_values(series, self._channels[series], outcome)
         families_read = {self._channels[s].family for s in outcomes}
         for family, headline in self.families.items():
             # A look may ask only some attacks of a family: of the others the newest result counts.
@@ -231,6 +238,14 @@ class Results:
         self.latest = self._without_news(outcomes, families_read) | values
         self.look_values = values | now
         return counted
+
+    def _controlled(self, series: Series, outcome: Outcome) -> Outcome:
+        """Return an outcome with the newest control of its attack."""
+        if outcome.control is not None:
+            self.controls[series] = outcome.control
+        elif outcome.unknown is None and outcome.pending is None and outcome.exposed:
+            return replace(outcome, control=self.controls.get(series))
+        return outcome
 
     def _without_news(
         self, outcomes: Mapping[Series, Outcome], families_read: Collection[str]
@@ -284,6 +299,14 @@ class Results:
             "ledger": {
                 "waits": {series.log_name: n for series, n in self._waits.items()},
                 "since": {series.log_name: n for series, n in self._since.items()},
+                "controls": {
+                    series.log_name: {
+                        "rates": dict(one.rates),
+                        "part": dict(one.part),
+                        "why": one.why,
+                    }
+                    for series, one in self.controls.items()
+                },
                 "kinds": states,
             },
         }
@@ -302,11 +325,27 @@ class Results:
             channel.load_series_state(series, states.get(series.log_name, {}))
         self._waits = {s: waits[s.log_name] for s in self._channels if s.log_name in waits}
         self._since = {s: since[s.log_name] for s in self._channels if s.log_name in since}
+        controls = ledger.get("controls", {})
+        self.controls = {
+            s: Control(**controls[s.log_name]) for s in self._channels if s.log_name in controls
+        }
 
 
 def _counts_for_worst(series: Series) -> bool:
     """Return whether a series is of an attack on what is shared, not of canaries or a part."""
     return series.prefix == PREFIX[Stage.SHARED] and series.name == series.attack
+
+
+def control_values(series: Series, channel: Channel, outcome: Outcome) -> dict[str, float]:
+    """Return the control of an attack's headline, by log name; unknown ones and none left out."""
+    if outcome.control is None:
+        return {}
+    headline = channel.headline
+    values = {
+        f"{series.log_name}/control": outcome.control.rates.get(headline, math.nan),
+        f"{series.log_name}/control_of_a_part": outcome.control.part.get(headline, math.nan),
+    }
+    return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 def _worst(
@@ -384,8 +423,8 @@ class Exchange:
             The outcomes, None where nothing was shared; and the next step to look at as process 0
             proposes it.
         """
-        widths = [1 + self._channels[series].width for series in results]
-        rows = [_row(r, width) for r, width in zip(results.values(), widths, strict=True)]
+        rows = [_row(result, self._channels[series]) for series, result in results.items()]
+        widths = [len(row) for row in rows]
         gathered = self._at_first(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
         pooled: dict[Series, Outcome] | None = None
         if gathered is not None:
@@ -456,17 +495,42 @@ def _with_reason(outcome: Outcome, local: Result) -> Outcome:
     return outcome
 
 
-def _row(result: Result, width: int) -> list[float]:
-    """Return a client's result as ``width`` numbers, for the exchange between processes."""
+def _row(result: Result, channel: Channel) -> list[float]:
+    """Return a client's result for the exchange between processes.
+
+    Its kind, the channel's packed numbers, and the rates of the control and of a part of it.
+    """
+    control = None
     if isinstance(result, Found):
-        numbers = [SCORED, *result.numbers]
+        numbers, control = [SCORED, *result.numbers], result.control
     elif isinstance(result, Unknown):
         numbers = [FAILED if result.applies else INAPPLICABLE]
     elif isinstance(result, Waiting):
         numbers = [SOON if result.soon else WAITING]
     else:
         numbers = [NOTHING]
-    return numbers + [0.0] * (width - len(numbers))
+    numbers += [0.0] * (1 + channel.width - len(numbers))
+    if control is None:
+        return [*numbers, *[0.0] * (2 + 2 * len(channel.metrics))]
+    numbers += [1.0, float(bool(control.part))]
+    for rates in (control.rates, control.part):
+        numbers += [rates.get(name, math.nan) for name in channel.metrics]
+    return numbers
+
+
+def _control_of(channel: Channel, rows: Sequence[Sequence[float]], why: str) -> Control | None:
+    """Return the lowest control of the clients that have one, from what :func:`_row` added."""
+    added = [row[1 + channel.width :] for row in rows]
+    whole = [row[2:] for row in added if row[0]]
+    if not whole:
+        return None
+    parted = any(row[1] for row in added if row[0])
+    # NaN is lower than any number: that client's control could not be read.
+    lowest = torch.tensor(whole, dtype=torch.float64).amin(0).tolist()
+    n = len(channel.metrics)
+    rates = dict(zip(channel.metrics, lowest[:n], strict=True))
+    part = dict(zip(channel.metrics, lowest[n:], strict=True)) if parted else {}
+    return Control(rates, part, why)
 
 
 def _failed(rows: Tensor) -> list[int]:
@@ -480,7 +544,8 @@ def _combined(channel: Channel, series: Series, rows: Tensor, local: Result) -> 
     Unknown where any client's attack failed: what leaks there is not known to be less. Pending
     where every client waits that has anything at all.
     """
-    rows_of_clients = {i: r[1:] for i, r in enumerate(rows.tolist()) if r[0] == SCORED}
+    scored = {i: row for i, row in enumerate(rows.tolist()) if row[0] == SCORED}
+    rows_of_clients = {i: row[1 : 1 + channel.width] for i, row in scored.items()}
     failed = _failed(rows)
     if failed:
         why = (
@@ -491,8 +556,10 @@ def _combined(channel: Channel, series: Series, rows: Tensor, local: Result) -> 
     if not rows_of_clients:
         why = local.why if isinstance(local, Waiting) else OTHER_WAITS
         return pending(why, soon=bool((rows[:, 0] == SOON).any()))
+    why = local.control.why if isinstance(local, Found) and local.control else ""
+    control = _control_of(channel, [*scored.values()], why or "it failed on another client")
     try:
-        return channel.pooled(series, rows_of_clients)
+        return replace(channel.pooled(series, rows_of_clients), control=control)
     except Exception as error:
         return unknown(channel.metrics, reason(error))
 

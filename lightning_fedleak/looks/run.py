@@ -25,7 +25,7 @@ from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import GradientSnapshot, NotYet, Stage
-from lightning_fedleak.taps import ChangedInPlace, GraphCall, UpdateError, before_real_step
+from lightning_fedleak.taps import ChangedInPlace, ReadCall, UpdateError, before_real_step
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -360,14 +360,32 @@ class Series:
 
 
 @dataclass(frozen=True)
+class Control:
+    """What an attack reads where the words are known, see :mod:`lightning_fedleak.looks.control`.
+
+    Attributes:
+        rates: by metric; NaN where the control could not be read.
+        part: the same of a part of the batch, where the whole holds more than the attack can tell
+            apart; empty where no part was tried.
+        why: why the control could not be read; empty where it was.
+    """
+
+    rates: Mapping[str, float]
+    part: Mapping[str, float] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Found:
     """What an attack's guess is worth.
 
     Attributes:
         numbers: in the order and number that its channel packs them.
+        control: of this look; None where there is none.
     """
 
     numbers: Sequence[float]
+    control: Control | None = None
 
 
 @dataclass(frozen=True)
@@ -428,6 +446,7 @@ class Outcome:
         soon: where it is pending, the next step may bring one.
         by_position: of reconstructed texts: (right, all) tokens by range of places in their text.
         pool: names the texts that were compared, where results compare on the same ones only.
+        control: the newest control of the attack, the lowest of all clients; None without one.
     """
 
     rates: Mapping[str, Rate]
@@ -443,6 +462,7 @@ class Outcome:
     soon: bool = False
     by_position: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     pool: str | None = None
+    control: Control | None = None
 
     def values(self, root: str) -> dict[str, float]:
         """Return the numbers by log name, all beginning with ``root``; none where pending."""
@@ -507,13 +527,14 @@ class Look:
 
     Attributes:
         step: optimizer step looked at.
+        controls: the control of each attack, by name, as far as this look has one.
         batches: the step's micro-batches, by reference, before any defence touched them.
         batch: the micro-batch at work, which may yet turn out to train nothing; None where its
             form is not known.
         batch_error: why the micro-batch at work could not be read; None where it was.
-        current: the batches of the micro-batch at work, one for each call of the model, as the
-            step's own graph shows them; empty before its backward.
-        calls: the calls of the model in the step that were read off its graph.
+        current: the calls of the model on the micro-batch at work, with their truth; empty before
+            its backward.
+        calls: those of the micro-batches that have ended.
         answers: what an attack answered in a series, or why it has no answer (yet).
         truth_error: why a batch could not be read; None where all were.
         stepped: ids of the optimizers that were really about to step (none: nothing was shared).
@@ -534,8 +555,8 @@ class Look:
     batches: list[TokenBatch] = field(default_factory=list)
     batch: TokenBatch | None = None
     batch_error: str | None = None
-    current: list[TokenBatch] = field(default_factory=list)
-    calls: list[GraphCall] = field(default_factory=list)
+    current: list[ReadCall] = field(default_factory=list)
+    calls: list[ReadCall] = field(default_factory=list)
     answers: dict[Series, object] = field(default_factory=dict)
     truth_error: str | None = None
     stepped: set[int] = field(default_factory=set)
@@ -549,6 +570,7 @@ class Look:
     input_noise: float = 0.0
     loss_terms: set[int] = field(default_factory=set)
     notes: dict[object, Any] = field(default_factory=dict)
+    controls: dict[str, Control] = field(default_factory=dict)
     scope: frozenset[Series] | None = None
 
     @property
@@ -559,7 +581,7 @@ class Look:
     @property
     def all_batches(self) -> list[TokenBatch]:
         """Return the batches of the step so far, that of the micro-batch at work included."""
-        return [*self.batches, *self.current]
+        return [*self.batches, *(read.batch for read in self.current)]
 
     def elapsed(self) -> float:
         """Return the seconds since the look began that were not its own."""

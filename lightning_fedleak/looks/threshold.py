@@ -164,6 +164,7 @@ class Threshold:
         engine.subscribe(
             partial(self._decide, engine, controls),
             [f"gate/{self.name}", *notches],
+            threshold=(self.metric, self.at_most),
             facts=self._describe(),
             before_first=partial(self._check_read, engine),
             after_training=partial(self._conclude, engine, controls),
@@ -370,9 +371,10 @@ class Threshold:
             if self._evidence is not None or not at_least > self.at_most:
                 return None
         value = next((values[name] for name in names if name in values), math.nan)
-        if not is_worst(self.metric):
-            return _Measurement(self.metric, value, {self.metric: value})
-        return self._read_worst(engine, values, value)
+        if is_worst(self.metric):
+            return self._read_worst(engine, values, value)
+        value, why = engine.judge(self.metric, value, self.at_most)
+        return _Measurement(self.metric, value, {self.metric: value}, why=why)
 
     def _end(self, end: str) -> str:
         """Return what the name of an interval's end ends with; of a family's worst a joint one."""
@@ -411,7 +413,12 @@ class Threshold:
             elif self.bound == "upper" and engine.untested(self.metric):
                 watched = dict.fromkeys(watched, math.nan)  # what is not played may read more
         else:  # what is unknown then is of methods that do not apply
-            watched = {n: v for n, v in watched.items() if not math.isnan(v)}
+            known = {n: v for n, v in watched.items() if not math.isnan(v)}
+            watched, unseen = engine.judge_worst(known, self.at_most)
+            value = max(watched.values(), default=value)
+            if unseen and not any(v > self.at_most for v in watched.values()):
+                return _Measurement(name, math.nan, watched, why=unseen)
+            value = max((v for v in watched.values() if not math.isnan(v)), default=value)
         source = next((n for n, v in watched.items() if v == value), "")
         why = engine.untested(self.metric) if math.isnan(value) else ""
         return _Measurement(name, value, watched, source, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -15,8 +16,16 @@ from lightning_fedleak.batches import (
     adapter_to_copy,
     read_batch,
 )
-from lightning_fedleak.looks.run import Look, Run, reason
-from lightning_fedleak.taps import EmbeddingNoise, GraphCall, GraphTap, PackedRows, batch_of_call
+from lightning_fedleak.looks.run import AUTOCAST, Look, Run, reason
+from lightning_fedleak.taps import (
+    EmbeddingNoise,
+    GraphCall,
+    GraphTap,
+    PackedRows,
+    ReadCall,
+    plain_call,
+    read_call,
+)
 
 _NO_GRADIENT = (
     "the forward of its output head was not called, or its logits got no gradient (a fused or "
@@ -126,50 +135,48 @@ class StepTruth:
             with look.clock(self._run.device):
                 calls = [] if self._why_not is not None else self._graph.take()
                 if calls:
-                    look.calls += calls
                     look.current += self._of_calls(look, calls)
                 elif not look.current and look.batch is not None:
                     look.current = [self._of_batch(look, look.batch)]
                 elif not look.current and look.batch_error is not None:
                     look.truth_error = look.batch_error
                 if look.current:
-                    noise = self._embeddings.settled(look.current[0])
+                    noise = self._embeddings.settled(look.current[0].batch)
                     look.input_noise = max(look.input_noise, noise)
         except Exception as error:
             look.truth_error = reason(error)
 
-    def _of_calls(self, look: Look, calls: list[GraphCall]) -> list[TokenBatch]:
-        """Return the batches of the calls, as their graph shows them, or else as it was read."""
+    def _of_calls(self, look: Look, calls: list[GraphCall]) -> list[ReadCall]:
+        """Return the calls with the truth that their graph shows, or else the batch as read."""
         kind, read = self._run.anatomy.kind, look.batch
         try:
-            batches = [batch_of_call(call, kind, read) for call in calls]
+            reads = [read_call(call, kind, read) for call in calls]
         except BatchError as error:
             if read is None:
                 raise
-            self._say(f"the graph of this model's step cannot be read ({error})")
+            self._say(f"the labels of a step are read off its batch: {error}")
             return [self._of_batch(look, read)]
-        packed = [batch.crossing is None and batch.is_packed for batch in batches]
-        if any(packed):
-            self._rows = self._rows or PackedRows(self._run.anatomy, self._run.forward_context)
-            batches = [
-                self._rows.with_crossing(batch, [call.arguments]) if is_packed else batch
-                for batch, call, is_packed in zip(batches, calls, packed, strict=True)
-            ]
+        for i, one in enumerate(reads):
+            if one.batch.crossing is None and one.batch.is_packed:
+                self._rows = self._rows or PackedRows(self._run.anatomy, self._run.forward_context)
+                batch = self._rows.with_crossing(one.batch, [one.call.arguments])
+                reads[i] = replace(one, batch=batch)
         self._say("the labels and inputs of a step are read off its own graph")
         if read is not None:
-            self._compare(read, batches)
-        [ids] = [call.ids for call in calls] if len(calls) == 1 else [None]
-        if ids is not None and batches[0].input_ids.shape == ids.shape:
-            look.batch = batches[0]
-        return batches
+            self._compare(read, [one.batch for one in reads])
+        [*others, last] = reads
+        ids = last.call.ids
+        if not others and ids is not None and last.batch.input_ids.shape == ids.shape:
+            look.batch = last.batch
+        return reads
 
-    def _of_batch(self, look: Look, batch: TokenBatch) -> TokenBatch:
+    def _of_batch(self, look: Look, batch: TokenBatch) -> ReadCall:
         """Return the batch as it was read."""
         self._say(f"the labels of a step are read off its batch: {self._why_not or _NO_GRADIENT}")
         if self._rows is not None:
             batch = self._rows.with_crossing(batch)
         look.batch = batch
-        return batch
+        return plain_call(self._run.anatomy, batch, AUTOCAST.get(self._run.precision))
 
     def _compare(self, read: TokenBatch, batches: list[TokenBatch]) -> None:
         """Say once by how many tokens the labels of the batch differ from those of the graph."""
@@ -199,8 +206,9 @@ class StepTruth:
             self.settle(look)
         held = look.batch if trained and look.current else None
         if trained:
-            for batch in look.current:
-                self.check(batch, look)
+            for read in look.current:
+                self.check(read.batch, look)
+            look.calls += look.current
         look.current, look.batch, look.batch_error = [], None, None
         return held
 
@@ -230,7 +238,7 @@ class StepTruth:
         """Return the batches of a step that is not looked at: of its graph, or else as read."""
         calls = [] if self._why_not is not None else self._graph.take()
         try:
-            batches = [batch_of_call(call, self._run.anatomy.kind) for call in calls]
+            batches = [read_call(call, self._run.anatomy.kind).batch for call in calls]
         except BatchError:
             batches = []
         return batches or [self.read(batch)]

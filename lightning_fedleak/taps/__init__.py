@@ -8,6 +8,10 @@ from lightning_fedleak.taps.calls import ModelCalls as ModelCalls
 from lightning_fedleak.taps.calls import PackedRows as PackedRows
 from lightning_fedleak.taps.calls import arguments_of as arguments_of
 from lightning_fedleak.taps.calls import with_ids as with_ids
+from lightning_fedleak.taps.control import Draw as Draw
+from lightning_fedleak.taps.control import control_gradient as control_gradient
+from lightning_fedleak.taps.control import draw_words as draw_words
+from lightning_fedleak.taps.control import is_uneven as is_uneven
 from lightning_fedleak.taps.gradients import EmbeddingNoise as EmbeddingNoise
 from lightning_fedleak.taps.gradients import GradientTap as GradientTap
 from lightning_fedleak.taps.gradients import StepError as StepError
@@ -19,7 +23,10 @@ from lightning_fedleak.taps.gradients import check_optimizer as check_optimizer
 from lightning_fedleak.taps.gradients import loss_terms as loss_terms
 from lightning_fedleak.taps.graph import GraphCall as GraphCall
 from lightning_fedleak.taps.graph import GraphTap as GraphTap
-from lightning_fedleak.taps.graph import batch_of_call as batch_of_call
+from lightning_fedleak.taps.graph import PlacedRows as PlacedRows
+from lightning_fedleak.taps.graph import ReadCall as ReadCall
+from lightning_fedleak.taps.graph import plain_call as plain_call
+from lightning_fedleak.taps.graph import read_call as read_call
 from lightning_fedleak.taps.split import Crossed as Crossed
 from lightning_fedleak.taps.split import SplitTap as SplitTap
 from lightning_fedleak.taps.tokens import Text as Text

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.anatomy import Anatomy, Kind, without_peft
 from lightning_fedleak.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
-from lightning_fedleak.model_runs import is_compiled, is_observed, logits_in
+from lightning_fedleak.model_runs import accepts, is_compiled, is_observed, labels_of, logits_in
 from lightning_fedleak.taps.calls import arguments_of
 
 ENTRIES_AT_ONCE = 1 << 24
@@ -299,35 +299,57 @@ class GraphTap:
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """The rows of a call's logits, and where in its texts they are.
+    """Rows of a call's logits, and where in its texts they are.
 
     Attributes:
         rows: N rows.
         text: (N,) the number of each row's text.
         place: (N,) the column of each row in its text (of the decoder, in an encoder-decoder).
         width: columns of a text.
+        index: (N,) the number of each row among all of the head, of which virtual tokens are left
+            out.
+        n_rows: number of all rows of the head.
     """
 
     rows: RowLabels
     text: Tensor
     place: Tensor
     width: int
+    index: Tensor
+    n_rows: int
 
-    def grid(self, values: Tensor, fill: int, shift: int = 0) -> Tensor:
-        """Return (B, width + shift) the values of the rows, each ``shift`` columns later."""
-        n = int(self.text.max()) + 1 if len(self.text) else 0
-        return self.into(
-            torch.full((n, self.width + shift), fill, device=values.device), values, shift
-        )
-
-    def into(self, grid: Tensor, values: Tensor, shift: int = 0) -> Tensor:
-        """Return a grid with the values of the rows in it."""
-        grid[self.text, self.place + shift] = values.to(grid.dtype)
+    def grid(self, texts: int, values: Tensor, fill: int, shift: int = 0) -> Tensor:
+        """Return (texts, width + shift) the values of the rows, each ``shift`` columns later."""
+        grid = torch.full((texts, self.width + shift), fill, device=values.device)
+        grid = grid.to(values.dtype)
+        grid[self.text, self.place + shift] = values
         return grid
 
+    def of_all(self, values: Tensor) -> Tensor:
+        """Return the values of these rows among all rows of the head, 0 at the others."""
+        whole = values.new_zeros(self.n_rows)
+        whole[self.index] = values
+        return whole
 
-def batch_of_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> TokenBatch:
-    """Return the ids, labels and mask of a call, as its graph shows them.
+
+@dataclass(frozen=True)
+class ReadCall:
+    """A call of the model in a step, with the truth of it.
+
+    Attributes:
+        call: as the user made it.
+        placed: the rows of its logits, with the size and the sign of each label's gradient; None
+            where neither the graph nor the batch shows them.
+        batch: its ids, labels and mask.
+    """
+
+    call: GraphCall
+    placed: PlacedRows | None
+    batch: TokenBatch
+
+
+def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> ReadCall:
+    """Return a call with its ids, labels and mask, as its graph shows them.
 
     Args:
         call: with at least one call of the head that got a gradient.
@@ -346,12 +368,13 @@ def batch_of_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -
         labels = None if read is None else read.labels
     if kind == "classifier":
         padding = read_batch(_padding_of(call, ids, "causal", read), "causal")
-        return _classified(call, padding, labels)
+        return ReadCall(call, *_classified(call, padding, labels))
     if labels is None and read is not None and kind == "causal":
         labels = read.input_ids
-    placed = place_rows(call, kind, labels)
     shift = int(kind == "causal")
-    rows = _settled(placed, _beside(labels, placed, shift))
+    placed = _placed(call, kind, labels)
+    placed = replace(placed, rows=_settled(placed, _beside(labels, placed, shift)))
+    rows = placed.rows
     soft = rows.soft | rows.unsure
     batch = read_batch(_padding_of(call, ids, kind, read), kind)
     if kind == "causal":  # an entropy or a z-loss of the last token's logits, which have no label
@@ -360,19 +383,20 @@ def batch_of_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -
     if kind == "seq2seq":
         if batch.soft_labels:
             raise BatchError("the targets of the decoder are no single labels, as in distillation")
-        return replace(batch, labels=placed.grid(rows.labels, IGNORE_INDEX))
-    targets = placed.grid(rows.labels, IGNORE_INDEX, shift)
-    live = placed.grid(rows.live, 0, shift).bool()
-    if shift:  # each row's last label is of no token of its own, unless texts are shifted by hand
-        live = live.roll(-1, 1)
+        batch = replace(batch, labels=placed.grid(len(ids), rows.labels, IGNORE_INDEX))
+        return ReadCall(call, placed, batch)
+    targets = placed.grid(len(ids), rows.labels, IGNORE_INDEX, shift)
+    live = placed.grid(len(ids), rows.live, 0, shift)
+    if shift:  # the last place has no token to predict, unless texts are shifted by hand
+        live = functional.pad(live[:, 1:], (0, 1))
         if bool((targets[:, -1] != IGNORE_INDEX).any()):
             batch = _lengthened(batch, targets[:, -1])
         else:
             targets, live = targets[:, :-1], live[:, :-1]
-    return replace(batch, labels=targets, live=live)
+    return ReadCall(call, placed, replace(batch, labels=targets, live=live))
 
 
-def place_rows(call: GraphCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
+def _placed(call: GraphCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
     """Return the rows of all calls of the head in a call of the model, with their places.
 
     Args:
@@ -392,7 +416,7 @@ def place_rows(call: GraphCall, kind: Kind, labels: Tensor | None) -> PlacedRows
     if kind == "masked" and shapes == {1} and n != b * length and labels is not None:
         text, place = (labels.to(rows.labels.device) != IGNORE_INDEX).nonzero(as_tuple=True)
         if len(text) == n:
-            return PlacedRows(rows, text, place, length)
+            return PlacedRows(rows, text, place, length, torch.arange(n, device=text.device), n)
     by_text = n % b == 0 and all(head.shape[0] == b or head.shape.numel() == n for head in heads)
     if not by_text or (len(heads) > 1 and shapes != {2}):
         raise BatchError(
@@ -407,19 +431,22 @@ def place_rows(call: GraphCall, kind: Kind, labels: Tensor | None) -> PlacedRows
         starts.append(starts[-1] + len(part))
     place = torch.cat([(c + s).repeat(b) for c, s in zip(columns, starts, strict=True)])
     text = torch.cat([torch.arange(b, device=device).repeat_interleave(len(c)) for c in columns])
+    index = torch.arange(n, device=device)
+    placed = PlacedRows(rows, text, place, width, index, n)
     if kind == "seq2seq":
-        return PlacedRows(rows, text, place, width)
+        return placed
     kept = call.arguments.get("logits_to_keep")
     if isinstance(kept, Tensor) and kept.numel() == width:
         places = kept.to(device).flatten() % length
-        return PlacedRows(rows, text, places[place], length)
-    if width > length:  # virtual tokens of prompt tuning come first, and have no ids
-        real = place >= width - length
-        return PlacedRows(rows.take(real), text[real], place[real] - (width - length), length)
-    placed = PlacedRows(rows, text, place + (length - width), length)  # the last ones
+        return replace(placed, place=places[place], width=length)
+    if width > length:  # virtual tokens of prompt tuning, the last of which predicts a text's first
+        real = place >= width - length - int(kind == "causal")
+        late = place[real] - (width - length)
+        return PlacedRows(rows.take(real), text[real], late, length, index[real], n)
+    first = replace(placed, width=length)  # hidden[:, :-1], say
+    placed = replace(first, place=place + (length - width))  # or the last ones
     if width == length or kept:
         return placed
-    first = PlacedRows(rows, text, place, length)  # or the first ones, hidden[:, :-1]
     matches = [_share_of_next(one, ids) for one in (first, placed)]
     if kind != "causal" or max(matches) < MIN_MATCHES or matches[0] == matches[1]:
         raise BatchError(
@@ -515,16 +542,55 @@ def _settled(placed: PlacedRows, given: Tensor | None) -> RowLabels:
     return replace(rows, labels=labels, sizes=sizes, unsure=rows.unsure & ~known)
 
 
-def _classified(call: GraphCall, batch: TokenBatch, labels: Tensor | None) -> TokenBatch:
-    """Return the batch of a classifier: the texts, or the tokens, whose logits have a gradient."""
+def _classified(
+    call: GraphCall, batch: TokenBatch, labels: Tensor | None
+) -> tuple[PlacedRows, TokenBatch]:
+    """Return the rows and the batch of a classifier: texts, or tokens, that have a gradient."""
     [head, *others], (b, length) = call.read_heads, batch.input_ids.shape
     rows = head.rows
     assert rows is not None
-    if others or len(head.shape) > 2 or head.shape not in ((b,), (b, length)):
+    if others or head.shape not in ((b,), (b, length)):
         raise BatchError("the head of the classifier was called on rows of unknown texts")
-    live, lowest = rows.live.view(head.shape), rows.lowest.view(head.shape)
-    if live.dim() == 2 and call.text_logits:  # pooled behind the head
+    n = len(rows.live)
+    index = torch.arange(n, device=rows.live.device)
+    text, place = index // (n // b), index % (n // b)
+    per_text = len(head.shape) == 1 or call.text_logits
+    # Of two classes both could be the label, and one output has none.
+    sizes = rows.values.abs().amax(1) if head.n_entries > 1 else -rows.values[:, 0]
+    placed = PlacedRows(replace(rows, sizes=sizes), text, place, n // b, index, n)
+    live, lowest = rows.live.view(b, -1), rows.lowest.view(b, -1)
+    if per_text:  # pooled behind the head
         live, lowest = live.any(1), lowest.gather(1, live.int().argmax(1)[:, None])[:, 0]
     if labels is not None and labels.shape == live.shape and not labels.is_floating_point():
         lowest = labels.to(lowest.device).long().clamp(min=0)
-    return replace(batch, labels=lowest.masked_fill(~live, IGNORE_INDEX), kind="classifier")
+    classes = lowest.masked_fill(~live, IGNORE_INDEX)
+    return placed, replace(batch, labels=classes, kind="classifier")
+
+
+def plain_call(anatomy: Anatomy, batch: TokenBatch, autocast: torch.dtype | None) -> ReadCall:
+    """Return the call on a batch whose step's graph was not read, as a plain loss would have it.
+
+    Args:
+        anatomy: of the model.
+        batch: its ids and labels.
+        autocast: dtype that the step computes in; None without.
+    """
+    arguments: dict[str, object] = {"input_ids": batch.input_ids}
+    for name in ("attention_mask", "position_ids"):
+        if (value := getattr(batch, name)) is not None and accepts(anatomy.model, name):
+            arguments[name] = value
+    training = frozenset(id(m) for m in anatomy.root.modules() if m.training)
+    call = GraphCall(anatomy.model, arguments, batch.input_ids, [], training, autocast)
+    if batch.kind == "classifier" or (batch.labels is None and batch.kind != "causal"):
+        return ReadCall(call, None, batch)
+    labels, shift = labels_of(batch), int(batch.kind == "causal")
+    targets = functional.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:].flatten().long()
+    counted = targets != IGNORE_INDEX
+    sizes = counted / counted.sum().clamp(min=1)
+    none, index = torch.zeros_like(counted), torch.arange(len(targets), device=targets.device)
+    nothing = torch.zeros_like(targets)
+    values = sizes.new_zeros(len(sizes), 2)
+    rows = RowLabels(targets, sizes, counted, none, none, nothing, nothing, none, values)
+    width = labels.shape[1]
+    placed = PlacedRows(rows, index // width, index % width, width, index, len(index))
+    return ReadCall(call, placed, batch)

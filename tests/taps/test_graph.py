@@ -27,7 +27,7 @@ from transformers import (
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.taps.graph import GraphTap, batch_of_call, read_rows
+from lightning_fedleak.taps.graph import GraphTap, read_call, read_rows
 
 VOCABULARY, TEXTS, LENGTH = 128, 4, 12
 IDS = torch.randint(3, VOCABULARY, (TEXTS, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -58,7 +58,10 @@ def llama_lora() -> nn.Module:
 
 def gpt2_lora_with_checkpointing() -> nn.Module:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=32)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=32,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
     lora = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
     model = get_peft_model(GPT2LMHeadModel(config), lora)
     model.enable_input_require_grads()
@@ -174,7 +177,7 @@ def read_step(model: nn.Module, loss: Loss, kind: str | None = None) -> list[Tok
     assert tap.why_not is None
     tap.arm()
     loss(model).backward()
-    batches = [batch_of_call(call, anatomy.kind) for call in tap.take()]
+    batches = [read_call(call, anatomy.kind).batch for call in tap.take()]
     tap.close()
     return batches
 

@@ -73,6 +73,7 @@ from lightning_fedleak.snapshots import (
     explain_input_noise,
     explain_weight_term,
 )
+from lightning_fedleak.taps import Draw
 
 SURFACE_CAPABILITIES = {
     HEAD_WEIGHT: Capability.SEES_HEAD_GRADIENT,
@@ -178,6 +179,7 @@ class Channel(ABC):
         at_weights: its attacks read the trained weights and nothing of a step, as those of
             :class:`~lightning_fedleak.looks.channels.MemorizationChannel` do.
         looks_dependent: looks are of the same texts, so that the intervals of all hold together.
+        controlled: its attacks are given the control of a look, see :meth:`control_rates`.
 
     Raises:
         ValueError: the settings do not fit the family.
@@ -202,6 +204,7 @@ class Channel(ABC):
     sees: ClassVar[frozenset[Capability]] = frozenset()
     at_weights: ClassVar[bool] = False
     looks_dependent: ClassVar[bool] = False
+    controlled: ClassVar[bool] = False
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
 
@@ -380,7 +383,7 @@ class Channel(ABC):
         if isinstance(answer, Unknown | Waiting):
             return answer
         try:
-            return Found(self.score(look, series, answer))
+            return Found(self.score(look, series, answer), look.controls.get(plan.attack.name))
         except Exception as error:
             return Unknown(reason(error))
 
@@ -401,6 +404,23 @@ class Channel(ABC):
         Raises:
             Exception: there is no score; the result is unknown.
         """
+
+    def rates_now(self, look: Look, answer: Any) -> Mapping[str, float]:
+        """Return the rates of a guess against the truth of this process so far in the look."""
+        return {}
+
+    def control_rates(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
+    ) -> Mapping[str, float] | Unknown | Waiting:
+        """Return the rates of an attack on the gradient of a control, or why there are none (yet).
+
+        Args:
+            plan: of the attack.
+            view: the control's gradient.
+            draw: the words that it is of.
+            step: optimizer step of the look.
+        """
+        raise NotImplementedError
 
     def without_truth(self, answer: Any) -> dict[str, float]:
         """Return the values of a guess that the adversary itself knows, without the truth.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS, Attack, Capability, PassiveMembership
+from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.looks.channels.base import Plan, gradient_plan, guess
 from lightning_fedleak.looks.channels.membership import GameTable, MembershipChannel
-from lightning_fedleak.looks.channels.played import Played, played_games
+from lightning_fedleak.looks.channels.played import Played, played_games, rates_of
 from lightning_fedleak.looks.channels.targets import Targets, draw_targets
-from lightning_fedleak.looks.run import AUDIT, Moment, Unknown, Waiting
-from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.looks.run import AUDIT, Look, Moment, Unknown, Waiting
+from lightning_fedleak.snapshots import GradientSnapshot, Stage
+from lightning_fedleak.taps import Draw
 
 
 class PassiveMembershipChannel(MembershipChannel):
@@ -21,6 +25,7 @@ class PassiveMembershipChannel(MembershipChannel):
 
     reads = PassiveMembership
     reads_updates: ClassVar[bool] = True
+    controlled: ClassVar[bool] = True
     adversary = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 
     def check_settings(self) -> None:
@@ -57,6 +62,7 @@ class PassiveMembershipChannel(MembershipChannel):
         look = moment.look
         if not self.attacks or not moment.wanted or look.truth_error is not None:
             return
+        draws: dict[str, Callable[..., Targets | Waiting]]
         draws = {str(Stage.SHARED): self._sources.population}
         if self._audits and Stage.SHARED in moment.wanted:
             draws[AUDIT] = self._sources.canaries
@@ -85,9 +91,44 @@ class PassiveMembershipChannel(MembershipChannel):
             return answer
         return played_games(answer, targets.members)
 
+    def rates_now(self, look: Look, answer: object) -> Mapping[str, float]:
+        """Return the rates of the games of this look."""
+        return rates_of(answer) if isinstance(answer, Played) else {}
+
+    def control_rates(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
+    ) -> Mapping[str, float] | Unknown | Waiting:
+        """Return the rates of games about the texts of a control, and others shuffled alike."""
+        batches = [one for batch in draw.batches if (one := _with_labels(batch)) is not None]
+        targets = draw_targets(partial(self._sources.population, shuffled=True), step, batches)
+        if not isinstance(targets, Targets):
+            return targets
+        answer = guess(plan, view, self.run, targets.query())
+        if isinstance(answer, Unknown | Waiting):
+            return answer
+        games = played_games(answer, targets.members)
+        return rates_of(games) if isinstance(games, Played) else games
+
     def state_dict(self) -> dict[str, object]:
         """Return nothing: the games of crafted layers hold the user's canaries."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Do nothing, because nothing was saved."""
+
+
+def _with_labels(batch: TokenBatch) -> TokenBatch | None:
+    """Return the texts of a batch that have a label; None where none has."""
+    labels = batch.labels
+    if labels is None:
+        return batch
+    kept = (labels != IGNORE_INDEX).flatten(1).any(1) if labels.dim() > 1 else labels >= 0
+    if not bool(kept.any()):
+        return None
+    fields = ("input_ids", "labels", "attention_mask", "position_ids", "documents", "live")
+    rows = {
+        name: value[kept.to(value.device)]
+        for name in fields
+        if (value := getattr(batch, name)) is not None and len(value) == len(kept)
+    }
+    return replace(batch, **rows)

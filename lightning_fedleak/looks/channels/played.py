@@ -117,6 +117,14 @@ def _rates(games: Tensor, resamples: int = 100) -> dict[str, Rate]:
     return metric.rates()
 
 
+def rates_of(played: Played) -> dict[str, float]:
+    """Return the rates of the games of one look."""
+    columns = (played.scores, played.members, played.decisions)
+    games = torch.stack([column.double() for column in columns], 1)
+    rates = _rates(torch.nn.functional.pad(games, (2, 0)))
+    return {name: rate.value for name, rate in rates.items()}
+
+
 def played_games(guess: Any, members: Tensor) -> Played | Unknown:
     """Return a guess beside the secret bits; unknown where it is about other targets."""
     try:

@@ -73,6 +73,15 @@ class Rows:
         masked = any(b.attention_mask is not None for b in batches)
         return cls(torch.cat(ids), torch.cat(real), masked, torch.cat(labels))
 
+    def shuffled(self, generator: torch.Generator, special: frozenset[int]) -> Rows:
+        """Return the rows with their tokens shuffled over all positions, special ones aside."""
+        stay = torch.tensor(sorted(special), device=self.ids.device, dtype=self.ids.dtype)
+        moves = (self.real & ~torch.isin(self.ids, stay)).flatten().nonzero()[:, 0]
+        order = torch.randperm(len(moves), generator=generator).to(moves.device)
+        ids = self.ids.flatten().clone()
+        ids[moves] = ids[moves[order]]
+        return replace(self, ids=ids.view_as(self.ids))
+
     @classmethod
     def from_texts(cls, texts: Sequence[Tensor], like: Rows) -> Rows:
         """Return rows of texts (1-D token ids), cut to the length of ``like``."""
@@ -330,8 +339,15 @@ class Sources:
         if self._held_out is None and batch.input_ids.numel():
             self._earlier.append(batch)
 
-    def population(self, step: int, batches: Sequence[TokenBatch]) -> Targets | Waiting:
+    def population(
+        self, step: int, batches: Sequence[TokenBatch], *, shuffled: bool = False
+    ) -> Targets | Waiting:
         """Draw sentences of the batch, and others.
+
+        Args:
+            step: optimizer step.
+            batches: of the step.
+            shuffled: shuffle the tokens of the others over their positions, as a control has them.
 
         Raises:
             NoTargets: the batch's sentences are too short.
@@ -343,6 +359,7 @@ class Sources:
             outside = Rows.from_batches(list(self._earlier))
         targets = None
         if outside is not None:
+            outside = outside.shuffled(generator, self._deal.special) if shuffled else outside
             targets = self._deal.targets(inside, outside, generator)
         return targets or Waiting(
             "membership needs texts outside this batch: later batches bring some, or pass "

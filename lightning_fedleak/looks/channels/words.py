@@ -16,12 +16,28 @@ from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.looks.channels.base import Channel, Plan, guess, worst_of
 from lightning_fedleak.looks.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
 from lightning_fedleak.looks.options import Options
-from lightning_fedleak.looks.run import Look, Moment, Outcome, Pages, Processes, Run, Series, reason
+from lightning_fedleak.looks.run import (
+    Look,
+    Moment,
+    Outcome,
+    Pages,
+    Processes,
+    Run,
+    Series,
+    Unknown,
+    Waiting,
+    reason,
+)
 from lightning_fedleak.metrics import WordRecovery
 from lightning_fedleak.model_runs import sees_no_later
 from lightning_fedleak.records import WORDS
-from lightning_fedleak.snapshots import Stage, UnusableObservation, UpdateSnapshot
-from lightning_fedleak.taps import TiedHeadTap
+from lightning_fedleak.snapshots import (
+    GradientSnapshot,
+    Stage,
+    UnusableObservation,
+    UpdateSnapshot,
+)
+from lightning_fedleak.taps import Draw, TiedHeadTap
 
 SOFT_LABELS = (
     "the targets of the loss are no single labels (distillation, mixed labels, or smoothed ones "
@@ -113,6 +129,7 @@ class WordsChannel(Channel):
     extras = ("type_count_error", "certified", "capacity")
     ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
     reads_updates: ClassVar[bool] = True
+    controlled: ClassVar[bool] = True
 
     def __init__(self, attacks: Sequence[Attack], settings: Options) -> None:
         super().__init__(attacks, settings)
@@ -228,29 +245,54 @@ class WordsChannel(Channel):
 
     def _truth_of(self, look: Look) -> WordTruth | None:
         """Return the true words; those of all processes together if they are one client."""
-        size = self._size
-        together = self.run.client == "world" and self.run.processes > 1
-        device = self.run.device
-        mask = torch.zeros(2, size if together else 0, dtype=torch.int32, device=device)
-        tokens = torch.zeros(2, dtype=torch.int64, device=device)
         truth = None
         try:
             if look.truth_error is None:
-                truth = WordTruth.from_batches(
-                    look.batches,
-                    one_way=self._one_way,
-                    source_only=self.run.anatomy.target_rows is not None,
-                )
-                if together:
-                    mask += truth.mask(size).to(mask.device)
-                    tokens += torch.tensor([truth.n_targets, truth.is_soft], device=device)
+                truth = self._words_in(look.batches)
         except Exception as error:
             look.truth_error = reason(error)
-        if not together:
+        truth = self._of_client(truth)
+        return None if look.truth_error else truth
+
+    def _words_in(self, batches: Sequence[TokenBatch]) -> WordTruth:
+        """Return the words of batches of this process."""
+        two_vocabularies = self.run.anatomy.target_rows is not None
+        return WordTruth.from_batches(batches, one_way=self._one_way, source_only=two_vocabularies)
+
+    def _of_client(self, truth: WordTruth | None) -> WordTruth | None:
+        """Return the words of all processes together if they are one client; each calls it."""
+        if self.run.client != "world" or self.run.processes == 1:
             return truth
+        mask = torch.zeros(2, self._size, dtype=torch.int32, device=self.run.device)
+        tokens = torch.zeros(2, dtype=torch.int64, device=self.run.device)
+        if truth is not None:
+            mask += truth.mask(self._size).to(mask.device)
+            tokens += torch.tensor([truth.n_targets, truth.is_soft], device=tokens.device)
         mask = self.run.summed(mask)
         n_targets, soft = self.run.summed(tokens).tolist()
-        return None if look.truth_error else WordTruth.from_mask(mask > 0, n_targets, soft > 0)
+        return WordTruth.from_mask(mask > 0, n_targets, soft > 0)
+
+    def rates_now(self, look: Look, answer: object) -> Mapping[str, float]:
+        """Return the rates of a guess against the words of this process so far in the look."""
+        if not isinstance(answer, WordGuess):
+            return {}
+        return self._rates(answer, self._words_in(look.all_batches))
+
+    def control_rates(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
+    ) -> Mapping[str, float] | Unknown | Waiting:
+        """Return the rates of an attack on the words of a control."""
+        truth = self._of_client(self._words_in(draw.batches))
+        answer = guess(plan, view, self.run)
+        if isinstance(answer, Unknown | Waiting) or truth is None:
+            return answer if isinstance(answer, Unknown | Waiting) else {}
+        assert isinstance(answer, WordGuess)
+        return self._rates(answer, truth)
+
+    def _rates(self, answer: WordGuess, truth: WordTruth) -> dict[str, float]:
+        metric = self._metric()
+        metric.update(answer, truth.types(answer.surface))
+        return {name: rate.value for name, rate in metric.rates().items()}
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Count a guess against the words of the look's batches."""

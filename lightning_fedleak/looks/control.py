@@ -1,0 +1,254 @@
+"""When a look has a control, and what the attacks read of it.
+
+A low number says how little an attack read. The control says how much it could have read in this
+very step: its words are the batch's own, shuffled (:mod:`lightning_fedleak.taps.control`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_fedleak.anatomy import without_peft
+from lightning_fedleak.looks.channels.base import Channel, Plan
+from lightning_fedleak.looks.channels.targets import special_ids
+from lightning_fedleak.looks.log import accounting
+from lightning_fedleak.looks.run import Control, Look, Moment, Run, Series, Unknown, Waiting, reason
+from lightning_fedleak.snapshots import GradientSnapshot, UnusableObservation
+from lightning_fedleak.taps import Draw, control_gradient, draw_words, is_uneven
+
+FALL = 0.9
+"""Share of the last control below which a number is controlled again.
+
+Higher: more looks have a control, which costs a training step. Lower: an attack that has lost some
+of its sight since is found later.
+"""
+DEFAULT_NEED = 0.5
+"""What a control must exceed where no gate says it: that of the README's gate."""
+SMALLER = 4
+"""Each part of a batch has this share of the labels of the part before; 2 tries twice as many."""
+
+
+@dataclass
+class _Newest:
+    """The newest control of an attack, and the number that it had then or later."""
+
+    control: float
+    number: float
+
+
+class Controls:
+    """Give the attacks of a run the controls of its looks.
+
+    Args:
+        run: the run.
+        series: the channel of each series.
+
+    Attributes:
+        needs: by the name of a family, what a control must exceed: the highest threshold of its
+            gates.
+    """
+
+    def __init__(self, run: Run, series: Mapping[Series, Channel]) -> None:
+        self._run = run
+        self._series = series
+        config = getattr(without_peft(run.anatomy.model), "config", None)
+        self._special = special_ids(config, run.tokenizers)
+        self._newest: dict[str, _Newest] = {}
+        self.needs: dict[str, float] = {}
+        sharded = any(hasattr(p, "full_tensor") for p in run.anatomy.root.parameters())
+        self._together = run.processes > 1 and (run.client == "world" or sharded)
+        # Under DP the moments of controls must not depend on the data.
+        self._by_cadence = bool(accounting(run.defenses))
+
+    def play(self, moment: Moment, plans: Sequence[Plan]) -> None:
+        """Give attacks that have read a step its control, where one is due.
+
+        Args:
+            moment: after which the optimizer steps; the attacks have answered.
+            plans: of the attacks that read gradients.
+        """
+        look = moment.look
+        played = [(plan, one) for plan in plans if (one := self._channel(plan)) is not None]
+        stepped = [p for p in played if moment.optimizer in (None, p[0].optimizer)]
+        due = [plan for plan, channel in stepped if self._is_due(look, plan, channel)]
+        if self._together:
+            shared = [self._run.on_any_process(plan in due) for plan, _ in stepped]
+            due = [plan for (plan, _), asked in zip(stepped, shared, strict=True) if asked]
+        if not due:
+            return
+        try:
+            self._play(look, due)
+        except Exception as error:
+            if self._together:
+                raise  # the other processes wait for this one
+            why = reason(error)
+            for plan in due:
+                self._keep(look, plan, Control(self._nothing(plan), why=why))
+
+    def _channel(self, plan: Plan) -> Channel | None:
+        """Return the channel of an attack, if it is given controls."""
+        owners = (c for s, c in self._series.items() if s.attack == plan.attack.name)
+        channel = next(owners, None)
+        is_played = channel is not None and channel.controlled and plan.exposed and plan.roles
+        return channel if is_played and not plan.attack.sends_values else None
+
+    def _is_due(self, look: Look, plan: Plan, channel: Channel) -> bool:
+        """Return whether an attack's number of this look needs a control of this look.
+
+        The first one does, and one that is lower than it last was, or below :data:`FALL` of the
+        last control.
+        """
+        newest = self._newest.get(plan.attack.name)
+        if newest is None or (self._by_cadence and look.scope is None):
+            return True
+        if self._by_cadence:
+            return False
+        number = self._number(look, plan, channel)
+        last, newest.number = newest.number, number
+        return math.isnan(newest.control) or number < last or number < FALL * newest.control
+
+    def _number(self, look: Look, plan: Plan, channel: Channel) -> float:
+        """Return the lowest number of an attack at the stages of this look; 0 without one."""
+        answers = (look.answers.get(s) for s in self._series if s.attack == plan.attack.name)
+        numbers = [
+            channel.rates_now(look, answer).get(channel.headline, math.nan)
+            for answer in answers
+            if answer is not None and not isinstance(answer, Unknown | Waiting)
+        ]
+        known = [number for number in numbers if not math.isnan(number)]
+        return min(known, default=0.0)
+
+    def _play(self, look: Look, plans: Sequence[Plan]) -> None:
+        reads = [*look.calls, *look.current]
+        if look.truth_error is not None or not reads:
+            raise UnusableObservation(look.truth_error or "the step's calls were not read")
+        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
+        generator = torch.Generator().manual_seed(1_000_003 * look.step + self._run.rank)
+        found: dict[str, list[Mapping[str, float] | Unknown | Waiting]] = {}
+        for with_words in (False, True)[: 1 + is_uneven(reads)]:
+            draw = draw_words(reads, self._special, generator, sizes_go_with_words=with_words)
+            view = self._gradient(look, draw, roles)
+            for plan in plans:
+                found.setdefault(plan.attack.name, []).append(self._rates(plan, view, draw, look))
+        low = []
+        for plan in plans:
+            control = self._lowest(look, plan, found[plan.attack.name])
+            if control is None:
+                continue
+            self._keep(look, plan, control)
+            channel = self._channel(plan)
+            assert channel is not None
+            need = self.needs.get(channel.family, DEFAULT_NEED)
+            if not control.rates.get(channel.headline, math.nan) > need:
+                low.append(plan)
+        if low:
+            self._play_parts(look, low, draw)
+
+    def _rates(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, look: Look
+    ) -> Mapping[str, float] | Unknown | Waiting:
+        channel = self._channel(plan)
+        assert channel is not None
+        try:
+            return channel.control_rates(plan, view, draw, look.step)
+        except Exception as error:
+            return Unknown(reason(error))
+
+    def _gradient(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
+        """Return the gradient of a control; the mean over processes if they are one client."""
+        run = self._run
+        view = control_gradient(run.anatomy, draw, roles, step=look.step, scale=run.loss_scale)
+        if run.client == "world" and run.processes > 1:
+            tensors = {r: run.summed(t) / run.processes for r, t in view.tensors.items()}
+            view = replace(view, tensors=tensors)
+        return replace(view, client=run.number, input_noise=look.input_noise)
+
+    def _lowest(
+        self, look: Look, plan: Plan, found: Sequence[Mapping[str, float] | Unknown | Waiting]
+    ) -> Control | None:
+        """Return the lowest control of the draws; None where the undefended step has no result."""
+        names = [s for s in self._series if s.attack == plan.attack.name]
+        if waits := next((one for one in found if isinstance(one, Waiting)), None):
+            # What noise is on the stages behind it says nothing of the words.
+            look.answers |= dict.fromkeys(names, waits)
+            return None
+        if failed := next((one for one in found if isinstance(one, Unknown)), None):
+            return Control(self._nothing(plan), why=failed.why)
+        rates = [one for one in found if isinstance(one, Mapping)]
+        return Control({name: min(one[name] for one in rates) for name in rates[0]})
+
+    def _play_parts(self, look: Look, plans: Sequence[Plan], whole: Draw) -> None:
+        """Ask attacks whose control is low about parts of it, until one is read or none is left.
+
+        Where an attack reads a part, the whole holds more than it can tell apart.
+        """
+        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
+        n_labels = sum(int((sizes != 0).sum()) for sizes in whole.sizes) // SMALLER
+        low = list(plans)
+        while low and n_labels > 0:
+            part = whole.first(n_labels)
+            view = self._gradient(look, part, roles)
+            for plan in tuple(low):
+                channel, rates = self._channel(plan), self._rates(plan, view, part, look)
+                assert channel is not None
+                need = self.needs.get(channel.family, DEFAULT_NEED)
+                if isinstance(rates, Mapping) and rates.get(channel.headline, math.nan) > need:
+                    control = look.controls[plan.attack.name]
+                    self._keep(look, plan, replace(control, part=rates))
+                    low.remove(plan)
+            n_labels //= SMALLER
+
+    def _keep(self, look: Look, plan: Plan, control: Control) -> None:
+        channel = self._channel(plan)
+        assert channel is not None
+        look.controls[plan.attack.name] = control
+        number = self._number(look, plan, channel)
+        value = control.rates.get(channel.headline, math.nan)
+        self._newest[plan.attack.name] = _Newest(value, number)
+
+    def _nothing(self, plan: Plan) -> dict[str, float]:
+        channel = self._channel(plan)
+        assert channel is not None
+        return dict.fromkeys(channel.metrics, math.nan)
+
+
+def judged(
+    value: float, control: Control | None, metric: str, at_most: float, chance: float
+) -> tuple[float, str]:
+    """Return a value as a gate at a threshold judges it, and why it is NaN (unknown) if it is.
+
+    A value above the threshold counts as it is. One below it is low only as far as the control is
+    high: where the control is above the threshold, the value counts by what could be read here.
+    Where it is not, the value counts if a part of the batch is read, since the batch holds more
+    than the attack can tell apart; else it is unknown.
+
+    Args:
+        value: of the metric.
+        control: of the attack; None where it is given none.
+        metric: the metric's name.
+        at_most: the gate's threshold.
+        chance: the metric's value of an attack that knows nothing.
+    """
+    if control is None or math.isnan(value) or value > at_most or metric not in control.rates:
+        return value, ""
+    high = control.rates[metric]
+    if high >= 1:
+        return value, ""
+    if high > at_most:
+        share = (value - chance) / (high - chance)
+        return chance + share * (1 - chance), (
+            f"it reads {value:.2f}, and {high:.2f} of known words in the same step, so that "
+            f"{share:.2f} of what can be read here is read"
+        )
+    if control.part.get(metric, math.nan) > at_most:
+        return value, ""
+    if math.isnan(high):
+        return math.nan, f"its control could not be read: {control.why}"
+    return math.nan, (
+        f"it reads {value:.2f}, and {high:.2f} of known words in the same step: this attack cannot "
+        f"show more than {high:.2f} here"
+    )

@@ -1,0 +1,273 @@
+"""A low number counts only as far as the control of its look is high."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_fedleak.attacks import (
+    Attack,
+    BagOfWords,
+    GradientMembership,
+    RevealLabels,
+    SubspaceWords,
+    WordGuess,
+)
+from lightning_fedleak.looks.control import Controls, judged
+from lightning_fedleak.looks.run import Control
+from lightning_fedleak.trainers import Threshold, Watch
+from tests.helpers.models import tiny_gpt2, tiny_llama
+
+STEPS = 4
+
+
+def own_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the loss that the model computes itself."""
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def watched(
+    folder: Path,
+    attacks: Attack | Sequence[Attack],
+    gates: Sequence[Threshold] = (),
+    *,
+    model: nn.Module | None = None,
+    rows: int = 3,
+    length: int = 8,
+    loss: Callable[[nn.Module, Tensor], Tensor] | None = None,
+    steps: int = STEPS,
+    **settings: Any,
+) -> Watch:
+    """Return the watch of a plain loop that is looked at in each step."""
+    torch.manual_seed(0)
+    model = tiny_gpt2(tied=False, dropout=0.0) if model is None else model
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-2)
+    settings = {"every_n_steps": 1, "tensorboard": False, "report": False} | settings
+    with Watch(model.train(), optimizer, attacks, gates=gates, folder=folder, **settings) as watch:
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            ids = torch.randint(3, 97, (rows, length), generator=generator)
+            with watch.step({"input_ids": ids, "labels": ids}):
+                step_loss = (
+                    model(input_ids=ids, labels=ids).loss if loss is None else loss(model, ids)
+                )
+                step_loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if watch.should_stop:
+                break
+    return watch
+
+
+class Blind(BagOfWords):
+    """Names no word, as an attack does that is broken or was not made for what it reads."""
+
+    default_name = "blind"
+
+    def run(self, view: Any, query: Any = None) -> WordGuess:
+        super().run(view, query)
+        return WordGuess(torch.empty(0, dtype=torch.long), surface="input")
+
+
+def test_a_broken_attack_is_unknown_to_a_gate(tmp_path: Path) -> None:
+    gate = Threshold("leakage/blind/f1", at_most=0.5)
+    watch = watched(tmp_path, Blind(), [gate])
+    assert watch.latest["leakage/blind/f1"] == 0
+    assert watch.latest["leakage/blind/control"] == 0
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
+    assert "0.00 of known words in the same step" in gate.fired.why
+
+
+def test_of_two_that_read_the_same_the_one_with_a_control_counts(tmp_path: Path) -> None:
+    gate = Threshold("leakage/worst/words", at_most=0.999)
+    watch = watched(tmp_path, [Blind(), BagOfWords()], [gate])
+    assert gate.fired is not None
+    assert gate.fired.value == 1
+    gate = Threshold("leakage/worst/words", at_most=1.0)
+    watch = watched(tmp_path / "allowed", [Blind(), BagOfWords()], [gate])
+    assert gate.fired is None
+    assert watch.latest["leakage/bag_of_words/control"] == 1
+
+
+def test_nothing_read_where_all_could_be_is_safe(tmp_path: Path) -> None:
+    class Defended(BagOfWords):
+        """Stands for a defence: the words of the step itself alone are hidden."""
+
+        default_name = "defended"
+        answers = 0
+
+        def run(self, view: Any, query: Any = None) -> WordGuess:
+            self.answers += 1
+            guess = super().run(view, query)
+            return guess if self.answers % 2 == 0 else WordGuess(guess.types[:0], surface="input")
+
+    gate = Threshold("leakage/defended/f1", at_most=0.2)
+    watch = watched(tmp_path, Defended(), [gate], steps=1)
+    assert watch.latest["leakage/defended/control"] == 1
+    assert watch.latest["leakage/defended/f1"] == 0
+    assert gate.fired is None
+
+
+def lora(rank: int) -> nn.Module:
+    torch.manual_seed(0)
+    config = LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_llama(), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def test_a_batch_above_what_can_be_told_apart_is_low_by_aggregation(tmp_path: Path) -> None:
+    gate = Threshold("leakage/subspace_words/f1", at_most=0.7)
+    watch = watched(
+        tmp_path, SubspaceWords(capacity_seconds=0), [gate], model=lora(1), rows=3, length=8
+    )
+    assert watch.latest["leakage/subspace_words/control"] < 0.7
+    assert watch.latest["leakage/subspace_words/control_of_a_part"] > 0.7
+    assert gate.fired is None
+
+
+def test_noise_on_a_step_without_words_has_no_result(tmp_path: Path) -> None:
+    class Noisy(SubspaceWords):
+        """Reads noise where nothing was shared yet, as behind a defence."""
+
+        def run(self, view: Any, query: Any = None) -> Any:
+            shared = view.gradients[-1].tensors
+            if not any(bool(t.any()) for t in shared.values()):
+                self.silent = getattr(self, "silent", 0) + 1
+                if self.silent % 2:
+                    return WordGuess(torch.empty(0, dtype=torch.long), surface="input")
+            return super().run(view, query)
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_llama(), config)
+    watched(tmp_path, Noisy(capacity_seconds=0), model=model)
+    lines = [json.loads(line) for line in (tmp_path / "leakage.jsonl").read_text().splitlines()]
+    assert next(line["step"] for line in lines if line["attack"] == "subspace_words") == 1
+
+
+def test_weights_that_belong_to_words_are_drawn_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[bool] = []
+    original = torch.ones(97)
+    original[:40] = 0.05
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        logits = model(input_ids=ids).logits[:, :-1]
+        return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), weight=original)
+
+    from lightning_fedleak.looks import control
+
+    real = control.draw_words
+
+    def spy(*args: Any, sizes_go_with_words: bool) -> Any:
+        drawn.append(sizes_go_with_words)
+        return real(*args, sizes_go_with_words=sizes_go_with_words)
+
+    monkeypatch.setattr(control, "draw_words", spy)
+    watched(tmp_path, RevealLabels(), loss=loss, steps=1)
+    assert drawn == [False, True]
+    drawn.clear()
+    watched(tmp_path / "plain", RevealLabels(), steps=1)
+    assert drawn == [False]
+
+
+def test_members_and_others_are_shuffled_alike(tmp_path: Path) -> None:
+    watch = watched(tmp_path, GradientMembership("sampled"), rows=4, steps=3)
+    assert watch.latest["leakage/gradient_membership/auc"] == 1
+    assert watch.latest["leakage/gradient_membership/control"] == 1
+
+
+def test_a_control_is_kept_until_a_number_falls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[int] = []
+    real = Controls._play
+
+    def spy(self: Controls, look: Any, plans: Any) -> None:
+        played.append(look.step)
+        real(self, look, plans)
+
+    monkeypatch.setattr(Controls, "_play", spy)
+    watch = watched(tmp_path, BagOfWords(), steps=5)
+    assert played == [0]
+    assert watch.latest["leakage/bag_of_words/control"] == 1
+
+
+def test_a_resumed_watch_has_its_controls(tmp_path: Path) -> None:
+    watch = watched(tmp_path, BagOfWords(), steps=2)
+    state = watch.engine.results.state_dict()
+    fresh = Watch(tiny_gpt2(), torch.optim.SGD(tiny_gpt2().parameters(), 1), BagOfWords())
+    fresh.engine.results.load_state_dict(state)
+    [control] = fresh.engine.results.controls.values()
+    assert control.rates["f1"] == 1
+
+
+def test_training_is_bit_identical_with_a_control_in_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Controls, "_is_due", lambda *_: True)
+    weights = []
+    for attacks in ([], [BagOfWords(), GradientMembership("sampled")]):
+        torch.manual_seed(1)
+        model = tiny_gpt2(tied=False, dropout=0.1)
+        if attacks:
+            watched(tmp_path, attacks, model=model)
+        else:
+            torch.manual_seed(0)
+            optimizer = torch.optim.SGD(model.train().parameters(), 1e-2)
+            for step in range(STEPS):
+                generator = torch.Generator().manual_seed(step)
+                ids = torch.randint(3, 97, (3, 8), generator=generator)
+                model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*weights)
+
+
+# ---- the rule ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "control", "part", "expected"),
+    [
+        (0.6, None, None, 0.6),  # above the threshold: nothing else counts
+        (0.4, None, None, 0.4),  # an attack that is given no control
+        (0.4, 1.0, None, 0.4),
+        (0.4, 0.8, None, 0.5),  # half of what could be read
+        (0.45, 0.6, None, 0.75),  # more than is allowed of what could be read
+        (0.4, 0.5, None, math.nan),  # the gate could not have rung
+        (0.4, 0.3, 0.9, 0.4),  # by aggregation
+        (0.4, 0.3, 0.4, math.nan),
+        (0.4, math.nan, None, math.nan),
+    ],
+)
+def test_the_rule_of_a_gate_at_one_half(
+    value: float, control: float | None, part: float | None, expected: float
+) -> None:
+    given = None
+    if control is not None:
+        given = Control({"f1": control}, {} if part is None else {"f1": part}, why="it failed")
+    result, why = judged(value, given, "f1", 0.5, 0.0)
+    assert result == pytest.approx(expected, nan_ok=True)
+    assert bool(why) == (math.isnan(result) or result != value)
+
+
+def test_an_area_counts_from_one_half_on() -> None:
+    assert judged(0.6, Control({"auc": 0.75}), "auc", 0.65, 0.5)[0] == pytest.approx(0.7)

@@ -1,0 +1,246 @@
+"""The gradient of a control against the gradient of the step it repeats, and its words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import PromptTuningConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.taps import Draw, ReadCall, control_gradient, draw_words, is_uneven
+from lightning_fedleak.taps.graph import GraphTap, plain_call, read_call
+from tests.taps.test_graph import (
+    ANSWER_LABELS,
+    CAUSAL,
+    HARD,
+    IDS,
+    MASK,
+    PADDED,
+    SMALL,
+    VOCABULARY,
+    HeadOnPrefixes,
+    bert,
+    llama,
+)
+
+# Losses whose gradient by the logits is a multiple of softmax minus one-hot at each label.
+MULTIPLES = [
+    "plain", "padded", "loss mask", "class weights", "token weights", "focal", "answers",
+    "micro-batches", "logits_to_keep",
+]  # fmt: skip
+
+
+def read_step(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[ReadCall]:
+    """Return the calls of one step, whose gradients stay in the parameters."""
+    model.zero_grad()
+    anatomy = find_anatomy(model)
+    tap = GraphTap(anatomy)
+    tap.arm()
+    loss(model).backward()
+    reads = [read_call(call, anatomy.kind) for call in tap.take()]
+    tap.close()
+    return reads
+
+
+def same_words(reads: list[ReadCall]) -> Draw:
+    """Return the words of the step itself, where a control has them shuffled."""
+    return Draw(reads, [read.placed.rows.sizes for read in reads])
+
+
+def check_gradient(model: nn.Module, reads: list[ReadCall], tolerance: float = 1e-4) -> None:
+    anatomy = find_anatomy(model)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    before = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
+    view = control_gradient(anatomy, same_words(reads), list(before), step=0)
+    assert view.tensors.keys() == before.keys()
+    largest = max(float(gradient.float().norm()) for gradient in before.values())
+    for name, gradient in before.items():
+        assert torch.equal(trained[name].grad, gradient), name
+        error = float((view.tensors[name] - gradient).float().norm())
+        assert error < tolerance * largest, (name, error, largest)
+
+
+@pytest.mark.parametrize("loss", MULTIPLES)
+@pytest.mark.parametrize("family", [name for name in CAUSAL if "bf16" not in name])
+def test_the_gradient_of_the_same_words_is_that_of_the_step(family: str, loss: str) -> None:
+    model = CAUSAL[family]().train()
+    with torch.no_grad():  # LoRA's B, so that A has a gradient
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter += 0.1
+    reads = read_step(model, HARD[loss][0])
+    # A focal loss has another multiple in each row, which the size at the label holds.
+    check_gradient(model, reads)
+
+
+def test_in_half_precision() -> None:
+    model = CAUSAL["llama, bf16, tied"]().train()
+    check_gradient(model, read_step(model, HARD["plain"][0]), tolerance=0.02)
+
+
+def test_under_autocast() -> None:
+    model = llama().train()
+
+    def loss(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(input_ids=IDS, labels=IDS).loss
+
+    check_gradient(model, read_step(model, loss), tolerance=0.02)
+
+
+def test_of_masked_tokens() -> None:
+    chosen = torch.zeros_like(IDS, dtype=torch.bool)
+    chosen[:, [2, 5]] = True
+    inputs, labels = IDS.masked_fill(chosen, 1), IDS.masked_fill(~chosen, -100)
+    model = bert().eval()  # without dropout, whose draws differ
+    check_gradient(model, read_step(model, lambda m: m(input_ids=inputs, labels=labels).loss))
+
+
+@pytest.mark.parametrize("given", ["labels", "decoder_input_ids"])
+def test_of_an_encoder_and_decoder(given: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    config = T5Config(vocab_size=VOCABULARY, **sizes, decoder_start_token_id=0, dropout_rate=0.0)
+    model, labels = T5ForConditionalGeneration(config).train(), IDS[:, :7].flip(0)
+
+    def loss(model: nn.Module) -> Tensor:
+        if given == "labels":
+            return model(input_ids=PADDED, attention_mask=MASK, labels=labels).loss
+        shifted = functional.pad(labels[:, :-1], (1, 0))
+        logits = model(PADDED, attention_mask=MASK, decoder_input_ids=shifted).logits
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    check_gradient(model, read_step(model, loss))
+
+
+@pytest.mark.parametrize("classes", [1, 2, 3])
+def test_of_a_classifier(classes: int) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, num_labels=classes, pad_token_id=0)
+    model = LlamaForSequenceClassification(config).train()
+    targets = torch.tensor([0, 1, 1, 0]) % classes
+
+    def loss(model: nn.Module) -> Tensor:
+        labels = targets if classes > 1 else targets + 0.5
+        return model(input_ids=PADDED, attention_mask=MASK, labels=labels).loss
+
+    check_gradient(model, read_step(model, loss))
+
+
+def test_behind_virtual_tokens() -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(llama(), config).train()
+    labels = PADDED.masked_fill(MASK == 0, -100)
+    loss = lambda m: m(input_ids=PADDED, attention_mask=MASK, labels=labels).loss  # noqa: E731
+    reads = read_step(model, loss)
+    # The last virtual token predicts a text's first.
+    truth = sorted(labels[labels >= 0].tolist())
+    assert sorted(reads[0].batch.target_ids().tolist()) == truth
+    check_gradient(model, reads)
+
+
+def test_of_a_head_that_is_called_in_chunks() -> None:
+    model = HeadOnPrefixes(3)
+    check_gradient(model, read_step(model, lambda m: m(IDS)))
+
+
+def test_a_plain_call_is_that_of_the_model_s_own_loss() -> None:
+    model = llama().train()
+    model(input_ids=IDS, labels=ANSWER_LABELS).loss.backward()
+    batch = TokenBatch(IDS, ANSWER_LABELS, None, "causal")
+    # Its sizes are those before a label is predicted at all: p is some 1 / 128 here.
+    check_gradient(model, [plain_call(find_anatomy(model), batch, None)], tolerance=0.02)
+
+
+def test_hooks_on_parameters_and_the_users_own_do_not_run() -> None:
+    model = llama().train()
+    reads = read_step(model, HARD["plain"][0])
+    calls: list[str] = []
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
+    model.lm_head.register_forward_hook(lambda *_: calls.append("forward"))
+    state, weight = torch.get_rng_state(), model.lm_head.weight
+    control_gradient(find_anatomy(model), same_words(reads), ["head.weight"], step=0)
+    assert calls == []
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.lm_head.weight is weight
+    assert all(module.training for module in model.modules())
+
+
+# ---- words -------------------------------------------------------------------------------------
+
+
+def causal_call(labels: Tensor, sizes: Tensor, **fields: Tensor) -> ReadCall:
+    """Return a call on IDS whose rows have these sizes at their labels, (B, L - 1)."""
+    batch = TokenBatch(IDS, labels, fields.get("mask"), "causal", fields.get("positions"))
+    read = plain_call(find_anatomy(llama()), batch, None)
+    padded = functional.pad(sizes, (0, 1)).flatten() * (read.placed.rows.labels != -100)
+    rows = replace(read.placed.rows, sizes=padded)
+    return replace(read, placed=replace(read.placed, rows=rows))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.booleans())
+def test_tokens_move_and_stay_in_number(seed: int, with_words: bool) -> None:
+    special = frozenset(IDS[0, :2].tolist())
+    sizes = torch.rand(IDS.shape[0], IDS.shape[1] - 1) + 0.5
+    read = causal_call(IDS, sizes, mask=MASK)
+    generator = torch.Generator().manual_seed(seed)
+    draw = draw_words([read], special, generator, sizes_go_with_words=with_words)
+    [batch], [new_sizes] = draw.batches, draw.sizes
+    stays = (MASK == 0) | torch.isin(IDS, torch.tensor(sorted(special)))
+    assert torch.equal(batch.input_ids[stays], IDS[stays])
+    assert sorted(batch.input_ids.flatten().tolist()) == sorted(IDS.flatten().tolist())
+    assert not torch.equal(batch.input_ids, IDS)
+    assert torch.equal(batch.labels[:, 1:], batch.input_ids[:, 1:])
+    grid = new_sizes.view(IDS.shape)[:, :-1]
+    if not with_words:
+        assert torch.equal(grid, sizes)
+    else:  # each word that had a size has it where it is now, but for the words of first columns
+        pairs = set(zip(IDS[:, 1:].flatten().tolist(), sizes.flatten().tolist(), strict=True))
+        firsts = set(IDS[:, 0].tolist())
+        now = zip(batch.input_ids[:, 1:].flatten().tolist(), grid.flatten().tolist(), strict=True)
+        assert all(pair in pairs for pair in now if pair[0] not in firsts)
+
+
+def test_texts_in_a_row_are_shuffled_within_themselves() -> None:
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(IDS.shape)
+    read = causal_call(IDS, torch.ones(IDS.shape[0], IDS.shape[1] - 1), positions=positions)
+    draw = draw_words([read], frozenset(), torch.Generator().manual_seed(0))
+    [batch] = draw.batches
+    assert not torch.equal(batch.input_ids, IDS)
+    for part in (slice(0, 5), slice(5, 12)):
+        for row in range(len(IDS)):
+            new, old = batch.input_ids[row, part], IDS[row, part]
+            assert sorted(new.tolist()) == sorted(old.tolist())
+
+
+def test_a_part_has_the_first_labels_alone() -> None:
+    read = causal_call(IDS, torch.ones(IDS.shape[0], IDS.shape[1] - 1))
+    draw = draw_words([read], frozenset(), torch.Generator().manual_seed(0))
+    part = draw.first(14)
+    [batch] = part.batches
+    assert int((part.sizes[0] != 0).sum()) == 14
+    assert sorted(batch.target_ids().tolist()) == sorted(draw.batches[0].target_ids()[:14].tolist())
+    kept = batch.context_mask()
+    assert kept[0].tolist() == [True] * 11 + [False]
+    assert kept[1].tolist() == [True] * 3 + [False] * 9
+    assert not bool(kept[2:].any())
+
+
+def test_sizes_of_classes_are_uneven_and_those_of_a_first_step_are_not() -> None:
+    assert not is_uneven(read_step(llama().train(), HARD["plain"][0]))
+    assert is_uneven(read_step(llama().train(), HARD["class weights"][0]))

@@ -339,7 +339,8 @@ def _not_tested(
     unread = (log.begin.unread if log.begin else None) or ()
     if unread:
         sentences.append(
-            f"{len(unread)} shared parameters, tested by no attack: {first_four(unread)}"
+            f"{len(unread)} shared parameter{'s' * (len(unread) > 1)}, tested by no attack: "
+            f"{first_four(unread)}"
         )
     if log.begin is None:
         sentences.append("which shared parameters no attack tests: not recorded")

@@ -271,3 +271,19 @@ def test_the_rule_of_a_gate_at_one_half(
 
 def test_an_area_counts_from_one_half_on() -> None:
     assert judged(0.6, Control({"auc": 0.75}), "auc", 0.65, 0.5)[0] == pytest.approx(0.7)
+
+
+def test_an_attack_for_uneven_losses_chooses_itself_where_labels_weigh_unevenly(
+    tmp_path: Path,
+) -> None:
+    weights = torch.ones(97)
+    weights[:40] = 0.05
+
+    def weighted(model: nn.Module, ids: Tensor) -> Tensor:
+        logits = model(input_ids=ids).logits[:, :-1]
+        return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), weight=weights)
+
+    for name, loss in (("plain", None), ("weighted", weighted)):
+        model = tiny_gpt2(tied=False, dropout=0.0)
+        watch = watched(tmp_path / name, "auto", model=model, rows=2, loss=loss, steps=1)
+        assert ("leakage/reveal_labels/f1" in watch.latest) == (name == "weighted")

@@ -95,6 +95,7 @@ class Engine:
         self._calibrations: dict[str, object] = {}
         self._earlier: dict[str, object] = {}
         self._last: dict[str, object] = {}
+        self._next_look = 0  # of the checkpoint that the run goes on from
         self.weights: WeightLooks | None = None
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
@@ -459,7 +460,9 @@ class Engine:
         for channel in self.channels:
             if run.rank != 0 and not channel.at_weights:  # it has all clients' games
                 channel.clear()
-        self.first_step = self.options.cadence.next_step = run.step
+        self.first_step = run.step
+        self.options.cadence.next_step = max(run.step, self._next_look)
+        self._next_look = 0
         self._fit.lineup.begin(run.step)
         self._fit.controls.needs = self._needs
         if self.weights is not None:
@@ -683,6 +686,8 @@ class Engine:
         return {
             **self.results.state_dict(),
             "fit": self._summary(),
+            "cadence": self.options.cadence.argument,
+            "next_look": self.options.cadence.next_step,
             **{name: value for state in states for name, value in state.items()},
             "attacks": {
                 a.name: {
@@ -700,6 +705,8 @@ class Engine:
         for channel in self.channels:
             channel.load_state_dict(state)
         self._earlier = state.get("fit") or {}
+        same = state.get("cadence") == self.options.cadence.argument
+        self._next_look = int(state["next_look"]) if same else 0
         self._calibrations = {
             name: saved for name, saved in state["attacks"].items() if saved["tensors"]
         }

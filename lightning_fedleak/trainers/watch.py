@@ -256,7 +256,8 @@ class Watch:
         """Return what a loop that is resumed goes on with: plain numbers, strings and tensors."""
         gates = {gate.name: gate.state_dict() for gate in self.gates}
         state = {"engine": self.engine.state_dict(), "gates": gates}
-        return state | {"steps": self.loop.steps, "batches": self.loop.batches}
+        state |= {"steps": self.loop.steps, "batches": self.loop.batches}
+        return state | {"utility": dict(self.loop.utility)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from what :meth:`state_dict` returned; call it before ``with``."""
@@ -314,6 +315,7 @@ class Watch:
             gate.watch(engine, Controls(log, save, self._stop, run.processes, (), *words))
         if (saved := self._saved) is not None:
             loop.steps, loop.batches = saved["steps"], saved["batches"]
+            loop.utility |= saved.get("utility", {})
             engine.load_state_dict(saved["engine"])
             for gate in (gate for gate in self.gates if gate.name in saved["gates"]):
                 gate.load_state_dict(saved["gates"][gate.name])

@@ -73,6 +73,7 @@ class Blind(BagOfWords):
     """Names no word, as an attack does that is broken or was not made for what it reads."""
 
     default_name = "blind"
+    needs_control = True
 
     def run(self, view: Any, query: Any = None) -> WordGuess:
         super().run(view, query)
@@ -97,7 +98,7 @@ def test_of_two_that_read_the_same_the_one_with_a_control_counts(tmp_path: Path)
     gate = Threshold("leakage/worst/words", at_most=1.0)
     watch = watched(tmp_path / "allowed", [Blind(), BagOfWords()], [gate])
     assert gate.fired is None
-    assert watch.latest["leakage/bag_of_words/control"] == 1
+    assert watch.latest["leakage/bag_of_words/f1"] == 1
 
 
 def test_nothing_read_where_all_could_be_is_safe(tmp_path: Path) -> None:
@@ -105,6 +106,7 @@ def test_nothing_read_where_all_could_be_is_safe(tmp_path: Path) -> None:
         """Stands for a defence: the words of the step itself alone are hidden."""
 
         default_name = "defended"
+        needs_control = True
         answers = 0
 
         def run(self, view: Any, query: Any = None) -> WordGuess:
@@ -204,15 +206,15 @@ def test_a_control_is_kept_until_a_number_falls(
         real(self, look, plans)
 
     monkeypatch.setattr(Controls, "_play", spy)
-    watch = watched(tmp_path, BagOfWords(), steps=5)
+    watch = watched(tmp_path, RevealLabels(), rows=2, steps=5)
     assert played == [0]
-    assert watch.latest["leakage/bag_of_words/control"] == 1
+    assert watch.latest["leakage/reveal_labels/control"] == 1
 
 
 def test_a_resumed_watch_has_its_controls(tmp_path: Path) -> None:
-    watch = watched(tmp_path, BagOfWords(), steps=2)
+    watch = watched(tmp_path, RevealLabels(), rows=2, steps=2)
     state = watch.engine.results.state_dict()
-    fresh = Watch(tiny_gpt2(), torch.optim.SGD(tiny_gpt2().parameters(), 1), BagOfWords())
+    fresh = Watch(tiny_gpt2(), torch.optim.SGD(tiny_gpt2().parameters(), 1), RevealLabels())
     fresh.engine.results.load_state_dict(state)
     [control] = fresh.engine.results.controls.values()
     assert control.rates["f1"] == 1
@@ -223,7 +225,7 @@ def test_training_is_bit_identical_with_a_control_in_every_step(
 ) -> None:
     monkeypatch.setattr(Controls, "_is_due", lambda *_: True)
     weights = []
-    for attacks in ([], [BagOfWords(), GradientMembership("sampled")]):
+    for attacks in ([], [RevealLabels(), GradientMembership("sampled")]):
         torch.manual_seed(1)
         model = tiny_gpt2(tied=False, dropout=0.1)
         if attacks:

@@ -394,6 +394,24 @@ class LookLine(RunLine):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsLine(RunLine):
+    """The user's metrics or an account have changed since the last look.
+
+    Attributes:
+        step: optimizer step or round.
+        client: whose they are; None outside of federations.
+        utility: those of the user's own metrics that changed.
+        privacy: what each defence has spent until then; none where no epoch or run has ended.
+    """
+
+    kind: str = field(default="metrics", init=False)
+    step: int
+    client: str | int | None = None
+    utility: Mapping[str, Limit | None] | None = None
+    privacy: tuple[Spending, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class GateDecision(Record):
     """What a gate did.
 
@@ -451,6 +469,7 @@ class EndLine(RunLine):
 
 
 RUN_LINES: Mapping[str, type[RunLine]] = {
-    line.kind: line for line in (BeginLine, PoolLine, DefenseLine, LookLine, GateLine, EndLine)
+    line.kind: line
+    for line in (BeginLine, PoolLine, DefenseLine, LookLine, MetricsLine, GateLine, EndLine)
 }
 """By the kind of the line."""

@@ -139,7 +139,7 @@ class LeakageCallback(TrainerCallback):
     def on_log(self, *_: Any, logs: Mapping[str, float] | None = None, **__: Any) -> None:
         """Note the Trainer's own numbers that are logged beside leakage."""
         names = self.watch.settings.utility
-        self.watch.utility.update({n: float(v) for n, v in (logs or {}).items() if n in names})
+        self.watch.note({n: float(v) for n, v in (logs or {}).items() if n in names})
 
     def on_evaluate(self, *_: Any, metrics: dict[str, float] | None = None, **__: Any) -> None:
         """Add what a checkpoint may be chosen by to the metrics; unknown is the worst."""
@@ -294,9 +294,15 @@ class TransformersWatch(Watch):
         super().end(error)
         self._flush()
 
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Log numbers of the Trainer's own beside leakage."""
+        self.utility.update(metrics)
+        self.engine.metrics_changed()
+
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Collect numbers until the moment is over."""
-        self._values.update(metrics)
+        """Collect numbers until the moment is over; the Trainer logs its own metrics itself."""
+        if not all(name.startswith("utility/") for name in metrics):
+            self._values.update(metrics)
 
     def _flush(self) -> None:
         """Log what was collected, and leave it to the Trainer whether it logs its own."""

@@ -574,9 +574,10 @@ class Engine:
         if self.record is not None:
             new = {n: v for n, v in self._metrics.last.items() if f"utility/{n}" in values}
             spent = log.spendings(defenses)
-            self.record.append(
-                records.MetricsLine(run="", step=run.step, client=client, utility=new, privacy=spent)
+            line = records.MetricsLine(
+                run="", step=run.step, client=client, utility=new, privacy=spent
             )
+            self.record.append(line)
 
     def add(
         self,

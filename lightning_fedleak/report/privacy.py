@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -163,7 +164,8 @@ def clip_in_words(settings: records.JsonObject) -> object:
 def accounts(log: FitLog) -> tuple[list[Account], list[str]]:
     """Return what each defence of a fit has spent, and what is wrong with their ledgers."""
     facts = grouped(log.begin.defenses if log.begin else (), lambda defense: defense.name)
-    lines: list[records.LookLine | records.EndLine] = [*log.looks, *([log.end] if log.end else [])]
+    between: list[records.LookLine | records.MetricsLine] = [*log.looks, *log.metrics]
+    lines = [*sorted(between, key=attrgetter("step")), *([log.end] if log.end else [])]
     spent_at = [(line.step, spending) for line in lines for spending in line.privacy or ()]
     spendings = grouped(spent_at, lambda one: one[1].defense)
     problems: list[str] = []

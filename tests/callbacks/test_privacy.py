@@ -91,7 +91,7 @@ class Breaks(L.Callback):
 def test_dashboards_end_at_what_was_spent_and_follow_the_validation(
     tmp_path: Path, broken: bool
 ) -> None:
-    """There are looks at steps 0 and 1: the rest is written at the ends of epochs and of the fit."""
+    """Looks are at steps 0 and 1: the rest is written as epochs and the fit end."""
     L.seed_everything(0, verbose=False)
     defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3, accountant="rdp")
     monitor = LeakageMonitor(FCMembership(1), every_n_steps=1000)

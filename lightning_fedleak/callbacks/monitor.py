@@ -66,7 +66,8 @@ class MonitorSettings(LookSettings):
         client: who is a client: ``"rank"`` (each process) or ``"world"`` (all processes are one
             company's; shared is then the reduced gradient). None: as the strategy says, else
             ``"rank"``.
-        utility: names among ``trainer.callback_metrics`` to repeat as ``utility/<name>``.
+        utility: names among ``trainer.callback_metrics`` to repeat as ``utility/<name>`` at looks,
+            and where a validation or an epoch changed them; their best is logged at the end.
         head_own_part: attack the head's own part of a tied matrix as well, logged as
             ``leakage_local/<attack>_head_only``: the worst case, which no adversary sees.
         memorization: how the trained weights are tested, see
@@ -433,6 +434,19 @@ class LeakageMonitor(EitherCallback):
         """Logs a look once its optimizer step is over."""
         manual = not pl_module.automatic_optimization
         self.engine.batch_ends(trained=batch is not None and (manual or bool(outputs)))
+        if (every := trainer.log_every_n_steps) and trainer.global_step % every == 0:  # type: ignore[attr-defined]
+            self.engine.metrics_changed()
+
+    # ---- between looks ----------------------------------------------------------------------
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Logs the metrics that a validation has computed."""
+        if not trainer.sanity_checking:
+            self.engine.metrics_changed()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Logs the metrics of an epoch, and what defences have spent until its end."""
+        self.engine.metrics_changed(epoch_ended=True)
 
     # ---- ends and checkpoints ---------------------------------------------------------------
 

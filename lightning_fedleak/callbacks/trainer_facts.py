@@ -89,10 +89,10 @@ class TrainerRun(Run):
             shows_progress=trainer.is_global_zero and trainer.progress_bar_callback is not None,
         )
 
-    def metrics(self, names: Sequence[str]) -> Mapping[str, float]:
+    def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
         """Return those of the Trainer's ``callback_metrics`` that are known by now, by name."""
         logged = self.trainer.callback_metrics
-        return {name: float(logged[name]) for name in names if name in logged}
+        return {name: logged[name] for name in names if name in logged}
 
     def publish(self, values: Mapping[str, float]) -> None:
         """Put values among the Trainer's ``callback_metrics``."""

@@ -671,6 +671,8 @@ class RoundObserver:
     def end(self, how: str = "finished") -> None:
         """End the federation; ``how`` is ``"finished"``, or the class of what was raised."""
         self.run.rounds[0] = self.round_ + 1
+        for engine in self._clients.values():
+            engine.rounds_end()
         self.engine.end(how)
         for engine in self._clients.values():
             for channel in engine.channels:

@@ -107,6 +107,10 @@ class Engine:
         self._calibrations: dict[str, object] = {}
         self._earlier: dict[str, object] = {}
         self._last: dict[str, object] = {}
+        self._metrics = log.UserMetrics()
+        self._logged: dict[str, tuple[int, float]] = {}  # the newest between looks, and when
+        self._is_over = False
+        self._spent: tuple[str | int | None, tuple[Defense, ...]] = None, ()
         self.weights: WeightLooks | None = None
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
@@ -300,6 +304,7 @@ class Engine:
     def reset(self) -> None:
         """Forget the looks of an earlier run."""
         self.results.clear()
+        self._metrics = log.UserMetrics()
         for channel in self.channels:
             channel.attacks = channel.listed_attacks
             channel.clear()
@@ -477,6 +482,7 @@ class Engine:
         for channel in self.channels:
             if run.rank != 0 and not channel.at_weights:  # it has all clients' games
                 channel.clear()
+        self._is_over = False
         self.first_step = self.options.cadence.next_step = run.step
         self._names = self.results.names(self.results.playing)
         self._names += [f"{WORST}/{family}" for family in self.results.families]
@@ -607,11 +613,49 @@ class Engine:
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         run = self._fit.run
-        utility, defenses = run.metrics(self.options.utility), log.accounting(run.defenses)
+        utility = self._metrics.add(run.metrics(self.options.utility), run.step)
+        defenses = log.accounting(run.defenses)
         outcomes = self.add(look, outcomes, utility, log.privacy_values(defenses))
         run.publish(self.results.latest)
         self._has_news = True
         self.write(look, outcomes, self.new_values(), utility, defenses)
+
+    def metrics_changed(self, *, epoch_ended: bool = False) -> None:
+        """Log the user's metrics where they changed since they were logged, between looks.
+
+        Args:
+            epoch_ended: log what the defences have spent until now as well.
+        """
+        if self.fit is None or self.report is None:
+            return
+        run = self.fit.run
+        utility = self._metrics.changed(run.metrics(self.options.utility), run.step)
+        self._log_between_looks(utility, log.accounting(run.defenses) if epoch_ended else ())
+
+    def _log_between_looks(
+        self,
+        utility: Mapping[str, float],
+        defenses: Sequence[Defense],
+        client: str | int | None = None,
+    ) -> None:
+        """Write the user's metrics, and what defences have spent, but nothing twice at a step."""
+        run = self._fit.run
+        values = {f"utility/{name}": value for name, value in utility.items()}
+        values |= log.privacy_values(defenses)
+        values = {n: v for n, v in values.items() if self._logged.get(n) != (run.step, v)}
+        self._logged |= {name: (run.step, value) for name, value in values.items()}
+        if not values or self.report is None:
+            return
+        self.results.latest |= values
+        run.publish(values)
+        self.report.log(values, run.step)
+        if self.record is not None:
+            new = {n: v for n, v in self._metrics.last.items() if f"utility/{n}" in values}
+            spent = log.spendings(defenses)
+            line = records.MetricsLine(
+                run="", step=run.step, client=client, utility=new, privacy=spent
+            )
+            self.record.append(line)
 
     def add(
         self,
@@ -662,6 +706,7 @@ class Engine:
         if self._origin is not None:
             values = log.privacy_values(defenses) | dict(values)
             self._origin.describe(defenses)
+            self._spent = client, tuple(defenses)
         for channel in dict.fromkeys(self.series.values()):
             shown = {s: o for s, o in outcomes.items() if self.series[s] is channel}
             try:
@@ -700,6 +745,11 @@ class Engine:
 
     # ---- ends and checkpoints ---------------------------------------------------------------
 
+    def rounds_end(self) -> None:
+        """Log what defences have spent in all rounds of this client, its unlooked ones too."""
+        client, defenses = self._spent
+        self._log_between_looks({}, defenses, client)
+
     def look_at_end(self) -> None:
         """Look at the weights that the training ends with, unless that was done."""
         self._look_at_last_weights()
@@ -728,6 +778,14 @@ class Engine:
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
         if missing:
             self._publish(Look(step), missing)
+        self._metrics.add(self.run.metrics(self.options.utility), step)
+        self._log_last()
+
+    def _log_last(self) -> None:
+        """Log the last and the best of the user's metrics, and what was spent in all, once."""
+        if not self._is_over:
+            self._is_over = True
+            self._log_between_looks(self._metrics.at_end(), log.accounting(self.run.defenses))
 
     def _publish_chosen(self, step: int, outcomes: Mapping[Series, Outcome]) -> None:
         """Log what texts that chose nothing show of the weights that were chosen."""
@@ -748,6 +806,12 @@ class Engine:
         Returns:
             The record; None where it has ended before, and on processes that write none.
         """
+        if self.fit is not None and how != "finished":
+            try:
+                self._log_last()
+            except Exception as error:  # the run ends by an error of its own, which counts
+                assert self.report is not None
+                self.report.warn_once(f"the last numbers were not logged: {reason(error)}")
         if self.record is None or self.record.ended:
             return None
         self._last = self._summary()
@@ -783,6 +847,7 @@ class Engine:
         return {
             **self.results.state_dict(),
             "fit": self._summary(),
+            "utility": self._metrics.state_dict(),
             **{name: value for state in states for name, value in state.items()},
             "attacks": {
                 a.name: {
@@ -800,6 +865,7 @@ class Engine:
         for channel in self.channels:
             channel.load_state_dict(state)
         self._earlier = state.get("fit") or {}
+        self._metrics.load_state_dict(state.get("utility", {}))
         self._calibrations = {
             name: saved for name, saved in state["attacks"].items() if saved["tensors"]
         }

@@ -155,11 +155,12 @@ class Lineup:
     def unread_family(self, family: str) -> str | None:
         """Return that no attack on a family reads what is shared; None where one does."""
         names = {a.name for c in self._channels if c.family == family for a in c.attacks}
-        if names & {plan.attack.name for plan in self.exposed} or not self.trained:
+        n = len(self.trained)
+        if names & {plan.attack.name for plan in self.exposed} or not n:
             return None
         return (
             f"no attack on {family} of this monitor reads anything that is shared in this run, and "
-            f"{len(self.trained)} trained parameters are"
+            f"{n} trained parameter{'s are' if n > 1 else ' is'}"
         )
 
     def show(self, assumed: Collection[Capability]) -> None:
@@ -233,7 +234,6 @@ class Lineup:
 
     def _warn_of_untested(self) -> None:
         """Says once which attacks have nothing to read, and which surfaces no attack reads."""
-        which = f" ({listed(self.unread)})" if self.unread else ""
         for plan in self.plans:
             if plan.exposed:
                 continue
@@ -241,12 +241,24 @@ class Lineup:
             rank_zero_warn(
                 f"{self._run.watcher}: '{plan.attack.name}' reads the gradient of "
                 f"{listed(plan.roles)}, which is not shared in this run (not trained). It is "
-                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. That is not 'safe': "
-                f"the gradients of {len(self.unread)} other parameters{which} do leave the client, "
-                "and none of the attacks that were given reads them."
+                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. {self._what_leaves()}"
                 + f" {others} would read some of this run."
                 * bool(others)
             )
+
+    def _what_leaves(self) -> str:
+        """Return in a sentence what is shared beside a surface that is not."""
+        if n := len(self.unread):
+            many = f"s of {n} other parameters ({listed(self.unread)}) do leave"
+            one = f" of one other parameter ({self.unread[0]}) does leave"
+            return (
+                f"That is not 'safe': the gradient{many if n > 1 else one} the client, and none of "
+                "the attacks that were given reads it."
+            )
+        if self.trained:
+            readers = ", ".join(repr(plan.attack.name) for plan in self.exposed)
+            return f"That is not 'safe': every gradient that does leave is read by {readers}."
+        return "No parameter is trained, so that no gradient leaves the client."
 
     def begin(self, step: int) -> None:
         """Training starts at ``step``; a fit that is resumed does not know it before."""

@@ -161,8 +161,11 @@ class Run(ABC):
         """Return whether the value is true on every process."""
         return value
 
-    def metrics(self, names: Sequence[str]) -> Mapping[str, float]:
-        """Return those of the user's own metrics that are known by now, by name."""
+    def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
+        """Return those of the user's own metrics that are known by now, by name.
+
+        They are numbers, or tensors of one, which are the same objects until they change.
+        """
         return {}
 
     def publish(self, values: Mapping[str, float]) -> None:  # noqa: B027

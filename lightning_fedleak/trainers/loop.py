@@ -196,7 +196,7 @@ class LoopRun(Run):
         """Return whether the value is true on every process."""
         return not self.on_any_process(not value)
 
-    def metrics(self, names: Sequence[str]) -> Mapping[str, float]:
+    def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
         """Return those of the user's own numbers that are known by now."""
         return {name: self.loop.utility[name] for name in names if name in self.loop.utility}
 

@@ -76,7 +76,7 @@ class WatchSettings(LookSettings):
         games: how membership games are played.
         public_text: for ``attacks="auto"``: text like the client's, to calibrate on.
         report: write ``report.html`` and ``report.json`` beside the logs at the end.
-        utility: names in :attr:`Watch.utility` to log beside leakage.
+        utility: names in :attr:`Watch.utility` to log beside leakage, where they change.
         memorization: how the trained weights are tested; needs ``loader=``.
         client: who is a client: ``"rank"`` (each process) or ``"world"``.
         precision: how the loop runs its model: ``"bf16-mixed"`` or ``"16-mixed"`` under autocast.
@@ -259,7 +259,8 @@ class Watch:
         """Return what a loop that is resumed goes on with: plain numbers, strings and tensors."""
         gates = {gate.name: gate.state_dict() for gate in self.gates}
         state = {"engine": self.engine.state_dict(), "gates": gates}
-        return state | {"steps": self.loop.steps, "batches": self.loop.batches}
+        counts = {"steps": self.loop.steps, "batches": self.loop.batches}
+        return {**state, **counts, "utility": dict(self.loop.utility)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from what :meth:`state_dict` returned; call it before ``with``."""
@@ -317,6 +318,7 @@ class Watch:
             gate.watch(engine, Controls(log, save, self._stop, run.processes, (), *words))
         if (saved := self._saved) is not None:
             loop.steps, loop.batches = saved["steps"], saved["batches"]
+            loop.utility |= saved.get("utility", {})
             engine.load_state_dict(saved["engine"])
             for gate in (gate for gate in self.gates if gate.name in saved["gates"]):
                 gate.load_state_dict(saved["gates"][gate.name])
@@ -456,6 +458,8 @@ class Watch:
         self._open = not self._stepped and (self._open or self._backward)
         self.loop.steps += self._stepped
         self.engine.batch_ends(trained=self._backward or self._stepped)
+        progress = self._run.progress
+        self.engine.metrics_changed(epoch_ended=progress is not None and progress[1] == 1)
 
     @property
     def _look(self) -> Look | None:

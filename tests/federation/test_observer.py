@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning_utilities.core import rank_zero
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fedleak.attacks import (
     BagOfWords,
@@ -27,6 +28,7 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings
+from lightning_fedleak.defenses import GradientNoise, Privacy
 from lightning_fedleak.federation import SUM, RoundObserver, UpdateError, trained_state
 from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe, fit
@@ -55,6 +57,16 @@ def observer(folder, net=None, attacks=None, steps=2, optimizer=SGD, **settings)
         settings=rare,
         **arguments,
     )
+
+
+class Accounted(GradientNoise):
+    """Says what it costs."""
+
+    epsilon = 0.0
+
+    @property
+    def privacy(self):
+        return Privacy(self.epsilon, 1e-5, 1.0, 1.0, self.releases)
 
 
 def lines(folder, name="leakage.jsonl"):
@@ -205,6 +217,25 @@ def test_each_client_and_round_has_its_lines(tmp_path):
     assert record[1]["utility"] == {"loss": 1.5}
     assert [x["client"] for x in record[1:4]] == [0, 1, SUM]
     assert (record[-1]["step"], record[-1]["how"]) == (2, "finished")
+
+
+def test_the_board_of_a_client_ends_at_what_its_rounds_have_spent(tmp_path):
+    """The last rounds are not looked at."""
+    net, data = model(), batches(1, 2)
+    account = Accounted(1.0, sigma=1.0)
+    rounds = observer(tmp_path, net, [BagOfWords()], tensorboard=True)
+    for round_ in range(3):
+        rounds.begin(round_, trained_state(net))
+        account.epsilon = 1.0 + round_
+        if round_ == 0:
+            look = rounds.look(train(net, data), 0, batches=data, logged=False)
+            rounds.log(look, defenses=[account])
+    rounds.end()
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "client_0"))
+    events.Reload()
+    assert [(one.step, one.value) for one in events.Scalars("privacy/epsilon")] == [(0, 1), (3, 3)]
+    [change] = [line for line in lines(tmp_path, "run.jsonl") if line["kind"] == "metrics"]
+    assert (change["step"], change["client"], change["privacy"][0]["epsilon"]) == (3, 0, 3.0)
 
 
 def test_observers_of_one_federation_are_one_run_of_the_report(tmp_path):

@@ -148,6 +148,13 @@ class Attack(ABC):
     needs_plain_inputs: ClassVar[bool] = False
     """Whether :meth:`run` compares what was shared with what the model makes of tokens without the
     noise that training may add to embeddings (NEFTune). If True, there is no result with much."""
+    needs_control: bool = True
+    """Whether a low number counts only beside a control, for which :meth:`run` is called again on a
+    gradient of known words. False: what it reads is exact by construction, as the rows of an input
+    embedding are."""
+    for_uneven_losses: ClassVar[bool] = False
+    """Whether it chooses itself only in steps whose labels weigh differently in the loss, by class,
+    token or text: there the attacks that learn from public text read less."""
     sends_values: ClassVar[bool] = False
     """Whether its adversary sends clients other values than the user's: its rounds are played on
     copies of the weights, by a method ``play`` of batches and of the update that was shared."""

@@ -93,8 +93,9 @@ class Controls:
         """Return the channel of an attack, if it is given controls."""
         owners = (c for s, c in self._series.items() if s.attack == plan.attack.name)
         channel = next(owners, None)
-        is_played = channel is not None and channel.controlled and plan.exposed and plan.roles
-        return channel if is_played and not plan.attack.sends_values else None
+        if channel is None or not channel.controlled or not plan.exposed or not plan.roles:
+            return None
+        return channel if plan.attack.needs_control and not plan.attack.sends_values else None
 
     def _is_due(self, look: Look, plan: Plan, channel: Channel) -> bool:
         """Return whether an attack's number of this look needs a control of this look.
@@ -115,7 +116,7 @@ class Controls:
         """Return the lowest number of an attack at the stages of this look; 0 without one."""
         answers = (look.answers.get(s) for s in self._series if s.attack == plan.attack.name)
         numbers = [
-            channel.rates_now(look, answer).get(channel.headline, math.nan)
+            channel.rates_now(look, plan, answer).get(channel.headline, math.nan)
             for answer in answers
             if answer is not None and not isinstance(answer, Unknown | Waiting)
         ]

@@ -18,6 +18,7 @@ from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.channels.base import Channel, Plan
 from lightning_fedleak.looks.control import Controls
 from lightning_fedleak.looks.lineup import Lineup
+from lightning_fedleak.looks.log import accounting
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.results import Exchange
 from lightning_fedleak.looks.run import (
@@ -40,6 +41,7 @@ from lightning_fedleak.taps import (
     GradientTap,
     UpdateError,
     UpdateTap,
+    is_uneven,
     loss_terms,
 )
 
@@ -137,7 +139,9 @@ class Fit:
         anatomy = self.run.anatomy
         roles = dict.fromkeys(r for plan in self.lineup.exposed for r in plan.roles)
         parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
-        self._watched = {id(p) for p in parameters.values()}
+        watched, self._watched = self._watched, {id(p) for p in parameters.values()}
+        if watched == self._watched and self.look is not None:  # its copies stay
+            return
         self._tap.close()
         self._tap = GradientTap(parameters, tied=anatomy.tied)
         if self._keeps_local:
@@ -377,6 +381,7 @@ class Fit:
             if self._still_waits(moment):
                 return
             self._refresh(look)
+            self._admit_held(look)
             for channel in self._channels_in(look):
                 try:
                     channel.at_moment(moment)
@@ -387,6 +392,20 @@ class Fit:
                 asked = {series.attack for series in look.scope or self._series}
                 plans = [p for p in self.lineup.exposed if p.attack.name in asked]
                 self.controls.play(moment, plans)
+
+    def _admit_held(self, look: Look) -> None:
+        """Let attacks that are held choose themselves where labels weigh unevenly in the loss.
+
+        Under DP none does, since the moment would depend on the data.
+        """
+        held = self.lineup.held
+        if not held or look.scope is not None or accounting(self.run.defenses):
+            return
+        reads = [read for read in (*look.calls, *look.current) if read.placed is not None]
+        if self.run.on_any_process(bool(reads) and is_uneven(reads)):
+            self.lineup.held = set()
+            self.follow()
+            self.lineup.refresh(look.step, held)
 
     def _show_update(self, look: Look, local_steps: int, tap: UpdateTap) -> None:
         look.step_seconds = look.elapsed() / local_steps

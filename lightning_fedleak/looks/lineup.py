@@ -37,6 +37,7 @@ from lightning_fedleak.looks.run import Run, Unknown, reason
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track, used_bytes
 
+_HELD = "it is played from the first look at which labels weigh unevenly in the loss"
 _NOT_SHARED = "what it reads is not trained, and so not shared"
 
 
@@ -55,6 +56,7 @@ class Lineup:
         plans: of the attacks that give results, in the order of the logs.
         prepared: names of the attacks that are calibrated.
         rows: of attacks that choose themselves, what became of each.
+        held: names of the attacks that choose themselves once labels weigh unevenly in the loss.
         queue: names of the attacks whose calibration waits for its turn between steps.
         calibrating_seconds: that calibrations took.
 
@@ -81,6 +83,7 @@ class Lineup:
         self._cache = CalibrationCache() if options.cache else None
         self._refused = dict(refused)
         self._without_text: set[str] = set()
+        self.held = {a.name for a in self._attacks if a.for_uneven_losses and selection.auto}
         self._ever_exposed: set[str] = set()
         self._weights: str | None = None
         self.plans: list[Plan] = []
@@ -216,7 +219,8 @@ class Lineup:
         by_name = {a.name: c.plan(a) for c in self._channels for a in c.attacks}
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
         if self._choosing:  # of what was never shared nothing is logged
-            by_name = {n: plan for n, plan in by_name.items() if n in self._ever_exposed}
+            logged = self._ever_exposed - self.held
+            by_name = {n: plan for n, plan in by_name.items() if n in logged}
         plans = [by_name[a.name] for a in self._attacks if a.name in by_name]
         if plans == self.plans:
             return False
@@ -326,7 +330,7 @@ class Lineup:
             Row(
                 attack.name,
                 reads_of(plans.get(attack.name), anatomy),
-                self._refused.get(attack.name, None if attack.name in plans else _NOT_SHARED),
+                self._why_not(attack, plans),
                 attack.name in self._ever_exposed,
                 costs.get(attack.name),
                 self._never_reads(attack.name) if attack.name in self.playing else None,
@@ -334,6 +338,13 @@ class Lineup:
             )
             for attack in self._attacks
         ]
+
+    def _why_not(self, attack: Attack, plans: Mapping[str, Plan]) -> str | None:
+        """Return why an attack is not played; None where it is."""
+        if attack.name in self._refused or attack.name in plans:
+            return self._refused.get(attack.name)
+        is_held = attack.name in self.held & self._ever_exposed
+        return _HELD if is_held else _NOT_SHARED
 
     def _never_reads(self, name: str) -> str | None:
         """Return why an attack that is played can read no round, by the optimizer alone."""

@@ -24,6 +24,7 @@ from lightning_fedleak.attacks import (
     GradientMembership,
     PublicText,
     RehearsedLabels,
+    RevealLabels,
     SubspaceMembership,
     SubspaceTexts,
     SubspaceWords,
@@ -235,6 +236,13 @@ def options_of(settings: LookSettings, **others: Any) -> Options:
     return Options(**{**{name: getattr(settings, name) for name in names}, **others})
 
 
+UNEVEN_SECONDS = 2.0
+"""Seconds of the linear programs of one look, where RevealLabels chooses itself.
+
+They read some 30 label types of a vocabulary of 50,000. More: larger batches, rarer looks.
+"""
+
+
 @dataclass(frozen=True)
 class Selection:
     """The attacks of a run, as its user chose them.
@@ -280,6 +288,8 @@ def candidates(
         BiasSign(),
         BagOfWords(),
     ]
+    if not rounds:
+        attacks.append(RevealLabels(max_seconds=UNEVEN_SECONDS))
     if Capability.KNOWS_TARGET_TEXT in assumed:
         attacks.append(GradientMembership(text))
         if not rounds:

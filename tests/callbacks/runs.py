@@ -25,6 +25,7 @@ class Probe(Attack):
     threat_model = ThreatModel.create("a test", Capability.SEES_HEAD_GRADIENT)
     default_name = "probe"
     reads_adaptive_updates = True
+    needs_control = False  # it counts what it was shown
 
     def __init__(self, k: int = 10, name: str | None = None, role: str = HEAD_WEIGHT) -> None:
         super().__init__(name)

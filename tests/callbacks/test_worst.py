@@ -34,7 +34,7 @@ def worst(
     shared: bool = True,
     untested: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, float]:
-    channel = SimpleNamespace(family="words", headline="f1", metrics=METRICS)
+    channel = SimpleNamespace(family="words", headline="f1", metrics=METRICS, controlled=True)
     results = Results({A: channel, B: channel, LOCAL: channel})  # type: ignore[dict-item]
     results.untested = untested
     results.add(Look(0), outcomes, {}, shared=shared)

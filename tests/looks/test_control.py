@@ -73,6 +73,7 @@ class Blind(BagOfWords):
     """Names no word, as an attack does that is broken or was not made for what it reads."""
 
     default_name = "blind"
+    needs_control = True
 
     def run(self, view: Any, query: Any = None) -> WordGuess:
         super().run(view, query)
@@ -97,7 +98,7 @@ def test_of_two_that_read_the_same_the_one_with_a_control_counts(tmp_path: Path)
     gate = Threshold("leakage/worst/words", at_most=1.0)
     watch = watched(tmp_path / "allowed", [Blind(), BagOfWords()], [gate])
     assert gate.fired is None
-    assert watch.latest["leakage/bag_of_words/control"] == 1
+    assert watch.latest["leakage/bag_of_words/f1"] == 1
 
 
 def test_nothing_read_where_all_could_be_is_safe(tmp_path: Path) -> None:
@@ -105,6 +106,7 @@ def test_nothing_read_where_all_could_be_is_safe(tmp_path: Path) -> None:
         """Stands for a defence: the words of the step itself alone are hidden."""
 
         default_name = "defended"
+        needs_control = True
         answers = 0
 
         def run(self, view: Any, query: Any = None) -> WordGuess:
@@ -204,15 +206,15 @@ def test_a_control_is_kept_until_a_number_falls(
         real(self, look, plans)
 
     monkeypatch.setattr(Controls, "_play", spy)
-    watch = watched(tmp_path, BagOfWords(), steps=5)
+    watch = watched(tmp_path, RevealLabels(), rows=2, steps=5)
     assert played == [0]
-    assert watch.latest["leakage/bag_of_words/control"] == 1
+    assert watch.latest["leakage/reveal_labels/control"] == 1
 
 
 def test_a_resumed_watch_has_its_controls(tmp_path: Path) -> None:
-    watch = watched(tmp_path, BagOfWords(), steps=2)
+    watch = watched(tmp_path, RevealLabels(), rows=2, steps=2)
     state = watch.engine.results.state_dict()
-    fresh = Watch(tiny_gpt2(), torch.optim.SGD(tiny_gpt2().parameters(), 1), BagOfWords())
+    fresh = Watch(tiny_gpt2(), torch.optim.SGD(tiny_gpt2().parameters(), 1), RevealLabels())
     fresh.engine.results.load_state_dict(state)
     [control] = fresh.engine.results.controls.values()
     assert control.rates["f1"] == 1
@@ -223,7 +225,7 @@ def test_training_is_bit_identical_with_a_control_in_every_step(
 ) -> None:
     monkeypatch.setattr(Controls, "_is_due", lambda *_: True)
     weights = []
-    for attacks in ([], [BagOfWords(), GradientMembership("sampled")]):
+    for attacks in ([], [RevealLabels(), GradientMembership("sampled")]):
         torch.manual_seed(1)
         model = tiny_gpt2(tied=False, dropout=0.1)
         if attacks:
@@ -271,3 +273,19 @@ def test_the_rule_of_a_gate_at_one_half(
 
 def test_an_area_counts_from_one_half_on() -> None:
     assert judged(0.6, Control({"auc": 0.75}), "auc", 0.65, 0.5)[0] == pytest.approx(0.7)
+
+
+def test_an_attack_for_uneven_losses_chooses_itself_where_labels_weigh_unevenly(
+    tmp_path: Path,
+) -> None:
+    weights = torch.ones(97)
+    weights[:40] = 0.05
+
+    def weighted(model: nn.Module, ids: Tensor) -> Tensor:
+        logits = model(input_ids=ids).logits[:, :-1]
+        return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), weight=weights)
+
+    for name, loss in (("plain", None), ("weighted", weighted)):
+        model = tiny_gpt2(tied=False, dropout=0.0)
+        watch = watched(tmp_path / name, "auto", model=model, rows=2, loss=loss, steps=1)
+        assert ("leakage/reveal_labels/f1" in watch.latest) == (name == "weighted")

@@ -79,9 +79,12 @@ class TextAttack(Attack):
     Attributes:
         last_token_open: whether it leaves the last token of a text open, and all that follows a
             text's last label: a causal model's gradients hold it as a label alone.
+        prefers_likely_texts: whether it weighs how likely the model finds a text, so that shuffled
+            words are no control of it.
     """
 
     last_token_open: ClassVar[bool] = False
+    prefers_likely_texts: bool = False
     _copy: CopiedModel | None = None
 
     def __init__(self, name: str | None = None, budget_seconds: float | None = None) -> None:

@@ -81,6 +81,7 @@ class BeamFromWords(GradientTextAttack):
         "the texts are",
         Capability.KNOWS_MODEL,
     )
+    prefers_likely_texts = True
     default_name = "beam_from_words"
     config_names = (
         *("length", "texts", "beam", "ngram", "penalty", "moves", "beta", "budget_seconds"),

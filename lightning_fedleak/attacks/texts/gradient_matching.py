@@ -225,6 +225,11 @@ class GradientMatching(GradientTextAttack):
         matching = {name: value for name, value in settings.items() if name in names}
         return cls(texts, length, **({"matching": MatchingSettings(**matching)} | arguments))
 
+    @property
+    def prefers_likely_texts(self) -> bool:  # type: ignore[override]
+        """Return whether the model's own loss on a text counts beside the gradient."""
+        return self.matching.prior > 0
+
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the names of the trained parameters, or of those that the user named.
 

@@ -105,7 +105,7 @@ def reveal_labels(
     for i, t in enumerate(candidates):
         separable = _is_separable(constraints, basis, t, deadline)
         if separable is None:
-            raise UnusableObservation(
+            raise Inapplicable(
                 f"{max_seconds:g} s were not enough: {i} of {len(candidates)} candidate types "
                 f"are decided (V = {n_types}, rank {rank}). Raise max_seconds, or use a smaller "
                 "batch."
@@ -152,6 +152,7 @@ class RevealLabels(Attack):
         Capability.SEES_HEAD_GRADIENT,
     )
     default_name = "reveal_labels"
+    for_uneven_losses = True
     config_names = ("max_seconds", "allow_full_rank")
 
     def __init__(

@@ -405,7 +405,7 @@ class Channel(ABC):
             Exception: there is no score; the result is unknown.
         """
 
-    def rates_now(self, look: Look, answer: Any) -> Mapping[str, float]:
+    def rates_now(self, look: Look, plan: Plan, answer: Any) -> Mapping[str, float]:
         """Return the rates of a guess against the truth of this process so far in the look."""
         return {}
 

@@ -91,7 +91,7 @@ class PassiveMembershipChannel(MembershipChannel):
             return answer
         return played_games(answer, targets.members)
 
-    def rates_now(self, look: Look, answer: object) -> Mapping[str, float]:
+    def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
         """Return the rates of the games of this look."""
         return rates_of(answer) if isinstance(answer, Played) else {}
 

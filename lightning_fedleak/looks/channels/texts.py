@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,10 +24,20 @@ from lightning_fedleak.attacks import (
     UnusableObservation,
 )
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.looks.channels.base import Channel, Plan, check_guess, worst_of
+from lightning_fedleak.looks.channels.base import Channel, Plan, check_guess, guess, worst_of
 from lightning_fedleak.looks.log import HISTOGRAM_EVERY_LOOKS, RevealFiles
 from lightning_fedleak.looks.options import Options
-from lightning_fedleak.looks.run import Look, Moment, Outcome, Pages, Run, Series, Unknown, reason
+from lightning_fedleak.looks.run import (
+    Look,
+    Moment,
+    Outcome,
+    Pages,
+    Run,
+    Series,
+    Unknown,
+    Waiting,
+    reason,
+)
 from lightning_fedleak.metrics import Rate, TextReconstruction
 from lightning_fedleak.metrics.texts import (
     SentenceScores,
@@ -37,8 +47,13 @@ from lightning_fedleak.metrics.texts import (
 )
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.records import TEXTS
-from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
-from lightning_fedleak.taps import Crossed, SplitTap
+from lightning_fedleak.snapshots import (
+    ActivationSnapshot,
+    GradientSnapshot,
+    Observation,
+    Stage,
+)
+from lightning_fedleak.taps import Crossed, Draw, SplitTap
 from lightning_fedleak.validate import check_integer
 
 CROSSING = (Stage.LOCAL, Stage.SHARED)
@@ -155,6 +170,7 @@ class TextsChannel(Channel):
     ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
     parted = True
     reads_updates = True
+    controlled: ClassVar[bool] = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})
 
     def __init__(self, attacks: Sequence[TextAttack], settings: Options) -> None:
@@ -385,7 +401,7 @@ class TextsChannel(Channel):
         """Return the packed scores of each text."""
         if isinstance(answer, TextGuess):
             [attack] = (a for a in self.attacks if a.name == series.attack)
-            answer = self._matched(answer, attack, look)
+            answer = self._matched(answer, attack, look.step, look.batches)
         if not isinstance(answer, Inverted):
             raise UnusableObservation("the attack guessed something else")
         look.notes[series] = answer
@@ -398,7 +414,40 @@ class TextsChannel(Channel):
         claims = {"finished": answer.finished, "certified": answer.certified}
         return {name: float(value) for name, value in claims.items() if value is not None}
 
-    def _matched(self, guess: TextGuess, attack: TextAttack, look: Look) -> Inverted:
+    def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
+        """Return the rates of texts guessed from gradients, against those of this process."""
+        if not isinstance(answer, TextGuess):
+            return {}
+        attack: Any = plan.attack
+        return self._alone(self._matched(answer, attack, look.step, look.all_batches))
+
+    def control_rates(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
+    ) -> Mapping[str, float] | Unknown | Waiting:
+        """Return the rates of an attack on the texts of a control.
+
+        One that prefers likely texts cannot be tried on shuffled ones.
+        """
+        attack: Any = plan.attack
+        if attack.prefers_likely_texts:
+            return Unknown(
+                "it prefers likely texts, and those of a control are shuffled: it has no control"
+            )
+        answer = guess(plan, view, self.run)
+        if isinstance(answer, Unknown | Waiting):
+            return answer
+        assert isinstance(answer, TextGuess)
+        return self._alone(self._matched(answer, attack, step, draw.batches))
+
+    def _alone(self, inverted: Inverted) -> dict[str, float]:
+        """Return the rates of some texts alone."""
+        metric = self._metric()
+        metric.add(self._scores(inverted.pack(self.settings.texts)))
+        return {name: rate.value for name, rate in self._rates(metric).items()}
+
+    def _matched(
+        self, guess: TextGuess, attack: TextAttack, step: int, batches: Sequence[TokenBatch]
+    ) -> Inverted:
         """Return texts guessed from gradients, each beside the most similar text of the batch.
 
         Where an attack leaves open the tokens of a causal text that no label depends on, these do
@@ -407,8 +456,8 @@ class TextsChannel(Channel):
         if not guess.finished and not bool((guess.tokens >= 0).any()):
             raise UnusableObservation("no time: the budget is over before any token is found")
         leaves_open = attack.last_token_open
-        every = self._choose(look.step, look.batches, every=True, in_gradients=leaves_open)
-        selected = self._choose(look.step, look.batches, in_gradients=leaves_open)
+        every = self._choose(step, batches, every=True, in_gradients=leaves_open)
+        selected = self._choose(step, batches, in_gradients=leaves_open)
         if every is None or selected is None:
             raise UnusableObservation(
                 "no text of this batch has a token that a label depends on: each is one token "
@@ -421,9 +470,7 @@ class TextsChannel(Channel):
         selected_guess = TextGuess(
             tokens[indices], finished=guess.finished, certified=guess.certified
         )
-        return Inverted(
-            selected_guess, ids[indices], real[indices], attack.age(look.step), matched=True
-        )
+        return Inverted(selected_guess, ids[indices], real[indices], attack.age(step), matched=True)
 
     def published(self, look: Look, outcomes: Mapping[Series, Outcome], pages: Pages) -> None:
         """Reveal texts, and draw at which places tokens were recovered."""

@@ -272,7 +272,7 @@ class WordsChannel(Channel):
         n_targets, soft = self.run.summed(tokens).tolist()
         return WordTruth.from_mask(mask > 0, n_targets, soft > 0)
 
-    def rates_now(self, look: Look, answer: object) -> Mapping[str, float]:
+    def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
         """Return the rates of a guess against the words of this process so far in the look."""
         if not isinstance(answer, WordGuess):
             return {}

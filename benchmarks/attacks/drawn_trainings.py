@@ -15,6 +15,7 @@ words in the log that is not the script's own refutes as well.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import random
@@ -24,6 +25,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,6 @@ from lightning_fedleak.trainers import Threshold, Watch
 
 SMOKE = ("--runs 10",)
 
-AT_MOST = 0.5
 REFUTES = 0.15
 VOCABULARY, WIDTH, BLOCKS, TOKENS = 256, 48, 3, 32
 TRAINED_TOKENS = [3, 4, 5, 6]
@@ -253,8 +254,11 @@ def read_afresh(training: Training, seen: Seen, step: int) -> dict[str, float]:
     return found
 
 
-def judge(training: Training, watch: Watch, seen: Seen, fired: list[Any], to: Verdict) -> None:
+def judge(
+    training: Training, watch: Watch, seen: Seen, gate: Threshold, fired: list[Any], to: Verdict
+) -> None:
     """Add a look to the verdict."""
+    need = max(gate.at_most, 0.5)
     step, latest = watch.engine.results.last_step, watch.latest
     number = latest.get("leakage/worst/words")
     if number is None or "leakage/worst/words" not in watch.engine.results.look_values:
@@ -265,7 +269,7 @@ def judge(training: Training, watch: Watch, seen: Seen, fired: list[Any], to: Ve
         return
     controls = {n: v for n, v in latest.items() if n.endswith("/control_of_a_part")}
     parted = any(
-        part > AT_MOST and not latest[n.removesuffix("_of_a_part")] > AT_MOST
+        part > need and not latest[n.removesuffix("_of_a_part")] > gate.at_most
         for n, part in controls.items()
     )
     to.looks["by aggregation" if parted else "low"] += 1
@@ -287,12 +291,12 @@ def check_truth(training: Training, folder: Path, truths: Mapping[int, Seen], to
             to.refuted.append(f"{training}\n    {why}")
 
 
-def run(training: Training, folder: Path) -> Verdict:
+def run(training: Training, folder: Path, at_most: float) -> Verdict:
     """Train, look, and ask fresh attacks where the gate lets a look pass."""
     verdict, model = Verdict(), training.model()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], training.rate)
     fired: list[Any] = []
-    gate = Threshold("leakage/worst/words", at_most=AT_MOST, action=fired.append)
+    gate = Threshold("leakage/worst/words", at_most=at_most, action=fired.append)
     shapes = [(training.rows, training.length)]
     read: Any = "auto"
     if training.part == "LoRA o+down":
@@ -327,7 +331,8 @@ def run(training: Training, folder: Path) -> Verdict:
                 optimizer.step()
                 optimizer.zero_grad()
             if watch.engine.results.looks > looks:
-                judge(training, watch, truths[watch.engine.results.last_step], fired, verdict)
+                seen = truths[watch.engine.results.last_step]
+                judge(training, watch, seen, gate, fired, verdict)
     check_truth(training, folder, truths, verdict)
     return verdict
 
@@ -336,6 +341,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--only", type=int, default=0, help="the first draw")
+    parser.add_argument("--at-most", type=float, default=0.5, help="of the gate")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -346,9 +352,9 @@ def main() -> int:
     began = time.monotonic()
     for seed in range(options.only, options.only + options.runs):
         training = Training.drawn(seed)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
             try:
-                verdict = run(training, Path(folder))
+                verdict = run(training, Path(folder), options.at_most)
             except ValueError as refusal:  # a gate on what nothing reads is refused
                 if "not 'safe'" not in str(refusal):
                     raise

@@ -141,7 +141,7 @@ class Training:
         return 3 + drawn.view(self.rows, self.length)
 
 
-# ---- losses: of a model, of ids, and of (B, L) what the script counts -----------------------------
+# ---- losses: of a model, ids, and (B, L) what counts -------------------------------------------
 
 
 def each(model: nn.Module, ids: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# ---- a training ------------------------------------------------------------------------------------
+# ---- a training --------------------------------------------------------------------------------
 
 
 @dataclass

@@ -81,6 +81,10 @@ def permuted(tensor: Tensor) -> Tensor:
     return tensor[order]
 
 
+def permuted_both_ways(gradient: Tensor) -> Tensor:
+    return permuted(permuted(gradient).T).T
+
+
 def stale(rows: Tensor) -> Tensor:
     """Return the inputs of each token as weights of another training would have them."""
     return torch.randn(rows.shape, generator=torch.Generator().manual_seed(1)).to(rows)
@@ -167,7 +171,7 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], type[Attack], type[Attack]]] =
         low_rank, GradientMembership, answering(GradientMembership, by_place),
     ),
     "permuted gradient": (
-        low_rank, GradientMembership, reading(GradientMembership, lambda g: permuted(permuted(g).T).T),
+        low_rank, GradientMembership, reading(GradientMembership, permuted_both_ways),
     ),
     "zeroed whitening": (
         low_rank, SubspaceMembership, after(SubspaceMembership, "refresh", zeroed_whitening),

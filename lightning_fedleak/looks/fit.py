@@ -108,6 +108,7 @@ class Fit:
         self._turn: int | None = None
         self._processor_seconds = 0.0
         self._watched: set[int] = set()
+        self._trained: tuple[str, ...] = ()
         self._tap = GradientTap({})
         self._update_tap: UpdateTap | None = None
         self._fresh = True
@@ -132,22 +133,23 @@ class Fit:
             raise
         self.lineup.calibrate(restored, self.follow)
 
-    def follow(self) -> None:
-        """Follows what is trained: layers may be frozen and unfrozen while the fit goes on."""
-        if not self.lineup.follow():
-            return
-        anatomy = self.run.anatomy
+    def follow(self) -> bool:
+        """Follow what is trained now, and return whether something else is read than before."""
+        self._trained = self.lineup.trained
+        anatomy, changed = self.run.anatomy, self.lineup.follow()
         roles = dict.fromkeys(r for plan in self.lineup.exposed for r in plan.roles)
         parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
-        watched, self._watched = self._watched, {id(p) for p in parameters.values()}
-        if watched == self._watched and self.look is not None:  # its copies stay
-            return
+        watched = {id(p) for p in parameters.values()}
+        if watched == self._watched and (not changed or self.look is not None):
+            return changed  # what is recorded, and the copies of a look, stay
+        self._watched = watched
         self._tap.close()
         self._tap = GradientTap(parameters, tied=anatomy.tied)
         if self._keeps_local:
             self._tap.keep_local()
         if self._local_steps is not None:
             self._update_tap = UpdateTap(parameters, tied=anatomy.tied)
+        return True
 
     @property
     def processor_seconds(self) -> float:
@@ -260,8 +262,8 @@ class Fit:
         still = all(zeros)
         if still and moment.wanted:
             view, roles = moment.gradients(), {role for each in zeros for role in each}
-            still = isinstance(view, GradientSnapshot) and not any(
-                bool(view.tensors[role].any()) for role in roles if role in view.tensors
+            still = isinstance(view, GradientSnapshot) and all(
+                role in view.tensors and not bool(view.tensors[role].any()) for role in roles
             )
         still = self.run.on_all_processes(still)
         for series in look.scope if still else ():
@@ -378,6 +380,8 @@ class Fit:
         look = moment.look
         self._truth.settle(look)
         with look.clock(self.run.device):
+            if moment.optimizer is not None and self._trained != self.lineup.trained:
+                self._followed &= not self.follow()  # the step itself switched an adapter, say
             if self._still_waits(moment):
                 return
             self._refresh(look)

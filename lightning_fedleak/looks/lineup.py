@@ -293,17 +293,19 @@ class Lineup:
         return next((2 * min(c.settings.games.targets, ROWS) for c in self._channels), 0)
 
     def _costs(self) -> dict[str, float]:
-        """What a look of each attack takes that said nothing before, tried."""
+        """What a look of each attack takes that said nothing before; one that fails is refused."""
         tried = self.prepared - self._estimated
         plans = [plan for plan in self.exposed if plan.attack.name in tried]
         try:
-            return look_seconds(
+            costs, failures = look_seconds(
                 self._run.anatomy,
                 plans,
                 self._texts,
                 local_steps=self._local_steps,
                 step=self._begins_at,
             )
+            self._refused = failures | self._refused
+            return costs
         except Exception as error:
             rank_zero_warn(
                 f"{self._run.watcher}: what a look costs could not be tried ({reason(error)}), so "

@@ -27,9 +27,15 @@ Higher: more looks have a control, which costs a training step. Lower: an attack
 of its sight since is found later.
 """
 DEFAULT_NEED = 0.5
-"""What a control must exceed where no gate says it: that of the README's gate."""
+"""What a control must exceed where no gate says it, and a part's at least: README's gate."""
 SMALLER = 4
 """Each part of a batch has this share of the labels of the part before; 2 tries twice as many."""
+LEAST_LABELS = 4
+"""Labels of the smallest part: an attack that names one word of any batch has at most .4 of these.
+
+Fewer: such an attack counts as one that the batch is too large for; more: attacks that can hold but
+a few types are unknown.
+"""
 
 
 @dataclass
@@ -188,20 +194,20 @@ class Controls:
         Where an attack reads a part, the whole holds more than it can tell apart.
         """
         roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
-        n_labels = sum(int((sizes != 0).sum()) for sizes in whole.sizes) // SMALLER
+        n_labels = sum(int((sizes != 0).sum()) for sizes in whole.sizes)
         low = list(plans)
-        while low and n_labels > 0:
+        while low and n_labels > LEAST_LABELS:
+            n_labels = max(n_labels // SMALLER, LEAST_LABELS)
             part = whole.first(n_labels)
             view = self._gradient(look, part, roles)
             for plan in tuple(low):
                 channel, rates = self._channel(plan), self._rates(plan, view, part, look)
                 assert channel is not None
-                need = self.needs.get(channel.family, DEFAULT_NEED)
+                need = max(self.needs.get(channel.family, 0.0), DEFAULT_NEED)
                 if isinstance(rates, Mapping) and rates.get(channel.headline, math.nan) > need:
                     control = look.controls[plan.attack.name]
                     self._keep(look, plan, replace(control, part=rates))
                     low.remove(plan)
-            n_labels //= SMALLER
 
     def _keep(self, look: Look, plan: Plan, control: Control) -> None:
         channel = self._channel(plan)
@@ -245,7 +251,7 @@ def judged(
             f"it reads {value:.2f}, and {high:.2f} of known words in the same step, so that "
             f"{share:.2f} of what can be read here is read"
         )
-    if control.part.get(metric, math.nan) > at_most:
+    if control.part.get(metric, math.nan) > max(at_most, DEFAULT_NEED):
         return value, ""
     if math.isnan(high):
         return math.nan, f"its control could not be read: {control.why}"

@@ -36,7 +36,6 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks import log
 from lightning_fedleak.looks.channels.base import Channel, channels_of
-from lightning_fedleak.looks.control import judged
 from lightning_fedleak.looks.facts import defense_facts, facts_of
 from lightning_fedleak.looks.fit import Fit
 from lightning_fedleak.looks.lineup import Lineup, check_tokens
@@ -217,10 +216,10 @@ class Engine:
             return f"'{attack}' is not played in this run: {why}"
         return lineup.unread_family(channel.family)
 
-    def judge(self, name: str, value: float, at_most: float) -> tuple[float, str]:
-        """Return a logged value as a gate judges it, and why it is NaN (unknown) if it is.
+    def judge(self, name: str, value: float, at_most: float) -> records.Judgement:
+        """Return what a logged value counts for at a gate's threshold.
 
-        See :func:`~lightning_fedleak.looks.control.judged`.
+        See :func:`~lightning_fedleak.records.judged`.
 
         Args:
             name: of the value in the logs.
@@ -230,18 +229,27 @@ class Engine:
         root, _, metric = name.removesuffix("_worst_client").rpartition("/")
         metric = metric.removesuffix("_low").removesuffix("_high")
         series = next((s for s in self.series if s.log_name == root), None)
-        if series is None:
-            return value, ""
-        span = self.series[series].ranges.get(metric, (0.0, 1.0, 0.0))
-        return judged(value, self.results.controls.get(series), metric, at_most, span[2])
+        control = None if series is None else self.results.controls.get(series)
+        if series is None or control is None:
+            return records.Judgement(value)
+        channel = self.series[series]
+        return records.judged(
+            value,
+            control.rates.get(metric),
+            part=control.part.get(metric, math.nan),
+            at_most=at_most,
+            chance=channel.ranges.get(metric, (0.0, 1.0, 0.0))[2],
+            known=channel.leak.known,
+            failure=control.why,
+        )
 
     def judge_worst(
         self, values: Mapping[str, float], at_most: float
-    ) -> tuple[dict[str, float], str]:
-        """Return the headlines of a family as a gate judges them, and why one is unknown.
+    ) -> dict[str, records.Judgement]:
+        """Return what the headlines of a family count for at a gate's threshold.
 
-        One whose control is low says nothing; where another attack that reads the same gradients
-        has a control that is not, that one counts in its place.
+        One whose control is low says nothing, and is left out where another attack that reads the
+        same gradients has a control that is not.
 
         Args:
             values: the known headlines, by log name.
@@ -256,14 +264,13 @@ class Engine:
             return set() if plan is None else set(plan.roles)
 
         read: set[str] = set()
-        for name, (value, _) in judgements.items():
-            read |= set() if math.isnan(value) else roles(name)
-        kept, why = {}, ""
-        for name, (value, reason_) in judgements.items():
-            if not math.isnan(value) or not roles(name) & read:
-                kept[name] = value
-                why = why or (reason_ and f"'{roots[name.rpartition('/')[0]]}': {reason_}")
-        return kept, why
+        for name, one in judgements.items():
+            read |= set() if math.isnan(one.value) else roles(name)
+        return {
+            name: one
+            for name, one in judgements.items()
+            if not math.isnan(one.value) or not roles(name) & read
+        }
 
     def others_on(self, name: str) -> str:
         """Return attacks that are not in use, read this run, and are of a logged value's family."""

@@ -115,7 +115,7 @@ class Results:
             metrics = self._channels[entry].metrics
             names += [f"{entry.log_name}/{m}{end}" for m in metrics for end in ends]
             if self._channels[entry].controlled:
-                names.append(f"{entry.log_name}/control")
+                names += [f"{entry.log_name}/{name}" for name in ("control", "control_of_a_part")]
         worst = [f"{WORST}/{family}" for family in self.families] if series is None else []
         return names + worst
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from lightning_fedleak.anatomy import Anatomy, Kind, without_peft
 from lightning_fedleak.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
 from lightning_fedleak.model_runs import accepts, is_compiled, is_observed, labels_of, logits_in
 from lightning_fedleak.taps.calls import arguments_of
+from lightning_fedleak.taps.hooks import raise_kept, raised_when_read
 
 ENTRIES_AT_ONCE = 1 << 24
 """Entries of dL/dlogits that are read at once: 64 MiB in float32, one block above training."""
@@ -195,6 +197,7 @@ class GraphTap:
 
     Attributes:
         why_not: why the graph cannot be read here; None where it can.
+        error: what a hook raised; :meth:`take` raises it.
     """
 
     def __init__(self, anatomy: Anatomy) -> None:
@@ -202,6 +205,7 @@ class GraphTap:
         self._handles: list[RemovableHandle] = []
         self._calls: list[GraphCall] = []
         self._depth = 0
+        self.error: Exception | None = None
         self.why_not = None
         if anatomy.head is None:
             self.why_not = "the model has no output head"
@@ -228,10 +232,15 @@ class GraphTap:
             handle.remove()
         self._handles.clear()
         self._calls.clear()
-        self._depth = 0
+        self._depth, self.error = 0, None
 
     def take(self) -> list[GraphCall]:
-        """Return the calls whose logits got a gradient since the last time, and forget them."""
+        """Return the calls whose logits got a gradient since the last time, and forget them.
+
+        Raises:
+            Exception: what a hook raised in the user's forward or backward.
+        """
+        raise_kept(self)
         for before, call in zip(self._calls, self._calls[1:], strict=False):
             if call.ids is None and before.module is None and not before.heads:
                 call.ids, call.reached = before.ids, before.reached  # an encoder's, called before
@@ -239,6 +248,7 @@ class GraphTap:
         self._calls = [call for call in self._calls if not call.read_heads]
         return calls
 
+    @raised_when_read
     def _model_begins(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
@@ -255,6 +265,7 @@ class GraphTap:
         training = frozenset(id(m) for m in self._anatomy.root.modules() if m.training)
         self._calls.append(GraphCall(module, arguments, training=training, autocast=dtype))
 
+    @raised_when_read
     def _model_ends(self, module: nn.Module, args: object, output: object) -> None:
         if is_observed() or not self._depth:
             return
@@ -271,6 +282,7 @@ class GraphTap:
         if not call.heads and logits.requires_grad and logits.shape[-1:] == (width,):
             self._watch(logits, call)  # a product with the head's matrix, not its forward
 
+    @raised_when_read
     def _embed(self, layer: nn.Module, args: tuple[object, ...], output: object) -> None:
         ids = args[0] if args else None
         if is_observed() or not torch.is_grad_enabled() or not isinstance(ids, Tensor):
@@ -283,12 +295,9 @@ class GraphTap:
             call = self._calls[-1]
             call.ids = ids
             if isinstance(output, Tensor) and output.requires_grad and output.dim() == 3:
+                output.register_hook(partial(self._read_reach, call))  # type: ignore[no-untyped-call]
 
-                def read(gradient: Tensor) -> None:
-                    call.reached = (gradient != 0).any(-1)
-
-                output.register_hook(read)  # type: ignore[no-untyped-call]
-
+    @raised_when_read
     def _head(self, layer: nn.Module, args: object, output: object) -> None:
         if is_observed() or not self._calls or not isinstance(output, Tensor):
             return
@@ -298,12 +307,16 @@ class GraphTap:
     def _watch(self, logits: Tensor, call: GraphCall) -> None:
         head = HeadCall(logits.shape[:-1], logits.shape[-1])
         call.heads.append(head)
-        values = logits.detach()
-
-        def read(gradient: Tensor) -> None:
-            head.rows = read_rows(gradient.flatten(0, -2), values.flatten(0, -2))
-
+        read = partial(self._read_logits, head, logits.detach())
         logits.register_hook(read)  # type: ignore[no-untyped-call]
+
+    @raised_when_read
+    def _read_logits(self, head: HeadCall, logits: Tensor, gradient: Tensor) -> None:
+        head.rows = read_rows(gradient.flatten(0, -2), logits.flatten(0, -2))
+
+    @raised_when_read
+    def _read_reach(self, call: GraphCall, gradient: Tensor) -> None:
+        call.reached = (gradient != 0).any(-1)
 
 
 # ---- as batches --------------------------------------------------------------------------------

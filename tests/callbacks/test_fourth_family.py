@@ -157,6 +157,7 @@ class FromGradients(TextAttack):
 
     threat_model = ThreatModel.create("a test", Capability.SEES_HEAD_GRADIENT)
     default_name = "from_gradients"
+    needs_control = False  # it counts what it was shown
 
     def __init__(self, batches) -> None:
         super().__init__()

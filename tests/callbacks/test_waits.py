@@ -70,6 +70,8 @@ def module(
 class Counting(SubspaceWords):
     """Counts what is asked of it."""
 
+    needs_control = False
+
     def __init__(self) -> None:
         super().__init__(capacity_seconds=0)
         self.runs: list[int] = []

@@ -201,6 +201,8 @@ def check_logged(folder: Path, targets: list[CodeType], latest: list[dict[str, f
         lines, values = by_step.get(number + 1), latest[number]
         if target.co_qualname in PAGES or target not in RAISED:
             continue
+        if target.co_qualname == "StepTruth.read" or target.co_filename.endswith("/batches.py"):
+            continue  # the batch is read beside the step's own graph, which shows all of it
         said = all(map(math.isnan, [values[F1]])) if lines is None else any(lines)
         assert said, f"nobody learns that {target.co_qualname} failed"
     assert None in by_step[len(targets) + 1], "the look without a failure is not known"

@@ -111,8 +111,9 @@ class StepTruth:
             self._graph.arm()
 
     def disarm(self) -> None:
-        """Remove the hooks of the graph, and forget its calls."""
+        """Remove the hooks of a step, and forget its calls."""
         self._graph.close()
+        self._embeddings.close()
 
     def batch_begins(self, look: Look, batch: Any) -> None:
         """Keep the batch of a look as it is before any defence acts."""

@@ -849,7 +849,15 @@ class Engine:
         return {"run": self.record.run, "privacy": log.releases_by(defenses)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with: plain numbers, strings and tensors."""
+        """Return what a resumed run goes on with: plain numbers, strings and tensors.
+
+        It is empty where that failed: a checkpoint is saved all the same, and one that is resumed
+        from it begins its looks again.
+        """
+        return self._state() or {}
+
+    @contained
+    def _state(self) -> dict[str, Any]:
         states = [channel.state_dict() for channel in self.channels]
         return {
             **self.results.state_dict(),
@@ -868,6 +876,8 @@ class Engine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` returned."""
+        if not state:
+            return
         self.results.load_state_dict(state)
         for channel in self.channels:
             channel.load_state_dict(state)

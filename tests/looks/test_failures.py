@@ -349,6 +349,28 @@ def test_nor_does_it_end_a_fit_or_take_a_defence_away(tmp_path: Path, defended: 
     check_logged(tmp_path / "failing", targets, ends.latest)
 
 
+def test_a_state_that_cannot_be_made_ends_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise Injected
+
+    model, optimizer = set_up()
+    with quiet(), watched(tmp_path, model, optimizer) as watch:
+        with watch.step(batch_of(0)):
+            one_step(model, optimizer, batch_of(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(Results, "state_dict", fails)
+            state = watch.state_dict()
+        with watch.step(batch_of(1)):
+            one_step(model, optimizer, batch_of(1))
+        assert math.isnan(watch.latest[F1])  # said at the next look
+    resumed = watched(tmp_path / "resumed", model, optimizer)
+    resumed.load_state_dict(state)
+    with quiet(), resumed:
+        assert resumed.loop.steps == 1
+
+
 def test_a_strict_gate_decides_where_every_look_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -555,7 +555,7 @@ class Engine:
         """
         earlier = None if self.fit is None else self.fit.failure
         if not self._end_step(trained=trained) and self.fit is not None:
-            self.fit.look = None
+            self.fit.drop_look()
         self._conclude(earlier)
         self._look_at_weights()
         self._conclude(None)

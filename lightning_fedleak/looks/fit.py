@@ -486,7 +486,7 @@ class Fit:
         try:
             return look, self._finish(look)
         finally:
-            self.look = None
+            self.drop_look()
 
     @contained
     def _take_batch(self, look: Look, trained: bool) -> None:
@@ -494,6 +494,11 @@ class Fit:
         held = self._truth.batch_ends(look, trained=trained)
         for channel in self._channels_in(look):
             channel.batch_ends(held)
+
+    def drop_look(self) -> None:
+        """Forget a look that failed, with its hooks in the user's forward."""
+        self.look = None
+        self._each(self._truth.disarm)
 
     def _let_go(self, look: Look) -> None:
         """End a look: the taps rest until the next one."""

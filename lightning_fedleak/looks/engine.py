@@ -627,17 +627,27 @@ class Engine:
         self._has_news = True
         self.write(look, outcomes, self.new_values(), utility, defenses)
 
-    def metrics_changed(self, *, epoch_ended: bool = False) -> None:
+    def metrics_changed(self, *, epoch_ended: bool | None = False) -> None:
         """Log the user's metrics where they changed since they were logged, between looks.
 
+        What fails here ends no training and is no failure of a look: a warning is given.
+
         Args:
-            epoch_ended: log what the defences have spent until now as well.
+            epoch_ended: log what the defences have spent until now as well; None: where the run's
+                progress says that an epoch has ended.
         """
         if self.fit is None or self.report is None:
             return
-        run = self.fit.run
-        utility = self._metrics.changed(run.metrics(self.options.utility), run.step)
-        self._log_between_looks(utility, log.accounting(run.defenses) if epoch_ended else ())
+        try:
+            run = self.fit.run
+            if epoch_ended is None:
+                epoch_ended = run.progress is not None and run.progress[1] == 1
+            utility = self._metrics.changed(run.metrics(self.options.utility), run.step)
+            self._log_between_looks(utility, log.accounting(run.defenses) if epoch_ended else ())
+        except Refusal as refusal:  # the user's own logger
+            raise refusal.error from refusal.error.__cause__
+        except Exception as error:
+            self.report.warn_once(f"metrics between looks were not written: {reason(error)}")
 
     def _log_between_looks(
         self,
@@ -752,6 +762,7 @@ class Engine:
 
     # ---- ends and checkpoints ---------------------------------------------------------------
 
+    @contained
     def rounds_end(self) -> None:
         """Log what defences have spent in all rounds of this client, its unlooked ones too."""
         client, defenses = self._spent

@@ -275,7 +275,7 @@ class GraphTap:
         call = self._calls[-1]
         try:
             logits = logits_in(output)
-        except Exception:
+        except (ValueError, LookupError):  # its output holds none
             return
         call.text_logits = logits.dim() == 2
         width = self._anatomy.vocab_size

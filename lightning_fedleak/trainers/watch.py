@@ -458,8 +458,7 @@ class Watch:
         self._open = not self._stepped and (self._open or self._backward)
         self.loop.steps += self._stepped
         self.engine.batch_ends(trained=self._backward or self._stepped)
-        progress = self._run.progress
-        self.engine.metrics_changed(epoch_ended=progress is not None and progress[1] == 1)
+        self.engine.metrics_changed(epoch_ended=None)
 
     @property
     def _look(self) -> Look | None:

@@ -77,7 +77,7 @@ THIN = {
     *("Watch.step", "Watch.batch_begins", "Watch.batch_ends", "Watch._backward_begins"),
     *("Watch.optimizer_steps", "Watch.end", "Watch.close"),
     *("Engine.optimizer_steps", "Engine.batch_ends", "Engine._conclude", "Engine.training_ends"),
-    *("Engine.look_at_end", "Engine.close", "Engine._forget_listeners"),
+    *("Engine.metrics_changed", "Engine.look_at_end", "Engine.close", "Engine._forget_listeners"),
     # Catch what is raised below them.
     *("contained.<locals>.run", "raised_when_read.<locals>.run"),
     *("Place.on_states.<locals>.before", "Place.on_states.<locals>.behind"),
@@ -90,7 +90,10 @@ REMOVERS = {
     *("_Chain.remove", "Fit.close", "Fit._each", "MembershipChannel.close", "ActivationTap.close"),
 }
 """What leaves its own hook where it fails."""
-PAGES = {"WordsChannel.published", "MembershipChannel.published"}
+PAGES = {
+    *("WordsChannel.published", "MembershipChannel.published"),
+    *("Engine._log_between_looks", "UserMetrics.changed", "LoopRun.progress", "is_training"),
+}
 """Show more than numbers: where they fail the result is known, and a warning is given."""
 FACES = ("callbacks", "looks", "attacks")
 """Folders of the watch alone: what a defence calls is not among them, and must raise."""

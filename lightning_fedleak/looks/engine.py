@@ -95,7 +95,6 @@ class Engine:
         self._calibrations: dict[str, object] = {}
         self._earlier: dict[str, object] = {}
         self._last: dict[str, object] = {}
-        self._next_look = 0  # of the checkpoint that the run goes on from
         self._metrics = log.UserMetrics()
         self._logged: dict[str, tuple[int, float]] = {}  # the newest between looks, and when
         self._is_over = False
@@ -466,9 +465,7 @@ class Engine:
             if run.rank != 0 and not channel.at_weights:  # it has all clients' games
                 channel.clear()
         self._is_over = False
-        self.first_step = run.step
-        self.options.cadence.next_step = max(run.step, self._next_look)
-        self._next_look = 0
+        self.first_step = self.options.cadence.next_step = run.step
         self._fit.lineup.begin(run.step)
         self._fit.controls.needs = self._needs
         if self.weights is not None:
@@ -750,8 +747,6 @@ class Engine:
         return {
             **self.results.state_dict(),
             "fit": self._summary(),
-            "cadence": self.options.cadence.argument,
-            "next_look": self.options.cadence.next_step,
             "utility": self._metrics.state_dict(),
             **{name: value for state in states for name, value in state.items()},
             "attacks": {
@@ -770,8 +765,6 @@ class Engine:
         for channel in self.channels:
             channel.load_state_dict(state)
         self._earlier = state.get("fit") or {}
-        same = state.get("cadence") == self.options.cadence.argument
-        self._next_look = int(state["next_look"]) if same else 0
         self._metrics.load_state_dict(state.get("utility", {}))
         self._calibrations = {
             name: saved for name, saved in state["attacks"].items() if saved["tensors"]

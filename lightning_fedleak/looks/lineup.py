@@ -9,7 +9,6 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy, matrix_shape, without_peft
@@ -34,6 +33,7 @@ from lightning_fedleak.looks.choice import (
 )
 from lightning_fedleak.looks.options import Games, Options, Selection, every_attack
 from lightning_fedleak.looks.run import Run, Unknown, reason
+from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track, used_bytes
 
@@ -305,17 +305,19 @@ class Lineup:
         return next((2 * min(c.settings.games.targets, ROWS) for c in self._channels), 0)
 
     def _costs(self) -> dict[str, float]:
-        """What a look of each attack takes that said nothing before, tried."""
+        """What a look of each attack takes that said nothing before; one that fails is refused."""
         tried = self.prepared - self._estimated
         plans = [plan for plan in self.exposed if plan.attack.name in tried]
         try:
-            return look_seconds(
+            costs, failures = look_seconds(
                 self._run.anatomy,
                 plans,
                 self._texts,
                 local_steps=self._local_steps,
                 step=self._begins_at,
             )
+            self._refused = failures | self._refused
+            return costs
         except Exception as error:
             rank_zero_warn(
                 f"{self._run.watcher}: what a look costs could not be tried ({reason(error)}), so "

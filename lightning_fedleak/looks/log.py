@@ -18,15 +18,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-
 from lightning_fedleak import records
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
 from lightning_fedleak.extras import install
 from lightning_fedleak.looks.choice import Row
-from lightning_fedleak.looks.run import Look, Outcome, Run, Series
-from lightning_fedleak.looks.tensorboard import Logger, add_frame
+from lightning_fedleak.looks.run import Look, Outcome, Refusal, Run, Series
+from lightning_fedleak.looks.tensorboard import BoardLogger, Logger, add_frame
+from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.records.utility import best_of, is_training
 
 if TYPE_CHECKING:
@@ -423,19 +422,23 @@ class Report:
     def log(self, values: Mapping[str, float], step: int, *, framed: bool = False) -> None:
         """Write the finite ones of these values to the loggers; ``framed`` with the axes' ends."""
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
-        try:
-            for logger in self._loggers:
+        for logger in self._loggers:
+            try:
                 logger.log_metrics(finite, step=step)
+            except Exception as error:
+                if not isinstance(logger, BoardLogger):  # the user's own, and so is the error
+                    raise Refusal(error) from error
+                self.leave_loggers(error)
+        try:
             if self.boards and framed:
                 add_frame(self.boards, step)
         except Exception as error:
-            if not self._rounds:  # the loggers are the user's own, and so is the error
-                raise
             self.leave_loggers(error)
 
     def leave_loggers(self, error: Exception) -> None:
-        """Goes on without loggers, and says why."""
-        self._loggers, self.boards = [], []
+        """Goes on without TensorBoard, and says why."""
+        self._loggers = [one for one in self._loggers if not isinstance(one, BoardLogger)]
+        self.boards = []
         first = error.__cause__ or error  # Lightning says in its place that a number is no number
         why = getattr(first, "strerror", None) or type(first).__name__
         self.warn_once(

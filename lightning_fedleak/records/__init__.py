@@ -1,5 +1,9 @@
 """What runs write down: the lines of ``leakage.jsonl`` and ``run.jsonl``."""
 
+from lightning_fedleak.records.controls import HIGH as HIGH
+from lightning_fedleak.records.controls import Judgement as Judgement
+from lightning_fedleak.records.controls import default_limit as default_limit
+from lightning_fedleak.records.controls import judged as judged
 from lightning_fedleak.records.families import CANARIES as CANARIES
 from lightning_fedleak.records.families import MEMBERSHIP as MEMBERSHIP
 from lightning_fedleak.records.families import MEMORIZATION as MEMORIZATION

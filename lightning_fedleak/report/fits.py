@@ -215,7 +215,8 @@ def _end_in_words(log: FitLog) -> str:
 def _utility(log: FitLog) -> dict[str, Points]:
     """Return the user's metrics by name, and by client where the lines say which."""
     series: dict[str, dict[int, float | None]] = {}
-    for line in sorted([*log.metrics, *log.looks], key=attrgetter("step")):
+    lines: list[records.MetricsLine | records.LookLine] = [*log.metrics, *log.looks]
+    for line in sorted(lines, key=attrgetter("step")):
         client = SUM if line.client == SUM else f"client {line.client}"
         suffix = "" if line.client is None else f", {client}"
         for name, value in (line.utility or {}).items():

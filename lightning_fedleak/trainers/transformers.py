@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import transformers
-from lightning_utilities.core.rank_zero import rank_zero_info
 from safetensors import safe_open
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
@@ -24,10 +23,13 @@ from lightning_fedleak.looks import (
     BeforeDefense,
     StageReached,
     Threshold,
+    contained,
     names_there_are,
 )
+from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.private_files import save_private
 from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.taps import before_real_step
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, unwrapped
 from lightning_fedleak.trainers.watch import Watch, show_settings
 
@@ -170,6 +172,8 @@ class TransformersRun(LoopRun):
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
         """Call ``stage_reached`` before the Trainer's optimizer steps; see :class:`Run`."""
+        if self.defenses:  # a DP optimizer of another library, which is read inside its step
+            return super().watch_release(stage_reached, before_defense)
         self.loop.stage_reached = stage_reached
         return [partial(setattr, self.loop, "stage_reached", None)]
 
@@ -282,12 +286,20 @@ class TransformersWatch(Watch):
 
         trainer.training_step = training_step  # type: ignore[method-assign]
         self._removers.append(put_back)
+        for optimizer in self.loop.steps_by if self._run.defenses else ():
+            steps = partial(self.engine.optimizer_steps, optimizer)
+            self._removers.append(before_real_step(optimizer, steps))
 
-    @torch.no_grad()
     def before_step(self) -> None:
         """Let the attacks read the gradients, unscaled, unless the step will be skipped."""
+        if not self._run.defenses:
+            self.engine.optimizer_steps(self.loop.optimizers[0])
+            self._let_read()
+
+    @contained
+    @torch.no_grad()
+    def _let_read(self) -> None:
         scaler, (optimizer,) = self.loop.scaler, self.loop.optimizers
-        self.engine.optimizer_steps(optimizer)
         if self._look is None:
             return  # whether the scaler found infinities is known once the device is done
         if scaler is not None and scaler.is_enabled():
@@ -311,11 +323,13 @@ class TransformersWatch(Watch):
         super().end(error)
         self._flush()
 
+    @contained
     def note(self, metrics: Mapping[str, float]) -> None:
         """Log numbers of the Trainer's own beside leakage."""
         self.utility.update(metrics)
         self.engine.metrics_changed()
 
+    @contained
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Collect numbers until the moment is over; the Trainer logs its own metrics itself."""
         if not all(name.startswith("utility/") for name in metrics):

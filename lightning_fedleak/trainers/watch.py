@@ -32,6 +32,7 @@ from lightning_fedleak.looks import (
     Selection,
     Threshold,
     cadence_of,
+    contained,
     known_stages,
     names_there_are,
     optimizers_of,
@@ -167,8 +168,10 @@ class Watch:
     weights, losses and random numbers are bit-identical to the loop without this.
 
     Under DistributedDataParallel each process is a client. A model that FSDP shards is refused,
-    and no defence acts here: both need Lightning's Trainer
-    (:class:`~lightning_fedleak.DefendedStrategy`).
+    and no defence of this package acts here: both need Lightning's Trainer
+    (:class:`~lightning_fedleak.DefendedStrategy`). A DP optimizer of Opacus is read inside its
+    step, once it has clipped and noised; a step that it skips is none. Another library's, which
+    cannot be read there, makes what is shared *unknown*.
 
     Examples:
         >>> import torch
@@ -356,9 +359,12 @@ class Watch:
 
     def close(self) -> None:
         """Remove every tap; may be called twice."""
-        for remove in self._removers:
-            remove()
-        self._removers.clear()
+        removers, self._removers = self._removers, []
+        for remove in removers:
+            try:
+                remove()
+            except Exception as error:
+                self.engine.fail(error)
         self.engine.close()
 
     def _check(self, *wrappers: str) -> None:
@@ -379,8 +385,17 @@ class Watch:
             raise ValueError(f"two gates are named '{name}': give one of them name=...")
 
     def _log(self, values: dict[str, float], step: int) -> None:
-        for logger in self._loggers:
-            logger.log_metrics(values, step=step)
+        for logger in [*self._loggers]:
+            try:
+                logger.log_metrics(values, step=step)
+            except Exception as error:
+                self._loggers.remove(logger)
+                if self.engine.report is not None:
+                    self.engine.report.leave_loggers(error)
+
+    def fail(self, error: Exception) -> None:
+        """Let the look at work, or the next one, have no result, because of an error of ours."""
+        self.engine.fail(error)
 
     def _save(self, gate: Threshold, name: str) -> Path | None:
         return None
@@ -462,6 +477,7 @@ class Watch:
         for loss in [losses] if isinstance(losses, Tensor) else losses:
             self.engine.loss_computed(loss)
 
+    @contained
     def _gradients_are_gone(self) -> bool:
         """Return whether no gradient is there to be stepped with.
 
@@ -470,7 +486,7 @@ class Watch:
         return not has_gradients(self.loop.optimizers, zeros=self._look is None)
 
     def _skip(self) -> None:
-        for optimizer in self.loop.optimizers:
+        for optimizer in self.loop.steps_by:
             self.optimizer_steps(optimizer)
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
@@ -484,6 +500,6 @@ class Watch:
         self.engine.optimizer_steps(optimizer)
 
     def _hook_optimizers(self) -> None:
-        for optimizer in self.loop.optimizers:
+        for optimizer in self.loop.steps_by:
             steps = partial(self.optimizer_steps, optimizer)
             self._removers.append(before_real_step(optimizer, steps))

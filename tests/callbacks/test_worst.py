@@ -15,6 +15,7 @@ from lightning_fedleak.looks import Controls
 from lightning_fedleak.looks.results import Results
 from lightning_fedleak.looks.run import Look, Outcome, Series, not_shared, pending, unknown
 from lightning_fedleak.metrics import Rate
+from lightning_fedleak.records import Judgement
 from lightning_fedleak.snapshots import Stage
 from tests.callbacks.runs import Probe
 
@@ -107,8 +108,8 @@ def test_a_gate_names_the_argument_that_is_missing(bound: str) -> None:
 
 
 def test_it_stays_where_only_another_family_has_news() -> None:
-    words = SimpleNamespace(family="words", headline="f1", metrics=METRICS)
-    other = SimpleNamespace(family="membership", headline="f1", metrics=METRICS)
+    words = SimpleNamespace(family="words", headline="f1", metrics=METRICS, controlled=False)
+    other = SimpleNamespace(family="membership", headline="f1", metrics=METRICS, controlled=False)
     results = Results({A: words, B: other})  # type: ignore[dict-item]
     results.add(Look(0), {A: read(0.4), B: pending("not yet")}, {})
     results.add(Look(3), {B: FAILED}, {})
@@ -123,6 +124,7 @@ def engine_of(
         results=SimpleNamespace(latest=values, look_values=values, last_step=0),
         unread=lambda name: None,
         untested=lambda name: why,
+        judge_worst=lambda known, at_most: {n: Judgement(value) for n, value in known.items()},
         record_decision=lambda facts: None,
         run=SimpleNamespace(rank=0, broadcast=lambda value: value),
         headlines=tuple(f"leakage/{name}/f1" for name in names),

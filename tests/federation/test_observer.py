@@ -510,3 +510,36 @@ def test_rare_settings_are_taken_one_by_one_too_and_warn(tmp_path):
     with pytest.warns(FutureWarning, match=r"settings=RoundSettings\(federation=, cache=\)"):
         old = RoundObserver(model(), SGD, 2, folder=tmp_path, federation="a", cache=False)
     assert (old.federation, old.engine.options.cache) == ("a", False)
+
+
+def test_what_a_look_raises_ends_no_round_and_is_unknown(tmp_path, caplog):
+    """Every function of the package that a later look enters raises in a round of its own."""
+    from tests.looks.test_failures import functions, nothing, profiled, raises
+
+    sent = model()
+
+    def observed(folder, callbacks):
+        watch = observer(tmp_path / folder, attacks=[BagOfWords()])
+        looks = []
+        for round_, callback in enumerate(callbacks):
+            rows = batches(round_)
+            watch.begin(round_, trained_state(sent))
+            returned = train(sent, rows)
+            with profiled(callback):
+                looks.append(watch.look(returned, batches=rows))
+        return looks
+
+    thin = {f"RoundObserver.{name}" for name in ("look", "_engine_of", "ask", "_write")}
+    targets = [
+        code
+        for code in functions(lambda note: observed("plain", [nothing, note]))
+        if code.co_qualname not in thin
+    ]
+    assert len(targets) > 80
+    looks = observed("failing", [nothing, *map(raises, targets), nothing])
+    name = "leakage/bag_of_words/f1"
+    assert looks[0].values[name] == looks[-1].values[name] == 1.0
+    said = [record.getMessage() for record in caplog.records]
+    for code, look in zip(targets, looks[1:], strict=False):
+        written = any("was written" in text or "was not noted" in text for text in said)
+        assert look.unknown or written, f"nobody learns that {code.co_qualname} failed"

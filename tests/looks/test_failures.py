@@ -95,6 +95,11 @@ PAGES = {
     *("Engine._log_between_looks", "UserMetrics.changed", "LoopRun.progress", "is_training"),
 }
 """Show more than numbers: where they fail the result is known, and a warning is given."""
+CONTROL = {
+    *("WordsChannel.control_rates", "WordsChannel._rates", "WordsChannel.rates_now"),
+    *("WordRecovery.rates", "Results._controlled", "Engine.judge"),
+}
+"""Are entered for the control of a look alone."""
 FACES = ("callbacks", "looks", "attacks")
 """Folders of the watch alone: what a defence calls is not among them, and must raise."""
 
@@ -206,6 +211,8 @@ def check_logged(folder: Path, targets: list[CodeType], latest: list[dict[str, f
             continue
         if target.co_qualname == "StepTruth.read" or target.co_filename.endswith("/batches.py"):
             continue  # the batch is read beside the step's own graph, which shows all of it
+        if target.co_filename.endswith("/control.py") or target.co_qualname in CONTROL:
+            continue  # the number is known, and its control is not: a gate says so where it counts
         said = all(map(math.isnan, [values[F1]])) if lines is None else any(lines)
         assert said, f"nobody learns that {target.co_qualname} failed"
     assert None in by_step[len(targets) + 1], "the look without a failure is not known"

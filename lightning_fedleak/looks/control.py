@@ -29,6 +29,12 @@ of its sight since is found later.
 """
 SMALLER = 4
 """Each part of a batch has this share of the labels of the part before; 2 tries twice as many."""
+LEAST_LABELS = 4
+"""Labels of the smallest part: an attack that names one word of any batch has at most .4 of these.
+
+Fewer: such an attack counts as one that the batch is too large for; more: attacks that can hold but
+a few types are unknown.
+"""
 
 
 @dataclass
@@ -186,9 +192,10 @@ class Controls:
         Where an attack reads a part, the whole holds more than it can tell apart.
         """
         roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
-        n_labels = sum(int((sizes != 0).sum()) for sizes in whole.sizes) // SMALLER
+        n_labels = sum(int((sizes != 0).sum()) for sizes in whole.sizes)
         low = list(plans)
-        while low and n_labels > 0:
+        while low and n_labels > LEAST_LABELS:
+            n_labels = max(n_labels // SMALLER, LEAST_LABELS)
             part = whole.first(n_labels)
             view = self._gradient(look, part, roles)
             for plan in tuple(low):
@@ -196,11 +203,11 @@ class Controls:
                 assert channel is not None
                 if not isinstance(rates, Mapping):
                     continue
-                if rates.get(channel.headline, math.nan) > self._need(channel):
+                need = max(self._need(channel), default_limit(channel.leak.chance))
+                if rates.get(channel.headline, math.nan) > need:
                     control = look.controls[plan.attack.name]
                     self._keep(look, plan, replace(control, part=rates))
                     low.remove(plan)
-            n_labels //= SMALLER
 
     def _keep(self, look: Look, plan: Plan, control: Control) -> None:
         channel = self._channel(plan)

@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_only
-
 from lightning_fedleak.defenses import DPSGD, Defense
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.engine import Engine
 from lightning_fedleak.looks.results import WORST
 from lightning_fedleak.looks.run import Unknown
+from lightning_fedleak.messages import is_first_process
 from lightning_fedleak.metrics.betting import MeanTest, looks_to_show
 
 log = logging.getLogger(__name__)
 
 
-@rank_zero_only
 def announce(text: str) -> None:
     """Says what a gate did, by logging and once on stderr, whatever filters of warnings are set.
 
     It is not on stderr where the level of this module's own logger is above ``WARNING``.
     """
+    if not is_first_process():
+        return
     log.warning(text)
     if log.level <= logging.WARNING and not _log_is_on_stderr():
         print(text, file=sys.stderr, flush=True)

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_info
-
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks.engine import Engine
 from lightning_fedleak.looks.gates import (
@@ -27,6 +25,7 @@ from lightning_fedleak.looks.gates import (
     rate_of,
 )
 from lightning_fedleak.looks.log import accounting
+from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.records import GateDecision, Judgement
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 

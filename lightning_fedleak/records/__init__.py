@@ -33,6 +33,7 @@ from lightning_fedleak.records.lines import GateDecision as GateDecision
 from lightning_fedleak.records.lines import GateFacts as GateFacts
 from lightning_fedleak.records.lines import GateLine as GateLine
 from lightning_fedleak.records.lines import LookLine as LookLine
+from lightning_fedleak.records.lines import MetricsLine as MetricsLine
 from lightning_fedleak.records.lines import MetricValue as MetricValue
 from lightning_fedleak.records.lines import ModelFacts as ModelFacts
 from lightning_fedleak.records.lines import MonitorFacts as MonitorFacts

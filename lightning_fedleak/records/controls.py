@@ -72,7 +72,7 @@ def judged(
         share = (value - chance) / (control - chance)
         counted = chance + share * (1 - chance)
         return Judgement(counted, f"{read}, so that it counts as {counted:.2f}")
-    if part > at_most:
+    if part > max(at_most, default_limit(chance)):
         why = (
             f"low by aggregation: {read}, but {part:.2f} of those of a part of the batch, which "
             "holds more than this attack can tell apart"

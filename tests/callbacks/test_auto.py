@@ -104,7 +104,7 @@ def test_a_whole_model_is_read_by_all_that_fit_it(
     assert re.search(r"aligned_flatchat {5}played, calibrated in [\d.e-]+ s.*, about [\d.]", said)
     assert "Shared, tested by no attack: " in said
     absent = [line for line in lines(tmp_path) if (line["unknown"] or "").startswith("not played")]
-    unread = {"bias_sign", "bag_of_words", "combined", "extraction"}
+    unread = {"bias_sign", "bag_of_words", "reveal_labels", "combined", "extraction"}
     assert {line["attack"] for line in absent} == unread
     short, whole = (r.getMessage() for r in caplog.records if "plays these" in r.getMessage())
     (record,) = tmp_path.rglob("run.jsonl")

@@ -30,6 +30,7 @@ from lightning_fedleak.looks import (
     selected,
     to_dataframe,
 )
+from lightning_fedleak.looks.truth import why_no_graph
 from lightning_fedleak.report import write_at_end
 from lightning_fedleak.taps import before_real_step, real_optimizer
 from lightning_fedleak.validate import (
@@ -372,7 +373,7 @@ class LeakageMonitor(EitherCallback):
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
         anatomy = self._find_anatomy(pl_module)
         run = trainer_facts.TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
-        if self.engine.options.batch_adapter is None:
+        if self.engine.options.batch_adapter is None and why_no_graph(run) is not None:
             trainer_facts.check_batch_type(pl_module, run.anatomy.kind)
         boards = trainer_facts.boards_of(trainer) if trainer.is_global_zero else []
         destination = Destination(

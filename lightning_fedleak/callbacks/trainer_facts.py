@@ -186,7 +186,8 @@ def _clip_value(trainer: L.Trainer) -> float | None:
 def check_batch_type(module: Any, kind: Kind) -> None:
     """Refuse a ``training_step`` that is annotated with a batch of one's own form.
 
-    A batch whose type is not told is read when the first one comes.
+    This is for runs whose steps' graph cannot be read. A batch whose type is not told is read when
+    the first one comes.
 
     Args:
         module: the LightningModule.

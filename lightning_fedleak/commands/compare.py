@@ -102,7 +102,7 @@ def _add_attacks(table: Table, first: FitSummary, second: FitSummary) -> None:
         table.add_row(
             escape(f"{name}\n{headline}, {stage}"),
             *map(_measured, pair),
-            _change(*means) + _other_settings(*pair),
+            _change(*means) + _other_settings(*pair) + _low_controls(*pair),
         )
 
 
@@ -137,13 +137,23 @@ def _measured(attack: AttackSummary | None) -> str:
     looks = f"{attack.looks} result{'s' * (attack.looks != 1)}"
     unknown = f", unknown at {attack.unknown} more" if attack.unknown else ""
     last = interval(attack.last).replace(" (", "\n(")
-    return f"mean {share(attack.mean)}\nlast {last}\n{looks}{unknown}"
+    control = f"\ncontrol {share(attack.control)}" if attack.has_control else ""
+    if attack.control_of_a_part is not None:
+        control += f", of a part {share(attack.control_of_a_part)}"
+    note = f"\n{attack.control_note}" if attack.control_note else ""
+    return f"mean {share(attack.mean)}\nlast {last}\n{looks}{unknown}{control}{note}"
 
 
 def _other_settings(before: AttackSummary | None, after: AttackSummary | None) -> str:
     """Return a note where a change may be of the attack and not of the run."""
     same = before is None or after is None or before.config == after.config
     return "" if same else " (other settings of the attack)"
+
+
+def _low_controls(*pair: AttackSummary | None) -> str:
+    """Return a note where a number is low, and says nothing by its control."""
+    blind = any(attack is not None and attack.is_blind for attack in pair)
+    return " (says nothing: a control is low)" if blind else ""
 
 
 def _change(before: float | None, after: float | None) -> str:

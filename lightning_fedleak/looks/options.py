@@ -178,8 +178,9 @@ class LookSettings:
             one that chooses the values it sends. With ``attacks="auto"`` the former one, holding
             texts.
         anatomy: overrides for :func:`find_anatomy` (``model``, ``embedding``, ``head``, ...).
-        batch_adapter: turns a batch of your own into a :class:`TokenBatch`; needed only where
-            :func:`read_batch` does not know its form.
+        batch_adapter: turns a batch of your own into a :class:`TokenBatch`; needed only where the
+            step's graph cannot be read (fused losses, ``torch.compile``, rounds of a federation)
+            and :func:`read_batch` does not know the batch's form.
         texts: that attacks on texts reconstruct of each client's batch at a look, at most.
         look_seconds: with ``attacks="auto"``, attacks of which one look is estimated to take longer
             are not played.
@@ -202,7 +203,7 @@ class Options:
     Attributes:
         cadence: when to look.
         stages: where to measure.
-        batch_adapter: reads batches of an unknown form.
+        batch_adapter: reads batches of an unknown form, where the step's graph cannot be read.
         utility: names of the user's metrics that are logged beside leakage.
         local_steps: optimizer steps of a round; None for single gradients.
         head_own_part: attack the head's own part of a tied matrix too.

@@ -114,7 +114,7 @@ class Results:
             names.append(f"{entry.log_name}/exposed")
             metrics = self._channels[entry].metrics
             names += [f"{entry.log_name}/{m}{end}" for m in metrics for end in ends]
-            if self._channels[entry].controlled:
+            if self._channels[entry].gives_control(entry.attack):
                 names += [f"{entry.log_name}/{name}" for name in ("control", "control_of_a_part")]
         worst = [f"{WORST}/{family}" for family in self.families] if series is None else []
         return names + worst

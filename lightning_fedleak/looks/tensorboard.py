@@ -155,7 +155,12 @@ def add_pages(
     page += [interval(one, headline) for one, (headline, *_) in charted.items()]
     page += [rate(name, name, name, name) for name in decisions]
     page += [line("monitor/seconds")]
-    more = [interval(one, metric) for one, (_, *rest) in charted.items() for metric in rest]
+    controlled = (
+        one for one, channel in content.series.items() if channel.gives_control(one.attack)
+    )
+    controls = (f"{one.log_name}/control" for one in controlled)
+    more = [rate(name, name, name, name) for name in controls]
+    more += [interval(one, metric) for one, (_, *rest) in charted.items() for metric in rest]
     named = [(_PAGE, page), ("more of each attack", more)]
     layout = layout_pb2.Layout(
         category=[layout_pb2.Category(title=title, chart=charts) for title, charts in named]

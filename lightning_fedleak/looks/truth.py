@@ -32,6 +32,14 @@ _NO_GRADIENT = (
 )
 
 
+def why_no_graph(run: Run) -> str | None:
+    """Return why a run's batches alone say what its steps read; None: their graph may say it."""
+    replacing = next((d.name for d in run.defenses if d.acts_on_batches), None)
+    if replacing is not None:
+        return f"the defence '{replacing}' replaces tokens on their way to the model"
+    return GraphTap(run.anatomy).why_not
+
+
 class StepTruth:
     """Read which ids and labels a step was computed on, and what the step did with them.
 
@@ -48,10 +56,7 @@ class StepTruth:
         self._run = run
         self._adapter = adapter
         self._graph = GraphTap(run.anatomy)
-        self._why_not = self._graph.why_not
-        replacing = next((d.name for d in run.defenses if d.acts_on_batches), None)
-        if replacing is not None:
-            self._why_not = f"the defence '{replacing}' replaces tokens on their way to the model"
+        self._why_not = why_no_graph(run)
         self._embeddings = EmbeddingNoise(run.anatomy)
         self._rows: PackedRows | None = None
         self._is_first = True

@@ -9,13 +9,17 @@ from operator import attrgetter
 
 from lightning_fedleak.records import (
     CANARIES,
+    HIGH,
     MEMORIZATION,
     STANDARD_FAMILIES,
     AttackFacts,
     Family,
     JsonObject,
+    Judgement,
     MetricValue,
     ResultLine,
+    default_limit,
+    judged,
 )
 from lightning_fedleak.report.logs import FitLog, grouped
 from lightning_fedleak.report.wording import NOT_RECORDED
@@ -84,7 +88,14 @@ class AttackSummary:
             no account was compared.
         refuted: whether any look refuted that account; None where none was compared.
         certified: share of the looks at which the attack's own check held; None without a check.
-        above_chance: how far above guessing it read, up to 1; -1 where that is unknown.
+        control: the headline of what it read of known words or texts in the same step, at the
+            latest look; None where it has no control, or none that could be read.
+        control_of_a_part: the same of a part of the batch; None where none was tried.
+        blind: measurements whose low number says nothing, since their control is low too.
+        by_aggregation: those that are low because the batch holds more than it can tell apart.
+        control_note: what its controls change, in a sentence; empty where they change nothing.
+        above_chance: how far above guessing it read, up to 1, as far as controls are high; -1 where
+            that is unknown.
         stale: why the weights that training ended with are unknown, where earlier ones were read.
         conclusive: whether the last interval leaves guessing out; None where that does not apply.
     """
@@ -119,8 +130,23 @@ class AttackSummary:
     refuted: bool | None
     certified: float | None
     stale: str | None = None
+    control: float | None = None
+    control_of_a_part: float | None = None
+    blind: int = 0
+    by_aggregation: int = 0
+    control_note: str = ""
     above_chance: float = -1.0
     conclusive: bool | None = None
+
+    @property
+    def has_control(self) -> bool:
+        """Whether it has a control, also one that could not be read."""
+        return self.control is not None or bool(self.control_note)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether its numbers are low, and one of them says nothing since its control is low."""
+        return self.blind > 0 and self.above_chance <= HIGH
 
 
 @dataclass(frozen=True)
@@ -260,9 +286,22 @@ class FitResults:
             if stage == RELEASED and last is not None and not self.several
             else None,
         )
-        return replace(
-            summary, above_chance=_above_chance(summary), conclusive=_is_conclusive(summary)
-        )
+        limit = self._limit(name, family, headline)
+        judgements = [_judged(line, family, headline, limit) for line in shared]
+        summary = _with_controls(summary, [one for one in judgements if one is not None], last)
+        return replace(summary, conclusive=_is_conclusive(summary))
+
+    def _limit(self, name: str, family: Family, headline: str) -> float:
+        """Return what an attack's number must not exceed to be low: the highest of its gates."""
+        begin, chance = self._log.begin, family.chance_of(headline)
+        roots = (f"leakage/{name}/{headline}", f"leakage/worst/{family.name}")
+        watched = {root + end for root in roots for end in ("", "_low", "_high", "_worst_client")}
+        limits = [
+            gate.at_most
+            for gate in (begin.gates if begin else None) or ()
+            if gate.at_most is not None and gate.metric in watched
+        ]
+        return max(limits, default=default_limit(chance))
 
     def _by_client(self, lines: Sequence[ResultLine], headline: str) -> dict[str, ClientSummary]:
         by_client = grouped(lines, lambda line: str(line.client))
@@ -339,19 +378,64 @@ def _numbers(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _above_chance(attack: AttackSummary) -> float:
-    """Return how far above chance an attack read.
+def _judged(
+    line: ResultLine, family: Family, headline: str, limit: float
+) -> tuple[float, Judgement] | None:
+    """Return what an attack read at a look, and what that counts for; None without a result."""
+    value = line.value_of_this_look(headline)
+    if value is None:
+        return None
+    control, part = (_control(line, headline, end) for end in ("control", "a_part"))
+    counted = judged(
+        value,
+        control,
+        part=math.nan if part is None else part,
+        at_most=limit,
+        chance=family.chance_of(headline),
+        known=family.known,
+    )
+    return value, counted
+
+
+def _control(line: ResultLine, headline: str, end: str) -> float | None:
+    """Return a control of a look; NaN where it could not be read, None where there is none."""
+    name = f"{headline}_of_{end}"
+    if name not in line.metrics:
+        return None
+    value = line.value(name)
+    return math.nan if value is None else value
+
+
+def _with_controls(
+    attack: AttackSummary,
+    judgements: Sequence[tuple[float, Judgement]],
+    last: ResultLine | None,
+) -> AttackSummary:
+    """Return a summary with its controls, and with what its numbers count for beside them.
 
     Without guessing one look counts. A look at a game against guessing is of few trials, so that
     the highest of many is high by chance: there the mean counts, that of the worst client, and what
-    is pooled.
+    is pooled. What was read of a look whose control is low was read, and is a lower bound.
     """
-    values = [attack.highest]
+    blind = [one for _, one in judgements if math.isnan(one.value)]
+    aggregated = [one for _, one in judgements if one.by_aggregation]
+    counted = [value if math.isnan(one.value) else one.value for value, one in judgements]
+    values = [max(counted, default=None)]
     if attack.chance:
-        last = attack.last.value if attack.last else None
-        values = [attack.mean, attack.worst_client, last]
+        pooled = attack.last.value if attack.last else None
+        values = [mean(counted), attack.worst_client, pooled]
     numbers = _numbers(values)
-    return (max(numbers) - attack.chance) / (1 - attack.chance) if numbers else -1.0
+    above = (max(numbers) - attack.chance) / (1 - attack.chance) if numbers else -1.0
+    note = (blind or aggregated or [one for _, one in judgements if one.why] or [Judgement(0)])[-1]
+    return replace(
+        attack,
+        control=None if last is None else last.value(f"{attack.headline}_of_control"),
+        control_of_a_part=None if last is None else last.value(f"{attack.headline}_of_a_part"),
+        blind=len(blind),
+        by_aggregation=len(aggregated),
+        control_note=note.why,
+        above_chance=above,
+    )
 
 
 def _is_conclusive(attack: AttackSummary) -> bool | None:

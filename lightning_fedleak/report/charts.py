@@ -34,8 +34,9 @@ def pictures(fit: FitSummary) -> dict[str, Markup]:
         suffix = "" if decision.client is None else f", client {decision.client}"
         gate_steps.setdefault(f"{decision.gate} {decision.did}{suffix}", []).append(decision.step)
     unit = fit.unit
+    marks = "dashed: guessing" + "; ring: its control" * any(a.has_control for a in fit.attacks)
     titled = {
-        "Each attack: latest result, 95% interval (dashed: guessing)": intervals(
+        f"Each attack: latest result, 95% interval ({marks})": intervals(
             fit.attacks, label="attacks with intervals, unknown ones first"
         )
     }
@@ -202,6 +203,10 @@ def intervals(attacks: Sequence[AttackSummary], *, label: str) -> Markup:
             x = x_scale(attack.chance)
             parts.append(_dashed(x, y - 7, x, y + 7, "level"))
         parts.append(f'<circle class="dot c0" cx="{x_scale(last.value):.1f}" cy="{y}" r="4"/>')
+        if attack.control is not None:
+            title = f"<title>control {attack.control:.3f}</title>"
+            place = f"{x_scale(attack.control):.1f}"
+            parts.append(f'<circle class="ring" cx="{place}" cy="{y}" r="6">{title}</circle>')
     return Markup(f"<figure>{_svg(height, label, parts)}</figure>")
 
 

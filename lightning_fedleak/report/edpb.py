@@ -111,7 +111,8 @@ def _result(attack: AttackSummary, metric: str) -> str:
     rate = attack.last if metric == attack.headline else attack.rates.get(metric)
     n = NOT_RECORDED if attack.last_n is None else attack.last_n
     late = f"; of earlier weights, later ones are unknown: {attack.stale}" if attack.stale else ""
-    return f"{attack.name} ({attack.stage}): {metric} {interval(rate)}, n {n}{late}"
+    note = f"; {attack.control_note}" if attack.control_note and metric == attack.headline else ""
+    return f"{attack.name} ({attack.stage}): {metric} {interval(rate)}, n {n}{late}{note}"
 
 
 def _visible(attack: AttackSummary, unit: str) -> str:

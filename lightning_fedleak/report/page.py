@@ -120,6 +120,16 @@ def _without_sampling(account: Account) -> object:
     return "not computed: the budget is a filter's" if account.accountant == "filter" else None
 
 
+_CONTROL = (
+    "Control",
+    "What the same attack reads in the same step where the words are known, like the test button "
+    "of a smoke alarm. A low number counts only as far as its control is high. Where the control "
+    "is low too, more is unknown, unless the control of a part of the batch is high: then the "
+    "number is low by aggregation, since the batch holds more than this attack can tell apart. A "
+    "high control does not say that no other attack reads more.",
+)
+
+
 def glossary(fit: FitSummary) -> list[tuple[str, str]]:
     """Return what the words and numbers of a run mean."""
     families = {attack.family.name: attack.family for attack in fit.attacks}
@@ -129,6 +139,7 @@ def glossary(fit: FitSummary) -> list[tuple[str, str]]:
          "small n makes a wide interval."),
         ("95% interval", "Where the true value lies, in 95 of 100 such measurements. An interval "
          "that includes guessing shows nothing either way."),
+        *([_CONTROL] if any(a.has_control for a in fit.attacks) else []),
         ("Certified", "The share of measurements at which the attack's own check held: what it "
          "found explains all that was shared, so that the attacker too knows that it is right."),
         ("Unknown", "An attack that applies gave no result. That is not safe."),
@@ -221,7 +232,11 @@ def _trust(findings: Findings) -> Answers:
 
 def _attempts(findings: Findings) -> Answers:
     attacks = [attack for fit in findings.runs for attack in fit.attacks]
-    results = (f"{a.name} ({a.stage}): {interval(a.last)}" for a in attacks if a.last)
+    results = (
+        f"{a.name} ({a.stage}): {interval(a.last)}" + f"; {a.control_note}" * bool(a.control_note)
+        for a in attacks
+        if a.last
+    )
     not_tested = (sentence for fit in findings.runs for sentence in fit.not_tested)
     extraction, membership = (on_model(attacks, metric) for metric in ("extracted", "auc"))
     return [

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_fedleak.records import STANDARD_FAMILIES, Family
+from lightning_fedleak.records import HIGH, STANDARD_FAMILIES, Family
 from lightning_fedleak.report.attacks import RELEASED, UNKNOWN_FAMILY, AttackSummary
 from lightning_fedleak.report.bounds import JointAccount
 from lightning_fedleak.report.fits import FitSummary
@@ -94,6 +94,11 @@ def _to_measure(fit: FitSummary) -> Iterator[str]:
     without_result = [a for a in fit.attacks if a.why_unknown and not a.looks]
     for reason, attacks in grouped(without_result, lambda a: a.why_unknown).items():
         yield f"Get a result of {_names(attacks)}, which is unknown: {reason}."
+    if blind := [a for a in fit.attacks if a.is_blind]:
+        yield (
+            f"Get a number that counts beside {_names(blind)}, which reads little here even of "
+            f"what is known: attacks='auto' chooses by itself, and smaller batches show more."
+        )
     for name, reason in fit.not_played.items():
         if "=" in reason:  # the reason names an argument
             yield f"Have {name} played: {reason}."
@@ -156,8 +161,6 @@ def _about_epsilon(fit: FitSummary) -> Iterator[str]:
 
 MUCH_HIGHER = 0.2
 """A highest look or worst client this much above the mean is named. Not tuned; lower names more."""
-HIGH = 0.5
-"""What read further above chance than this is marked as high. Not tuned; lower marks more."""
 _METRIC = re.compile(r"\{([\w.]+)(%?)\}")
 
 
@@ -209,7 +212,7 @@ def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Report
     best = _best(shared)
     excess = _excess(best, shared)
     results = {name: _result(one, shared, fits) for name, one in best.items()}
-    alarming, reassuring = _sorted(results, best, excess)
+    alarming, reassuring = _sorted(results, best, excess, shared)
     checks, withheld = _certificates(measured), _withheld(fits)
     sentences = ["Nothing was measured in these runs. That is 'unknown', not 'safe'."]
     if best or withheld or checks:
@@ -219,7 +222,8 @@ def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Report
         sentences = [*alarming, *checks, *unknown, *withheld, *gaps, *reassuring]
     refutations, others = _accounts(fits)
     sentences = [*refutations, *sentences, *_gates(fits), *_privacy(fits, joint), *others]
-    highest = max(excess.values(), default=None)
+    counted = [value for name, value in excess.items() if not _blind(name, shared)]
+    highest = max(counted, default=None)
     level = "unknown" if highest is None else "high" if highest > HIGH else "some"
     level = "high" if refutations else level
     worst = {name: one.value or 0.0 for name, one in best.items()}
@@ -227,12 +231,43 @@ def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Report
 
 
 def _sorted(
-    results: Mapping[str, str], best: Mapping[str, _Measured], excess: Mapping[str, float]
+    results: Mapping[str, str],
+    best: Mapping[str, _Measured],
+    excess: Mapping[str, float],
+    shared: Sequence[_Measured],
 ) -> tuple[list[str], list[str]]:
     """Return what alarms, and what reassures: next to nothing, of the weights of the end."""
-    calm = {n for n, one in best.items() if excess[n] <= NEXT_TO_NONE and not one.attack.stale}
+    calm = {
+        n
+        for n, one in best.items()
+        if excess[n] <= NEXT_TO_NONE and not one.attack.stale and not _blind(n, shared)
+    }
     alarming = [text for name, text in results.items() if name not in calm]
     return alarming, [text for name, text in results.items() if name in calm]
+
+
+def _blind(family: str, shared: Sequence[_Measured]) -> list[AttackSummary]:
+    """Return the attacks by which a family's low numbers say nothing: their controls are low too.
+
+    As in a gate, an attack whose control is low does not count where another one that reads the
+    same has a control that is not.
+    """
+    rivals = [one for one in shared if one.family == family]
+    if any(one.attack.above_chance > HIGH for one in rivals):
+        return []
+    seeing = [one for one in rivals if one.attack.looks and not one.attack.is_blind]
+    return [
+        one.attack
+        for one in rivals
+        if one.attack.is_blind and not any(_reads_the_same(one, other) for other in seeing)
+    ]
+
+
+def _reads_the_same(one: _Measured, other: _Measured) -> bool:
+    """Return whether two attacks of a run read something in common at one stage."""
+    attacks = one.attack, other.attack
+    same = one.fit is other.fit and attacks[0].stage == attacks[1].stage
+    return same and not set(attacks[0].reads).isdisjoint(attacks[1].reads)
 
 
 def _families(measured: Sequence[_Measured]) -> dict[str, Family]:
@@ -309,7 +344,7 @@ def _best(shared: Sequence[_Measured]) -> dict[str, _Measured]:
     excess = _excess(best, shared)
 
     def rank(name: str) -> tuple[bool, bool, float]:
-        little = excess[name] <= NEXT_TO_NONE
+        little = excess[name] <= NEXT_TO_NONE and not _blind(name, shared)
         return little, little and best[name].attack.conclusive is not False, -excess[name]
 
     return {name: best[name] for name in sorted(best, key=rank)}
@@ -390,6 +425,15 @@ def _result(best: _Measured, shared: Sequence[_Measured], fits: Sequence[FitSumm
         }[attack.dishonest]
     )
     run = f", run {_name(best.fit, fits)}" if len(fits) > 1 else ""
+    blind = _blind(best.family, shared)
+    notes = " ".join(
+        f"{one.name}: {one.control_note}"
+        + (f", at {one.blind} of {one.looks} measurements." if one.looks > 1 else ".")
+        for one in blind
+    )
+    if attack in blind:
+        unknown = f"How far {source} gives away {attack.family.tested} is unknown{run}."
+        return f"{unknown} {notes}"
     first = "The last" if attack.stage == RELEASED else "Mean"
     sure = f"{first} of {attack.looks} measurements" if attack.looks > 1 else "One measurement"
     if len(attack.clients) > 1:
@@ -408,7 +452,18 @@ def _result(best: _Measured, shared: Sequence[_Measured], fits: Sequence[FitSumm
             f". The last 95% interval ({attack.last.low:.2f} to {attack.last.high:.2f}) includes "
             f"{attack.chance:.2f}, guessing: not conclusive"
         )
-    return f"From {source}, {server} could {_deed(attack)} ({attack.name}{run}). {sure}."
+    sure += _beside_control(attack)
+    result = f"From {source}, {server} could {_deed(attack)} ({attack.name}{run}). {sure}."
+    return f"{result} More is unknown. {notes}" if blind else result
+
+
+def _beside_control(attack: AttackSummary) -> str:
+    """Return what the control of a low number says, after it."""
+    if attack.control_note and not attack.blind:
+        return f". {attack.control_note[0].upper()}{attack.control_note[1:]}"
+    if attack.control is None or attack.above_chance > HIGH:
+        return ""
+    return f". Of known {attack.family.known} in the same step it reads {attack.control:.2f}"
 
 
 def _much_higher(

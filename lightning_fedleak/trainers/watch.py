@@ -423,7 +423,8 @@ class Watch:
             batch: as the loop gives it to the model.
 
         Raises:
-            BatchError: the first batch cannot be read; shows a ``batch_adapter`` to copy.
+            BatchError: neither the graph of the first look nor its batch can be read; shows a
+                ``batch_adapter`` to copy.
             LeakageLimitExceeded: a gate with ``action="raise"`` found too much.
             RuntimeError: the run has not begun; or an optimizer steps outside of this block.
         """

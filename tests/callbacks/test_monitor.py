@@ -335,18 +335,32 @@ class Texts:
     targets: torch.Tensor
 
 
-def test_a_batch_of_one_s_own_type_is_refused_before_anything_is_calibrated(tmp_path):
-    class Typed(CausalLMModule):
-        def training_step(self, batch: Texts, batch_idx: int) -> torch.Tensor:
-            return self.model(input_ids=batch.tokens, labels=batch.targets).loss
+class Typed(CausalLMModule):
+    def training_step(self, batch: Texts, batch_idx: int) -> torch.Tensor:
+        return self.model(input_ids=batch.tokens, labels=batch.targets).loss
 
-    probe = Probe()
+
+def loader_of_texts() -> DataLoader:
+    ids = torch.randint(5, 90, (4, 9), generator=torch.Generator().manual_seed(0))
+    return DataLoader([Texts(ids, ids)], batch_size=None)
+
+
+def test_a_batch_of_one_s_own_type_needs_no_adapter(tmp_path):
+    monitor = LeakageMonitor(Probe())
+    fit([monitor], tmp_path, module=Typed(tiny_gpt2().train()), loader=loader_of_texts())
+    assert (monitor.looks, monitor.failures) == (1, 0)
+    assert monitor.latest["leakage/probe/recall"] > 0
+
+
+def test_a_batch_of_one_s_own_type_is_refused_before_anything_is_calibrated(tmp_path):
+    """Where a compiled model shows no graph."""
+    probe, compiled = Probe(), tiny_gpt2().train()
+    compiled.compile(backend="eager")
     with pytest.raises(BatchError, match=r"takes a Texts(?s:.*)input_ids=batch\.tokens") as refused:
-        fit([LeakageMonitor(probe)], tmp_path, module=Typed(tiny_gpt2().train()))
+        fit([LeakageMonitor(probe)], tmp_path, module=Typed(compiled))
     assert "labels=batch.targets" in str(refused.value)
     assert probe.prepared == 0
-    ids = torch.randint(5, 90, (4, 9), generator=torch.Generator().manual_seed(0))
-    loader = DataLoader([Texts(ids, ids)], batch_size=None)
+    loader = loader_of_texts()
     monitor = LeakageMonitor(
         probe,
         settings=MonitorSettings(

@@ -30,13 +30,20 @@ def read(f1: float) -> Outcome:
     return Outcome(dict.fromkeys(METRICS, rate), 3)
 
 
+def channel_of(family: str) -> Any:
+    """Return what results ask of a channel."""
+    return SimpleNamespace(
+        family=family, headline="f1", metrics=METRICS, gives_control=lambda attack: False
+    )
+
+
 def worst(
     outcomes: dict[Series, Outcome],
     shared: bool = True,
     untested: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, float]:
-    channel = SimpleNamespace(family="words", headline="f1", metrics=METRICS, controlled=True)
-    results = Results({A: channel, B: channel, LOCAL: channel})  # type: ignore[dict-item]
+    channel = channel_of("words")
+    results = Results({A: channel, B: channel, LOCAL: channel})
     results.untested = untested
     results.add(Look(0), outcomes, {}, shared=shared)
     found = {n: v for n, v in results.latest.items() if n.startswith(WORDS)}
@@ -108,9 +115,13 @@ def test_a_gate_names_the_argument_that_is_missing(bound: str) -> None:
 
 
 def test_it_stays_where_only_another_family_has_news() -> None:
-    words = SimpleNamespace(family="words", headline="f1", metrics=METRICS, controlled=False)
-    other = SimpleNamespace(family="membership", headline="f1", metrics=METRICS, controlled=False)
-    results = Results({A: words, B: other})  # type: ignore[dict-item]
+    words = SimpleNamespace(
+        family="words", headline="f1", metrics=METRICS, gives_control=lambda name: False
+    )
+    other = SimpleNamespace(
+        family="membership", headline="f1", metrics=METRICS, gives_control=lambda name: False
+    )
+    results = Results({A: words, B: other})
     results.add(Look(0), {A: read(0.4), B: pending("not yet")}, {})
     results.add(Look(3), {B: FAILED}, {})
     assert results.latest[WORDS] == 0.4

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,8 +23,13 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     WordGuess,
 )
+from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.looks.channels.control import Controls
+from lightning_fedleak.report import findings, read
 from lightning_fedleak.trainers import Threshold, Watch
+from tests.callbacks.runs import fit
+from tests.callbacks.test_monitor import charts_and_tags
+from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2, tiny_llama
 
 STEPS = 4
@@ -299,3 +305,19 @@ def test_an_attack_for_uneven_losses_chooses_itself_where_labels_weigh_unevenly(
         model = tiny_gpt2(tied=False, dropout=0.0)
         watch = watched(tmp_path / name, "auto", model=model, rows=2, loss=loss, steps=1)
         assert ("leakage/reveal_labels/f1" in watch.latest) == (name == "weighted")
+
+
+def test_the_page_and_the_table_of_a_run_with_controls(tmp_path: Path) -> None:
+    board = TensorBoardLogger(tmp_path)
+    monitor = LeakageMonitor(Partial(), every_n_steps=1)
+    module = CausalLMModule(tiny_gpt2(tied=False, dropout=0.0).train())
+    fit([monitor], tmp_path, logger=board, module=module)
+    charts, logged, _ = charts_and_tags(board)
+    named = {s.value for chart in charts for s in chart.margin.series}
+    name = "leakage/partial/control"
+    assert name in named & logged & set(monitor.engine.metric_names())
+    table = monitor.to_dataframe()
+    shown = table[table.metric == "f1_of_control"]
+    assert shown.value.tolist()[-1] == monitor.latest[name]
+    [attack] = findings(read([Path(board.log_dir)])).runs[0].attacks
+    assert attack.control == monitor.latest[name]

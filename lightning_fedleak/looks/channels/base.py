@@ -409,6 +409,10 @@ class Channel(ABC):
         """Return the rates of a guess against the truth of this process so far in the look."""
         return {}
 
+    def gives_control(self, attack: str) -> bool:
+        """Return whether an attack is given the control of a look, by its name."""
+        return self.controlled and any(a.name == attack and a.needs_control for a in self.attacks)
+
     def control_rates(
         self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
     ) -> Mapping[str, float] | Unknown | Waiting:

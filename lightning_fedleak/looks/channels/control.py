@@ -98,9 +98,9 @@ class Controls:
         """Return the channel of an attack, if it is given controls."""
         owners = (c for s, c in self._series.items() if s.attack == plan.attack.name)
         channel = next(owners, None)
-        if channel is None or not channel.controlled or not plan.exposed or not plan.roles:
+        if channel is None or not plan.exposed or not plan.roles or plan.attack.sends_values:
             return None
-        return channel if plan.attack.needs_control and not plan.attack.sends_values else None
+        return channel if channel.gives_control(plan.attack.name) else None
 
     def _is_due(self, look: Look, plan: Plan, channel: Channel) -> bool:
         """Return whether an attack's number of this look needs a control of this look.

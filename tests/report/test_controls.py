@@ -1,0 +1,158 @@
+"""A low number in a report counts only as far as the control of its look is high."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_fedleak.cli import main
+from lightning_fedleak.records import as_json, judged
+from lightning_fedleak.report import findings, model_card, page, read
+from lightning_fedleak.report.findings import Findings
+from tests.report.lines import about, begin, result, written
+
+
+def words(step: int, f1: float, name: str = "flatchat", **controls: float | None) -> dict[str, Any]:
+    """Return a line of an attack on words; a control by its end of the name."""
+    ends = {f"f1_of_{end}": value for end, value in controls.items()}
+    return result(step, name, f1=f1, recall=f1, precision=f1, **ends)
+
+
+def found_in(folder: Path, *lines: dict[str, Any], **facts: Any) -> Findings:
+    return findings(read([written(folder, lines, [begin(**facts)])]))
+
+
+@pytest.mark.parametrize("f1", [0.0, 0.05, 0.22, 0.45])
+def test_a_low_number_of_a_low_control_is_neither_low_nor_safe(tmp_path: Path, f1: float) -> None:
+    found = found_in(tmp_path, words(0, f1, control=0.3))
+    [attack] = found.runs[0].attacks
+    assert (attack.control, attack.blind, attack.is_blind) == (0.3, 1, True)
+    first = found.verdict.sentences[0]
+    assert first.startswith("How far one shared update gives away which words are in a batch is ")
+    assert f"it reads {f1:.2f}, and 0.30 of known words in the same step" in first
+    assert "cannot show more than 0.30" in first
+    assert "few" not in first
+    assert "next to none" not in found.verdict.sentence
+    assert found.verdict.level == "unknown"
+    assert "which reads little here even of what is known" in " ".join(found.next_steps)
+    for text in (page(found), json.dumps(as_json(found)), model_card(found)):
+        assert "0.30 of known words in the same step" in text
+
+
+def test_a_low_number_of_a_high_control_reads_as_before_with_the_control_beside_it(
+    tmp_path: Path,
+) -> None:
+    found = found_in(tmp_path, words(0, 0.05, control=1.0))
+    last = next(one for one in found.verdict.sentences if "flatchat" in one)
+    assert "next to none of a batch's distinct tokens" in last
+    assert last.endswith("Of known words in the same step it reads 1.00.")
+    assert found.verdict.level == "some"
+    assert '<td class="number">1.000</td>' in page(found)
+    assert "ring: its control" in page(found)
+
+
+def test_what_could_be_read_here_scales_a_number(tmp_path: Path) -> None:
+    """0.45 of 0.6 is 0.75, which is high; the gate at 0.5 counts the same."""
+    found = found_in(tmp_path, words(0, 0.45, control=0.6))
+    [attack] = found.runs[0].attacks
+    counted = judged(0.45, 0.6, at_most=0.5, chance=0.0)
+    assert attack.above_chance == pytest.approx(counted.value) == pytest.approx(0.75)
+    assert found.verdict.level == "high"
+    assert (
+        "0.60 of known words in the same step, so that it counts as 0.75"
+        in (found.verdict.sentences[0])
+    )
+
+
+def test_a_low_number_of_a_batch_above_capacity_is_low_by_aggregation(tmp_path: Path) -> None:
+    found = found_in(tmp_path, words(0, 0.05, control=0.3, a_part=0.9))
+    [attack] = found.runs[0].attacks
+    assert (attack.blind, attack.by_aggregation, attack.control_of_a_part) == (0, 1, 0.9)
+    assert "Low by aggregation: it reads 0.05" in found.verdict.sentence
+    assert found.verdict.level == "some"
+    assert "0.300, of a part 0.900" in page(found)
+
+
+def test_a_control_that_could_not_be_read_makes_a_low_number_unknown(tmp_path: Path) -> None:
+    found = found_in(tmp_path, words(0, 0.05, control=None))
+    assert "its control could not be read" in found.verdict.sentences[0]
+    assert found.verdict.level == "unknown"
+
+
+def test_a_high_number_needs_no_control(tmp_path: Path) -> None:
+    found = found_in(tmp_path, words(0, 0.8, control=0.3))
+    assert "recover 80%" in found.verdict.sentences[0]
+    assert found.verdict.level == "high"
+    assert found.runs[0].attacks[0].blind == 0
+
+
+def test_an_area_counts_from_one_half_on(tmp_path: Path) -> None:
+    line = result(0, "fc", auc=(0.55, 0.3, 0.8), auc_of_control=0.6)
+    found = found_in(tmp_path, line, attacks=[about("fc", "membership")])
+    assert "0.55, and 0.60 of known texts in the same step" in found.verdict.sentences[0]
+    line = result(0, "fc", auc=(0.55, 0.3, 0.8), auc_of_control=0.9)
+    found = found_in(tmp_path / "b", line, attacks=[about("fc", "membership")])
+    assert found.runs[0].attacks[0].blind == 0
+
+
+def test_another_attack_that_reads_the_same_counts_in_its_place(tmp_path: Path) -> None:
+    pair = [about("flatchat", "words"), about("sees", "words")]
+    lines = (words(0, 0.05, control=0.1), words(0, 0.04, "sees", control=1.0))
+    found = found_in(tmp_path / "same", *lines, attacks=pair)
+    assert found.verdict.level == "some"
+    assert "next to none" in found.verdict.sentence
+    other = [pair[0], pair[1] | {"reads": ["b.weight"]}]
+    found = found_in(tmp_path / "other", *lines, attacks=other)
+    assert found.verdict.level == "unknown"
+    lines = (words(0, 0.02, control=0.1), words(0, 0.04, "sees", control=1.0))
+    found = found_in(tmp_path / "less", *lines, attacks=other)
+    assert "More is unknown. flatchat: it reads 0.02" in found.verdict.sentence
+
+
+@pytest.mark.parametrize("metric", ["leakage/worst/words", "leakage/flatchat/f1"])
+def test_the_limit_is_that_of_the_gate(tmp_path: Path, metric: str) -> None:
+    gate = {"name": "g", "metric": metric, "at_most": 0.2}
+    found = found_in(tmp_path, words(0, 0.05, control=0.3), gates=[gate])
+    [attack] = found.runs[0].attacks
+    assert attack.blind == 0
+    assert attack.above_chance == pytest.approx(0.05 / 0.3)
+
+
+def test_each_look_is_judged_by_its_own_control(tmp_path: Path) -> None:
+    lines = [words(0, 0.1, control=1.0), words(1, 0.1, control=0.2), words(2, 0.1, control=0.9)]
+    [attack] = found_in(tmp_path, *lines).runs[0].attacks
+    assert (attack.looks, attack.blind, attack.control) == (3, 1, 0.9)
+    assert "0.20 of known words" in attack.control_note
+
+
+def test_runs_without_controls_read_as_before(tmp_path: Path) -> None:
+    found = found_in(tmp_path, words(0, 0.05))
+    [attack] = found.runs[0].attacks
+    assert (attack.control, attack.control_note, attack.blind) == (None, "", 0)
+    assert attack.above_chance == 0.05
+    html = page(found)
+    assert "control" not in html.lower().replace("controls", "")
+    assert found.verdict.level == "some"
+
+
+def test_compare_says_that_a_change_to_a_blind_number_says_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    written(tmp_path / "a", [words(0, 0.9, control=1.0)], [begin()])
+    written(tmp_path / "b", [words(0, 0.1, control=0.3, a_part=0.4)], [begin()])
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "control 1.000" in text
+    assert "control 0.300" in text
+    assert "-0.800 (says nothing: a control is low)" in text
+    assert "cannot show more than 0.30" in text
+
+
+def test_a_number_that_is_unknown_has_no_control_note(tmp_path: Path) -> None:
+    [attack] = found_in(tmp_path, result(0), words(1, math.nan)).runs[0].attacks
+    assert (attack.looks, attack.control_note) == (0, "")

@@ -56,7 +56,7 @@ from lightning_fedleak.attacks import (
     SubspaceTexts,
     SubspaceWords,
 )
-from lightning_fedleak.looks.control import Controls
+from lightning_fedleak.looks.channels.control import Controls
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
 
 SMOKE = ("--runs 10",)

@@ -3,9 +3,9 @@
 It knows neither Lightning nor Flower: whoever trains is a :class:`Run`. What a face needs is here.
 """
 
+from lightning_fedleak.defenses.dp_optimizers import declared as declared
 from lightning_fedleak.looks.channels import Channel as Channel
 from lightning_fedleak.looks.channels.base import family_of as family_of
-from lightning_fedleak.looks.dp_optimizers import declared as declared
 from lightning_fedleak.looks.engine import Engine as Engine
 from lightning_fedleak.looks.facts import optimizers_of as optimizers_of
 from lightning_fedleak.looks.gates import LeakageLimitExceeded as LeakageLimitExceeded

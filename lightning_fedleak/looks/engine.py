@@ -152,7 +152,7 @@ class Engine:
             after_look: is called after each look.
             logs: names of the values that it logs then, for TensorBoard's page.
             threshold: name of the value that it judges, and what is allowed: controls must exceed
-                it, see :mod:`lightning_fedleak.looks.control`.
+                it, see :mod:`lightning_fedleak.looks.channels.control`.
             facts: what ``run.jsonl`` records of the subscriber, a gate.
             before_first: is called once it is known what is read, before the first step.
             after_training: is called when training ends, after the last results.

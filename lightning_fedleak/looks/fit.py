@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.compression import AVERAGED
 from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.looks.channels.base import Channel, Plan
-from lightning_fedleak.looks.control import Controls
-from lightning_fedleak.looks.dp_optimizers import OptimizerDP
+from lightning_fedleak.looks.channels.control import Controls
 from lightning_fedleak.looks.lineup import Lineup
 from lightning_fedleak.looks.log import accounting
 from lightning_fedleak.looks.options import Options

@@ -21,7 +21,7 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks import Capability, UnusableObservation
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
-from lightning_fedleak.looks.dp_optimizers import OptimizerDP
+from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, NotYet, Stage
 from lightning_fedleak.taps import ChangedInPlace, ReadCall, UpdateError, before_real_step
@@ -401,7 +401,9 @@ class Series:
 
 @dataclass(frozen=True)
 class Control:
-    """What an attack reads where the words are known, see :mod:`lightning_fedleak.looks.control`.
+    """What an attack reads where the words are known.
+
+    See :mod:`lightning_fedleak.looks.channels.control`.
 
     Attributes:
         rates: by metric; NaN where the control could not be read.

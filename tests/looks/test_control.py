@@ -22,7 +22,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     WordGuess,
 )
-from lightning_fedleak.looks.control import Controls
+from lightning_fedleak.looks.channels.control import Controls
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.helpers.models import tiny_gpt2, tiny_llama
 
@@ -215,7 +215,7 @@ def test_weights_that_belong_to_words_are_drawn_both_ways(
         logits = model(input_ids=ids).logits[:, :-1]
         return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), weight=original)
 
-    from lightning_fedleak.looks import control
+    from lightning_fedleak.looks.channels import control
 
     real = control.draw_words
 

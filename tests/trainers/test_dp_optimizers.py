@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lightning_fedleak import BagOfWords, FCMembership, LeakageMonitor
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT
 from lightning_fedleak.defenses import DefenseContext, GradientNoise
+from lightning_fedleak.defenses.dp_optimizers import declared
 from lightning_fedleak.looks import Games
-from lightning_fedleak.looks.dp_optimizers import declared
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers import LeakageCallback, Watch
 from tests.callbacks.runs import Probe

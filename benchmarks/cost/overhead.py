@@ -38,7 +38,7 @@ from lightning_fedleak import AlignedFlatChat, FlatChat, LeakageMonitor, PublicT
 from lightning_fedleak.attacks import PrefixInversion
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.texts import base as sent
-from lightning_fedleak.looks.control import Controls
+from lightning_fedleak.looks.channels.control import Controls
 
 SMOKE = (
     "--model {model} --steps 1 --shape 2x8 --attacks flatchat,sign,membership,inversion "

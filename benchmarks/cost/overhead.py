@@ -5,11 +5,12 @@
     python -m benchmarks.cost.overhead --attacks inversion --layer 2 --budget 1
     python -m benchmarks.cost.overhead --memory              # peak resident memory, two processes
 
-Three kinds of steps take turns: ``off`` (the monitor's hooks return at once), ``idle`` (the
-monitor is there, the step is not looked at) and ``look`` (every attack runs). Medians, and ratios
-to ``off``, with a bootstrap 95% interval, of elapsed and of processor time; the latter is the one
-to read where others use the machine too. The processor time in the monitor's own hooks is printed
-as well: its share of a step is known far more closely than a difference of two steps.
+Four kinds of steps take turns: ``off`` (the monitor's hooks return at once), ``idle`` (the
+monitor is there, the step is not looked at), ``look`` (every attack runs) and ``control`` (every
+attack runs, and reads the control of the look besides). Medians, and ratios to ``off``, with a
+bootstrap 95% interval, of elapsed and of processor time; the latter is the one to read where others
+use the machine too. The processor time in the monitor's own hooks is printed as well: its share of
+a step is known far more closely than a difference of two steps.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as L
 import torch
@@ -36,6 +38,7 @@ from lightning_fedleak import AlignedFlatChat, FlatChat, LeakageMonitor, PublicT
 from lightning_fedleak.attacks import PrefixInversion
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.texts import base as sent
+from lightning_fedleak.looks.channels.control import Controls
 
 SMOKE = (
     "--model {model} --steps 1 --shape 2x8 --attacks flatchat,sign,membership,inversion "
@@ -43,7 +46,7 @@ SMOKE = (
     "--memory --model {model} --shape 2x8 --layer 1 --device cpu --out {out}",
 )
 
-ARMS = ("off", "idle", "look")
+ARMS = ("off", "idle", "look", "control")
 
 
 class FineTuning(L.LightningModule):
@@ -87,7 +90,7 @@ class InTurn(LeakageMonitor):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.now = self.arm(trainer)
-        self.engine.options.cadence.next_step = trainer.global_step + (self.now != "look")
+        self.engine.options.cadence.next_step = trainer.global_step + (self.now in ("off", "idle"))
         if self.now != "off":
             with self.owned():
                 super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -184,7 +187,8 @@ def timed(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float, f
     _, vocab = build(arguments)
     monitor = InTurn(ARMS, attacks(arguments, vocab))
     clock = Clock(monitor, torch.device(arguments.device), warmup=2 * len(ARMS))
-    fit(arguments, [clock, monitor], len(ARMS) * (arguments.steps + 2) + 1)
+    with patch.object(Controls, "_is_due", lambda *_: monitor.now == "control"):
+        fit(arguments, [clock, monitor], len(ARMS) * (arguments.steps + 2) + 1)
     return clock.times
 
 
@@ -207,8 +211,10 @@ def time_steps(arguments: argparse.Namespace) -> None:
             )
         average = (medians["look"] + 49 * medians["idle"]) / 50 / plain
         print(f"| {name} | one look in 50 steps | | | {average:.4f} | |")
+        more = (medians["control"] - medians["look"]) / plain
+        print(f"| {name} | a control, in plain steps | | | {more:.4f} | |")
     print("\nProcessor time in the monitor's own hooks (median), and the plain step with it:")
-    for arm in ("idle", "look"):
+    for arm in ("idle", "control", "look"):
         own = statistics.median(row[2] for row in found[arm])
         print(f"{arm} {own * 1e3:.2f} ms, {1 + own / plain:.4f}")
     print(f"one look in 50 steps {1 + own / 50 / plain:.4f}")

@@ -1,0 +1,120 @@
+"""How often a gate is silent on noise alone: short runs of DP-SGD at epsilon 2.
+
+    python -m benchmarks.defenses.null_runs                 # a hundred runs, 12 minutes
+    python -m benchmarks.defenses.null_runs --without       # the same runs without the defence
+
+Each run trains a tiny Llama, whole or by LoRA, on texts of its own for a few steps under
+``DPSGD(target_epsilon=2)``, and looks at every other one. A gate at .5 on ``leakage/worst/words``
+should be silent: nothing is read through the noise, and the control of the looks says that words
+would have been read without it. A gate that fires on *unknown* is not silent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import math
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
+from lightning_fedleak.attacks import HONEST_BUT_CURIOUS
+from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.defenses import mean_of_sample_means
+
+SMOKE = ("--runs 2",)
+
+VOCABULARY, TEXTS, LENGTH, BATCH, STEPS, AT_MOST = 512, 96, 12, 8, 10, 0.5
+WORST = "leakage/worst/words"
+
+
+class Module(L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.model(input_ids=batch["input_ids"]).logits
+        return mean_of_sample_means(logits, batch["labels"], causal=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], 1e-3)
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 32}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **size, **heads))
+    if seed % 2:
+        targets = ["q_proj", "v_proj"]
+        model = get_peft_model(model, LoraConfig(r=16, target_modules=targets, lora_alpha=32))
+        with torch.no_grad():  # as an adapter that is trained further
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter += 0.02 * torch.randn_like(parameter)
+    return model.train()
+
+
+def run(seed: int, defended: bool) -> tuple[str, dict[str, float], float]:
+    """Return how a run's gate ended, its controls, and the worst at its last look."""
+    model = model_of(seed)
+    ids = torch.randint(3, VOCABULARY, (TEXTS, LENGTH))
+    rows = [{"input_ids": x, "labels": x} for x in ids]
+    gate = RiskGate(WORST, at_most=AT_MOST, action="warn")
+    settings = MonitorSettings(assume=HONEST_BUT_CURIOUS, cache=False)
+    monitor = LeakageMonitor(every_n_steps=2, settings=settings)
+    defense = DPSGD(max_grad_norm=1.0, target_epsilon=2, target_delta=1 / TEXTS**1.1)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            max_steps=STEPS, accelerator="cpu", logger=False, callbacks=[monitor, gate],
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=folder, strategy=DefendedStrategy("auto", [defense] * defended),
+        )  # fmt: skip
+        trainer.fit(Module(model), DataLoader(rows, batch_size=BATCH, shuffle=True))
+    shown = monitor.latest
+    controls = {n.split("/")[1]: v for n, v in shown.items() if n.endswith("/control")}
+    event = gate.fired
+    ended = "silent"
+    if event is not None:
+        ended = f"unknown ({event.why})" if math.isnan(event.value) else "fired"
+    return ended, controls, shown.get(WORST, math.nan)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--without", action="store_true", help="without the defence")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    began, ends, above, highest = time.monotonic(), Counter[str](), 0, 0.0
+    for seed in range(options.runs):
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            ended, controls, worst = run(seed, not options.without)
+        ends[ended] += 1
+        above += ended == "silent" and any(value > AT_MOST for value in controls.values())
+        highest = max(highest, worst)
+        if ended != "silent" or options.runs <= 2:
+            print(f"run {seed}: {ended}, worst {worst:.3f}, controls {controls}", flush=True)
+    print(f"{options.runs} runs, {time.monotonic() - began:.0f} s: {dict(ends)}")
+    print(f"silent with a control above {AT_MOST}: {above}; highest worst at an end: {highest:.3f}")
+    return int(not options.without and above < 0.95 * options.runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

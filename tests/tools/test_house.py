@@ -7,25 +7,25 @@ from tests.tools import house
 # What the package holds at most. A ceiling may fall, and rises for a new feature alone: the attacks
 # on the trained weights and their report took 1,950 lines of code, whole texts behind crafted
 # bottlenecks 310; the truth off a step's graph, controls, DP optimizers of other libraries, watches
-# that end no training and metrics between looks 2,350.
+# that end no training, metrics between looks, intervals of one look and copies of texts 3,050.
 CEILINGS = {
-    "code": 53_400,
-    "longest": 880,
-    "long": 10,
-    "imports": 32,
+    "code": 54_100,
+    "longest": 900,
+    "long": 13,
+    "imports": 36,
     "most_imports": 15,
     "callbacks": 0,
     "circles": 0,
     "parameters": 20,
     "most_parameters": 12,
-    "complexity": 10,
+    "complexity": 11,
     "public": 5,
     "private": 3,
     "names": 0.005,
     "fragments": 0.005,
     "examples": 0,
     "constants": 5,
-    "any": 84,
+    "any": 85,
 }
 
 

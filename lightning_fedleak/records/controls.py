@@ -59,13 +59,13 @@ def judged(
         value: of a metric; NaN is unknown.
         control: what the attack reads in the same step where the truth is known; NaN where that
             could not be read, None where it is given no control.
-        at_most: the limit.
+        at_most: the limit; 1 allows everything.
         chance: the metric's value of an attack that knows nothing.
         part: the control of a part of the batch; NaN where none was tried.
         known: what is known in the control, a plural.
         failure: why the control could not be read.
     """
-    if control is None or math.isnan(value) or value > at_most or control >= 1:
+    if at_most >= 1 or control is None or math.isnan(value) or value > at_most or control >= 1:
         return Judgement(value)
     read = f"it reads {value:.2f}, and {control:.2f} of known {known} in the same step"
     if control > at_most:

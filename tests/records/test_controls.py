@@ -76,3 +76,7 @@ def test_an_area_counts_from_one_half_on(value: float, control: float, at_most: 
 
 def test_half_of_the_way_from_chance_is_the_limit_where_no_gate_names_one() -> None:
     assert [default_limit(chance) for chance in (0.0, 0.5)] == [0.5, 0.75]
+
+
+def test_a_limit_of_one_allows_everything() -> None:
+    assert judged(0.2, 0.1, at_most=1.0, chance=0.0).value == 0.2

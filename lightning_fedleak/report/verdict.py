@@ -7,15 +7,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_fedleak.records import STANDARD_FAMILIES, Family
-from lightning_fedleak.report.attacks import RELEASED, UNKNOWN_FAMILY, AttackSummary
+from lightning_fedleak.report.attacks import (
+    NEXT_TO_NONE,
+    RELEASED,
+    SHOWN,
+    UNKNOWN_FAMILY,
+    AttackSummary,
+)
 from lightning_fedleak.report.bounds import JointAccount
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.logs import grouped
 from lightning_fedleak.report.privacy import Account
 from lightning_fedleak.report.wording import FOR_UNIT, TRUST, digits, percent
-
-NEXT_TO_NONE = 0.1
-"""An attack that reads no further above chance read next to nothing. Not tuned."""
 
 _DEFENSE = (
     "Trainer(strategy=DefendedStrategy('auto', defenses=[DPSGD(1.0, target_epsilon=8, "
@@ -157,7 +160,10 @@ def _about_epsilon(fit: FitSummary) -> Iterator[str]:
 MUCH_HIGHER = 0.2
 """A highest look or worst client this much above the mean is named. Not tuned; lower names more."""
 HIGH = 0.5
-"""What read further above chance than this is marked as high. Not tuned; lower marks more."""
+"""What read further above chance than this is marked as high, unless it is not conclusive.
+
+Not tuned; lower marks more.
+"""
 _METRIC = re.compile(r"\{([\w.]+)(%?)\}")
 
 
@@ -219,8 +225,12 @@ def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Report
         sentences = [*alarming, *checks, *unknown, *withheld, *gaps, *reassuring]
     refutations, others = _accounts(fits)
     sentences = [*refutations, *sentences, *_gates(fits), *_privacy(fits, joint), *others]
-    highest = max(excess.values(), default=None)
-    level = "unknown" if highest is None else "high" if highest > HIGH else "some"
+    is_high = any(
+        one.attack.above_chance > HIGH and one.attack.conclusive is not False
+        for one in shared
+        if one.family in excess
+    )
+    level = "high" if is_high else "some" if excess else "unknown"
     level = "high" if refutations else level
     worst = {name: one.value or 0.0 for name, one in best.items()}
     return ReportVerdict(" ".join(sentences), sentences, level, worst)
@@ -403,12 +413,26 @@ def _result(best: _Measured, shared: Sequence[_Measured], fits: Sequence[FitSumm
     sure += _much_higher(best, "of the worst client", [(a.worst_client, a) for a in rivals])
     if attack.visible is not None and attack.headline != attack.family.headline:
         sure += f". A share below {attack.visible:.2f} could not have been seen"
-    if attack.conclusive is False and attack.last is not None:
-        sure += (
-            f". The last 95% interval ({attack.last.low:.2f} to {attack.last.high:.2f}) includes "
-            f"{attack.chance:.2f}, guessing: not conclusive"
-        )
+    sure += _against_guessing(attack)
     return f"From {source}, {server} could {_deed(attack)} ({attack.name}{run}). {sure}."
+
+
+def _against_guessing(attack: AttackSummary) -> str:
+    """Return whether guessing does so well too; nothing where that is no question."""
+    p_value, tested = attack.p_value, attack.p_value is not None
+    if attack.conclusive and attack.chance and p_value is not None and p_value <= SHOWN:
+        return f". Guessing does so well at any measurement with probability {p_value:.1g}"
+    if attack.conclusive is not False:
+        return ""
+    alone = ". No measurement by itself excludes guessing" if tested else ""
+    rate = attack.over_steps if tested else attack.last
+    if not attack.chance or rate is None:
+        return f"{alone}: not conclusive"
+    start, place = (", and the", " over steps") if tested else (". The last", "")
+    return (
+        f"{alone}{start} 95% interval{place} ({rate.low:.2f} to {rate.high:.2f}) includes "
+        f"{attack.chance:.2f}, guessing: not conclusive"
+    )
 
 
 def _much_higher(

@@ -160,7 +160,7 @@ def _about_epsilon(fit: FitSummary) -> Iterator[str]:
 MUCH_HIGHER = 0.2
 """A highest look or worst client this much above the mean is named. Not tuned; lower names more."""
 HIGH = 0.5
-"""What read further above chance than this is marked as high, unless it is not conclusive.
+"""What read further above chance than this is marked as high, unless guessing may do so well.
 
 Not tuned; lower marks more.
 """
@@ -226,7 +226,8 @@ def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Report
     refutations, others = _accounts(fits)
     sentences = [*refutations, *sentences, *_gates(fits), *_privacy(fits, joint), *others]
     is_high = any(
-        one.attack.above_chance > HIGH and one.attack.conclusive is not False
+        one.attack.above_chance > HIGH
+        and (one.attack.conclusive is not False or one.attack.p_value is None)
         for one in shared
         if one.family in excess
     )

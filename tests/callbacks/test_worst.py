@@ -107,8 +107,8 @@ def test_a_gate_names_the_argument_that_is_missing(bound: str) -> None:
 
 
 def test_it_stays_where_only_another_family_has_news() -> None:
-    words = SimpleNamespace(family="words", headline="f1", metrics=METRICS)
-    other = SimpleNamespace(family="membership", headline="f1", metrics=METRICS)
+    words = SimpleNamespace(family="words", headline="f1", metrics=METRICS, controlled=False)
+    other = SimpleNamespace(family="membership", headline="f1", metrics=METRICS, controlled=False)
     results = Results({A: words, B: other})  # type: ignore[dict-item]
     results.add(Look(0), {A: read(0.4), B: pending("not yet")}, {})
     results.add(Look(3), {B: FAILED}, {})
@@ -120,7 +120,8 @@ def engine_of(
     values: dict[str, float], names: tuple[str, ...] = ("a", "b"), why: str = ""
 ) -> SimpleNamespace:
     return SimpleNamespace(
-        results=SimpleNamespace(latest=values, look_values=values, last_step=0),
+        results=SimpleNamespace(latest=values, look_values=values, last_step=0, trials={}),
+        judge_worst=lambda values, at_most: (dict(values), ""),
         unread=lambda name: None,
         untested=lambda name: why,
         record_decision=lambda facts: None,

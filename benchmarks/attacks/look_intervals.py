@@ -3,7 +3,7 @@
     python -m benchmarks.attacks.look_intervals
 
 Three tables: looks in which all members rank above all others; runs in which the attack guesses
-(or reads exactly what the gate allows), and how many of them are called a leak; and how many looks a
+(or reads exactly what the gate allows), and how many of them are called a leak; how many looks a
 gate with ``bound="lower"`` takes. Scores are simulated: normal, rounded (ties), or guesses that
 share most of their error within a look.
 """

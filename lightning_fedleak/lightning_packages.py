@@ -2,14 +2,22 @@
 
 ``lightning`` installs both, and a program may load either. A run uses one of them: that of its
 Trainer. Both are imported here, which takes a tenth of a second more than one, so that a class does
-not depend on what the program imported first.
+not depend on what the program imported first. An import of either moves the log that all messages
+go to, and sets levels of loggers: the second one's import is undone in that.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
+import sys
+import warnings
 from abc import ABCMeta
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Union
+
+from lightning_utilities.core import rank_zero
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -73,6 +81,40 @@ def mixed(name: str, thing: object, counterpart: object) -> str | None:
 def _attribute(package: str, name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(f"{package}.{module}"), attribute)
+
+
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    """Put back what an import of Lightning changes for others: logs, and how warnings are shown."""
+    named = logging.root.manager.loggerDict.values()
+    loggers = [one for one in named if isinstance(one, logging.Logger)]
+    states = [(one, one.level, one.propagate, [*one.handlers]) for one in loggers]
+    names = ("log", "rank_zero_deprecation_category")
+    messages = {name: getattr(rank_zero, name) for name in names}
+    line_of_warning = warnings.formatwarning
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        warnings.formatwarning = line_of_warning
+        for name, value in messages.items():
+            setattr(rank_zero, name, value)
+        for one, level, propagate, handlers in states:
+            one.setLevel(level)
+            one.propagate = propagate
+            one.handlers[:] = handlers
+
+
+def _import_both() -> None:
+    """Import both packages: as the program does what it has or would import, the other unseen."""
+    first = next((package for package in PACKAGES if package in sys.modules), PACKAGES[0])
+    importlib.import_module(first)
+    with _unchanged():
+        for package in PACKAGES:
+            importlib.import_module(package)
+
+
+_import_both()
 
 
 def _home(kind: type) -> str | None:

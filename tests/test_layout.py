@@ -27,6 +27,7 @@ GROUND = {
     "extras",
     "private_files",
     "validate",
+    "messages",
 }
 # What each part of the package may import from the rest of it; absent: everything. A folder's row
 # holds for all below it that has no row.
@@ -37,6 +38,7 @@ ALLOWED = {
     "progress": set(),
     "extras": set(),
     "private_files": set(),
+    "messages": set(),
     "validate": set(),
     "compression": set(),
     "snapshots": {"anatomy", "threats", "batches", "compression"},
@@ -49,6 +51,7 @@ ALLOWED = {
     "defenses": GROUND,
     "strategies": {
         *("defenses", "snapshots", "anatomy", "validate", "taps", "lightning_packages"),
+        "messages",
     },
     "lightning_packages": set(),
     "split": GROUND | {"attacks"},
@@ -62,7 +65,7 @@ ALLOWED = {
     "studies.federation": GROUND
     | {"attacks", "defenses", "canaries", "federation", "looks", "records", "finetuning"},
     "records": GROUND,
-    "report": {"records", "auditing", "defenses"},
+    "report": {"records", "auditing", "defenses", "messages"},
     # "" is the package itself, whose version a stored calibration names.
     "looks": GROUND | {"", "attacks", "metrics", "defenses", "canaries", "records", "auditing"},
     "callbacks": GROUND

@@ -137,24 +137,39 @@ class Place:
     side: Literal["input", "output"]
 
     def on_states(
-        self, function: Callable[[Any], Tensor | None], *, first: bool = False
+        self,
+        function: Callable[[Any], Tensor | None],
+        *,
+        first: bool = False,
+        failed: Callable[[Exception], None] | None = None,
     ) -> RemovableHandle:
         """Call a function with the hidden states of every forward, until the handle is removed.
 
         Args:
             function: gets the states. What it returns replaces them; None leaves them.
             first: call it before the hooks that are there.
+            failed: takes what is raised, and the states are left; None lets it end the forward.
         """
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            states = function(states_in(args, kwargs))
-            return None if states is None else with_states_in(args, kwargs, states)
+            try:
+                states = function(states_in(args, kwargs))
+                return None if states is None else with_states_in(args, kwargs, states)
+            except Exception as error:
+                if failed is None:
+                    raise
+                return failed(error)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def behind(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-            states = function(states_out(output))
-            return None if states is None else with_states_out(output, states)
+            try:
+                states = function(states_out(output))
+                return None if states is None else with_states_out(output, states)
+            except Exception as error:
+                if failed is None:
+                    raise
+                return failed(error)
 
         if self.side == "input":
             return self.module.register_forward_pre_hook(before, prepend=first, with_kwargs=True)

@@ -59,6 +59,8 @@ class WordGuess(Guess):
         certified: whether the adversary can verify that no type is missing; None if the attack has
             no certificate.
         capacity: how many types the attack can tell apart; None if that is unknown.
+        silent: (m,) tokens that may be missing although the rest is certified, since they would
+            leave no trace; None where nothing is certified.
     """
 
     types: Tensor
@@ -67,6 +69,7 @@ class WordGuess(Guess):
     surface: str = "output"
     certified: bool | None = None
     capacity: float | None = None
+    silent: Tensor | None = None
 
 
 @dataclass(frozen=True)

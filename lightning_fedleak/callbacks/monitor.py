@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +31,7 @@ from lightning_fedleak.looks import (
     to_dataframe,
 )
 from lightning_fedleak.report import write_at_end
+from lightning_fedleak.taps import before_real_step, real_optimizer
 from lightning_fedleak.validate import (
     check_choice,
     check_names,
@@ -64,7 +66,8 @@ class MonitorSettings(LookSettings):
         client: who is a client: ``"rank"`` (each process) or ``"world"`` (all processes are one
             company's; shared is then the reduced gradient). None: as the strategy says, else
             ``"rank"``.
-        utility: names among ``trainer.callback_metrics`` to repeat as ``utility/<name>``.
+        utility: names among ``trainer.callback_metrics`` to repeat as ``utility/<name>`` at looks,
+            and where a validation or an epoch changed them; their best is logged at the end.
         head_own_part: attack the head's own part of a tied matrix as well, logged as
             ``leakage_local/<attack>_head_only``: the worst case, which no adversary sees.
         memorization: how the trained weights are tested, see
@@ -210,6 +213,7 @@ class LeakageMonitor(EitherCallback):
             reveal=reveal,
         )
         self.engine = Engine(selection, options)
+        self._removers: list[Callable[[], None]] = []
         self.report = report
         self.log_dir = None if log_dir is None else Path(log_dir)
         self._settings = settings
@@ -386,6 +390,17 @@ class LeakageMonitor(EitherCallback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers how many looks came before this fit, and where it starts."""
         self.engine.training_begins()
+        for optimizer in map(real_optimizer, trainer.optimizers):
+            if optimizer not in trainer.optimizers:  # it knows itself whether it skips the step
+                steps = partial(self.engine.optimizer_steps, optimizer)
+                self._removers.append(before_real_step(optimizer, steps))
+
+    def _close(self) -> None:
+        """Remove every tap."""
+        removers, self._removers = self._removers, []
+        for remove in removers:
+            remove()
+        self.engine.close()
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -405,7 +420,8 @@ class LeakageMonitor(EitherCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
         """Distinguishes a step from a batch that only adds to it."""
-        self.engine.optimizer_steps(optimizer)
+        if real_optimizer(optimizer) is optimizer:
+            self.engine.optimizer_steps(optimizer)
 
     def on_train_batch_end(
         self,
@@ -418,6 +434,19 @@ class LeakageMonitor(EitherCallback):
         """Logs a look once its optimizer step is over."""
         manual = not pl_module.automatic_optimization
         self.engine.batch_ends(trained=batch is not None and (manual or bool(outputs)))
+        if (every := trainer.log_every_n_steps) and trainer.global_step % every == 0:  # type: ignore[attr-defined]
+            self.engine.metrics_changed()
+
+    # ---- between looks ----------------------------------------------------------------------
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Logs the metrics that a validation has computed."""
+        if not trainer.sanity_checking:
+            self.engine.metrics_changed()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Logs the metrics of an epoch, and what defences have spent until its end."""
+        self.engine.metrics_changed(epoch_ended=True)
 
     # ---- ends and checkpoints ---------------------------------------------------------------
 
@@ -437,7 +466,7 @@ class LeakageMonitor(EitherCallback):
             self._end(type(exception).__name__)
         finally:  # also where a second Ctrl-C ends the report
             _FITS.pop(trainer, None)
-            self.engine.close()
+            self._close()
 
     def _end(self, ending: str) -> None:
         record = self.engine.end(ending)
@@ -447,7 +476,7 @@ class LeakageMonitor(EitherCallback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Removes every tap."""
         _FITS.pop(trainer, None)
-        self.engine.close()
+        self._close()
 
     def state_dict(self) -> dict[str, object]:
         """What a resumed run goes on with: plain numbers, strings and tensors."""

@@ -19,8 +19,16 @@ from lightning_fedleak.attacks import Attack, Capability
 from lightning_fedleak.batches import BatchError, adapter_to_copy
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.lightning_packages import EitherStrategy, both
-from lightning_fedleak.looks import BeforeDefense, Processes, Run, StageReached, optimizers_of
+from lightning_fedleak.looks import (
+    BeforeDefense,
+    Processes,
+    Run,
+    StageReached,
+    declared,
+    optimizers_of,
+)
 from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.taps import real_optimizer
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -55,7 +63,13 @@ class TrainerRun(Run):
         holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
         monitors = (getattr(callback, "monitor", None) for callback in callbacks)
         under_ddp = isinstance(strategy, both("strategies.DDPStrategy"))
-        separates_stages = bool(getattr(strategy, "separates_stages", False))
+        noising = declared(trainer.optimizers, under_ddp=under_ddp)
+        if noising and isinstance(strategy, DefendedStrategy):
+            raise ValueError(
+                f"{noising[0].name} makes its gradient of single examples', so that what the "
+                "defenses of the DefendedStrategy do to gradients would be lost: use one of both"
+            )
+        separates_stages = bool(noising) or bool(getattr(strategy, "separates_stages", False))
         reduced_before = under_ddp and client == "rank" and not separates_stages
         return cls(
             anatomy=anatomy,
@@ -67,7 +81,7 @@ class TrainerRun(Run):
             rank=trainer.global_rank,
             processes=trainer.world_size,
             tokenizers=[getattr(holder, "tokenizer", None) for holder in holders],
-            defenses=defenses_of(trainer),
+            defenses=(*defenses_of(trainer), *noising),
             watched=tuple(name for name in monitors if isinstance(name, str)),
             under_ddp=under_ddp,
             separates_stages=separates_stages,
@@ -75,10 +89,10 @@ class TrainerRun(Run):
             shows_progress=trainer.is_global_zero and trainer.progress_bar_callback is not None,
         )
 
-    def metrics(self, names: Sequence[str]) -> Mapping[str, float]:
+    def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
         """Return those of the Trainer's ``callback_metrics`` that are known by now, by name."""
         logged = self.trainer.callback_metrics
-        return {name: float(logged[name]) for name in names if name in logged}
+        return {name: logged[name] for name in names if name in logged}
 
     def publish(self, values: Mapping[str, float]) -> None:
         """Put values among the Trainer's ``callback_metrics``."""
@@ -89,7 +103,7 @@ class TrainerRun(Run):
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Return the Trainer's optimizers."""
-        return self.trainer.optimizers
+        return [real_optimizer(optimizer) for optimizer in self.trainer.optimizers]
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context of the Trainer's precision."""

@@ -11,9 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_fedleak.finetuning import SourceError
+from lightning_fedleak.records.utility import is_training, title_of
 from lightning_fedleak.report import ReportError, findings, print_card, read, write
-from lightning_fedleak.report.attacks import AttackSummary, Points
-from lightning_fedleak.report.fits import FitSummary
+from lightning_fedleak.report.attacks import AttackSummary
+from lightning_fedleak.report.fits import FitSummary, last_and_best
 from lightning_fedleak.report.wording import in_words, interval, share
 
 
@@ -46,9 +47,8 @@ def compare(options: argparse.Namespace) -> int:
     table = Table(show_lines=True)
     for title in ("measured", escape(str(before)), escape(str(after)), "change"):
         table.add_column(title, overflow="fold")  # a name is never cut
-    for name in dict.fromkeys([*first.utility, *second.utility]):
-        values = [_last(fit.utility.get(name)) for fit in (first, second)]
-        table.add_row(escape(f"utility/{name}"), *map(in_words, values), _change(*values))
+    table.add_row(f"{first.unit}s, looked at", *map(_extent, (first, second)), "")
+    _add_utility(table, first, second)
     _add_attacks(table, first, second)
     if first.withheld or second.withheld:
         withheld = [f"{fit.withheld} of {fit.updates}" for fit in (first, second)]
@@ -68,6 +68,28 @@ def compare(options: argparse.Namespace) -> int:
         "intervals overlap, the difference may be chance."
     )
     return 0
+
+
+def _extent(fit: FitSummary) -> str:
+    return f"{in_words(fit.length)}, {fit.looked_at:,}"
+
+
+def _add_utility(table: Table, first: FitSummary, second: FitSummary) -> None:
+    """Add the metrics of validation; those of training batches where a run has no others.
+
+    The change of a loss of one batch is that of the batches.
+    """
+    metrics = [last_and_best(fit.utility) for fit in (first, second)]
+    shared = [name for name in metrics[0] if name in metrics[1] and not is_training(name)]
+    for name in shared or dict.fromkeys([*metrics[0], *metrics[1]]):
+        pair = [by_name.get(name) for by_name in metrics]
+        lasts = [None if one is None else one[0] for one in pair]
+        change = "of two batches, not of the runs" if is_training(name) else _change(*lasts)
+        table.add_row(escape(f"utility/{title_of(name)}"), *map(_last_and_best, pair), change)
+
+
+def _last_and_best(pair: tuple[float, float] | None) -> str:
+    return "not recorded" if pair is None else f"{in_words(pair[0])}\nbest {in_words(pair[1])}"
 
 
 def _add_attacks(table: Table, first: FitSummary, second: FitSummary) -> None:
@@ -103,11 +125,6 @@ def _runs(place: Path) -> Sequence[FitSummary]:
     if not runs:
         raise SourceError(f"'{place}' holds results of commands, and no run of a Trainer")
     return runs
-
-
-def _last(line: Points | None) -> float | None:
-    values = [value for _, value in line or () if value is not None]
-    return values[-1] if values else None
 
 
 def _measured(attack: AttackSummary | None) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, Privacy, RenyiFilter
@@ -31,6 +30,7 @@ from lightning_fedleak.defenses.dpsgd.correlated_noise import NoisePlan, StepNoi
 from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.federation import client_settings
 from lightning_fedleak.federation.updates import Release, Update, UpdateError, UpdateSum, clipped
+from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.validate import group_old_arguments, old_spelling
 
 C = TypeVar("C")

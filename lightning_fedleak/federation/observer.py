@@ -10,6 +10,7 @@ import importlib.util
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -39,9 +40,11 @@ from lightning_fedleak.looks import (
     Memory,
     Options,
     Unknown,
+    announce,
     family_of,
     optimizers_of,
     overhead_of,
+    reason,
     selected,
     why_never_judged,
 )
@@ -374,12 +377,11 @@ class RoundObserver:
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
         asked = None if client == SUM else self.ask(client)
         engine = self._engine_of(client, stage)
-        look, before = Look(self.round_), engine.results.state_dict()
+        look = Look(self.round_)
+        before: Mapping[str, object] = {}
         if learning_rate is None and isinstance(batches, Recorded):
             learning_rate = batches.learning_rate
-        self._refresh(look, engine)
-        if compression is None:
-            compression = seen_compression(self.run.defenses, summed=client == SUM)
+        declared = compression
 
         def take() -> GradientSnapshot:
             if batches and stage is Stage.SHARED:
@@ -392,20 +394,38 @@ class RoundObserver:
                 snapshot,
                 tensors={role: snapshot.tensors[key] for role, key in self._keys().items()},
                 tied=self.run.anatomy.tied,
-                compression=compression,
+                compression=seen_compression(self.run.defenses, summed=client == SUM)
+                if declared is None
+                else declared,
                 client=zlib.crc32(str(client).encode()),
             )
 
-        outcomes = engine.read_update(look, batches, take)
-        utility = utility or {}
-        entry = LookEntry(look, engine, outcomes, utility, before)
+        utility, scored = utility or {}, batches is not None
         seconds = 0.0 if asked is None else asked.seconds
-        round_look = entry.as_round_look(client, scored=batches is not None, beside=seconds)
+        try:
+            before = engine.results.state_dict()
+            self._refresh(look, engine)
+            outcomes = engine.read_update(look, batches, take)
+            entry = LookEntry(look, engine, outcomes, utility, before)
+            round_look = entry.as_round_look(client, scored=scored, beside=seconds)
+        except Exception as error:  # of ours, which is to end no round
+            outcomes = engine.results.all_unknown(reason(error))
+            entry = LookEntry(look, engine, outcomes, utility, before)
+            round_look = entry.as_failed_look(client, reason(error))
         if logged:
-            self.log(round_look)
-            if client != SUM:
-                self.leaves(client, batches or (), returned)
+            self._write(round_look, () if batches is None else batches, returned)
         return round_look
+
+    def _write(self, look: RoundLook, batches: Sequence[Any], returned: State) -> None:
+        """Write a look down, and note that the update leaves; where that fails, warn."""
+        functions: list[Callable[[], None]] = [partial(self.log, look)]
+        if look.client != SUM:
+            functions.append(partial(self.leaves, look.client, batches, returned))
+        for function in functions:
+            try:
+                function()
+            except Exception as error:
+                announce(f"RoundObserver: not all of a look was written: {reason(error)}")
 
     # ---- the model that was sent ------------------------------------------------------------
 
@@ -429,7 +449,15 @@ class RoundObserver:
         if self.settings.data is None:
             return None
         engine = self._recalled(client)
-        if engine.weights is None or (asked := engine.weights.look_at_end()) is None:
+        if engine.weights is None:
+            return None
+        try:
+            asked = engine.weights.look_at_end()
+        except Exception as error:  # of ours, which is to end no round
+            every = engine.results.all_unknown(reason(error))
+            own = {s: o for s, o in every.items() if s in engine.weights.series}
+            asked = Look(self.round_), own
+        if asked is None:
             return None
         look, outcomes = asked
         entry = LookEntry(look, engine, outcomes, {}, engine.results.state_dict())
@@ -561,7 +589,8 @@ class RoundObserver:
 
         One at an update that did not leave, say, which is to count in no rate.
         """
-        look.entry.engine.results.load_state_dict(look.entry.before)
+        if look.entry.before:  # empty where a look failed that was not added
+            look.entry.engine.results.load_state_dict(look.entry.before)
 
     def _keys(self) -> dict[str, str]:
         """Return the name that was sent for every role that an attack reads."""
@@ -642,6 +671,8 @@ class RoundObserver:
     def end(self, how: str = "finished") -> None:
         """End the federation; ``how`` is ``"finished"``, or the class of what was raised."""
         self.run.rounds[0] = self.round_ + 1
+        for engine in self._clients.values():
+            engine.rounds_end()
         self.engine.end(how)
         for engine in self._clients.values():
             for channel in engine.channels:

@@ -74,6 +74,19 @@ class LookEntry:
             replace(self, outcomes=outcomes),
         )
 
+    def as_failed_look(self, client: str | int, why: str) -> RoundLook:
+        """Return a look of which every result is unknown, without a function of the engine."""
+        results = self.engine.results
+        names = {series.log_name for series in results.playing}
+        metrics = [
+            f"{s.log_name}/{m}" for s in results.playing for m in self.engine.series[s].metrics
+        ]
+        worst = [f"{WORST}/{family}" for family in results.families]
+        values = dict.fromkeys([*metrics, *worst], math.nan)
+        results.failures += len(names)
+        unknown = dict.fromkeys(names, why)
+        return RoundLook(self.look.step, client, values, values, unknown, {}, {}, 0.0, self)
+
 
 def not_yet(
     outcomes: Mapping[Series, Outcome], channels: Mapping[Series, Channel]

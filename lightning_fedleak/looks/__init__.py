@@ -3,6 +3,7 @@
 It knows neither Lightning nor Flower: whoever trains is a :class:`Run`. What a face needs is here.
 """
 
+from lightning_fedleak.defenses.dp_optimizers import declared as declared
 from lightning_fedleak.looks.channels import Channel as Channel
 from lightning_fedleak.looks.channels.base import family_of as family_of
 from lightning_fedleak.looks.engine import Engine as Engine
@@ -37,6 +38,7 @@ from lightning_fedleak.looks.run import Run as Run
 from lightning_fedleak.looks.run import Series as Series
 from lightning_fedleak.looks.run import StageReached as StageReached
 from lightning_fedleak.looks.run import Unknown as Unknown
+from lightning_fedleak.looks.run import contained as contained
 from lightning_fedleak.looks.run import reason as reason
 from lightning_fedleak.looks.tensorboard import BoardLogger as BoardLogger
 from lightning_fedleak.looks.threshold import Controls as Controls

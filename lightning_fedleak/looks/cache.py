@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from safetensors import safe_open
 from torch import Tensor, nn
 
 import lightning_fedleak
 from lightning_fedleak.attacks import Attack
+from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.private_files import check_private, hash_tensors, save_private
 
 FORMAT = 2

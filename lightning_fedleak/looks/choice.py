@@ -11,13 +11,14 @@ from functools import partial
 from itertools import takewhile
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 from torch import Tensor, nn
 
 from lightning_fedleak import attacks
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.looks.channels.base import Plan
+from lightning_fedleak.looks.run import reason
+from lightning_fedleak.messages import rank_zero_debug, rank_zero_info
 from lightning_fedleak.model_runs import context_length
 from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.snapshots import (
@@ -56,7 +57,7 @@ def look_seconds(
     *,
     local_steps: int | None = None,
     step: int = 0,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], dict[str, str]]:
     """What each attack takes for one look, tried on the gradient of a batch of random tokens.
 
     The batch has 8 rows of 64 tokens, frequent ones more often. Where a LoRA's B is zero still it
@@ -70,11 +71,11 @@ def look_seconds(
         step: optimizer step that the fit begins at.
 
     Returns:
-        Seconds by the attack's name.
+        Seconds by the attack's name, and why an attack's look fails on this model, if it does.
     """
     tried = [plan for plan in plans if plan.roles]
     if not tried:
-        return {}
+        return {}, {}
     roles = dict.fromkeys(role for plan in tried for role in plan.roles)
     generator = torch.Generator().manual_seed(0)
     begins = attacks.nonzero_starts(anatomy, generator)
@@ -94,14 +95,16 @@ def look_seconds(
         )
     view = Observation((shown,))
     asked = attacks.Query(_tokens(anatomy, min(texts, 2 * ROWS), generator))
-    seconds = {}
+    seconds, failures = {}, {}
     for plan in tried:
-        if local_steps is not None:
+        try:
             plan.attack.refresh(anatomy, step)  # which sees the weights that a round begins with
-        with torch.no_grad(), suppress(UnusableObservation):
-            run = partial(plan.attack.run, view, asked)
-            seconds[plan.attack.name] = measure_seconds(run, anatomy.device)
-    return seconds
+            with torch.no_grad(), suppress(UnusableObservation):
+                run = partial(plan.attack.run, view, asked)
+                seconds[plan.attack.name] = measure_seconds(run, anatomy.device)
+        except Exception as error:
+            failures[plan.attack.name] = f"its looks fail on this model ({reason(error)})"
+    return seconds, failures
 
 
 def _tokens(anatomy: Anatomy, rows: int, generator: torch.Generator) -> Tensor:

@@ -22,12 +22,12 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -36,15 +36,25 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks import log
 from lightning_fedleak.looks.channels.base import Channel, channels_of
-from lightning_fedleak.looks.control import judged
 from lightning_fedleak.looks.facts import defense_facts, facts_of
 from lightning_fedleak.looks.fit import Fit
 from lightning_fedleak.looks.lineup import Lineup, check_tokens
 from lightning_fedleak.looks.options import Options, Selection, check_optimizers, check_rounds
 from lightning_fedleak.looks.results import MAX_WAITS, WORST, Results, series_of
-from lightning_fedleak.looks.run import CHOOSE, Look, Outcome, Processes, Run, Series, reason
+from lightning_fedleak.looks.run import (
+    CHOOSE,
+    Look,
+    Outcome,
+    Processes,
+    Refusal,
+    Run,
+    Series,
+    contained,
+    reason,
+)
 from lightning_fedleak.looks.tensorboard import Content, add_pages, add_table
 from lightning_fedleak.looks.weights import Memory, WeightLooks
+from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.snapshots import GradientSnapshot
 
 
@@ -92,9 +102,14 @@ class Engine:
         self.record: log.RunRecord | None = None
         self.report: log.Report | None = None
         self.first_step = 0
+        self._names: list[str] = []
         self._calibrations: dict[str, object] = {}
         self._earlier: dict[str, object] = {}
         self._last: dict[str, object] = {}
+        self._metrics = log.UserMetrics()
+        self._logged: dict[str, tuple[int, float]] = {}  # the newest between looks, and when
+        self._is_over = False
+        self._spent: tuple[str | int | None, tuple[Defense, ...]] = None, ()
         self.weights: WeightLooks | None = None
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
@@ -108,6 +123,12 @@ class Engine:
         self._decisions: list[str] = []
         self._gates: list[Mapping[str, object]] = []
         self._needs: dict[str, float] = {}
+        self._has_news = False
+
+    def fail(self, error: Exception) -> None:
+        """Let the look at work, or the next one, have no result, because of an error of ours."""
+        if self.fit is not None:
+            self.fit.fail(error)
 
     # ---- what a gate asks -------------------------------------------------------------------
 
@@ -131,7 +152,7 @@ class Engine:
             after_look: is called after each look.
             logs: names of the values that it logs then, for TensorBoard's page.
             threshold: name of the value that it judges, and what is allowed: controls must exceed
-                it, see :mod:`lightning_fedleak.looks.control`.
+                it, see :mod:`lightning_fedleak.looks.channels.control`.
             facts: what ``run.jsonl`` records of the subscriber, a gate.
             before_first: is called once it is known what is read, before the first step.
             after_training: is called when training ends, after the last results.
@@ -195,10 +216,10 @@ class Engine:
             return f"'{attack}' is not played in this run: {why}"
         return lineup.unread_family(channel.family)
 
-    def judge(self, name: str, value: float, at_most: float) -> tuple[float, str]:
-        """Return a logged value as a gate judges it, and why it is NaN (unknown) if it is.
+    def judge(self, name: str, value: float, at_most: float) -> records.Judgement:
+        """Return what a logged value counts for at a gate's threshold.
 
-        See :func:`~lightning_fedleak.looks.control.judged`.
+        See :func:`~lightning_fedleak.records.judged`.
 
         Args:
             name: of the value in the logs.
@@ -208,18 +229,27 @@ class Engine:
         root, _, metric = name.removesuffix("_worst_client").rpartition("/")
         metric = metric.removesuffix("_low").removesuffix("_high")
         series = next((s for s in self.series if s.log_name == root), None)
-        if series is None:
-            return value, ""
-        span = self.series[series].ranges.get(metric, (0.0, 1.0, 0.0))
-        return judged(value, self.results.controls.get(series), metric, at_most, span[2])
+        control = None if series is None else self.results.controls.get(series)
+        if series is None or control is None:
+            return records.Judgement(value)
+        channel = self.series[series]
+        return records.judged(
+            value,
+            control.rates.get(metric),
+            part=control.part.get(metric, math.nan),
+            at_most=at_most,
+            chance=channel.ranges.get(metric, (0.0, 1.0, 0.0))[2],
+            known=channel.leak.known,
+            failure=control.why,
+        )
 
     def judge_worst(
         self, values: Mapping[str, float], at_most: float
-    ) -> tuple[dict[str, float], str]:
-        """Return the headlines of a family as a gate judges them, and why one is unknown.
+    ) -> dict[str, records.Judgement]:
+        """Return what the headlines of a family count for at a gate's threshold.
 
-        One whose control is low says nothing; where another attack that reads the same gradients
-        has a control that is not, that one counts in its place.
+        One whose control is low says nothing, and is left out where another attack that reads the
+        same gradients has a control that is not.
 
         Args:
             values: the known headlines, by log name.
@@ -234,14 +264,13 @@ class Engine:
             return set() if plan is None else set(plan.roles)
 
         read: set[str] = set()
-        for name, (value, _) in judgements.items():
-            read |= set() if math.isnan(value) else roles(name)
-        kept, why = {}, ""
-        for name, (value, reason_) in judgements.items():
-            if not math.isnan(value) or not roles(name) & read:
-                kept[name] = value
-                why = why or (reason_ and f"'{roots[name.rpartition('/')[0]]}': {reason_}")
-        return kept, why
+        for name, one in judgements.items():
+            read |= set() if math.isnan(one.value) else roles(name)
+        return {
+            name: one
+            for name, one in judgements.items()
+            if not math.isnan(one.value) or not roles(name) & read
+        }
 
     def others_on(self, name: str) -> str:
         """Return attacks that are not in use, read this run, and are of a logged value's family."""
@@ -282,6 +311,7 @@ class Engine:
     def reset(self) -> None:
         """Forget the looks of an earlier run."""
         self.results.clear()
+        self._metrics = log.UserMetrics()
         for channel in self.channels:
             channel.attacks = channel.listed_attacks
             channel.clear()
@@ -459,7 +489,10 @@ class Engine:
         for channel in self.channels:
             if run.rank != 0 and not channel.at_weights:  # it has all clients' games
                 channel.clear()
+        self._is_over = False
         self.first_step = self.options.cadence.next_step = run.step
+        self._names = self.results.names(self.results.playing)
+        self._names += [f"{WORST}/{family}" for family in self.results.families]
         self._fit.lineup.begin(run.step)
         self._fit.controls.needs = self._needs
         if self.weights is not None:
@@ -482,19 +515,33 @@ class Engine:
 
     # ---- a step -----------------------------------------------------------------------------
 
+    # What these raise ends no training: it is a failure of the look. Gates are asked beside them.
+
+    @contained
     def batch_begins(self, batch: Any) -> None:
-        """Start a look where one is due, and take the truth before any defence acts."""
-        self._fit.batch_starts(self._fit.run.step, batch)
+        """Start a look where one is due, and take the truth before any defence acts.
+
+        Raises:
+            Exception: the first batch cannot be read.
+        """
         if self.weights is not None:
             self.weights.batch_begins(batch)
+        self._fit.batch_starts(self._fit.run.step, batch)
 
+    @contained
     def loss_computed(self, loss: Tensor) -> None:
         """Note which parameters have a term of their own in the loss, such as an L2 penalty."""
         self._fit.before_backward(loss)
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Note that this batch ends an optimizer step, and does not only accumulate gradients."""
+        if not self._note_step(optimizer) and self.fit is not None:
+            self.fit.tried = True
+
+    @contained
+    def _note_step(self, optimizer: Optimizer) -> bool:
         self._fit.before_step(optimizer)
+        return True
 
     def batch_ends(self, *, trained: bool) -> None:
         """Log a look once its optimizer step is over, and one at the weights where it is due.
@@ -504,33 +551,118 @@ class Engine:
 
         Raises:
             RuntimeError: an optimizer stepped, and the run did not count it.
+            Exception: what a gate raises.
         """
-        self._end_step(trained=trained)
-        if self.weights is not None and (channels := self.weights.due()):
-            self._publish(*self.weights.look(channels))
+        earlier = None if self.fit is None else self.fit.failure
+        if not self._end_step(trained=trained) and self.fit is not None:
+            self.fit.look = None
+        self._conclude(earlier)
+        self._look_at_weights()
+        self._conclude(None)
 
-    def _end_step(self, *, trained: bool) -> None:
-        ended = self._fit.step_ends(trained)
+    def _conclude(self, earlier: str | None) -> None:
+        """Publish what failed, unless a look of all processes will, and let the gates judge.
+
+        Args:
+            earlier: what had failed before the look ended, which the next look of all processes
+                publishes.
+        """
+        fit = self.fit
+        if fit is not None and fit.failure is not None and fit.look is None:
+            alone = fit.run.processes == 1
+            if alone or fit.failure is not earlier:
+                why, fit.failure = fit.failure, None
+                self._publish_failure(why)
+        has_news, self._has_news = self._has_news, False
+        for listener in self._after_look if has_news else ():
+            listener()
+
+    @contained
+    def _end_step(self, *, trained: bool) -> bool:
+        """Publish a look that has ended, and return that this went well."""
+        fit = self._fit
+        ended = fit.step_ends(trained)
         if ended is None:
-            return
+            return True
         look, outcomes = ended
         if self.run.step == look.step:
-            raise RuntimeError(self.run.uncounted_step)
+            raise Refusal(RuntimeError(self.run.uncounted_step))
         settled = self.results.settled(look, outcomes)
         if settled is not None:
             self._publish(look, settled)
-            self._fit.waiting = self.results.waiting
+            fit.waiting, fit.failure = self.results.waiting, None
         elif look.scope is None:
             self.options.cadence.next_step = self.run.step
+        return True
+
+    @contained
+    def _look_at_weights(self) -> None:
+        if self.weights is not None and (channels := self.weights.due()):
+            self._publish(*self.weights.look(channels))
+
+    def _publish_failure(self, why: str) -> None:
+        """Publish that every result is unknown, where a look could not end as looks do."""
+        try:
+            self._publish(Look(self.run.step), self.results.all_unknown(why))
+        except Exception as error:
+            results = self.results
+            results.latest = dict.fromkeys(self._names, math.nan)
+            results.failures += len(results.playing)
+            results.latest["monitor/failures"] = float(results.failures)
+            results.look_values = results.latest
+            results.looks += 1
+            self._has_news = True
+            with suppress(Exception):
+                rank_zero_warn(
+                    f"lightning-fedleak: a look failed ({why}), and could not be written "
+                    f"({reason(error)}): its results are unknown, not 0; training goes on"
+                )
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         run = self._fit.run
-        utility, defenses = run.metrics(self.options.utility), log.accounting(run.defenses)
+        utility = self._metrics.add(run.metrics(self.options.utility), run.step)
+        defenses = log.accounting(run.defenses)
         outcomes = self.add(look, outcomes, utility, log.privacy_values(defenses))
         run.publish(self.results.latest)
+        self._has_news = True
         self.write(look, outcomes, self.new_values(), utility, defenses)
-        for listener in self._after_look:
-            listener()
+
+    def metrics_changed(self, *, epoch_ended: bool = False) -> None:
+        """Log the user's metrics where they changed since they were logged, between looks.
+
+        Args:
+            epoch_ended: log what the defences have spent until now as well.
+        """
+        if self.fit is None or self.report is None:
+            return
+        run = self.fit.run
+        utility = self._metrics.changed(run.metrics(self.options.utility), run.step)
+        self._log_between_looks(utility, log.accounting(run.defenses) if epoch_ended else ())
+
+    def _log_between_looks(
+        self,
+        utility: Mapping[str, float],
+        defenses: Sequence[Defense],
+        client: str | int | None = None,
+    ) -> None:
+        """Write the user's metrics, and what defences have spent, but nothing twice at a step."""
+        run = self._fit.run
+        values = {f"utility/{name}": value for name, value in utility.items()}
+        values |= log.privacy_values(defenses)
+        values = {n: v for n, v in values.items() if self._logged.get(n) != (run.step, v)}
+        self._logged |= {name: (run.step, value) for name, value in values.items()}
+        if not values or self.report is None:
+            return
+        self.results.latest |= values
+        run.publish(values)
+        self.report.log(values, run.step)
+        if self.record is not None:
+            new = {n: v for n, v in self._metrics.last.items() if f"utility/{n}" in values}
+            spent = log.spendings(defenses)
+            line = records.MetricsLine(
+                run="", step=run.step, client=client, utility=new, privacy=spent
+            )
+            self.record.append(line)
 
     def add(
         self,
@@ -581,6 +713,7 @@ class Engine:
         if self._origin is not None:
             values = log.privacy_values(defenses) | dict(values)
             self._origin.describe(defenses)
+            self._spent = client, tuple(defenses)
         for channel in dict.fromkeys(self.series.values()):
             shown = {s: o for s, o in outcomes.items() if self.series[s] is channel}
             try:
@@ -619,22 +752,47 @@ class Engine:
 
     # ---- ends and checkpoints ---------------------------------------------------------------
 
+    def rounds_end(self) -> None:
+        """Log what defences have spent in all rounds of this client, its unlooked ones too."""
+        client, defenses = self._spent
+        self._log_between_looks({}, defenses, client)
+
     def look_at_end(self) -> None:
         """Look at the weights that the training ends with, unless that was done."""
+        self._look_at_last_weights()
+        self._conclude(None)
+
+    @contained
+    def _look_at_last_weights(self) -> None:
         if self.weights is not None and (looked := self.weights.look_at_end()) is not None:
             self._publish(*looked)
 
     def training_ends(self) -> None:
         """Publish *unknown* of a run in which looks were due and none could end."""
         self.look_at_end()
+        self._publish_rest()
+        if self.fit is not None:
+            self.fit.look = None  # one that has not ended will not
+        self._conclude(None)
+        for listener in self._after_training:
+            listener()
+
+    @contained
+    def _publish_rest(self) -> None:
         for step, outcomes in () if self.weights is None else self.weights.chosen():
             self._publish_chosen(step, outcomes)
         step = self._fit.run.step
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
         if missing:
             self._publish(Look(step), missing)
-        for listener in self._after_training:
-            listener()
+        self._metrics.add(self.run.metrics(self.options.utility), step)
+        self._log_last()
+
+    def _log_last(self) -> None:
+        """Log the last and the best of the user's metrics, and what was spent in all, once."""
+        if not self._is_over:
+            self._is_over = True
+            self._log_between_looks(self._metrics.at_end(), log.accounting(self.run.defenses))
 
     def _publish_chosen(self, step: int, outcomes: Mapping[Series, Outcome]) -> None:
         """Log what texts that chose nothing show of the weights that were chosen."""
@@ -645,6 +803,7 @@ class Engine:
         self.report.write(Look(step), outcomes, values)
         rank_zero_info(f"{self._fit.run.watcher}: {CHOOSE} is lowest at step {step}")
 
+    @contained
     def end(self, how: str) -> log.RunRecord | None:
         """End the run's record.
 
@@ -654,6 +813,12 @@ class Engine:
         Returns:
             The record; None where it has ended before, and on processes that write none.
         """
+        if self.fit is not None and how != "finished":
+            try:
+                self._log_last()
+            except Exception as error:  # the run ends by an error of its own, which counts
+                assert self.report is not None
+                self.report.warn_once(f"the last numbers were not logged: {reason(error)}")
         if self.record is None or self.record.ended:
             return None
         self._last = self._summary()
@@ -662,11 +827,17 @@ class Engine:
         return self.record
 
     def close(self) -> None:
-        """Remove every tap; may be called twice."""
-        if self.fit is not None:
-            self.fit.close()
-        for channel in self.channels:
-            channel.close()
+        """Remove every tap, whatever one of them raises; may be called twice."""
+        closers = [] if self.fit is None else [self.fit.close]
+        failure = None
+        for close in [*closers, *(channel.close for channel in self.channels)]:
+            try:
+                close()
+            except Exception as error:
+                failure = reason(error)
+        if failure := failure or (None if self.fit is None else self.fit.failure):
+            with suppress(Exception):  # which warnings may be made
+                rank_zero_warn(f"lightning-fedleak: the end of a run failed: {failure}")
         self._forget_listeners()
         self.fit = self.report = self.record = self.weights = None
 
@@ -683,6 +854,7 @@ class Engine:
         return {
             **self.results.state_dict(),
             "fit": self._summary(),
+            "utility": self._metrics.state_dict(),
             **{name: value for state in states for name, value in state.items()},
             "attacks": {
                 a.name: {
@@ -700,6 +872,7 @@ class Engine:
         for channel in self.channels:
             channel.load_state_dict(state)
         self._earlier = state.get("fit") or {}
+        self._metrics.load_state_dict(state.get("utility", {}))
         self._calibrations = {
             name: saved for name, saved in state["attacks"].items() if saved["tensors"]
         }

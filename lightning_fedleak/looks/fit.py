@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.compression import AVERAGED
 from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.looks.channels.base import Channel, Plan
-from lightning_fedleak.looks.control import Controls
+from lightning_fedleak.looks.channels.control import Controls
 from lightning_fedleak.looks.lineup import Lineup
 from lightning_fedleak.looks.log import accounting
 from lightning_fedleak.looks.options import Options
@@ -31,11 +32,13 @@ from lightning_fedleak.looks.run import (
     StepClock,
     Unknown,
     Waiting,
+    contained,
     reason,
     unknown,
 )
 from lightning_fedleak.looks.truth import StepTruth
-from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage
+from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage, UnusableObservation
 from lightning_fedleak.taps import (
     NOT_TESTED,
     GradientTap,
@@ -71,6 +74,8 @@ class Fit:
 
     Attributes:
         look: the one at work; None between looks.
+        tried: an optimizer stepped, or skipped its step, in the batch at work.
+        failure: why the look at work, or the next one, has no result; None where nothing failed.
         waiting: the series that are tried again in the next step; set by whoever keeps results.
         lineup: as above.
         controls: gives attacks the control of a look.
@@ -99,8 +104,9 @@ class Fit:
         self._removers: list[Callable[[], None]] = []
         self._keeps_local = False
         self._clock = StepClock()
-        self._tried = self._midway = False
+        self.tried = self._midway = False
         self.look: Look | None = None
+        self.failure: str | None = None
         self.waiting: frozenset[Series] = frozenset()
         self._waits: dict[Series, Waiting] = {}
         self._followed = True
@@ -108,6 +114,7 @@ class Fit:
         self._turn: int | None = None
         self._processor_seconds = 0.0
         self._watched: set[int] = set()
+        self._trained: tuple[str, ...] = ()
         self._tap = GradientTap({})
         self._update_tap: UpdateTap | None = None
         self._fresh = True
@@ -132,22 +139,23 @@ class Fit:
             raise
         self.lineup.calibrate(restored, self.follow)
 
-    def follow(self) -> None:
-        """Follows what is trained: layers may be frozen and unfrozen while the fit goes on."""
-        if not self.lineup.follow():
-            return
-        anatomy = self.run.anatomy
+    def follow(self) -> bool:
+        """Follow what is trained now, and return whether something else is read than before."""
+        self._trained = self.lineup.trained
+        anatomy, changed = self.run.anatomy, self.lineup.follow()
         roles = dict.fromkeys(r for plan in self.lineup.exposed for r in plan.roles)
         parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
-        watched, self._watched = self._watched, {id(p) for p in parameters.values()}
-        if watched == self._watched and self.look is not None:  # its copies stay
-            return
+        watched = {id(p) for p in parameters.values()}
+        if watched == self._watched and (not changed or self.look is not None):
+            return changed  # what is recorded, and the copies of a look, stay
+        self._watched = watched
         self._tap.close()
         self._tap = GradientTap(parameters, tied=anatomy.tied)
         if self._keeps_local:
             self._tap.keep_local()
         if self._local_steps is not None:
             self._update_tap = UpdateTap(parameters, tied=anatomy.tied)
+        return True
 
     @property
     def processor_seconds(self) -> float:
@@ -156,12 +164,21 @@ class Fit:
 
     def close(self) -> None:
         """Removes every tap but those of the channels, which their monitor closes."""
-        for remove in self._removers:
-            remove()
-        self._removers.clear()
-        self._tap.close()
-        self._truth.close()
+        removers, self._removers = self._removers, []
+        self._each(*removers, self._tap.close, self._truth.close)
         self.look = None
+
+    def fail(self, error: Exception) -> None:
+        """Let the look at work, or the next one, have no result, because of an error of ours."""
+        self.failure = self.failure or reason(error)
+
+    def _each(self, *functions: Callable[[], object]) -> None:
+        """Call all of the functions, whatever one of them raises."""
+        for function in functions:
+            try:
+                function()
+            except Exception as error:
+                self.fail(error)
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -172,7 +189,12 @@ class Fit:
         it: as text that the batch of the look will not hold.
         """
         self._truth.check_first(batch)
-        self._step_starts(step)
+        try:
+            self._step_starts(step)
+        except Exception as error:
+            self.fail(error)
+            if self.look is None and not self._midway and self._cadence.due(step):
+                self.look = Look(step)
         self._remembering = [
             channel
             for channel in (self._channels if self.look is None else ())
@@ -260,8 +282,8 @@ class Fit:
         still = all(zeros)
         if still and moment.wanted:
             view, roles = moment.gradients(), {role for each in zeros for role in each}
-            still = isinstance(view, GradientSnapshot) and not any(
-                bool(view.tensors[role].any()) for role in roles if role in view.tensors
+            still = isinstance(view, GradientSnapshot) and all(
+                role in view.tensors and not bool(view.tensors[role].any()) for role in roles
             )
         still = self.run.on_all_processes(still)
         for series in look.scope if still else ():
@@ -291,7 +313,7 @@ class Fit:
         """An optimizer is about to step, or to skip its step."""
         if not self._owns(optimizer):
             return
-        self._tried = True
+        self.tried = True
         if self.look is not None and self._local_steps is not None:
             if not self.look.learning_rates:
                 # Not when the batch starts: another callback may clear the state then.
@@ -303,6 +325,7 @@ class Fit:
         owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
         return not owners or any(o is optimizer for o in owners)
 
+    @contained
     def _stage_reached(self, stage: Stage, optimizer: Optimizer) -> None:
         """``p.grad`` is what there is at a stage; at the last one the optimizer is about to step.
 
@@ -318,12 +341,15 @@ class Fit:
         elif stage is Stage.AGGREGATE:
             self._ask(ON_THE_WAY, optimizer)
 
+    @contained
     def _before_defense(
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> None:
         if self.look is not None:
             try:
-                self.look.noise_std = math.hypot(self.look.noise_std, defense.noise_std(context))
+                std = defense.noise_std(context)
+                all_of_it = isinstance(defense, OptimizerDP)  # whatever was there before it
+                self.look.noise_std = std if all_of_it else math.hypot(self.look.noise_std, std)
             except Exception:
                 self.look.noise_std = math.nan
         for channel in self._channels:
@@ -340,7 +366,7 @@ class Fit:
         """Shows a gradient that is the same at all of ``stages`` to every channel, once."""
         if not self._owns(optimizer):
             return
-        self._tried = True
+        self.tried = True
         look = self.look
         if look is None or id(optimizer) in look.stepped:
             return
@@ -349,35 +375,37 @@ class Fit:
         scale = self.run.loss_scale
         alone = self.run.client == "world" or Stage.SHARED in stages
         clients = 1 if alone else self.run.processes  # whose noise is independent, and averaged
-        self._show(
-            Moment(
-                look,
-                stages,
-                tuple(s for s in stages if s in self._stages),
-                optimizer,
-                scale,
-                lambda: replace(
-                    self._tap.view(
-                        look.step,
-                        next(s for s in stages if s in self._stages),
-                        copies=kept,
-                        client=self.run.number,
-                        scale=scale if kept else 1.0,
-                    ),
-                    noise_std=0.0 if Stage.LOCAL in stages else look.noise_std / clients**0.5,
-                    compression=AVERAGED if look.compression and clients > 1 else look.compression,
-                    input_noise=look.input_noise,
-                    loss_terms=self._loss_terms(look),
-                ),
+        wanted = tuple(s for s in stages if s in self._stages)
+
+        def take() -> GradientSnapshot:
+            if (why := self.run.why_hidden(wanted, optimizer)) is not None:
+                raise UnusableObservation(why)
+            view = self._tap.view(
+                look.step,
+                wanted[0],
+                copies=kept,
+                client=self.run.number,
+                scale=scale if kept else 1.0,
             )
-        )
+            return replace(
+                view,
+                noise_std=0.0 if Stage.LOCAL in stages else look.noise_std / clients**0.5,
+                compression=AVERAGED if look.compression and clients > 1 else look.compression,
+                input_noise=look.input_noise,
+                loss_terms=self._loss_terms(look),
+            )
+
+        self._show(Moment(look, stages, wanted, optimizer, scale, take))
         if Stage.AGGREGATE in stages:
             look.stepped.add(id(optimizer))
 
+    @contained
     def _show(self, moment: Moment) -> None:
         look = moment.look
         self._truth.settle(look)
         with look.clock(self.run.device):
+            if moment.optimizer is not None and self._trained != self.lineup.trained:
+                self._followed &= not self.follow()  # the step itself switched an adapter, say
             if self._still_waits(moment):
                 return
             self._refresh(look)
@@ -407,6 +435,7 @@ class Fit:
             self.follow()
             self.lineup.refresh(look.step, held)
 
+    @contained
     def _show_update(self, look: Look, local_steps: int, tap: UpdateTap) -> None:
         look.step_seconds = look.elapsed() / local_steps
 
@@ -439,31 +468,39 @@ class Fit:
             None while there is no finished look; the look and its outcomes, or None in their
             place where nothing was shared.
         """
-        tried, self._tried = self._tried, False
+        tried, self.tried = self.tried, False
         self._midway = (self._midway or trained) and not tried
         look = self.look
         if look is None:
             self._remember()
             return None
-        held = self._truth.batch_ends(look, trained=trained)
-        for channel in self._channels_in(look):
-            channel.batch_ends(held)
+        self._take_batch(look, trained)
         if not tried:
             return None
         self._truth.check_unread(look)
         if self._update_tap is not None and self._local_steps is not None:
-            if len(look.learning_rates) < self._local_steps:
+            failed = self.failure is not None and self.run.processes == 1
+            if len(look.learning_rates) < self._local_steps and not failed:
                 return None
             self._show_update(look, self._local_steps, self._update_tap)
-        outcomes = self._finish(look)
+        try:
+            return look, self._finish(look)
+        finally:
+            self.look = None
+
+    @contained
+    def _take_batch(self, look: Look, trained: bool) -> None:
+        """Add the batch that has ended to what the look is scored against."""
+        held = self._truth.batch_ends(look, trained=trained)
+        for channel in self._channels_in(look):
+            channel.batch_ends(held)
+
+    def _let_go(self, look: Look) -> None:
+        """End a look: the taps rest until the next one."""
         self.look = None
         self._processor_seconds += look.processor_seconds
-        self._clock.interrupted()
-        self._tap.disarm()
-        self._truth.disarm()
-        for channel in self._channels:
-            channel.disarm(look)
-        return look, outcomes
+        disarm = (partial(channel.disarm, look) for channel in self._channels)
+        self._each(self._clock.interrupted, self._tap.disarm, self._truth.disarm, *disarm)
 
     def _remember(self) -> None:
         """Let channels keep the texts of a batch that is not looked at."""
@@ -478,18 +515,28 @@ class Fit:
 
     def _finish(self, look: Look) -> dict[Series, Outcome] | None:
         """Score every attack that the look is of, pool over processes, and fix the next look."""
-        results: dict[Series, Result] = {}
         scope = self._series.keys() if look.scope is None else look.scope
+        results = self._results(look, scope) or {}
+        self._let_go(look)
+        nothing = all(isinstance(result, Waiting) for result in results.values())
+        next_step = self._next_step(look, nothing=nothing) or look.step + 1
+        self._cadence.next_step = next_step
+        if self.failure is not None:
+            results = dict.fromkeys(scope, Unknown(self.failure))
+        outcomes, self._cadence.next_step = self._pool(results, next_step)
+        return outcomes
+
+    @contained
+    def _results(self, look: Look, scope: Collection[Series]) -> dict[Series, Result]:
+        """Return this process's result of every series that the look is of."""
+        results: dict[Series, Result] = {}
         still = {s: w for s, w in self._waits.items() if s in scope and look.answers.get(s) is w}
         with look.clock(self.run.device):
             for channel in self._channels_in(look) if still.keys() != scope else ():
                 results |= channel.results(look)
         results = {s: r for s, r in results.items() if s in scope} | still
         self._waits |= {s: r for s, r in results.items() if isinstance(r, Waiting)}
-        nothing = all(isinstance(result, Waiting) for result in results.values())
-        next_step = self._next_step(look, nothing=nothing)
-        outcomes, self._cadence.next_step = self._pool(results, next_step)
-        return outcomes
+        return results
 
     def _pool(
         self, results: Mapping[Series, Result], next_step: int
@@ -500,6 +547,7 @@ class Fit:
         shared = {series: exposed[series.attack] for series in ordered}
         return self._exchange.outcomes(ordered, shared, next_step)
 
+    @contained
     def _next_step(self, look: Look, *, nothing: bool) -> int:
         step_seconds = self._clock.seconds or look.step_seconds
         self._unpaid += look.seconds
@@ -531,23 +579,34 @@ class Fit:
             look.scope = frozenset(s for s in played if not self._series[s].plays_games)
         else:
             self._read_truth(look, batches)
-        for channel in self._channels_in(look):
-            channel.arm()
+        self._arm(look)
         self._show(Moment(look, self._stages, self._stages, None, 1.0, take))
         look.stepped.add(0)
-        if batches is None:
-            outcomes = {series: self._without_truth(look, series) for series in played}
-        else:
-            results: dict[Series, Result] = {}
-            with look.clock(self.run.device):
-                for channel in self._channels:
-                    results |= channel.results(look)
-            outcomes = self._pool(results, look.step)[0] or {
-                series: unknown(self._series[series].metrics, _NO_LOSS) for series in played
-            }
-        for channel in self._channels:
-            channel.disarm(look)
+        outcomes = self._round_outcomes(look, played, scored=batches is not None)
+        self._each(*(partial(channel.disarm, look) for channel in self._channels))
+        failure, self.failure = self.failure, None
+        if failure is not None or outcomes is None:
+            return {s: unknown(self._series[s].metrics, failure or "") for s in played}
         return outcomes
+
+    @contained
+    def _arm(self, look: Look) -> None:
+        for channel in self._channels_in(look):
+            channel.arm()
+
+    @contained
+    def _round_outcomes(
+        self, look: Look, played: Sequence[Series], *, scored: bool
+    ) -> dict[Series, Outcome]:
+        if not scored:
+            return {series: self._without_truth(look, series) for series in played}
+        results: dict[Series, Result] = {}
+        with look.clock(self.run.device):
+            for channel in self._channels:
+                results |= channel.results(look)
+        return self._pool(results, look.step)[0] or {
+            series: unknown(self._series[series].metrics, _NO_LOSS) for series in played
+        }
 
     def _read_truth(self, look: Look, batches: Sequence[Any]) -> None:
         try:

@@ -11,25 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_only
-
 from lightning_fedleak.defenses import DPSGD, Defense
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.engine import Engine
 from lightning_fedleak.looks.results import WORST
 from lightning_fedleak.looks.run import Trials, Unknown
+from lightning_fedleak.messages import is_first_process
 from lightning_fedleak.metrics.betting import MeanTest, looks_to_show
 from lightning_fedleak.metrics.rates import jaccard_of
 
 log = logging.getLogger(__name__)
 
 
-@rank_zero_only
 def announce(text: str) -> None:
     """Says what a gate did, by logging and once on stderr, whatever filters of warnings are set.
 
     It is not on stderr where the level of this module's own logger is above ``WARNING``.
     """
+    if not is_first_process():
+        return
     log.warning(text)
     if log.level <= logging.WARNING and not _log_is_on_stderr():
         print(text, file=sys.stderr, flush=True)
@@ -471,7 +471,8 @@ class GateEvent:
     Attributes:
         metric: the watched name.
         step: optimizer step that was looked at.
-        value: what was measured; NaN where it is unknown.
+        value: what counted: what was read, as far as its control is high
+            (:func:`~lightning_fedleak.records.judged`); NaN where it is unknown.
         low, high: 95% interval of the value where there is one, else NaN; with ``bound="value"``.
         at_most: the threshold.
         checkpoint: where the run was saved; None where it was not.
@@ -480,10 +481,11 @@ class GateEvent:
         exhausted: the defences that are at their strongest, so that the gate stopped instead;
             else empty.
         source: whose value it is, where the worst of a family is watched; else empty.
-        why: why the value is unknown, where the gate itself can say.
+        why: why the value is unknown, or is not what was read, where the gate itself can say.
         resume: how a saved run goes on, with the place for its path.
         mend: what makes a run leak less.
         released: the trained weights were measured, and not what a step shares.
+        read: what the attack read, whatever its control; NaN where it gave no result.
     """
 
     metric: str
@@ -504,6 +506,7 @@ class GateEvent:
         "Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"
     )
     released: bool = False
+    read: float = math.nan
 
     def __str__(self) -> str:
         """Return the message that users see."""
@@ -515,12 +518,14 @@ class GateEvent:
         else:
             interval = "" if math.isnan(self.low) else f" (95% {self.low:.3f} to {self.high:.3f})"
             # 0.3003 is not at most 0.3, and should not read like it.
+            value = self.value if math.isnan(self.read) else self.read
             digits = 3
-            if self.value != self.at_most:
-                digits = next((n for n in (3, 6, 9) if round(self.value, n) != self.at_most), 17)
-            measurement = f"{self.metric} = {self.value:.{digits}f}{interval}"
+            if value != self.at_most:
+                digits = next((n for n in (3, 6, 9) if round(value, n) != self.at_most), 17)
+            measurement = f"{self.metric} = {value:.{digits}f}{interval}"
             if self.source not in ("", self.metric):
                 measurement += f", of {self.source}"
+            measurement += f"; {self.why}" if self.why else ""
         if self.verdict is not None:
             measurement += " at this look"
         saved, resume_hint, evidence = "", "", ""
@@ -542,7 +547,14 @@ class GateEvent:
         if self.exhausted:
             start = f"{start}\n  defences: {', '.join(self.exhausted)}, turned up as far as it goes"
             mend = "let the defences start stronger or be turned up further (max_hardenings)"
-        if math.isnan(self.value) and (self.verdict is None or not self.verdict.fires):
+        is_unknown = math.isnan(self.value) and (self.verdict is None or not self.verdict.fires)
+        if is_unknown and not math.isnan(self.read):
+            what_now = (
+                "this attack reads little here even of what is known, so that its low number says "
+                "nothing. Use an attack that reads more here (attacks='auto' chooses), or let "
+                "unknown looks pass with patience= or strict=False"
+            )
+        elif is_unknown:
             subject = "the trained model" if self.released else "what was shared"
             what_now = (
                 f"{subject} was not measured, so its leakage is unknown. leakage.jsonl holds the "
@@ -559,7 +571,8 @@ class GateEvent:
             gives = "may give" if self.low <= self.at_most else "gives"
             return f"the trained model {gives} away more than you allow"
         if self.verdict is None or not self.verdict.fires:
-            return "the update of this step gives away more than you allow"
+            of_it = "of what can be read here, " if self.why else ""
+            return f"{of_it}the update of this step gives away more than you allow"
         if self.verdict.above:
             return "the updates of this run give away more than you allow"
         return "the updates of this run may give away more than you allow"

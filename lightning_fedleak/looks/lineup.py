@@ -9,7 +9,6 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy, matrix_shape, without_peft
@@ -34,6 +33,7 @@ from lightning_fedleak.looks.choice import (
 )
 from lightning_fedleak.looks.options import Games, Options, Selection, every_attack
 from lightning_fedleak.looks.run import Run, Unknown, reason
+from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model_runs import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track, used_bytes
 
@@ -155,11 +155,12 @@ class Lineup:
     def unread_family(self, family: str) -> str | None:
         """Return that no attack on a family reads what is shared; None where one does."""
         names = {a.name for c in self._channels if c.family == family for a in c.attacks}
-        if names & {plan.attack.name for plan in self.exposed} or not self.trained:
+        n = len(self.trained)
+        if names & {plan.attack.name for plan in self.exposed} or not n:
             return None
         return (
             f"no attack on {family} of this monitor reads anything that is shared in this run, and "
-            f"{len(self.trained)} trained parameters are"
+            f"{n} trained parameter{'s are' if n > 1 else ' is'}"
         )
 
     def show(self, assumed: Collection[Capability]) -> None:
@@ -233,7 +234,6 @@ class Lineup:
 
     def _warn_of_untested(self) -> None:
         """Says once which attacks have nothing to read, and which surfaces no attack reads."""
-        which = f" ({listed(self.unread)})" if self.unread else ""
         for plan in self.plans:
             if plan.exposed:
                 continue
@@ -241,12 +241,24 @@ class Lineup:
             rank_zero_warn(
                 f"{self._run.watcher}: '{plan.attack.name}' reads the gradient of "
                 f"{listed(plan.roles)}, which is not shared in this run (not trained). It is "
-                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. That is not 'safe': "
-                f"the gradients of {len(self.unread)} other parameters{which} do leave the client, "
-                "and none of the attacks that were given reads them."
+                f"logged as 0 with leakage/{plan.attack.name}/exposed = 0. {self._what_leaves()}"
                 + f" {others} would read some of this run."
                 * bool(others)
             )
+
+    def _what_leaves(self) -> str:
+        """Return in a sentence what is shared beside a surface that is not."""
+        if n := len(self.unread):
+            many = f"s of {n} other parameters ({listed(self.unread)}) do leave"
+            one = f" of one other parameter ({self.unread[0]}) does leave"
+            return (
+                f"That is not 'safe': the gradient{many if n > 1 else one} the client, and none of "
+                "the attacks that were given reads it."
+            )
+        if self.trained:
+            readers = ", ".join(repr(plan.attack.name) for plan in self.exposed)
+            return f"That is not 'safe': every gradient that does leave is read by {readers}."
+        return "No parameter is trained, so that no gradient leaves the client."
 
     def begin(self, step: int) -> None:
         """Training starts at ``step``; a fit that is resumed does not know it before."""
@@ -293,17 +305,19 @@ class Lineup:
         return next((2 * min(c.settings.games.targets, ROWS) for c in self._channels), 0)
 
     def _costs(self) -> dict[str, float]:
-        """What a look of each attack takes that said nothing before, tried."""
+        """What a look of each attack takes that said nothing before; one that fails is refused."""
         tried = self.prepared - self._estimated
         plans = [plan for plan in self.exposed if plan.attack.name in tried]
         try:
-            return look_seconds(
+            costs, failures = look_seconds(
                 self._run.anatomy,
                 plans,
                 self._texts,
                 local_steps=self._local_steps,
                 step=self._begins_at,
             )
+            self._refused = failures | self._refused
+            return costs
         except Exception as error:
             rank_zero_warn(
                 f"{self._run.watcher}: what a look costs could not be tried ({reason(error)}), so "

@@ -18,15 +18,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-
 from lightning_fedleak import records
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense, DefenseError, Privacy
 from lightning_fedleak.extras import install
 from lightning_fedleak.looks.choice import Row
-from lightning_fedleak.looks.run import Look, Outcome, Run, Series
-from lightning_fedleak.looks.tensorboard import Logger, add_frame
+from lightning_fedleak.looks.run import Look, Outcome, Refusal, Run, Series
+from lightning_fedleak.looks.tensorboard import BoardLogger, Logger, add_frame
+from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
+from lightning_fedleak.records.utility import best_of, is_training
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,6 +47,11 @@ _OF_THIS_FIT = (
 )
 """Fields of the first line that differ between fits of the same settings."""
 LOGGED = ("epsilon", "delta", "noise_multiplier")
+TRAINING_STEPS = 50
+"""Steps between two values of a training metric, which changes at each; Lightning's own default.
+
+Larger: a line of fewer points. Smaller: a longer ``run.jsonl``, and on a card a wait for each.
+"""
 
 
 @dataclass(frozen=True)
@@ -156,8 +161,8 @@ class RunRecord:
     """Appends to ``run.jsonl``: what the fit was, beside what was read off it.
 
     One line when a fit begins (model, training, attacks, defences, gates), one for each look
-    (utility, what defences have spent), one for each decision of a gate, one for a defence of which
-    the first did not know, one when the fit ends.
+    (utility, what defences have spent), one where these have changed between looks, one for each
+    decision of a gate, one for a defence of which the first did not know, one when the fit ends.
     Of several processes the first one writes.
 
     Args:
@@ -208,7 +213,12 @@ def spendings(defenses: Sequence[Defense]) -> tuple[records.Spending, ...]:
     """Return what each defence that accounts has spent, and on which releases."""
     costs = [(defense, _cost(defense)) for defense in defenses]
     return tuple(
-        records.Spending(defense=defense.name, history=_history(defense), **asdict(cost))
+        records.Spending(
+            defense=defense.name,
+            history=_history(defense),
+            sampling=_sampling(defense),
+            **asdict(cost),
+        )
         for defense, cost in costs
         if cost is not None
     )
@@ -237,6 +247,72 @@ def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
 def _history(defense: Defense) -> tuple[records.Releases, ...]:
     history = getattr(getattr(defense, "accountant", None), "history", ())
     return tuple(records.Releases(*row) for row in history)
+
+
+def _sampling(defense: Defense) -> str | None:
+    """Return how the releases of a defence are drawn, as the record names it."""
+    sampling = getattr(getattr(defense, "accountant", None), "sampling", None)
+    return sampling if sampling is None or isinstance(sampling, str) else str(sampling.unit)
+
+
+class UserMetrics:
+    """The user's metrics as they were last logged, and the best value of each so far.
+
+    Attributes:
+        last: the newest value of each that was logged.
+        best: the best value of each, by the metric's name.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+        self.best: dict[str, float] = {}
+        self._steps: dict[str, int] = {}
+        self._read: dict[str, object] = {}
+
+    def changed(self, metrics: Mapping[str, Any], step: int) -> dict[str, float]:
+        """Return the metrics that differ from what was logged last; they count as logged now.
+
+        A training metric is read again :data:`TRAINING_STEPS` steps later. Values are compared as
+        objects first, since a tensor on a card has to be waited for.
+
+        Args:
+            metrics: as they are, by name; numbers, or tensors of one.
+            step: optimizer steps so far.
+        """
+        new: dict[str, float] = {}
+        for name, value in metrics.items():
+            next_step = self._steps.get(name, -TRAINING_STEPS) + TRAINING_STEPS
+            if self._read.get(name) is value or (is_training(name) and step < next_step):
+                continue
+            self._read[name], number = value, float(value)
+            if name not in self.last or not _is_same(number, self.last[name]):
+                new[name] = number
+        return self.add(new, step)
+
+    def add(self, metrics: Mapping[str, Any], step: int) -> dict[str, float]:
+        """Return metrics as numbers; they count as logged at a step."""
+        values = {name: float(value) for name, value in metrics.items()}
+        for name, value in values.items():
+            self.last[name], self._steps[name] = value, step
+            if math.isfinite(value):
+                self.best[name] = best_of(name, [value, self.best.get(name, value)])
+        return values
+
+    def at_end(self) -> dict[str, float]:
+        """Return the last value of each metric and, as ``<name>_best``, the best."""
+        return self.last | {f"{name}_best": value for name, value in self.best.items()}
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Return the last and the best values."""
+        return {"last": dict(self.last), "best": dict(self.best)}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self.last, self.best = dict(state.get("last", {})), dict(state.get("best", {}))
+
+
+def _is_same(value: float, other: float) -> bool:
+    return value == other or (math.isnan(value) and math.isnan(other))
 
 
 class RevealFiles:
@@ -341,20 +417,28 @@ class Report:
                     f"{self._watcher}: '{series.name}' has no result {when} yet: {outcome.pending}"
                 )
         self._write_lines(look, outcomes)
+        self.log(values, look.step, framed=True)
+
+    def log(self, values: Mapping[str, float], step: int, *, framed: bool = False) -> None:
+        """Write the finite ones of these values to the loggers; ``framed`` with the axes' ends."""
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
+        for logger in self._loggers:
+            try:
+                logger.log_metrics(finite, step=step)
+            except Exception as error:
+                if not isinstance(logger, BoardLogger):  # the user's own, and so is the error
+                    raise Refusal(error) from error
+                self.leave_loggers(error)
         try:
-            for logger in self._loggers:
-                logger.log_metrics(finite, step=look.step)
-            if self.boards:
-                add_frame(self.boards, look.step)
+            if self.boards and framed:
+                add_frame(self.boards, step)
         except Exception as error:
-            if not self._rounds:  # the loggers are the user's own, and so is the error
-                raise
             self.leave_loggers(error)
 
     def leave_loggers(self, error: Exception) -> None:
-        """Goes on without loggers, and says why."""
-        self._loggers, self.boards = [], []
+        """Goes on without TensorBoard, and says why."""
+        self._loggers = [one for one in self._loggers if not isinstance(one, BoardLogger)]
+        self.boards = []
         first = error.__cause__ or error  # Lightning says in its place that a number is no number
         why = getattr(first, "strerror", None) or type(first).__name__
         self.warn_once(

@@ -120,7 +120,7 @@ class Results:
             metrics = self._channels[entry].metrics
             names += [f"{entry.log_name}/{m}{end}" for m in metrics for end in ends]
             if self._channels[entry].controlled:
-                names.append(f"{entry.log_name}/control")
+                names += [f"{entry.log_name}/{name}" for name in ("control", "control_of_a_part")]
         worst = [f"{WORST}/{family}" for family in self.families] if series is None else []
         return names + worst
 
@@ -164,7 +164,7 @@ class Results:
             if self.deferrals <= MAX_WAITS:
                 return None
             why = f"nothing was shared in {self.deferrals} steps in a row"
-            outcomes = self._all_unknown(why)
+            outcomes = self.all_unknown(why)
         self.deferrals = 0
         return outcomes
 
@@ -181,10 +181,11 @@ class Results:
             return {s: unknown(self._channels[s].metrics, why + self._reasons[s]) for s in silent}
         if due or self.deferrals > 0:
             why = "training ended before anything that was shared could be looked at"
-            return self._all_unknown(why)
+            return self.all_unknown(why)
         return {}
 
-    def _all_unknown(self, why: str) -> dict[Series, Outcome]:
+    def all_unknown(self, why: str) -> dict[Series, Outcome]:
+        """Return that every series that is played is unknown."""
         return {
             s: unknown(channel.metrics, why)
             for s, channel in self._channels.items()

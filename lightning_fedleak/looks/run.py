@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,8 +21,9 @@ from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks import Capability, UnusableObservation
 from lightning_fedleak.batches import BatchError, TokenBatch
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.metrics import Rate
-from lightning_fedleak.snapshots import GradientSnapshot, NotYet, Stage
+from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, NotYet, Stage
 from lightning_fedleak.taps import ChangedInPlace, ReadCall, UpdateError, before_real_step
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -35,13 +34,6 @@ BeforeDefense = Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None
 """Takes what a defence is about to get."""
 
 T = TypeVar("T")
-
-_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Where launchers put a process's number, in the order in which Lightning reads them."""
-
-if getattr(rank_zero_only, "rank", None) is None:  # unless Lightning has set which process prints
-    _set = [int(os.environ[name]) for name in _RANKS if name in os.environ]
-    rank_zero_only.rank = _set[0] if _set else 0  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -107,7 +99,7 @@ class Run(ABC):
     @property
     @abstractmethod
     def optimizers(self) -> Sequence[Optimizer]:
-        """Return the optimizers of the run."""
+        """Return the optimizers of the run that take the steps, see ``real_optimizer``."""
 
     @abstractmethod
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -169,8 +161,11 @@ class Run(ABC):
         """Return whether the value is true on every process."""
         return value
 
-    def metrics(self, names: Sequence[str]) -> Mapping[str, float]:
-        """Return those of the user's own metrics that are known by now, by name."""
+    def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
+        """Return those of the user's own metrics that are known by now, by name.
+
+        They are numbers, or tensors of one, which are the same objects until they change.
+        """
         return {}
 
     def publish(self, values: Mapping[str, float]) -> None:  # noqa: B027
@@ -192,10 +187,55 @@ class Run(ABC):
         Returns:
             Functions that end it.
         """
-        return [
-            before_real_step(optimizer, partial(stage_reached, Stage.AGGREGATE, optimizer))
-            for optimizer in self.optimizers
-        ]
+        removers = []
+        for optimizer in self.optimizers:
+            dp = self._dp_of(optimizer)
+            if dp is not None:
+                removers += self._watch_dp(dp, stage_reached, before_defense)
+                continue
+            for stage in ON_THE_WAY if self.separates_stages else (Stage.AGGREGATE,):
+                reached = partial(stage_reached, stage, optimizer)
+                removers.append(before_real_step(optimizer, reached))
+        return removers
+
+    def _dp_of(self, optimizer: Optimizer | None) -> OptimizerDP | None:
+        """Return what a DP optimizer of another library declares that steps by this one."""
+        dps = (d for d in self.defenses if isinstance(d, OptimizerDP))
+        return next((dp for dp in dps if dp.inner is optimizer), None)
+
+    def _watch_dp(
+        self, dp: OptimizerDP, stage_reached: StageReached, before_defense: BeforeDefense
+    ) -> list[Callable[[], None]]:
+        """Call the functions inside of a DP optimizer's step, see :meth:`watch_release`."""
+        alone = self.client == "rank" or not dp.reduces  # a client shares what it has prepared
+        parameters = [p for g in dp.inner.param_groups for p in g["params"] if p.requires_grad]
+
+        def defended() -> None:
+            ranks = self.processes if self.client == "rank" else 1
+            context = DefenseContext(
+                self.anatomy.root, self.number, ranks, self.device, self.precision, self.step, b""
+            )
+            before_defense(dp, parameters, context)
+
+        def prepared() -> None:
+            stage_reached(Stage.LOCAL, dp.inner)
+            defended()
+            if alone:
+                stage_reached(Stage.SHARED, dp.inner)
+
+        def reduced() -> None:
+            if dp.reduces:
+                defended()
+            for stage in (Stage.AGGREGATE,) if alone else (Stage.SHARED, Stage.AGGREGATE):
+                stage_reached(stage, dp.inner)
+
+        return dp.watch(prepared, reduced)
+
+    def why_hidden(self, stages: Iterable[Stage], optimizer: Optimizer | None) -> str | None:
+        """Return why the gradient at one of these stages cannot be read; None where it can."""
+        dp = self._dp_of(optimizer)
+        whys = (None if dp is None else dp.why_hidden(stage) for stage in stages)
+        return next((why for why in whys if why is not None), None)
 
 
 # ---- when to look ------------------------------------------------------------------------------
@@ -361,7 +401,9 @@ class Series:
 
 @dataclass(frozen=True)
 class Control:
-    """What an attack reads where the words are known, see :mod:`lightning_fedleak.looks.control`.
+    """What an attack reads where the words are known.
+
+    See :mod:`lightning_fedleak.looks.channels.control`.
 
     Attributes:
         rates: by metric; NaN where the control could not be read.
@@ -678,6 +720,51 @@ PREFERENCES = (
 
 class NoTargets(ValueError):
     """The batch holds no sentence that could be asked for."""
+
+
+class Refusal(Exception):
+    """Holds an error that ends the run all the same: of the set-up, or of the user's own code.
+
+    Args:
+        error: the error that the user sees.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Contains(Protocol):
+    """A part of the watch that notes what its own code raises, and ends no training by it."""
+
+    def fail(self, error: Exception) -> None:
+        """Note that the look at work, or the next one, has no result."""
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_C = TypeVar("_C", bound=Contains)
+
+
+def contained(
+    method: Callable[Concatenate[_C, _P], _R],
+) -> Callable[Concatenate[_C, _P], _R | None]:
+    """Return a method that ends no training: what it raises is a failure of the look.
+
+    It returns None then. A :class:`Refusal` is raised as the error that it holds.
+    """
+
+    @wraps(method)
+    def run(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        try:
+            return method(self, *args, **kwargs)
+        except Refusal as refusal:
+            raise refusal.error from refusal.error.__cause__
+        except Exception as error:
+            self.fail(error)
+            return None
+
+    return run
 
 
 _OWN_ERRORS = (

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from lightning_utilities.core.rank_zero import rank_zero_info
-
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.run import Series
+from lightning_fedleak.messages import rank_zero_info
 
 if TYPE_CHECKING:
     from tensorboard.plugins.custom_scalar import layout_pb2

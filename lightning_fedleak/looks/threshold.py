@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_info
-
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks.engine import Engine
 from lightning_fedleak.looks.gates import (
@@ -28,7 +26,8 @@ from lightning_fedleak.looks.gates import (
 )
 from lightning_fedleak.looks.log import accounting
 from lightning_fedleak.looks.run import Trials
-from lightning_fedleak.records import GateDecision
+from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.records import GateDecision, Judgement
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
@@ -374,8 +373,9 @@ class Threshold:
         value = next((values[name] for name in names if name in values), math.nan)
         if is_worst(self.metric):
             return self._read_worst(engine, values, value)
-        value, why = engine.judge(self.metric, value, self.at_most)
-        return _Measurement(self.metric, value, {self.metric: value}, why=why)
+        counted = engine.judge(self.metric, value, self.at_most)
+        watched = {self.metric: counted.value}
+        return _Measurement(self.metric, counted.value, watched, why=counted.why, read=value)
 
     def _end(self, end: str) -> str:
         """Return what the name of an interval's end ends with; of a family's worst a joint one."""
@@ -415,14 +415,25 @@ class Threshold:
                 watched = dict.fromkeys(watched, math.nan)  # what is not played may read more
         else:  # what is unknown then is of methods that do not apply
             known = {n: v for n, v in watched.items() if not math.isnan(v)}
-            watched, unseen = engine.judge_worst(known, self.at_most)
-            value = max(watched.values(), default=value)
-            if unseen and not any(v > self.at_most for v in watched.values()):
-                return _Measurement(name, math.nan, watched, why=unseen)
-            value = max((v for v in watched.values() if not math.isnan(v)), default=value)
+            if counted := engine.judge_worst(known, self.at_most):
+                return self._worst_of(counted, known)
         source = next((n for n, v in watched.items() if v == value), "")
         why = engine.untested(self.metric) if math.isnan(value) else ""
         return _Measurement(name, value, watched, source, why)
+
+    def _worst_of(
+        self, counted: Mapping[str, Judgement], read: Mapping[str, float]
+    ) -> _Measurement:
+        """Return the highest of judged headlines; one that is unknown, where none is too high."""
+        watched = {name: one.value for name, one in counted.items()}
+        known = {name: value for name, value in watched.items() if not math.isnan(value)}
+        source = max(known, key=known.__getitem__, default="")
+        blind = next((name for name in watched if name not in known), "")
+        if blind and not (known and known[source] > self.at_most):
+            source = blind
+        why = counted[source].why
+        why = f"{source}: {why}" if source == blind else why
+        return _Measurement(self.metric, watched[source], watched, source, why, read[source])
 
     def _judge(self, measurement: _Measurement, trials: Mapping[str, Trials]) -> bool:
         """Return whether the gate acts, with this look counted."""
@@ -506,6 +517,7 @@ class Threshold:
             controls.resume,
             controls.mend,
             self.on_weights,
+            measurement.read,
         )
         first, self.fired = self.fired is None, self.fired or event
         if hardened:
@@ -576,7 +588,8 @@ class _Measurement:
         value: NaN where it is unknown.
         watched: the values that evidence is collected on, by name.
         source: the attack with the highest value, where the worst of a family is watched.
-        why: why the value is unknown, where the gate itself can say.
+        why: why the value is unknown, or is not what was read, where the gate itself can say.
+        read: what the attack read, before its control counts; NaN where that was not recorded.
     """
 
     name: str
@@ -584,6 +597,7 @@ class _Measurement:
     watched: Mapping[str, float]
     source: str = ""
     why: str = ""
+    read: float = math.nan
 
 
 def _name_of(action: Action) -> str:

@@ -6,8 +6,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
-
 from lightning_fedleak.anatomy import matrix_shape
 from lightning_fedleak.batches import (
     BatchAdapter,
@@ -16,7 +14,8 @@ from lightning_fedleak.batches import (
     adapter_to_copy,
     read_batch,
 )
-from lightning_fedleak.looks.run import AUTOCAST, Look, Run, reason
+from lightning_fedleak.looks.run import AUTOCAST, Look, Refusal, Run, reason
+from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.taps import (
     EmbeddingNoise,
     GraphCall,
@@ -86,7 +85,7 @@ class StepTruth:
                 error = BatchError(f"{refusal}\n{adapter_to_copy(batch, kind)}")
         needed = self._why_not is not None or batch is None or self._adapter is not None
         if self._run.on_any_process(error is not None and needed):
-            raise error or BatchError("another process could not read its first batch")
+            raise Refusal(error or BatchError("another process could not read its first batch"))
         self._unreadable = error
 
     def read(self, batch: Any) -> TokenBatch:
@@ -220,7 +219,7 @@ class StepTruth:
         """
         error, self._unreadable = self._unreadable, None
         if self._run.on_any_process(error is not None and look.truth_error is not None):
-            raise error or BatchError("another process could not read its first batch")
+            raise Refusal(error or BatchError("another process could not read its first batch"))
 
     def check(self, batch: TokenBatch, look: Look) -> None:
         """Add a batch to a look, unless its values contradict each other: then it is unknown."""

@@ -12,7 +12,7 @@ from lightning_fedleak.looks.channels.memorization import MemorizationChannel
 from lightning_fedleak.looks.choice import Row, in_short
 from lightning_fedleak.looks.log import RunRecord, accounting
 from lightning_fedleak.looks.results import WORST, Exchange
-from lightning_fedleak.looks.run import Look, Outcome, Result, Run, Series
+from lightning_fedleak.looks.run import Look, Outcome, Result, Run, Series, Unknown, reason
 
 Memory = Mapping[str, Any]
 """What a process needs to know that goes on with looks of another: plain values and tensors."""
@@ -30,6 +30,7 @@ class WeightLooks:
     Attributes:
         refused: why attacks are not played, by their names.
         looked_at: step of the newest look; None before the first.
+        failure: why nothing can be known of the weights any more; None where nothing failed.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class WeightLooks:
         self._series = {s: c for s, c in series.items() if c in self._channels}
         self._exchange = Exchange(run, series)
         self.looked_at: int | None = None
+        self.failure: str | None = None
         self.refused: dict[str, str] = {}
 
     @property
@@ -141,9 +143,12 @@ class WeightLooks:
 
     def batch_begins(self, batch: Any) -> None:
         """Note which texts are trained on."""
-        for channel in self._channels:
-            if channel.attacks:
-                channel.trains_on(batch)
+        try:
+            for channel in self._channels:
+                if channel.attacks:
+                    channel.trains_on(batch)
+        except Exception as error:  # from now on nobody knows which texts were trained on
+            self.failure = self.failure or reason(error)
 
     def record_pools(self, record: RunRecord) -> None:
         """Write which texts the weights are asked about."""
@@ -195,8 +200,15 @@ class WeightLooks:
         results: dict[Series, Result] = {}
         with look.clock(self._run.device):
             for channel in channels:
-                channel.ask_weights(look, (self._run.progress or (0, 0.0))[0])
-                results |= channel.results(look)
+                why = self.failure
+                try:
+                    channel.ask_weights(look, (self._run.progress or (0, 0.0))[0])
+                    results |= channel.results(look)
+                except Exception as error:
+                    why = reason(error)
+                if why is not None:
+                    own = (s for s in scope if self._series[s] is channel)
+                    results |= dict.fromkeys(own, Unknown(why))
         ordered = {series: results[series] for series in self._series if series in scope}
         exposed = dict.fromkeys(ordered, True)
         outcomes, _ = self._exchange.outcomes(ordered, exposed, look.step)

@@ -1,5 +1,9 @@
 """What runs write down: the lines of ``leakage.jsonl`` and ``run.jsonl``."""
 
+from lightning_fedleak.records.controls import HIGH as HIGH
+from lightning_fedleak.records.controls import Judgement as Judgement
+from lightning_fedleak.records.controls import default_limit as default_limit
+from lightning_fedleak.records.controls import judged as judged
 from lightning_fedleak.records.families import CANARIES as CANARIES
 from lightning_fedleak.records.families import MEMBERSHIP as MEMBERSHIP
 from lightning_fedleak.records.families import MEMORIZATION as MEMORIZATION
@@ -29,6 +33,7 @@ from lightning_fedleak.records.lines import GateDecision as GateDecision
 from lightning_fedleak.records.lines import GateFacts as GateFacts
 from lightning_fedleak.records.lines import GateLine as GateLine
 from lightning_fedleak.records.lines import LookLine as LookLine
+from lightning_fedleak.records.lines import MetricsLine as MetricsLine
 from lightning_fedleak.records.lines import MetricValue as MetricValue
 from lightning_fedleak.records.lines import ModelFacts as ModelFacts
 from lightning_fedleak.records.lines import MonitorFacts as MonitorFacts

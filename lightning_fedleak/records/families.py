@@ -54,6 +54,11 @@ class Family(Record):
         return 0.0 if metric in self.excesses else self.chance
 
     @property
+    def known(self) -> str:
+        """What is known in the control of a look, a plural."""
+        return "texts" if self.chance else "words"
+
+    @property
     def shown_metrics(self) -> tuple[str, ...]:
         """The metrics that a report shows; the headline where none are named."""
         return self.metrics or ((self.headline,) if self.headline else ())

@@ -19,7 +19,10 @@ from typing import Annotated, Any, NamedTuple, Self, Union, get_args, get_origin
 SCHEMA = 3
 """Version of the lines that are written; older ones are read as the same records."""
 LARGEST = 2**53
-"""Largest integer or amount that is read: above it floats are not exact, and no run gets there."""
+"""Largest size of a number that is read: above it floats are not exact, and no run gets there.
+
+Limits and the user's own metrics may be larger, such as the loss of a run that diverged.
+"""
 
 JsonObject = Mapping[str, Any]
 """An object of JSON whose keys no record names, such as the settings of an attack."""
@@ -149,7 +152,9 @@ def reader_of(hint: Any) -> FieldReader:
         return from_json
     if issubclass(hint, tuple):
         return _row_of(hint)
-    return number_if(is_number) if hint is float else _reader_if(partial(_is_of, hint))
+    if hint is float:
+        return number_if(lambda value: abs(value) <= LARGEST)
+    return _reader_if(partial(_is_of, hint))
 
 
 def number_if(holds: Callable[[Any], bool]) -> FieldReader:

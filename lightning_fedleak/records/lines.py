@@ -357,6 +357,8 @@ class Spending(Record):
         noise_multiplier, sample_rate: of its last release.
         releases: how many there were.
         history: all of them, where they were recorded.
+        sampling: how they were drawn: ``"poisson"``, ``"without_replacement"``, or
+            ``"at-most-N-of-n"`` for truncated batches; None where that was not recorded.
     """
 
     defense: str
@@ -366,6 +368,7 @@ class Spending(Record):
     sample_rate: Share | None = None
     releases: int | None = None
     history: History | None = None
+    sampling: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,6 +391,24 @@ class LookLine(RunLine):
     privacy: tuple[Spending, ...] | None = None
     seconds: float | None = None
     failures: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsLine(RunLine):
+    """The user's metrics or an account have changed since the last look.
+
+    Attributes:
+        step: optimizer step or round.
+        client: whose they are; None outside of federations.
+        utility: those of the user's own metrics that changed.
+        privacy: what each defence has spent until then; none where no epoch or run has ended.
+    """
+
+    kind: str = field(default="metrics", init=False)
+    step: int
+    client: str | int | None = None
+    utility: Mapping[str, Limit | None] | None = None
+    privacy: tuple[Spending, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,6 +469,7 @@ class EndLine(RunLine):
 
 
 RUN_LINES: Mapping[str, type[RunLine]] = {
-    line.kind: line for line in (BeginLine, PoolLine, DefenseLine, LookLine, GateLine, EndLine)
+    line.kind: line
+    for line in (BeginLine, PoolLine, DefenseLine, LookLine, MetricsLine, GateLine, EndLine)
 }
 """By the kind of the line."""

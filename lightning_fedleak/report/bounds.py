@@ -73,10 +73,10 @@ def allowances(
     holding = [account for account in accounts if account.holds]
     if not holding:
         return []
-    from lightning_fedleak.auditing import dp_auc, dp_tpr
-
     limits = []
     for account in holding:
+        assert account.largest_tpr is not None
+        assert account.largest_auc is not None
         summed = account.trust in ("secure_aggregation", "central")
         stage = "aggregate" if summed and clients > 1 else "shared"
         if account.is_of_clients and account.trust == "central":
@@ -84,7 +84,6 @@ def allowances(
         games = [a for a in attacks if a.headline == "auc" and a.stage == stage]
         tprs = [a.rates.get("tpr_at_fpr_0.01") for a in games]
         epsilon, delta = account.bound
-        largest = min(epsilon, LARGEST_SHOWN_EPSILON)
         tpr_in_a_batch, auc_in_a_batch = _in_a_batch(account)
         limits.append(
             Allowance(
@@ -92,8 +91,8 @@ def allowances(
                 stage=stage,
                 epsilon=epsilon,
                 delta=delta,
-                largest_tpr=dp_tpr(FPR, largest, delta),
-                largest_auc=dp_auc(largest, delta),
+                largest_tpr=account.largest_tpr,
+                largest_auc=account.largest_auc,
                 largest_tpr_in_a_batch=tpr_in_a_batch,
                 largest_auc_in_a_batch=auc_in_a_batch,
                 measured_tpr=_highest(tprs),
@@ -106,12 +105,14 @@ def allowances(
 def _in_a_batch(account: Account) -> tuple[float, float] | tuple[None, None]:
     """Return the largest TPR at 1% FPR and the largest AUC of a test of who is in one batch.
 
-    For independent Gaussian noise this is exact, by its least multiplier. Else it follows from the
+    For independent Gaussian noise this is exact, by its least multiplier. An example in a truncated
+    batch may have another's place, which moves the sum by two norms. Else it follows from the
     epsilon of all releases without sampling.
     """
     from lightning_fedleak.auditing import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
 
     least = min((one.noise_multiplier for one in account.history), default=0.0)
+    least /= 2 if account.settings.get("truncated_batch_size") else 1
     if least > 0 and not account.correlated:
         return gaussian_tpr(FPR, least), gaussian_auc(least)
     sampled = not account.is_of_tokens and account.poisson is not False

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from markupsafe import Markup, escape
 
+from lightning_fedleak.records.utility import title_of
 from lightning_fedleak.report.attacks import RELEASED, SUM, AttackSummary
 from lightning_fedleak.report.fits import FitSummary
 
@@ -68,7 +69,10 @@ def pictures(fit: FitSummary) -> dict[str, Markup]:
             )
     if fit.utility:
         titled[f"Utility over {unit}s"] = lines(
-            few(fit.utility), label=f"utility over {unit}s", marks=gate_steps, unit=unit
+            few({title_of(name): line for name, line in fit.utility.items()}),
+            label=f"utility over {unit}s",
+            marks=gate_steps,
+            unit=unit,
         )
     for account in fit.privacy:
         target = account.target_epsilon

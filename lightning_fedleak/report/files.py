@@ -11,8 +11,7 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-
+from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.records import as_json
 from lightning_fedleak.report.findings import findings
 from lightning_fedleak.report.logs import ReportError, read

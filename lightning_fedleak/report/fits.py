@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from lightning_fedleak import records
+from lightning_fedleak.records.utility import best_of, is_training, is_validation
 from lightning_fedleak.report.attacks import (
     RELEASED,
     SUM,
@@ -75,6 +77,8 @@ class FitSummary:
         recorded: whether it wrote down what it was.
         start, end: when it began, and how it ended, in words.
         steps: the last look.
+        length: how many steps or rounds there were; None where no end was recorded.
+        looked_at: how many of them an attack was tried at.
         model, training, versions, machine, monitor, settings_hash: as recorded.
         shared: what left a client.
         attacks: what each read.
@@ -101,6 +105,8 @@ class FitSummary:
     start: str = records.named("began")
     end: str = records.named("ended")
     steps: int | None
+    length: int | None
+    looked_at: int
     model: records.ModelFacts | None
     training: records.JsonObject | None
     versions: Mapping[str, str] | None
@@ -162,6 +168,8 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         start=begin.time or NOT_RECORDED,
         end=_end_in_words(log),
         steps=log.last_step,
+        length=None if log.end is None else log.end.step,
+        looked_at=len(log.looks_at),
         model=begin.model,
         training=begin.training,
         versions=begin.versions,
@@ -207,13 +215,41 @@ def _end_in_words(log: FitLog) -> str:
 def _utility(log: FitLog) -> dict[str, Points]:
     """Return the user's metrics by name, and by client where the lines say which."""
     series: dict[str, dict[int, float | None]] = {}
-    for look in log.looks:
-        client = SUM if look.client == SUM else f"client {look.client}"
-        suffix = "" if look.client is None else f", {client}"
-        for name, value in (look.utility or {}).items():
+    lines: list[records.MetricsLine | records.LookLine] = [*log.metrics, *log.looks]
+    for line in sorted(lines, key=attrgetter("step")):
+        client = SUM if line.client == SUM else f"client {line.client}"
+        suffix = "" if line.client is None else f", {client}"
+        for name, value in (line.utility or {}).items():
             finite = None if value is None or math.isinf(value) else value
-            series.setdefault(f"{name}{suffix}", {}).setdefault(look.step, finite)
+            series.setdefault(f"{name}{suffix}", {}).setdefault(line.step, finite)
     return {name: list(points.items()) for name, points in series.items()}
+
+
+def last_and_best(utility: Mapping[str, Points]) -> dict[str, tuple[float, float]]:
+    """Return the last and the best value of each metric that says how good a model is.
+
+    Where one is of validation data, those of training batches are left out.
+    """
+    known = {
+        name: [value for _, value in points if value is not None]
+        for name, points in utility.items()
+    }
+    validated = any(is_validation(name) for name, values in known.items() if values)
+    return {
+        name: (values[-1], best_of(name, values))
+        for name, values in known.items()
+        if values and not (validated and is_training(name))
+    }
+
+
+def extent(fit: FitSummary) -> str:
+    """Return how many steps or rounds there were, and how many of them were looked at."""
+    steps = f"an unrecorded number of {fit.unit}s"
+    if fit.length is not None:
+        steps = f"{fit.length:,} {fit.unit}{'s' * (fit.length != 1)}"
+    last = "" if fit.steps is None else f", the last at {fit.unit} {fit.steps:,}"
+    were = "was" if fit.looked_at == 1 else "were"
+    return f"{steps}, of which {fit.looked_at:,} {were} looked at{last}"
 
 
 # ---- what left, and who could see it ------------------------------------------------------------
@@ -339,7 +375,8 @@ def _not_tested(
     unread = (log.begin.unread if log.begin else None) or ()
     if unread:
         sentences.append(
-            f"{len(unread)} shared parameters, tested by no attack: {first_four(unread)}"
+            f"{len(unread)} shared parameter{'s' * (len(unread) > 1)}, tested by no attack: "
+            f"{first_four(unread)}"
         )
     if log.begin is None:
         sentences.append("which shared parameters no attack tests: not recorded")

@@ -37,6 +37,7 @@ class FitLog:
         run: its id; empty in the first version.
         begin: what it knew of itself before its first step; None where that was not recorded.
         looks: one for each look.
+        metrics: one for each change of the user's metrics or of an account between looks.
         results: one for each look, stage and attack.
         decisions: of gates.
         end: how it ended; None where it was cut off, or that was not recorded.
@@ -47,6 +48,7 @@ class FitLog:
     run: str
     begin: records.BeginLine | None = None
     looks: Sequence[records.LookLine] = ()
+    metrics: Sequence[records.MetricsLine] = ()
     results: Sequence[records.ResultLine] = ()
     decisions: Sequence[records.GateLine] = ()
     end: records.EndLine | None = None
@@ -58,10 +60,15 @@ class FitLog:
         return self.begin is not None and self.begin.is_federation
 
     @property
+    def looks_at(self) -> frozenset[int]:
+        """The steps or rounds at which an attack was tried."""
+        played = (line.step for line in self.results if line.reason_not_played is None)
+        return frozenset((*played, *(line.step for line in self.looks)))
+
+    @property
     def last_step(self) -> int | None:
         """The last step or round that was measured."""
-        steps = [line.step for line in self.results] + [line.step for line in self.looks]
-        return max(steps, default=None)
+        return max(self.looks_at, default=None)
 
     @property
     def fit_name(self) -> str:
@@ -174,6 +181,7 @@ def _fit_log(
         run,
         begin=begin,
         looks=[line for line in lines if isinstance(line, records.LookLine)],
+        metrics=[line for line in lines if isinstance(line, records.MetricsLine)],
         results=[line for line in lines if isinstance(line, records.ResultLine)],
         decisions=[line for line in lines if isinstance(line, records.GateLine)],
         end=next((line for line in lines if isinstance(line, records.EndLine)), None),
@@ -201,7 +209,7 @@ def _without_copies(fits: Sequence[FitLog], problems: list[str]) -> list[FitLog]
 
 def _texts(fit: FitLog) -> set[str]:
     """Return all lines of a fit as text."""
-    lines = (*fit.looks, *fit.results, *fit.decisions, fit.begin, fit.end)
+    lines = (*fit.looks, *fit.metrics, *fit.results, *fit.decisions, fit.begin, fit.end)
     return {json.dumps(records.as_json(line), sort_keys=True) for line in lines if line is not None}
 
 
@@ -288,6 +296,7 @@ def merge_monitors(logs: Sequence[FitLog]) -> FitLog:
         ", ".join(log.run for log in logs),
         begin,
         sorted((line for log in logs for line in log.looks), key=step),
+        sorted((line for log in logs for line in log.metrics), key=step),
         sorted((line for log in logs for line in log.results), key=step),
         list({repr(replace(line, run="")): line for line in decisions}.values()),
         ends[-1] if ends and (len(ends) == len(logs) or begin.is_federation) else None,

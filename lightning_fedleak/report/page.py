@@ -11,10 +11,11 @@ from importlib.resources import files
 import jinja2
 
 from lightning_fedleak.records import MetricValue
+from lightning_fedleak.records.utility import title_of
 from lightning_fedleak.report.charts import pictures
 from lightning_fedleak.report.edpb import NOT_TRIED, on_model, release_context, tiers
 from lightning_fedleak.report.findings import Findings
-from lightning_fedleak.report.fits import FitSummary
+from lightning_fedleak.report.fits import FitSummary, extent, last_and_best
 from lightning_fedleak.report.privacy import Account
 from lightning_fedleak.report.wording import UNIT_IN_WORDS, in_words, interval, share
 
@@ -40,7 +41,12 @@ def _template() -> jinja2.Template:
     environment.filters |= {"in_words": in_words, "share": share, "interval": interval}
     environment.filters |= {"rates": _shown_rates, "most": _most}
     environment.globals |= {"account": account_facts, "pictures": pictures}
-    environment.globals |= {"terms": glossary, "questions": questions, "tiers": tiers}
+    environment.globals |= {
+        "extent": extent,
+        "terms": glossary,
+        "questions": questions,
+        "tiers": tiers,
+    }
     source = files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8")
     return environment.from_string(source)
 
@@ -190,12 +196,14 @@ def _mechanism(findings: Findings) -> Answers:
     )
     versions = next((fit.versions for fit in findings.runs if fit.versions), {})
     utility = {
-        name: line[-1][1] for fit in findings.runs for name, line in fit.utility.items() if line
+        title_of(name): f"{in_words(last)} (best {in_words(best)})"
+        for fit in findings.runs
+        for name, (last, best) in last_and_best(fit.utility).items()
     }
     return [
         ("Clip norm and noise multiplier", _each(findings, noise)),
         ("Library and versions", ", ".join(f"{name} {v}" for name, v in versions.items())),
-        ("Utility at the last look", utility),
+        ("Utility, last and best", utility),
     ]
 
 
@@ -274,6 +282,7 @@ def _fit_lines(fit: FitSummary) -> list[str]:
     if fit.not_tested:
         lines += ["Not tested:", "", *(f"- {_plain(sentence)}" for sentence in fit.not_tested), ""]
     claims = [f"{account.defense}: {account.claim}" for account in fit.privacy]
+    lines += [f"Length: {extent(fit)}.", ""]
     lines.append(f"Differential privacy (epsilon, delta): {_plain('; '.join(claims) or 'none')}")
     return lines
 

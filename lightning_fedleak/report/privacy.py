@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, cast
 
 from lightning_fedleak import records
 from lightning_fedleak.records.files import first_of
@@ -23,12 +25,19 @@ from lightning_fedleak.report.wording import (
     rounded_up,
 )
 
+if TYPE_CHECKING:
+    from lightning_fedleak.defenses.accounting import AccountantKind, SamplingScheme
+
 CLIENT, TOKENS = "ClientDP", "TokenLDP"
 """Classes of defences whose account is not one of examples."""
 _UNITS = {"DPSGD": "example", CLIENT: "client", TOKENS: "row"}
 FPR = 0.01  # the low false positive rate at which membership attacks are compared (LiRA, 2022)
 LARGEST_SHOWN_EPSILON = 50.0  # a larger epsilon limits nothing, and its exponential overflows
 WEAK_TPR = 0.5  # a limit that lets a test find more than every second member is called weak
+LEAST_EXPLAINED = 0.9  # share of a recorded epsilon that its releases must cost to be all of it:
+# logs round up to 2% more releases; at 1 nothing would be, at 0 a history with gaps would count
+Curve = tuple[tuple[float, float], ...]
+"""Pairs (epsilon, delta) that all hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +56,7 @@ class Account:
         accountant: which composed the releases.
         target_epsilon: what was asked for.
         trust, trusted: who must be trusted, as a setting and in a sentence.
-        sampling: how what was released was drawn, as accountants name it.
+        sampling: how what was released was drawn, as records name it; None: not recorded.
         poisson: whether sampling by chance counts; None where that was not recorded.
         correlated: mechanism of noise that is correlated over steps; None where it is not.
         unit: whose data one unit of privacy is.
@@ -59,7 +68,9 @@ class Account:
         last_step: of what was recorded.
         whole: whether no release came after it.
         without_sampling: epsilon of the same releases if every unit were in all of them.
-        limit: what epsilon limits, in a sentence.
+        largest_tpr, largest_auc: the most that it allows any test of one unit, by all pairs
+            (epsilon, delta) that its releases have; None where none holds.
+        limit: what that is, in a sentence.
         limits_little: whether that is little.
         statement: all of it, in sentences.
     """
@@ -78,7 +89,7 @@ class Account:
     target_epsilon: object
     trust: str
     trusted: str
-    sampling: Literal["poisson", "without_replacement"]
+    sampling: str | None
     poisson: bool | None
     correlated: str | None
     unit: str
@@ -90,6 +101,8 @@ class Account:
     last_step: int = records.named("until")
     whole: bool
     without_sampling: float | str | None = None
+    largest_tpr: float | None = records.named("largest_tpr_at_fpr_0.01", default=None)
+    largest_auc: float | None = None
     limit: str | None = None
     limits_little: bool | None = None
     statement: str = ""
@@ -151,7 +164,8 @@ def clip_in_words(settings: records.JsonObject) -> object:
 def accounts(log: FitLog) -> tuple[list[Account], list[str]]:
     """Return what each defence of a fit has spent, and what is wrong with their ledgers."""
     facts = grouped(log.begin.defenses if log.begin else (), lambda defense: defense.name)
-    lines: list[records.LookLine | records.EndLine] = [*log.looks, *([log.end] if log.end else [])]
+    between: list[records.LookLine | records.MetricsLine] = [*log.looks, *log.metrics]
+    lines = [*sorted(between, key=attrgetter("step")), *([log.end] if log.end else [])]
     spent_at = [(line.step, spending) for line in lines for spending in line.privacy or ()]
     spendings = grouped(spent_at, lambda one: one[1].defense)
     problems: list[str] = []
@@ -178,7 +192,6 @@ def _account(
     hashes, counts = _read_ledgers(ledgers, problems)
     clients = log.begin.monitor.clients if log.begin and log.begin.monitor else 1
     default_accountant = "basic composition" if kind == TOKENS else NOT_RECORDED
-    by_fixed_draws = settings.get("sampling") == "fixed" and settings.get("trust") == "central"
     account = Account(
         defense=most.defense,
         series=list(series.items()),
@@ -194,7 +207,7 @@ def _account(
         target_epsilon=settings.get("target_epsilon", "none" if settings else None),
         trust=settings.get("trust", "local" if kind == TOKENS else NOT_RECORDED),
         trusted=TRUST[trusted_party(defense)],
-        sampling="without_replacement" if by_fixed_draws else "poisson",
+        sampling=most.sampling or _sampling_by(settings),
         poisson=poisson,
         correlated=correlated,
         unit=settings.get("unit", _UNITS.get(kind, NOT_RECORDED)),
@@ -208,6 +221,9 @@ def _account(
     )
     account = replace(account, holds=_holds(account), whole=_is_whole(account, log.end))
     account = replace(account, without_sampling=_without_sampling(account))
+    if account.holds:
+        tpr, auc = _most_allowed(account, [one.history or () for _, one in spendings])
+        account = replace(account, largest_tpr=tpr, largest_auc=auc)
     limit, limits_little = _limit(account)
     account = replace(account, limit=limit, limits_little=limits_little)
     return replace(account, statement=_statement(account))
@@ -246,6 +262,14 @@ def _sampling(kind: str, settings: records.JsonObject) -> tuple[str | None, bool
     if kind == "DPSGD" and settings.get("mechanism", "independent") != "independent":
         return settings["mechanism"], poisson and settings["mechanism"] == "banded"
     return None, poisson
+
+
+def _sampling_by(settings: records.JsonObject) -> str | None:
+    """Return how releases were drawn, of a record that only has the settings of the defence."""
+    if settings.get("truncated_batch_size"):
+        return None  # of how many examples is not in them
+    by_fixed_draws = settings.get("sampling") == "fixed" and settings.get("trust") == "central"
+    return "without_replacement" if by_fixed_draws else "poisson"
 
 
 def trusted_party(defense: records.DefenseFacts) -> str:
@@ -292,40 +316,118 @@ def _without_sampling(account: Account) -> float | str | None:
     if account.accountant == "filter" or not account.poisson or not account.holds:
         return None
     history = [one._replace(sample_rate=1.0) for one in account.history]
-    return composed_epsilon(history, account.delta, account.accountant)
+    return composed_epsilon(history, account.delta, account.accountant, account.sampling)
 
 
 def composed_epsilon(
     history: Sequence[records.Releases],
     delta: float | None,
     accountant: str,
-    sampling: Literal["poisson", "without_replacement"] = "poisson",
+    sampling: str | None,
 ) -> float | str | None:
     """Return the epsilon of releases, or in words why it is no number; None without noise."""
     if not history or not delta or any(not one.noise_multiplier for one in history):
         return None
+    if sampling is None:
+        return f"not computed: how batches were drawn is {NOT_RECORDED}"
     try:
         from lightning_fedleak.defenses.accounting.accounting import LARGEST_EPSILON, epsilon_of
 
-        releases = [(one.noise_multiplier, one.sample_rate, one.number) for one in history]
-        epsilon = epsilon_of(releases, delta, "prv" if accountant == "prv" else "rdp", sampling)
+        kind: AccountantKind = "prv" if accountant == "prv" else "rdp"
+        epsilon = epsilon_of(history, delta, kind, _scheme(sampling))
     except (ImportError, ValueError) as error:
         return f"not computed: {error}"
     return f"more than {LARGEST_EPSILON:g}" if math.isinf(epsilon) else rounded_up(epsilon)
 
 
-def _limit(account: Account) -> tuple[str | None, bool | None]:
-    """Return what an epsilon that holds for the whole run limits, and whether that is little.
+def _scheme(sampling: str) -> SamplingScheme:
+    """Return the sampling of a record as accountants take it; they refuse an unknown name."""
+    most, _, examples = sampling.removeprefix("at-most-").partition("-of-")
+    if not examples:
+        return cast("SamplingScheme", sampling)
+    from lightning_fedleak.defenses.accounting import TruncatedPoisson
 
-    It is the largest TPR of any test of two neighbouring data sets (Kairouz, Oh and Viswanath
-    2015).
+    return TruncatedPoisson(int(examples), int(most))
+
+
+# ---- the most that an account allows any test ---------------------------------------------------
+
+
+def _most_allowed(
+    account: Account, histories: Sequence[Sequence[records.Releases]]
+) -> tuple[float, float]:
+    """Return the largest TPR and AUC of any test of two neighbouring data sets.
+
+    One pair (epsilon, delta) limits a test by Kairouz, Oh and Viswanath 2015. Releases have such a
+    pair for every delta, and all of them limit it together.
+
+    Args:
+        account: which holds.
+        histories: the releases at each look, of each client.
     """
-    if not (account.holds and account.whole):
-        return None, None
-    from lightning_fedleak.auditing import dp_tpr
+    from lightning_fedleak.auditing import curve_auc, curve_tpr, dp_auc, dp_tpr
 
-    epsilon = min(account.epsilon_over_clients, LARGEST_SHOWN_EPSILON)
-    tpr = dp_tpr(FPR, epsilon, account.bound[1])
+    pair = min(account.epsilon_over_clients, LARGEST_SHOWN_EPSILON), account.bound[1]
+    tprs, aucs = [dp_tpr(FPR, *pair)], [dp_auc(*pair)]
+    if curves := _curves(account, histories):
+        tprs.append(max(curve_tpr(FPR, curve) for curve in curves))
+        aucs.append(max(curve_auc(curve) for curve in curves))
+    return min(tprs), min(aucs)
+
+
+def _curves(account: Account, histories: Sequence[Sequence[records.Releases]]) -> list[Curve]:
+    """Return the pairs of each client's releases; none where they are not all that was spent."""
+    largest = _largest_histories(histories)
+    composed = account.accountant in ("prv", "rdp") and account.sampling is not None
+    if not composed or not all(largest) or account.is_of_tokens:
+        return []
+    kind = account.accountant if len(largest) == 1 else "rdp"  # which takes microseconds
+    curves = [_curve(history, kind, str(account.sampling)) for history in largest]
+    epsilon, delta = account.bound
+    cost = max((_epsilon_at(delta, curve) for curve in curves), default=0.0)
+    return curves if all(curves) and cost >= LEAST_EXPLAINED * epsilon else []
+
+
+def _largest_histories(
+    histories: Sequence[Sequence[records.Releases]],
+) -> list[tuple[records.Releases, ...]]:
+    """Return the histories that are no part of another."""
+    largest: list[tuple[records.Releases, ...]] = []
+    for history in dict.fromkeys(map(tuple, reversed(histories))):
+        if not any(_is_part(history, other) for other in largest):
+            largest = [other for other in largest if not _is_part(other, history)]
+            largest.append(history)
+    return largest
+
+
+def _is_part(history: Iterable[records.Releases], other: Iterable[records.Releases]) -> bool:
+    counts = {one[:2]: one.number for one in other}
+    return all(one.number <= counts.get(one[:2], 0) for one in history)
+
+
+def _epsilon_at(delta: float, curve: Curve) -> float:
+    """Return the smallest epsilon of a curve whose delta is at most this."""
+    return min((pair[0] for pair in curve if pair[1] <= delta), default=math.inf)
+
+
+@functools.lru_cache(maxsize=64)
+def _curve(history: tuple[records.Releases, ...], accountant: str, sampling: str) -> Curve:
+    """Return the pairs of releases; none where an accountant cannot compose them."""
+    if any(not one.noise_multiplier for one in history):
+        return ()
+    try:
+        from lightning_fedleak.defenses.accounting.budget import curve_of
+
+        return tuple(curve_of(history, cast("AccountantKind", accountant), _scheme(sampling)))
+    except (ImportError, ValueError):
+        return ()
+
+
+def _limit(account: Account) -> tuple[str | None, bool | None]:
+    """Return what an account that holds for the whole run limits, and whether that is little."""
+    if not (account.holds and account.whole) or account.largest_tpr is None:
+        return None, None
+    tpr = account.largest_tpr
     most = math.ceil(1e3 * tpr - 1e-9) / 10
     share = f"at most {most:g} in 100" if most < 100 else "up to all"
     if account.is_of_tokens:

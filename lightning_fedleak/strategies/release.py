@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -19,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.lightning_packages import both
+from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.snapshots import Stage
 from lightning_fedleak.taps import before_real_step
 from lightning_fedleak.validate import check_choice

@@ -21,6 +21,7 @@ from lightning_fedleak.taps.gradients import UpdateTap as UpdateTap
 from lightning_fedleak.taps.gradients import before_real_step as before_real_step
 from lightning_fedleak.taps.gradients import check_optimizer as check_optimizer
 from lightning_fedleak.taps.gradients import loss_terms as loss_terms
+from lightning_fedleak.taps.gradients import real_optimizer as real_optimizer
 from lightning_fedleak.taps.graph import GraphCall as GraphCall
 from lightning_fedleak.taps.graph import GraphTap as GraphTap
 from lightning_fedleak.taps.graph import PlacedRows as PlacedRows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import Anatomy, place_of
 from lightning_fedleak.model_runs import reset_compiled
+from lightning_fedleak.taps.hooks import raise_kept, raised_when_read
 
 
 class ChangedInPlace(RuntimeError):
@@ -89,12 +90,18 @@ class ActivationTap:
         self._clone = clone
         self._records: dict[int, list[_Record]] = {layer: [] for layer in layers}
         self.armed = False
+        self.error: Exception | None = None
         self._handles = [
-            place.on_states(functools.partial(self._pass, layer), first=first)
+            place.on_states(
+                functools.partial(self._pass, layer), first=first, failed=self._keep_error
+            )
             for layer, place in self._places.items()
         ]
         self._root = anatomy.root
         reset_compiled(self._root)
+
+    def _keep_error(self, error: Exception) -> None:
+        self.error = self.error or error
 
     def _pass(self, layer: int, states: Any) -> Tensor | None:
         """Record one pass; return hidden states to continue with, or None to leave them."""
@@ -115,19 +122,24 @@ class ActivationTap:
             return new_states
         if states.requires_grad and (self._keep_gradients or in_backward):
             # A recomputation that only restores saved tensors never sees a gradient.
-            def record_gradient(gradient: Tensor) -> None:
-                if self._keep_gradients:
-                    record.gradient = gradient.clone() if self._clone else gradient.detach()
-                    record.gradient_version = _version(record.gradient)
-                if in_backward:
-                    records.append(record)
-
-            states.register_hook(record_gradient)
+            add = records.append if in_backward else None
+            states.register_hook(functools.partial(self._record_gradient, record, add))
         return new_states
+
+    @raised_when_read
+    def _record_gradient(
+        self, record: _Record, add: Callable[[_Record], None] | None, gradient: Tensor
+    ) -> None:
+        if self._keep_gradients:
+            record.gradient = gradient.clone() if self._clone else gradient.detach()
+            record.gradient_version = _version(record.gradient)
+        if add is not None:
+            add(record)
 
     def arm(self) -> None:
         """Start a look: drop earlier records and let the hooks record."""
         self._records = {layer: [] for layer in self._places}
+        self.error = None
         self.armed = True
 
     def disarm(self) -> None:
@@ -140,7 +152,9 @@ class ActivationTap:
 
         Raises:
             ChangedInPlace: the model has overwritten them.
+            Exception: what a hook has raised since :meth:`arm`.
         """
+        raise_kept(self)
         return tuple(
             _unchanged(r.states, r.states_version, f"hidden states at layer {layer}")
             for r in self._records[layer]
@@ -159,7 +173,9 @@ class ActivationTap:
 
         Raises:
             ChangedInPlace: they were overwritten.
+            Exception: what a hook has raised since :meth:`arm`.
         """
+        raise_kept(self)
         gradients = (
             _unchanged(r.gradient, r.gradient_version, f"the gradient at layer {layer}")
             for r in self._records[layer]

@@ -15,6 +15,7 @@ from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.model_runs import only_needed_hooks, reset_compiled, stop_at, undisturbed
 from lightning_fedleak.snapshots import UnusableObservation
 from lightning_fedleak.taps.activations import join_pieces
+from lightning_fedleak.taps.hooks import raise_kept, raised_when_read
 
 NOT_TESTED = (
     "several documents are packed into a row, and it could not be tested whether they attend to "
@@ -27,27 +28,35 @@ class ModelCalls:
 
     Args:
         anatomy: anatomy of the model.
-
-    Attributes:
-        calls: the arguments of each call, by name.
     """
 
     def __init__(self, anatomy: Anatomy) -> None:
-        self.calls: list[dict[str, object]] = []
+        self._calls: list[dict[str, object]] = []
+        self.error: Exception | None = None
         self._armed = False
         self._root = anatomy.root
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def record(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             if self._armed and torch.is_grad_enabled():
-                self.calls.append(arguments_of(model, args, kwargs))
+                self._note(model, args, kwargs)
 
         self._handle = anatomy.model.register_forward_pre_hook(record, with_kwargs=True)
         reset_compiled(anatomy.root)
 
+    @raised_when_read
+    def _note(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        self._calls.append(arguments_of(model, args, kwargs))
+
+    @property
+    def calls(self) -> list[dict[str, object]]:
+        """Return the arguments of each call, by name; raise what noting them has raised."""
+        raise_kept(self)
+        return self._calls
+
     def arm(self, active: bool = True) -> None:
         """Drop the records, and record from now on; if not ``active``, stop recording."""
-        self.calls = []
+        self._calls, self.error = [], None
         self._armed = active
 
     def close(self) -> None:

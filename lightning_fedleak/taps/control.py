@@ -45,10 +45,12 @@ class Draw:
         reads: the calls of the step, with these words in their batches.
         sizes: for each, (N,) the size of the gradient at each row's label, below 0 where it is
             pushed away and 0 where there is none.
+        is_part: whether they are a part of a step's.
     """
 
     reads: Sequence[ReadCall]
     sizes: Sequence[Tensor]
+    is_part: bool = False
 
     @property
     def batches(self) -> list[TokenBatch]:
@@ -63,7 +65,7 @@ class Draw:
             n_labels -= len(rows)
             sizes.append(torch.zeros_like(whole).index_copy(0, rows, whole[rows]))
         reads = [_labelled(*pair) for pair in zip(self.reads, sizes, strict=True)]
-        return Draw(reads, sizes)
+        return Draw(reads, sizes, is_part=True)
 
 
 def is_uneven(reads: Sequence[ReadCall]) -> bool:

@@ -30,6 +30,7 @@ from lightning_fedleak.snapshots import (
     UpdateSnapshot,
     whole_tensor,
 )
+from lightning_fedleak.taps.hooks import raise_kept, raised_when_read
 from lightning_fedleak.validate import warn_of_old_spelling
 
 # Prefixes of operations that compare with targets, look words up, or normalise over classes: a term
@@ -43,8 +44,9 @@ _BATCH_OPERATIONS = (
 _PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Mv", "Addmv", "Dot", "Convolution")
 NOISE_ROWS, NOISE_TOKENS = 2, 64
 """Texts, and tokens of each, whose embeddings are compared at a look; not tuned. More: slower."""
-_SUMS = ("Add", "Sub", "Stack", "Cat")
+# Whole names of operations: a sum is ``Add``, and ``Addmm`` is a product.
 _FACTORS = ("Mul", "Div")
+_SUMS = ("Add", "Sub", "Rsub", "Stack", "Cat")
 _SHAPES = (
     *("Neg", "Sum", "Mean", "Clone", "View", "ReshapeAlias", "ToCopy", "Squeeze", "Unsqueeze"),
     *("Select", "Expand", "Alias"),
@@ -70,6 +72,7 @@ class GradientTap:
         self._scales: dict[int, float] = {}
         self._handles: list[RemovableHandle] = []
         self.armed = False
+        self.error: Exception | None = None
 
     def keep_local(self) -> None:
         """Copy each gradient as autograd accumulates it, before DDP's reduction, when armed.
@@ -80,6 +83,7 @@ class GradientTap:
             handle = parameter.register_post_accumulate_grad_hook(self._copy_gradient)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
+    @raised_when_read
     def _copy_gradient(self, parameter: Tensor) -> None:
         if not self.armed or parameter.grad is None:
             return
@@ -92,6 +96,7 @@ class GradientTap:
 
     def arm(self) -> None:
         """Start a look: drop earlier copies and let the hooks copy."""
+        self.error = None
         self._scales.clear()
         self.armed = True
 
@@ -121,7 +126,11 @@ class GradientTap:
 
         Returns:
             A snapshot without the roles that have no gradient.
+
+        Raises:
+            Exception: what a hook has raised since :meth:`arm`.
         """
+        raise_kept(self)
         if kept is not None:
             copies = kept
             warn_of_old_spelling("GradientTap.view(kept=)", "copies=")
@@ -234,6 +243,7 @@ class TiedHeadTap:
         self._buffer: Tensor | None = None
         self._filled = False
         self.armed = False
+        self.error: Exception | None = None
         head.forward = self._forward  # type: ignore[method-assign,assignment]
 
     def _forward(self, hidden: Tensor) -> Tensor:
@@ -243,6 +253,7 @@ class TiedHeadTap:
             weight.register_hook(self._add)  # type: ignore[no-untyped-call]
         return functional.linear(hidden, weight, self._head.bias)
 
+    @raised_when_read
     def _add(self, grad: Tensor) -> None:
         if self._buffer is None:
             self._buffer = torch.empty_like(grad)
@@ -254,6 +265,7 @@ class TiedHeadTap:
 
     def arm(self) -> None:
         """Start a look; micro-batches add up until :meth:`view`."""
+        self.error = None
         self._filled = False
         self.armed = True
 
@@ -262,7 +274,8 @@ class TiedHeadTap:
         self.armed = False
 
     def view(self, step: int, *, client: int = 0, scale: float = 1.0) -> GradientSnapshot:
-        """Return the head's gradient (V, d), stage local."""
+        """Return the head's gradient (V, d), stage local; raise what a hook has raised."""
+        raise_kept(self)
         tensors = {}
         if self._filled and self._buffer is not None:
             if scale != 1.0:
@@ -310,9 +323,11 @@ def loss_terms(loss: Tensor) -> set[int]:
         if not reads[node]:
             variable = getattr(node, "variable", None)
             parameters |= set() if variable is None else {id(variable)}
-        elif node.name().startswith(_FACTORS):
+        elif _surely_reads_batch(node):  # what is below it was not asked
+            continue
+        elif _operation(node) in _FACTORS:
             below = [n for n in below if reads[n]]
-        elif not node.name().startswith(_SUMS + _SHAPES):
+        elif _operation(node) not in _SUMS + _SHAPES:
             continue
         visited.update(below)
         nodes.extend(below)
@@ -343,9 +358,14 @@ def _batch_readers(first: Node) -> dict[Node, bool]:
     return reads
 
 
+def _operation(node: Node) -> str:
+    """Return the name of an operation without its ending: ``Add`` of ``AddBackward0``."""
+    return node.name().partition("Backward")[0]
+
+
 def _times_zero(node: Node) -> bool:
     """Return whether an operation multiplies by a constant 0."""
-    if not node.name().startswith("Mul"):
+    if _operation(node) != "Mul":
         return False
     factors = (getattr(node, f"_saved_{side}", None) for side in ("self", "other"))
     return any(isinstance(x, Tensor) and x.dim() == 0 and not bool(x) for x in factors)
@@ -380,6 +400,9 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
     scaler skips. ``fn`` runs without autograd. Several functions on one optimizer run in the order
     in which they were added.
 
+    Of one that makes its gradient inside its own step (Opacus' ``DPOptimizer``) it is the moment
+    when that is made; steps that it skips are none.
+
     The optimizer's ``step`` does everything else as before, hooks and learning rate schedulers
     included.
 
@@ -400,11 +423,19 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
         optimizer = (
             inner  # Lightning's wrapper poses as what it wraps; others have steps of their own
         )
+    optimizer = real_optimizer(optimizer)
     check_optimizer(optimizer)
     chain: _Chain = getattr(optimizer.step, _CHAIN, None) or _Chain(optimizer)
     entry = functools.partial(fn)
     chain.functions.append(entry)
     return functools.partial(chain.remove, entry)
+
+
+def real_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that takes the step, inside one that makes its gradient (Opacus')."""
+    while isinstance(inner := getattr(optimizer, "original_optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:
@@ -515,6 +546,7 @@ class EmbeddingNoise:
         self._anatomy = anatomy
         self._layer = layer = leaf(anatomy.embedding)
         self._handle: RemovableHandle | None = None
+        self.error: Exception | None = None
         self._call: tuple[Tensor, Tensor, int] | None = None
         weight = layer._parameters.get("weight")
         plain = not layer._modules and getattr(layer, "max_norm", None) is None
@@ -532,6 +564,7 @@ class EmbeddingNoise:
         if self._runs:
             self._handle = self._layer.register_forward_hook(self._keep)
 
+    @raised_when_read
     def _keep(self, layer: nn.Module, args: tuple[object, ...], output: object) -> None:
         ids = args[0] if args else None
         new = self._call is None and layer.training and torch.is_grad_enabled()
@@ -555,6 +588,7 @@ class EmbeddingNoise:
         """
         call, layer = self._call, self._layer
         self.close()
+        raise_kept(self)
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if call is not None and call[2] == weight._version:
             ids, output, _ = call

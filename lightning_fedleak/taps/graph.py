@@ -169,6 +169,7 @@ class GraphCall:
         training: the modules of the model that were in train mode.
         autocast: dtype that autocast computed in; None without.
         text_logits: the model's logits have a row for each text.
+        reached: (B, L) bool, the ids whose embedding got a gradient; None where it needs none.
     """
 
     module: nn.Module | None
@@ -178,6 +179,7 @@ class GraphCall:
     training: frozenset[int] = frozenset()
     autocast: torch.dtype | None = None
     text_logits: bool = False
+    reached: Tensor | None = None
 
     @property
     def read_heads(self) -> list[HeadCall]:
@@ -230,6 +232,9 @@ class GraphTap:
 
     def take(self) -> list[GraphCall]:
         """Return the calls whose logits got a gradient since the last time, and forget them."""
+        for before, call in zip(self._calls, self._calls[1:], strict=False):
+            if call.ids is None and before.module is None and not before.heads:
+                call.ids, call.reached = before.ids, before.reached  # an encoder's, called before
         calls = [call for call in self._calls if call.read_heads]
         self._calls = [call for call in self._calls if not call.read_heads]
         return calls
@@ -275,7 +280,14 @@ class GraphTap:
         if not self._depth:
             self._begin(None, {"input_ids": ids})
         if self._calls and self._calls[-1].ids is None:
-            self._calls[-1].ids = ids
+            call = self._calls[-1]
+            call.ids = ids
+            if isinstance(output, Tensor) and output.requires_grad and output.dim() == 3:
+
+                def read(gradient: Tensor) -> None:
+                    call.reached = (gradient != 0).any(-1)
+
+                output.register_hook(read)  # type: ignore[no-untyped-call]
 
     def _head(self, layer: nn.Module, args: object, output: object) -> None:
         if is_observed() or not self._calls or not isinstance(output, Tensor):
@@ -479,7 +491,8 @@ def _padding_of(
 ) -> dict[str, object]:
     """Return the arguments of a call that say what is padded, and where documents begin.
 
-    Where the model's parts were called in place of its forward, the batch says it.
+    Where the model's parts were called in place of its forward, the batch says it. Where nothing
+    does, ids that no label depends on are padding; a causal text's last id is such a one too.
     """
     names = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens")
     arguments = {name: call.arguments.get(name) for name in names}
@@ -489,8 +502,10 @@ def _padding_of(
     positions, mask = arguments["position_ids"], arguments["attention_mask"]
     if not isinstance(positions, Tensor) or positions.dim() != 2:  # of M-RoPE
         arguments["position_ids"] = None
-    if not isinstance(mask, Tensor) or (mask.dim() == 2 and mask.shape != ids.shape):
-        arguments["attention_mask"] = None
+    if not isinstance(mask, Tensor) or (
+        mask.shape != ids.shape and mask.shape[-2:] != 2 * ids.shape[1:]
+    ):
+        arguments["attention_mask"] = None if kind == "causal" else call.reached
     labels = None if kind == "causal" else torch.full_like(ids, IGNORE_INDEX)
     return {**arguments, "input_ids": ids, "labels": labels}
 

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.attacks import Capability
-from lightning_fedleak.looks import AUTOCAST, Run, StageReached
+from lightning_fedleak.looks import AUTOCAST, Run, StageReached, declared
 from lightning_fedleak.model_runs import is_compiled
+from lightning_fedleak.taps import real_optimizer
 
 T = TypeVar("T")
 
@@ -29,7 +30,8 @@ class Loop:
 
     Attributes:
         model: what is trained.
-        optimizers: without what Accelerate wraps them in.
+        optimizers: without what Accelerate wraps them in; a DP optimizer of another library as it
+            is, see ``steps_by``.
         loader: of the training data; None: not known.
         precision: as :class:`WatchSettings` has it.
         scaler: the GradScaler, if there is one.
@@ -56,6 +58,11 @@ class Loop:
     watched: tuple[str, ...] = ()
     stage_reached: StageReached | None = None
 
+    @property
+    def steps_by(self) -> list[Optimizer]:
+        """Return the optimizers that take the steps, inside those that make their gradient."""
+        return [real_optimizer(optimizer) for optimizer in self.optimizers]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoopRun(Run):
@@ -75,11 +82,14 @@ class LoopRun(Run):
     ) -> LoopRun:
         """Return the run of a loop on a model, against an adversary with these capabilities.
 
-        No defence acts in it: those act in Lightning's DefendedStrategy.
+        No defence acts in it but a DP optimizer of another library: others act in Lightning's
+        DefendedStrategy.
         """
         dtypes = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
         by_weights = dtypes.get(next(anatomy.model.parameters()).dtype, "32-true")
         rank = distributed.get_rank() if _is_distributed() else 0
+        under_ddp = any(isinstance(m, DistributedDataParallel) for m in loop.model.modules())
+        defenses = declared(loop.optimizers, under_ddp=under_ddp)
         return cls(
             anatomy=anatomy,
             client=client,
@@ -91,14 +101,16 @@ class LoopRun(Run):
             processes=distributed.get_world_size() if _is_distributed() else 1,
             tokenizers=[loop.tokenizer],
             watched=loop.watched,
-            under_ddp=any(isinstance(m, DistributedDataParallel) for m in loop.model.modules()),
+            defenses=defenses,
+            under_ddp=under_ddp,
+            separates_stages=bool(defenses),
             shows_progress=rank == 0,
         )
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Return the optimizers of the loop, unwrapped."""
-        return self.loop.optimizers
+        return self.loop.steps_by
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return autocast where the loop uses it."""
@@ -184,7 +196,7 @@ class LoopRun(Run):
         """Return whether the value is true on every process."""
         return not self.on_any_process(not value)
 
-    def metrics(self, names: Sequence[str]) -> Mapping[str, float]:
+    def metrics(self, names: Sequence[str]) -> Mapping[str, Any]:
         """Return those of the user's own numbers that are known by now."""
         return {name: self.loop.utility[name] for name in names if name in self.loop.utility}
 
@@ -262,10 +274,15 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
 
 
 def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:
-    """Return whether a gradient is there; ``zeros`` counts zeros, which need not be read then."""
+    """Return whether a gradient is there; ``zeros`` counts zeros, which need not be read then.
+
+    What Opacus keeps of the parts of a virtual batch is one too.
+    """
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    gradients = (p.grad for group in groups for p in group["params"] if p.grad is not None)
-    return any(zeros or bool(gradient.any()) for gradient in gradients)
+    gradients = [(p.grad, getattr(p, "summed_grad", None)) for g in groups for p in g["params"]]
+    if any(kept is not None for _, kept in gradients):
+        return True
+    return any(zeros or bool(grad.any()) for grad, _ in gradients if grad is not None)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import transformers
-from lightning_utilities.core.rank_zero import rank_zero_info
 from safetensors import safe_open
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
@@ -24,10 +23,13 @@ from lightning_fedleak.looks import (
     BeforeDefense,
     StageReached,
     Threshold,
+    contained,
     names_there_are,
 )
+from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.private_files import save_private
 from lightning_fedleak.snapshots import Stage
+from lightning_fedleak.taps import before_real_step
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, unwrapped
 from lightning_fedleak.trainers.watch import Watch, show_settings
 
@@ -139,7 +141,7 @@ class LeakageCallback(TrainerCallback):
     def on_log(self, *_: Any, logs: Mapping[str, float] | None = None, **__: Any) -> None:
         """Note the Trainer's own numbers that are logged beside leakage."""
         names = self.watch.settings.utility
-        self.watch.utility.update({n: float(v) for n, v in (logs or {}).items() if n in names})
+        self.watch.note({n: float(v) for n, v in (logs or {}).items() if n in names})
 
     def on_evaluate(self, *_: Any, metrics: dict[str, float] | None = None, **__: Any) -> None:
         """Add what a checkpoint may be chosen by to the metrics; unknown is the worst."""
@@ -170,6 +172,8 @@ class TransformersRun(LoopRun):
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
         """Call ``stage_reached`` before the Trainer's optimizer steps; see :class:`Run`."""
+        if self.defenses:  # a DP optimizer of another library, which is read inside its step
+            return super().watch_release(stage_reached, before_defense)
         self.loop.stage_reached = stage_reached
         return [partial(setattr, self.loop, "stage_reached", None)]
 
@@ -206,14 +210,16 @@ class TransformersWatch(Watch):
             updates = math.ceil(len(loader) / args.gradient_accumulation_steps)
             epochs, rest = divmod(steps, updates)
             self.loop.batches = epochs * len(loader) + rest * args.gradient_accumulation_steps
-        self._saved = None
+        self._saved = saved = None
         if steps:
             path = self._checkpoint() / FILE
             if path.exists():
-                self._saved = load_state(path)
+                self._saved = saved = load_state(path)
             else:
                 rank_zero_info(f"LeakageCallback: without {path} looks and gates begin again")
         super()._begin()
+        if saved is not None and saved.get("cadence") == self._cadence_and_gates():
+            self.engine.options.cadence.next_step = max(steps, saved["next_look"])
         if (best := self._best_metric()) is None:
             return
         known = [*self.engine.metric_names(), *([CHOOSE] if self._on_weights else [])]
@@ -222,6 +228,21 @@ class TransformersWatch(Watch):
                 f"metric_for_best_model='{best}' is a leakage: pass greater_is_better=False, and "
                 f"for '{CHOOSE}' a gate on the trained weights" + names_there_are(best, known)
             )
+
+    def _cadence_and_gates(self) -> list[str]:
+        """Return what decides when the run is looked at, and by which gates a look is judged."""
+        gates = (f"{gate.name}: {gate.metric} at most {gate.at_most:g}" for gate in self.gates)
+        return [self.engine.options.cadence.argument, *gates]
+
+    def state_dict(self) -> dict[str, object]:
+        """Return also when the next look is, so that a resumed run looks at no other steps.
+
+        The first step is looked at where an attack waits, or where settings or gates are new.
+        """
+        waits = bool(self.engine.results.waiting)
+        next_look = 0 if waits else self.engine.options.cadence.next_step
+        more = {"cadence": self._cadence_and_gates(), "next_look": next_look}
+        return super().state_dict() | more
 
     def _best_metric(self) -> str | None:
         """Return the leakage that the Trainer keeps its best checkpoint by, if it does so."""
@@ -265,12 +286,20 @@ class TransformersWatch(Watch):
 
         trainer.training_step = training_step  # type: ignore[method-assign]
         self._removers.append(put_back)
+        for optimizer in self.loop.steps_by if self._run.defenses else ():
+            steps = partial(self.engine.optimizer_steps, optimizer)
+            self._removers.append(before_real_step(optimizer, steps))
 
-    @torch.no_grad()
     def before_step(self) -> None:
         """Let the attacks read the gradients, unscaled, unless the step will be skipped."""
+        if not self._run.defenses:
+            self.engine.optimizer_steps(self.loop.optimizers[0])
+            self._let_read()
+
+    @contained
+    @torch.no_grad()
+    def _let_read(self) -> None:
         scaler, (optimizer,) = self.loop.scaler, self.loop.optimizers
-        self.engine.optimizer_steps(optimizer)
         if self._look is None:
             return  # whether the scaler found infinities is known once the device is done
         if scaler is not None and scaler.is_enabled():
@@ -294,9 +323,17 @@ class TransformersWatch(Watch):
         super().end(error)
         self._flush()
 
+    @contained
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Log numbers of the Trainer's own beside leakage."""
+        self.utility.update(metrics)
+        self.engine.metrics_changed()
+
+    @contained
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Collect numbers until the moment is over."""
-        self._values.update(metrics)
+        """Collect numbers until the moment is over; the Trainer logs its own metrics itself."""
+        if not all(name.startswith("utility/") for name in metrics):
+            self._values.update(metrics)
 
     def _flush(self) -> None:
         """Log what was collected, and leave it to the Trainer whether it logs its own."""

@@ -32,6 +32,7 @@ from lightning_fedleak.looks import (
     Selection,
     Threshold,
     cadence_of,
+    contained,
     known_stages,
     names_there_are,
     optimizers_of,
@@ -75,7 +76,7 @@ class WatchSettings(LookSettings):
         games: how membership games are played.
         public_text: for ``attacks="auto"``: text like the client's, to calibrate on.
         report: write ``report.html`` and ``report.json`` beside the logs at the end.
-        utility: names in :attr:`Watch.utility` to log beside leakage.
+        utility: names in :attr:`Watch.utility` to log beside leakage, where they change.
         memorization: how the trained weights are tested; needs ``loader=``.
         client: who is a client: ``"rank"`` (each process) or ``"world"``.
         precision: how the loop runs its model: ``"bf16-mixed"`` or ``"16-mixed"`` under autocast.
@@ -167,8 +168,10 @@ class Watch:
     weights, losses and random numbers are bit-identical to the loop without this.
 
     Under DistributedDataParallel each process is a client. A model that FSDP shards is refused,
-    and no defence acts here: both need Lightning's Trainer
-    (:class:`~lightning_fedleak.DefendedStrategy`).
+    and no defence of this package acts here: both need Lightning's Trainer
+    (:class:`~lightning_fedleak.DefendedStrategy`). A DP optimizer of Opacus is read inside its
+    step, once it has clipped and noised; a step that it skips is none. Another library's, which
+    cannot be read there, makes what is shared *unknown*.
 
     Examples:
         >>> import torch
@@ -256,7 +259,8 @@ class Watch:
         """Return what a loop that is resumed goes on with: plain numbers, strings and tensors."""
         gates = {gate.name: gate.state_dict() for gate in self.gates}
         state = {"engine": self.engine.state_dict(), "gates": gates}
-        return state | {"steps": self.loop.steps, "batches": self.loop.batches}
+        counts = {"steps": self.loop.steps, "batches": self.loop.batches}
+        return {**state, **counts, "utility": dict(self.loop.utility)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from what :meth:`state_dict` returned; call it before ``with``."""
@@ -314,6 +318,7 @@ class Watch:
             gate.watch(engine, Controls(log, save, self._stop, run.processes, (), *words))
         if (saved := self._saved) is not None:
             loop.steps, loop.batches = saved["steps"], saved["batches"]
+            loop.utility |= saved.get("utility", {})
             engine.load_state_dict(saved["engine"])
             for gate in (gate for gate in self.gates if gate.name in saved["gates"]):
                 gate.load_state_dict(saved["gates"][gate.name])
@@ -354,9 +359,12 @@ class Watch:
 
     def close(self) -> None:
         """Remove every tap; may be called twice."""
-        for remove in self._removers:
-            remove()
-        self._removers.clear()
+        removers, self._removers = self._removers, []
+        for remove in removers:
+            try:
+                remove()
+            except Exception as error:
+                self.engine.fail(error)
         self.engine.close()
 
     def _check(self, *wrappers: str) -> None:
@@ -377,8 +385,17 @@ class Watch:
             raise ValueError(f"two gates are named '{name}': give one of them name=...")
 
     def _log(self, values: dict[str, float], step: int) -> None:
-        for logger in self._loggers:
-            logger.log_metrics(values, step=step)
+        for logger in [*self._loggers]:
+            try:
+                logger.log_metrics(values, step=step)
+            except Exception as error:
+                self._loggers.remove(logger)
+                if self.engine.report is not None:
+                    self.engine.report.leave_loggers(error)
+
+    def fail(self, error: Exception) -> None:
+        """Let the look at work, or the next one, have no result, because of an error of ours."""
+        self.engine.fail(error)
 
     def _save(self, gate: Threshold, name: str) -> Path | None:
         return None
@@ -441,6 +458,8 @@ class Watch:
         self._open = not self._stepped and (self._open or self._backward)
         self.loop.steps += self._stepped
         self.engine.batch_ends(trained=self._backward or self._stepped)
+        progress = self._run.progress
+        self.engine.metrics_changed(epoch_ended=progress is not None and progress[1] == 1)
 
     @property
     def _look(self) -> Look | None:
@@ -458,6 +477,7 @@ class Watch:
         for loss in [losses] if isinstance(losses, Tensor) else losses:
             self.engine.loss_computed(loss)
 
+    @contained
     def _gradients_are_gone(self) -> bool:
         """Return whether no gradient is there to be stepped with.
 
@@ -466,7 +486,7 @@ class Watch:
         return not has_gradients(self.loop.optimizers, zeros=self._look is None)
 
     def _skip(self) -> None:
-        for optimizer in self.loop.optimizers:
+        for optimizer in self.loop.steps_by:
             self.optimizer_steps(optimizer)
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
@@ -480,6 +500,6 @@ class Watch:
         self.engine.optimizer_steps(optimizer)
 
     def _hook_optimizers(self) -> None:
-        for optimizer in self.loop.optimizers:
+        for optimizer in self.loop.steps_by:
             steps = partial(self.optimizer_steps, optimizer)
             self._removers.append(before_real_step(optimizer, steps))

@@ -104,7 +104,7 @@ def test_a_whole_model_is_read_by_all_that_fit_it(
     assert re.search(r"aligned_flatchat {5}played, calibrated in [\d.e-]+ s.*, about [\d.]", said)
     assert "Shared, tested by no attack: " in said
     absent = [line for line in lines(tmp_path) if (line["unknown"] or "").startswith("not played")]
-    unread = {"bias_sign", "bag_of_words", "combined", "extraction"}
+    unread = {"bias_sign", "bag_of_words", "reveal_labels", "combined", "extraction"}
     assert {line["attack"] for line in absent} == unread
     short, whole = (r.getMessage() for r in caplog.records if "plays these" in r.getMessage())
     (record,) = tmp_path.rglob("run.jsonl")
@@ -421,8 +421,8 @@ def test_a_batch_is_not_needed_to_tell_what_a_look_costs() -> None:
     attack.prepare(anatomy)
     before = {n: p.detach().clone() for n, p in made.named_parameters()}
     plan = Plan(attack, attack.needs(anatomy).gradients, True, None)
-    found = look_seconds(anatomy, [plan], 4)
-    assert found.keys() == {"subspace_words"}
+    found, failures = look_seconds(anatomy, [plan], 4)
+    assert (found.keys(), failures) == ({"subspace_words"}, {})
     assert all(torch.equal(before[n], p) for n, p in made.named_parameters())
     assert all(p.grad is None for p in made.parameters())
 

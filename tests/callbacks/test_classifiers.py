@@ -124,6 +124,7 @@ CLASSIFIERS: dict[str, tuple[Build, int | None, int]] = {
     "t5": (lambda: t5(SEQUENCE), 1, 3),
     "bart": (lambda: bart(SEQUENCE), 2, 3),
 }
+ZERO_ROWS = {"llama"}  # models whose padding token has no input, so that it would leave no trace
 ADAPTED = {"bert": ["query", "value"], "roberta": ["query", "value"], "gpt2": ["c_attn"]}
 
 
@@ -177,7 +178,7 @@ def test_a_classifier_gives_its_words_away(family: str, tmp_path: Path) -> None:
         ids[:, -1] = last
     batch = {"input_ids": ids, "labels": torch.arange(rows) % 2}
     monitor = monitored(tmp_path, made(build), batch, BagOfWords(), SubspaceWords())
-    check_words(monitor, SubspaceWords(), certified=True)
+    check_words(monitor, SubspaceWords(), certified=family not in ZERO_ROWS)
     if family == "t5":  # and the token that its decoder begins with
         assert monitor.latest["leakage/bag_of_words/recall"] == 1
     else:
@@ -194,7 +195,7 @@ def test_a_classifier_under_lora_does_too(family: str, tmp_path: Path) -> None:
     model = made(build, lora=lora, task=TaskType.SEQ_CLS)
     batch = {"input_ids": ids, "labels": torch.arange(rows) % 2}
     monitor = monitored(tmp_path, model, batch, BagOfWords(), SubspaceWords())
-    check_words(monitor, SubspaceWords(), certified=True)
+    check_words(monitor, SubspaceWords(), certified=family not in ZERO_ROWS)
     assert monitor.latest["leakage/bag_of_words/exposed"] == 0
 
 

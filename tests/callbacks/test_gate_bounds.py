@@ -15,6 +15,7 @@ from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMoni
 from lightning_fedleak.looks import Controls
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.gates import Evidence, default_warmup, known_ranges
+from lightning_fedleak.records import Judgement
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.test_gate import F1, Scripted
 from tests.helpers.notices import announced
@@ -378,9 +379,9 @@ def look(gate, evidence_metric="auc", **monitor):
     results = {"latest": {}, "look_values": {}, "pending": frozenset(), "last_step": 0} | monitor
     engine = SimpleNamespace(
         results=SimpleNamespace(**({"trials": {}} | results)),
-        judge=lambda name, value, at_most: (value, ""),
         unread=lambda name: None,
         untested=lambda name: "",
+        judge=lambda name, value, at_most: Judgement(value),
         record_decision=lambda facts: None,
         run=SimpleNamespace(rank=0, broadcast=lambda value: value),
     )

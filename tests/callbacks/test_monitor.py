@@ -461,6 +461,29 @@ def test_a_frozen_head_is_logged_as_not_exposed_and_said_once(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("trained", "expected"),
+    [
+        (["wte"], r"every gradient that does leave is read by 'bag_of_words'\."),
+        (
+            ["wte", "ln_f.bias"],
+            r"gradient of one other parameter \(model.\S+.ln_f.bias\) do",
+        ),
+        (["wte", "ln_f"], r"gradients of 2 other parameters \(model.transformer.ln_f.*\) do leave"),
+    ],
+)
+def test_what_leaves_beside_a_frozen_head(tmp_path, trained, expected):
+    model = tiny_gpt2(tied=False).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in trained))
+    monitor = LeakageMonitor([Probe(), BagOfWords()], every_n_steps=1)
+    with pytest.warns(UserWarning, match="not 'safe'") as caught:
+        fit([monitor], tmp_path, module=CausalLMModule(model))
+    [message] = [str(w.message) for w in caught if "not 'safe'" in str(w.message)]
+    assert re.search(expected, message)
+    assert " 0 other" not in message
+
+
+@pytest.mark.parametrize(
     ("names", "said"),
     [
         (["a.weight"], "a.weight"),
@@ -642,7 +665,8 @@ def test_names_in_advance_are_the_names_logged(tmp_path):
     fit([monitor], tmp_path)
     logged = {n for n in monitor.latest if not n.startswith("utility/")}
     assert logged <= names
-    assert {n for n in names if not n.endswith("worst_client")} == logged
+    absent = ("worst_client", "control", "control_of_a_part")  # of one client, without a control
+    assert {n for n in names if not n.endswith(absent)} == logged
 
 
 # ---- more than one fit, and how often -----------------------------------------------------------

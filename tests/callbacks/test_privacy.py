@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_fedleak.attacks import FCMembership
 from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
 from lightning_fedleak.defenses import DPSGD, GradientNoise, Privacy, TokenLDP
+from lightning_fedleak.records import MetricsLine, read_lines
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.lightning_modules import random_token_loader
 from tests.strategies.dpsgd_runs import CausalLM
@@ -56,20 +58,79 @@ def test_epsilon_is_logged_beside_utility_and_leakage(tmp_path: Path) -> None:
     monitor, trainer = run(tmp_path, defense)
     assert trainer.global_step == 4
     assert monitor.last_step == 2
-    # The look at step 2 comes after the third release.
-    one = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3, accountant="rdp")
-    rate = defense.privacy.sample_rate
-    one.accountant.step(1.0, rate, 3)
-    assert monitor.latest["privacy/epsilon"] == pytest.approx(
-        one.accountant.epsilon(1e-3), rel=0.02
-    )
+    assert monitor.latest["privacy/epsilon"] == defense.privacy.epsilon
     assert monitor.latest["privacy/delta"] == pytest.approx(1e-3)
     assert monitor.latest["privacy/noise_multiplier"] == 1.0
     events = EventAccumulator(str(trainer.log_dir))
     events.Reload()
     tags = events.Tags()["scalars"]
     assert {"privacy/epsilon", "utility/train_loss", "leakage/fc_membership/auc"} <= set(tags)
-    assert float(trainer.callback_metrics["privacy/epsilon"]) > 0
+    assert [one.step for one in events.Scalars("privacy/epsilon")] == [0, 1, 2, 4]
+    spent = pytest.approx(defense.privacy.epsilon)
+    assert events.Scalars("privacy/epsilon")[-1].value == spent
+    assert float(trainer.callback_metrics["privacy/epsilon"]) == spent
+
+
+class Validated(CausalLM):
+    """Reports one validation loss after the other, the best of which is not the last."""
+
+    losses = (4.0, 3.0, 3.5)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.log("val_loss", self.losses[self.current_epoch])
+
+
+class Breaks(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 7:
+            raise RuntimeError("a cable")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_dashboards_end_at_what_was_spent_and_follow_the_validation(
+    tmp_path: Path, broken: bool
+) -> None:
+    """Looks are at steps 0 and 1: the rest is written as epochs and the fit end."""
+    L.seed_everything(0, verbose=False)
+    defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3, accountant="rdp")
+    monitor = LeakageMonitor(FCMembership(1), every_n_steps=1000)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=DefendedStrategy("auto", [defense]),
+        max_epochs=3,
+        callbacks=[monitor, *([Breaks()] if broken else [])],
+        logger=TensorBoardLogger(tmp_path),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        log_every_n_steps=1000,
+    )
+    data = random_token_loader(200, batch_size=50)
+    with pytest.raises(RuntimeError, match="a cable") if broken else nullcontext():
+        trainer.fit(Validated(), data, data)
+    assert monitor.last_step == 1
+    epochs, best = (1, 4.0) if broken else (3, 3.0)
+    steps = [4 * epoch for epoch in range(1, epochs + 1)]
+    events = EventAccumulator(str(trainer.log_dir))
+    events.Reload()
+    epsilons = {one.step: one.value for one in events.Scalars("privacy/epsilon")}
+    assert [*epsilons] == [0, 1, *steps, *([7] if broken else [])]
+    for step, epsilon in epsilons.items():
+        twin = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3, accountant="rdp").accountant
+        twin.step(1.0, defense.privacy.sample_rate, step + (step < 2))  # looks come after
+        assert epsilon == pytest.approx(twin.epsilon(1e-3))
+    assert trainer.callback_metrics["privacy/epsilon"] == pytest.approx(defense.privacy.epsilon)
+    validations = {one.step: one.value for one in events.Scalars("utility/val_loss")}
+    expected = dict(zip(steps, Validated.losses, strict=False))
+    assert validations == (expected | {7: 4.0} if broken else expected)
+    assert events.Scalars("utility/val_loss_best")[-1].value == best
+    assert events.Scalars("utility/train_loss")[-1].step == trainer.global_step
+    assert monitor.latest["utility/val_loss"] == Validated.losses[epochs - 1]
+    record = read_lines(Path(trainer.log_dir) / "run.jsonl").lines
+    written = [line for line in record if isinstance(line, MetricsLine)]
+    assert [line.step for line in written if "val_loss" in (line.utility or {})][:epochs] == steps
+    assert written[-1].privacy[0].releases == trainer.global_step
 
 
 @pytest.mark.filterwarnings("ignore:TokenLDP")

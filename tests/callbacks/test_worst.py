@@ -15,6 +15,7 @@ from lightning_fedleak.looks import Controls
 from lightning_fedleak.looks.results import Results
 from lightning_fedleak.looks.run import Look, Outcome, Series, not_shared, pending, unknown
 from lightning_fedleak.metrics import Rate
+from lightning_fedleak.records import Judgement
 from lightning_fedleak.snapshots import Stage
 from tests.callbacks.runs import Probe
 
@@ -121,9 +122,9 @@ def engine_of(
 ) -> SimpleNamespace:
     return SimpleNamespace(
         results=SimpleNamespace(latest=values, look_values=values, last_step=0, trials={}),
-        judge_worst=lambda values, at_most: (dict(values), ""),
         unread=lambda name: None,
         untested=lambda name: why,
+        judge_worst=lambda known, at_most: {n: Judgement(value) for n, value in known.items()},
         record_decision=lambda facts: None,
         run=SimpleNamespace(rank=0, broadcast=lambda value: value),
         headlines=tuple(f"leakage/{name}/f1" for name in names),

@@ -255,6 +255,34 @@ def test_rows_that_were_dead_for_this_client_alone_do_not_jump():
     assert found.rows == (f"{names[2]}[5]",)
 
 
+@pytest.mark.parametrize("growth", [1.0, 2.5])
+def test_a_jump_is_away_from_ones_own_update_which_the_opposite_is(growth):
+    """Rows along one's own, against it, across it, and smaller ones, by a loop in float64."""
+    update = normal(9, 40, seed=3)
+    change = update.clone()
+    change[:3] *= torch.tensor([3.0, -3.0, -0.5])[:, None]
+    change[3:] = 5 * normal(6, 40, seed=4)
+    scores = inspection.jumps(change, update, growth)
+    sizes = [float(row.double().norm()) for row in update]
+    usual = growth * max(1.5 * sorted(sizes)[4], max(sizes))
+    for row, own, size, score in zip(change, update, sizes, scores.tolist(), strict=True):
+        norm = float(row.double().norm())
+        cosine = float(row.double() @ own.double()) / norm / size
+        expected = norm / usual if cosine < 0.2 and norm > size else 0.0
+        assert score == pytest.approx(expected, rel=1e-5)
+    assert scores[1] > 0 == scores[0] == scores[2]
+
+
+def test_a_row_that_was_turned_around_is_found(bottleneck):
+    honest, _, agreed = bottleneck
+    own = moved_state(honest, 1e-3, 1)
+    sent = {n: t + own[n] for n, t in honest.items()}
+    sent[DOWN][7] = honest[DOWN][7] - 40 * own[DOWN][7]
+    sent[BIAS][7] = honest[BIAS][7] - 40 * own[BIAS][7]
+    found = answer(inspect_received(sent, agreed, LastRound(honest, own)), "jump")
+    assert found.rows == (f"{DOWN}[7]",)
+
+
 def test_no_jump_is_judged_of_a_lora_whose_b_was_zero():
     state, agreed = lora()
     before = state | {B: torch.zeros(64, 4)}

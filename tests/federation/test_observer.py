@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning_utilities.core import rank_zero
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fedleak.attacks import (
     BagOfWords,
@@ -27,6 +28,7 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings
+from lightning_fedleak.defenses import GradientNoise, Privacy
 from lightning_fedleak.federation import SUM, RoundObserver, UpdateError, trained_state
 from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe, fit
@@ -55,6 +57,16 @@ def observer(folder, net=None, attacks=None, steps=2, optimizer=SGD, **settings)
         settings=rare,
         **arguments,
     )
+
+
+class Accounted(GradientNoise):
+    """Says what it costs."""
+
+    epsilon = 0.0
+
+    @property
+    def privacy(self):
+        return Privacy(self.epsilon, 1e-5, 1.0, 1.0, self.releases)
 
 
 def lines(folder, name="leakage.jsonl"):
@@ -205,6 +217,25 @@ def test_each_client_and_round_has_its_lines(tmp_path):
     assert record[1]["utility"] == {"loss": 1.5}
     assert [x["client"] for x in record[1:4]] == [0, 1, SUM]
     assert (record[-1]["step"], record[-1]["how"]) == (2, "finished")
+
+
+def test_the_board_of_a_client_ends_at_what_its_rounds_have_spent(tmp_path):
+    """The last rounds are not looked at."""
+    net, data = model(), batches(1, 2)
+    account = Accounted(1.0, sigma=1.0)
+    rounds = observer(tmp_path, net, [BagOfWords()], tensorboard=True)
+    for round_ in range(3):
+        rounds.begin(round_, trained_state(net))
+        account.epsilon = 1.0 + round_
+        if round_ == 0:
+            look = rounds.look(train(net, data), 0, batches=data, logged=False)
+            rounds.log(look, defenses=[account])
+    rounds.end()
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "client_0"))
+    events.Reload()
+    assert [(one.step, one.value) for one in events.Scalars("privacy/epsilon")] == [(0, 1), (3, 3)]
+    [change] = [line for line in lines(tmp_path, "run.jsonl") if line["kind"] == "metrics"]
+    assert (change["step"], change["client"], change["privacy"][0]["epsilon"]) == (3, 0, 3.0)
 
 
 def test_observers_of_one_federation_are_one_run_of_the_report(tmp_path):
@@ -479,3 +510,36 @@ def test_rare_settings_are_taken_one_by_one_too_and_warn(tmp_path):
     with pytest.warns(FutureWarning, match=r"settings=RoundSettings\(federation=, cache=\)"):
         old = RoundObserver(model(), SGD, 2, folder=tmp_path, federation="a", cache=False)
     assert (old.federation, old.engine.options.cache) == ("a", False)
+
+
+def test_what_a_look_raises_ends_no_round_and_is_unknown(tmp_path, caplog):
+    """Every function of the package that a later look enters raises in a round of its own."""
+    from tests.looks.test_failures import functions, nothing, profiled, raises
+
+    sent = model()
+
+    def observed(folder, callbacks):
+        watch = observer(tmp_path / folder, attacks=[BagOfWords()])
+        looks = []
+        for round_, callback in enumerate(callbacks):
+            rows = batches(round_)
+            watch.begin(round_, trained_state(sent))
+            returned = train(sent, rows)
+            with profiled(callback):
+                looks.append(watch.look(returned, batches=rows))
+        return looks
+
+    thin = {f"RoundObserver.{name}" for name in ("look", "_engine_of", "ask", "_write")}
+    targets = [
+        code
+        for code in functions(lambda note: observed("plain", [nothing, note]))
+        if code.co_qualname not in thin
+    ]
+    assert len(targets) > 80
+    looks = observed("failing", [nothing, *map(raises, targets), nothing])
+    name = "leakage/bag_of_words/f1"
+    assert looks[0].values[name] == looks[-1].values[name] == 1.0
+    said = [record.getMessage() for record in caplog.records]
+    for code, look in zip(targets, looks[1:], strict=False):
+        written = any("was written" in text or "was not noted" in text for text in said)
+        assert look.unknown or written, f"nobody learns that {code.co_qualname} failed"

@@ -22,8 +22,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     WordGuess,
 )
-from lightning_fedleak.looks.control import Controls, judged
-from lightning_fedleak.looks.run import Control
+from lightning_fedleak.looks.channels.control import Controls
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.helpers.models import tiny_gpt2, tiny_llama
 
@@ -88,6 +87,49 @@ def test_a_broken_attack_is_unknown_to_a_gate(tmp_path: Path) -> None:
     assert gate.fired is not None
     assert math.isnan(gate.fired.value)
     assert "0.00 of known words in the same step" in gate.fired.why
+    assert gate.fired.read == 0
+    assert "its low number says nothing" in str(gate.fired)
+    [decision] = gate_lines(tmp_path)
+    assert decision["measured"] is None
+    assert "cannot show more than 0.00 here" in decision["why"]
+
+
+def gate_lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the decisions of gates in a run's record."""
+    lines = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "gate"]
+
+
+class Partial(BagOfWords):
+    """Names a third of the words of the step itself, and less than two thirds of those it knows."""
+
+    default_name = "partial"
+    needs_control = True
+    answers = 0
+
+    def run(self, view: Any, query: Any = None) -> WordGuess:
+        self.answers += 1
+        types = super().run(view, query).types
+        n = len(types) // 3 if self.answers % 2 else len(types) // 2
+        return WordGuess(types[:n], surface="input")
+
+
+@pytest.mark.parametrize("metric", ["leakage/partial/f1", "leakage/worst/words"])
+def test_a_gate_says_what_was_read_and_what_it_counts_as(tmp_path: Path, metric: str) -> None:
+    gate = Threshold(metric, at_most=0.6)
+    watch = watched(tmp_path, Partial(), [gate], steps=1)
+    read, control = (watch.latest[f"leakage/partial/{name}"] for name in ("f1", "control"))
+    assert read < 0.6 < control < 1
+    assert gate.fired is not None
+    assert (gate.fired.read, gate.fired.value) == (read, pytest.approx(read / control))
+    text = str(gate.fired)
+    assert f"measured: {metric} = {read:.3f}" in text
+    assert f"{read:.2f}, and {control:.2f} of known words in the same step" in text
+    assert f"counts as {read / control:.2f}" in text
+    assert "of what can be read here, the update of this step gives away more" in text
+    [decision] = gate_lines(tmp_path)
+    assert decision["measured"] == pytest.approx(read / control)
+    assert decision["why"] == gate.fired.why
 
 
 def test_of_two_that_read_the_same_the_one_with_a_control_counts(tmp_path: Path) -> None:
@@ -173,7 +215,7 @@ def test_weights_that_belong_to_words_are_drawn_both_ways(
         logits = model(input_ids=ids).logits[:, :-1]
         return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), weight=original)
 
-    from lightning_fedleak.looks import control
+    from lightning_fedleak.looks.channels import control
 
     real = control.draw_words
 
@@ -241,38 +283,6 @@ def test_training_is_bit_identical_with_a_control_in_every_step(
                 optimizer.zero_grad()
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*weights)
-
-
-# ---- the rule ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "control", "part", "expected"),
-    [
-        (0.6, None, None, 0.6),  # above the threshold: nothing else counts
-        (0.4, None, None, 0.4),  # an attack that is given no control
-        (0.4, 1.0, None, 0.4),
-        (0.4, 0.8, None, 0.5),  # half of what could be read
-        (0.45, 0.6, None, 0.75),  # more than is allowed of what could be read
-        (0.4, 0.5, None, math.nan),  # the gate could not have rung
-        (0.4, 0.3, 0.9, 0.4),  # by aggregation
-        (0.4, 0.3, 0.4, math.nan),
-        (0.4, math.nan, None, math.nan),
-    ],
-)
-def test_the_rule_of_a_gate_at_one_half(
-    value: float, control: float | None, part: float | None, expected: float
-) -> None:
-    given = None
-    if control is not None:
-        given = Control({"f1": control}, {} if part is None else {"f1": part}, why="it failed")
-    result, why = judged(value, given, "f1", 0.5, 0.0)
-    assert result == pytest.approx(expected, nan_ok=True)
-    assert bool(why) == (math.isnan(result) or result != value)
-
-
-def test_an_area_counts_from_one_half_on() -> None:
-    assert judged(0.6, Control({"auc": 0.75}), "auc", 0.65, 0.5)[0] == pytest.approx(0.7)
 
 
 def test_an_attack_for_uneven_losses_chooses_itself_where_labels_weigh_unevenly(

@@ -67,11 +67,18 @@ def test_keys_of_json_are_those_of_the_files():
         (BeginLine, begin(families=[{"name": "x", "chance": 1.5}]), "families/chance"),
         (EndLine, {"run": "a", "kind": "end", "step": 1}, "how is missing"),
         (ResultLine, result(0) | {"metrics": {"f1": {"value": "x"}}}, "metrics/f1/value"),
+        (ResultLine, result(0, f1=1e308), "metrics/f1/value"),
+        (ResultLine, result(0, f1=(0.5, -1e308, 0.6)), "metrics/f1/low"),
     ],
 )
 def test_what_a_field_cannot_hold_is_named_by_its_path(kind, line, path):
     with pytest.raises(OddField, match=f"^{path}$"):
         kind.from_json(line)
+
+
+def test_the_loss_of_a_run_that_diverged_is_read():
+    line = LookLine.from_json(look(0, utility={"loss": 1e30}))
+    assert line.utility == {"loss": 1e30}
 
 
 def test_settings_that_no_field_names_are_kept():

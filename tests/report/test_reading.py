@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from lightning_fedleak.cli import main
 from lightning_fedleak.records import MetricValue
 from lightning_fedleak.report import NothingToReport, findings, page, read
 from tests.report.lines import begin, end, look, result, written
@@ -22,6 +23,22 @@ def test_a_line_that_cannot_be_read_is_named_and_costs_no_other(tmp_path):
     assert newer.endswith("are of a newer version: 6")
     assert str(tmp_path) not in " ".join(reading.problems)
     assert odd.endswith("are not as a run writes them: 5 (stage is missing)")
+
+
+@pytest.mark.parametrize("huge", [1e308, -1e308, 1e200])
+def test_a_rate_that_no_run_gets_to_ends_neither_report_nor_comparison(tmp_path, capsys, huge):
+    """The sum of three of them is no float64."""
+    lines = [result(step, f1=(huge, -huge, huge)) for step in range(3)]
+    before = written(tmp_path / "a", [*lines, result(3, f1=0.5)], [begin(), end(9)])
+    after = written(tmp_path / "b", [result(0, run="b", f1=0.25)], [begin("b"), end(9, "b")])
+    found = findings(read([before]))
+    [attack] = found.runs[0].attacks
+    assert (attack.mean, attack.looks) == (0.5, 1)
+    assert "1 (metrics/f1/value), 2 (metrics/f1/value)" in " ".join(found.problems)
+    assert page(found)
+    for places in ((before, after), (after, before)):
+        assert main(["compare", *map(str, places)]) == 0
+    assert "0.500" in capsys.readouterr().out
 
 
 def test_results_of_the_first_version_are_one_fit(tmp_path):

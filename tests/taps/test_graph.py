@@ -310,6 +310,39 @@ def test_encoder_and_decoder() -> None:
     assert torch.equal(batch.context_ids(), expected.context_ids())
 
 
+def whole(model: nn.Module, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    return model(ids, attention_mask=mask[:, None, None, :].bool(), labels=labels).loss
+
+
+def encoder_first(model: nn.Module, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    states = model.encoder(ids, attention_mask=mask)
+    return model(encoder_outputs=states, attention_mask=mask, labels=labels).loss
+
+
+def in_parts(model: nn.Module, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    states = model.encoder(ids, attention_mask=mask)[0]
+    read = model._shift_right(labels)
+    states = model.decoder(read, encoder_hidden_states=states, encoder_attention_mask=mask)[0]
+    return functional.cross_entropy(model.lm_head(states).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("call", [whole, encoder_first, in_parts])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_what_no_label_depends_on(call, side: str) -> None:
+    """The batch and the call of the model's forward do not say what is padded."""
+    torch.manual_seed(0)
+    size = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **size)
+    )
+    mask = MASK if side == "right" else MASK.flip(1)
+    labels = IDS[:, :7].flip(0).masked_fill(torch.arange(7) > 4, -100)
+    [batch] = read_step(model, lambda model: call(model, IDS, mask, labels))
+    expected = TokenBatch(IDS, labels, mask, "seq2seq")
+    assert torch.equal(batch.context_ids(), expected.context_ids())
+    assert torch.equal(batch.labels, labels)
+
+
 @pytest.mark.parametrize("classes", [2, 3])
 def test_a_classifier_of_texts(classes: int) -> None:
     torch.manual_seed(0)

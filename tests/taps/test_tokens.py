@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak.anatomy import find_anatomy
@@ -64,6 +66,22 @@ def test_every_number_is_that_of_a_slow_loop(model: GPT2LMHeadModel) -> None:
                 )
             assert bool(snapshot.greedy[row, column]) == bool(log_p.argmax() == target)
         assert not snapshot.labels[row, len(text.ids) - 1 :].any()
+
+
+def test_virtual_tokens_before_a_text_are_not_asked_about(model: GPT2LMHeadModel) -> None:
+    """Prompt tuning puts them there: the logits have more places than the text."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    tuned = get_peft_model(copy.deepcopy(model), config).eval()
+    texts = some_texts(30, 7, 12)
+    snapshot = ask_tokens(find_anatomy(tuned), texts)
+    for row, text in enumerate(texts):
+        with torch.no_grad():
+            logits = tuned(input_ids=text.ids[None]).logits[0]
+        assert len(logits) == 5 + len(text.ids)
+        for place in (text.labels[1:] != -100).nonzero()[:, 0].tolist():
+            log_p = logits[5 + place].double().log_softmax(0)
+            expected = float(log_p[text.ids[place + 1]])
+            assert float(snapshot.log_probs[row, place]) == pytest.approx(expected, abs=2e-5)
 
 
 def test_a_text_reads_the_same_in_any_company(model: GPT2LMHeadModel) -> None:

@@ -6,25 +6,26 @@ from tests.tools import house
 
 # What the package holds at most. A ceiling may fall, and rises for a new feature alone: the attacks
 # on the trained weights and their report took 1,950 lines of code, whole texts behind crafted
-# bottlenecks 310.
+# bottlenecks 310; the truth off a step's graph, controls, DP optimizers of other libraries, watches
+# that end no training and metrics between looks 2,350.
 CEILINGS = {
-    "code": 51_000,
-    "longest": 700,
-    "long": 5,
-    "imports": 20,
-    "most_imports": 14,
+    "code": 53_400,
+    "longest": 880,
+    "long": 10,
+    "imports": 32,
+    "most_imports": 15,
     "callbacks": 0,
     "circles": 0,
     "parameters": 20,
     "most_parameters": 12,
-    "complexity": 8,
-    "public": 3,
-    "private": 2,
-    "names": 0.004,
+    "complexity": 10,
+    "public": 5,
+    "private": 3,
+    "names": 0.005,
     "fragments": 0.005,
     "examples": 0,
-    "constants": 4,
-    "any": 80,
+    "constants": 5,
+    "any": 84,
 }
 
 

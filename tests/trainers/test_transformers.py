@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -260,6 +261,54 @@ def test_a_resumed_run_trains_as_one_that_was_not_watched(tmp_path: Path) -> Non
             trainer.train(resume_from_checkpoint=checkpoint)
         weights.append([*trainer.model.parameters()])  # type: ignore[union-attr]
     assert all(map(torch.equal, *weights))
+
+
+def test_a_resumed_run_logs_what_one_without_a_break_logs(tmp_path: Path) -> None:
+    """It looks at the same steps, and repeats metrics that were logged before the checkpoint."""
+    histories: list[list[dict[str, float]]] = []
+    for part, checkpoints in (("whole", [None]), ("parts", [None, "checkpoint-4"])):
+        for checkpoint in checkpoints:
+            trainer = trainer_of(
+                tmp_path / part,
+                kind=Trainer,
+                save_strategy="steps",
+                save_steps=4,
+                eval_strategy="steps",
+                eval_steps=3,
+                eval_dataset=rows(4),
+            )
+            callback = watched(trainer, [BagOfWords()], every_n_steps=3)
+            trainer.train(resume_from_checkpoint=checkpoint and str(tmp_path / part / checkpoint))
+        histories.append(
+            [
+                {name: v for name, v in log.items() if not name.endswith(("per_second", "seconds"))}
+                for log in trainer.state.log_history
+                if "train_runtime" not in log  # whose mean loss begins at the checkpoint
+            ]
+        )
+        [log.pop("eval_runtime", None) for log in histories[-1]]
+        assert callback.latest["utility/eval_loss_best"] > 0
+    whole, parts = histories
+    assert parts == whole
+    looks = [log for log in whole if "leakage/worst/words" in log]
+    assert [log["step"] for log in looks] == [1, 4, 7]
+    assert ["utility/eval_loss" in log for log in looks] == [False, True, True]
+
+
+def test_metrics_of_the_trainer_are_repeated_on_the_board_where_they_change(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=3, eval_dataset=rows(4))
+    callback = watched(trainer, [BagOfWords()], every_n_steps=100)
+    trainer.train()
+    history = trainer.state.log_history
+    evaluated = {log["step"]: log["eval_loss"] for log in history if "eval_loss" in log}
+    assert [*evaluated] == [3, 6, 8]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    board = {one.step: one.value for one in events.Scalars("utility/eval_loss")}
+    assert board == pytest.approx(evaluated)
+    best = min(evaluated.values())
+    assert callback.latest["utility/eval_loss_best"] == pytest.approx(best)
+    assert not any("utility/eval_loss" in log for log in history)  # it is there by its own name
 
 
 def test_fp16_is_unscaled_first(tmp_path: Path) -> None:

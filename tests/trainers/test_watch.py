@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
@@ -373,6 +374,32 @@ def test_a_loop_goes_on_from_its_state(tmp_path: Path) -> None:
     assert gate.fired is not None
     assert gate.fired.step == 4
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def test_metrics_of_a_loop_are_logged_where_they_change(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    rows = batches(8) * 8  # 64 steps
+    with Watch(model, optimizer, [BagOfWords()], every_n_steps=1000, folder=tmp_path) as watch:
+        for step, batch in enumerate(rows, 1):
+            with watch.step(batch):
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                watch.utility["train_loss"] = 100.0 - step  # changes at each step
+                if step in (20, 40, 60):
+                    watch.utility["val_loss"] = {20: 3.0, 40: 2.0, 60: 2.5}[step]
+    record = [line for line in lines(tmp_path, "run") if line["kind"] == "metrics"]
+    values = {
+        name: [(line["step"], line["utility"][name]) for line in record if name in line["utility"]]
+        for name in ("val_loss", "train_loss")
+    }
+    assert values["val_loss"] == [(20, 3), (40, 2), (60, 2.5), (64, 2.5)]
+    assert values["train_loss"] == [(51, 49), (64, 36)]  # the look at step 0 has the first
+    assert watch.latest["utility/val_loss_best"] == 2.0
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [one.step for one in events.Scalars("utility/val_loss")] == [20, 40, 60, 64]
 
 
 def test_steps_that_would_be_missed_are_refused(tmp_path: Path) -> None:

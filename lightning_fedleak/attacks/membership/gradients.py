@@ -99,7 +99,6 @@ class GradientMembership(PassiveMembership):
     ) -> None:
         super().__init__(public_text, **shared)
         self.controls = check_integer("controls", controls, at_least=2)
-        self._map_cache: tuple[Anatomy, tuple[LinearMap, ...]] | None = None
         self._names: list[str] = []
         self._whitenings: dict[str, token_parts.SideWhitening] = {}
         self._common: _CommonPart | None = None
@@ -120,25 +119,17 @@ class GradientMembership(PassiveMembership):
                 "SubspaceMembership asks without labels."
             )
         names = [m.name for m in self._select_maps(anatomy)] or self._other_parameters(anatomy)
-        names = names or sorted(self._excluded) or [m.name for m in self._maps(anatomy)[:1]]
+        names = names or sorted(self._excluded) or [m.name for m in _maps_on_text(anatomy)[:1]]
         if not names:
             raise ThreatModelError(
                 f"attack '{self.name}' finds no parameter that it could read: remove the attack"
             )
         return Surfaces(gradients=tuple(names))
 
-    def _maps(self, anatomy: Anatomy) -> tuple[LinearMap, ...]:
-        if self._map_cache is None or self._map_cache[0] is not anatomy:
-            linears = (m for m in find_linear_maps(anatomy) if not m.regularised)
-            # PEFT's prompt encoder makes virtual tokens, which are no part of a text.
-            maps = tuple(m for m in linears if ".prompt_encoder." not in f".{m.name}")
-            self._map_cache = (anatomy, maps)
-        return self._map_cache[1]
-
     def _select_maps(self, anatomy: Anatomy) -> list[LinearMap]:
         """Return the trained maps of evenly spread blocks, as many as memory allows."""
         blocks: dict[str, list[LinearMap]] = {}
-        for linear in self._maps(anatomy):
+        for linear in _maps_on_text(anatomy):
             if anatomy.trainable(linear.name) and linear.name not in self._excluded:
                 blocks.setdefault(block_name(linear.name), []).append(linear)
         if not blocks:
@@ -331,6 +322,12 @@ class GradientMembership(PassiveMembership):
 
         scores = token_parts.map_token_parts(anatomy, maps, candidates, score_parts)
         return size, torch.cat(scores), token_parts.least_coefficient(control_fit, noise)
+
+
+def _maps_on_text(anatomy: Anatomy) -> list[LinearMap]:
+    """Return the linear maps, without those of PEFT's prompt encoder, which reads no text."""
+    linears = (m for m in find_linear_maps(anatomy) if not m.regularised)
+    return [m for m in linears if ".prompt_encoder." not in f".{m.name}"]
 
 
 def _gradient_size(gradients: Iterable[Tensor]) -> float:

@@ -77,7 +77,8 @@ class SubspaceMembership(PassiveMembership):
         super().__init__(public_text, refresh_every=refresh_every, **shared)
         self.blocks = check_integer("blocks", blocks)
         self._words = SubspaceWords(capacity_seconds=0)
-        self._inputs: tuple[Anatomy, tuple[row_space.SharedInput, ...]] | None = None
+        self._wide_inputs = row_space.PerMaps(_find_wide_inputs)
+        self._public_inputs: tuple[row_space.SharedInput, ...] = ()
         self._whitenings: list[Tensor] = []
         self._public_states: tuple[Tensor, Tensor, list[Tensor]] | None = None
         self._factors: dict[str, Tensor] = {}
@@ -103,19 +104,14 @@ class SubspaceMembership(PassiveMembership):
 
     def _select_inputs(self, anatomy: Anatomy) -> tuple[row_space.SharedInput, ...]:
         """Return the inputs that are read: those with trained readers, if there are any."""
-        if self._inputs is None or self._inputs[0] is not anatomy:
-            shared_inputs = row_space.find_shared_inputs(
-                anatomy, [m for m in row_space.find_linear_maps(anatomy) if m.factor != "B"]
+        wide = self._wide_inputs.get(anatomy)
+        if not wide:
+            raise ThreatModelError(
+                f"attack '{self.name}' reads linear maps of hidden states, and this model has none "
+                "that is called once: remove the attack"
             )
-            wide = tuple(i for i in shared_inputs if i.width == anatomy.hidden_size)
-            if not wide:
-                raise ThreatModelError(
-                    f"attack '{self.name}' reads linear maps of hidden states, and this model has "
-                    "none that is called once: remove the attack"
-                )
-            self._inputs = (anatomy, wide)
-        trained = [i for i in self._inputs[1] if i.trained_readers(anatomy)]
-        inputs = _first_input_per_block(trained or list(self._inputs[1]))
+        trained = [i for i in wide if i.trained_readers(anatomy)]
+        inputs = _first_input_per_block(trained or wide)
         first, deep = inputs[: _early_blocks(len(inputs))], inputs[_early_blocks(len(inputs)) :]
         deep_blocks = max(1, self.blocks - len(first))
         if len(deep) > deep_blocks:
@@ -132,7 +128,8 @@ class SubspaceMembership(PassiveMembership):
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Follow the model: the first input at every look, public text at times."""
         self._words.refresh(anatomy, step)
-        if not 0 <= step - self._prepared_at < self.refresh_every or not self._whitenings:
+        others = self._public_inputs != self._select_inputs(anatomy)
+        if others or not 0 <= step - self._prepared_at < self.refresh_every:
             self._prepared_at = step
             self._prepare_public(anatomy)
         self._copy_weights(anatomy)
@@ -149,7 +146,8 @@ class SubspaceMembership(PassiveMembership):
         public = self._texts(anatomy, self.public_rows)
         ids, mask = public.input_ids, public.attention_mask
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask > 0
-        states = row_space.input_states(anatomy, self._select_inputs(anatomy), ids, real.long())
+        self._public_inputs = self._select_inputs(anatomy)
+        states = row_space.input_states(anatomy, self._public_inputs, ids, real.long())
         flat = (x[real.to(x.device)].double() for x in states)
         self._whitenings = [row_space.whitening_matrix(x.T @ x / len(x)) for x in flat]
         self._public_states = (ids, real, states)
@@ -217,7 +215,7 @@ class SubspaceMembership(PassiveMembership):
             )
         )
         scores, control_scores = _scores(candidates, controls), _scores(controls, controls)
-        if words is not None and words.certified:
+        if words is not None and words.silent is not None:
             # Absent tokens exclude a text; its other evidence must exceed that of public text.
             control_scores = control_scores + controls[:, 3]
         return MembershipGuess(scores=scores.cpu(), members=(scores > control_scores.max()).cpu())
@@ -263,6 +261,14 @@ def _remove_span(states: Tensor, basis: Tensor) -> Tensor:
     return states - (states @ basis.T) @ basis
 
 
+def _find_wide_inputs(
+    anatomy: Anatomy, maps: Sequence[row_space.LinearMap]
+) -> list[row_space.SharedInput]:
+    """Return the inputs as wide as hidden states, in the order of the forward."""
+    inputs = row_space.find_shared_inputs(anatomy, [m for m in maps if m.factor != "B"])
+    return [i for i in inputs if i.width == anatomy.hidden_size]
+
+
 def _first_input_per_block(inputs: Sequence[row_space.SharedInput]) -> list[row_space.SharedInput]:
     blocks: dict[str, row_space.SharedInput] = {}
     for shared_input in inputs:
@@ -301,10 +307,11 @@ def _evidence(
             nearness, close_blocks = nearness + _nearness(rows, x, counted), close_blocks + 1
     absent = torch.zeros(len(ids), device=device)
     if words is not None:
-        present = torch.isin(ids.to(device), words.types.to(device))
+        known = words.types if words.silent is None else torch.cat([words.types, words.silent])
+        present = torch.isin(ids.to(device), known.to(device))
         total = counted.sum(1).clamp_min(1)
         absent = (~present & counted).sum(1) / total
-        if words.certified:
+        if words.silent is not None:
             absent = ABSENT_WEIGHT * ((absent > 0).float() + absent)
     first = first / max(1, first_blocks)
     deep = deep / blocks if blocks else first

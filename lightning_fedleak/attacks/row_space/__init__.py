@@ -18,6 +18,7 @@ from lightning_fedleak.attacks.row_space.explanation import measure_capacity as 
 from lightning_fedleak.attacks.row_space.linear_maps import NO_GRADIENT_YET as NO_GRADIENT_YET
 from lightning_fedleak.attacks.row_space.linear_maps import KnownInput as KnownInput
 from lightning_fedleak.attacks.row_space.linear_maps import LinearMap as LinearMap
+from lightning_fedleak.attacks.row_space.linear_maps import PerMaps as PerMaps
 from lightning_fedleak.attacks.row_space.linear_maps import SharedInput as SharedInput
 from lightning_fedleak.attacks.row_space.linear_maps import block_name as block_name
 from lightning_fedleak.attacks.row_space.linear_maps import find_known_inputs as find_known_inputs

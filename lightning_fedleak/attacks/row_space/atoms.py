@@ -21,6 +21,7 @@ _MOST_ROWS = 64  # those that keep most entries; more take more time, not tuned
 _SPARE = 1.5  # kept entries for each atom below which a row fits whatever atoms are; not tuned
 _EXPLAINED = 1e-3  # share of the rows' norm that may be left: rounding leaves less, a type more
 _TOKENS_AT_ONCE = 8192  # whose atoms are in float32 at once, which bounds the memory
+_FEW = 8  # tokens over changed ones up to which the whitening of earlier atoms serves; not tuned
 _DEPENDENT = 1e-4  # squared share of an atom outside of the others that counts as none; not tuned
 
 Subset = tuple[Tensor, Tensor]
@@ -38,11 +39,17 @@ class Atoms:
         rows: (V, d) the input of each token.
         beside: (b, d) float64 orthonormal, the directions that are no word.
         further: (q, d) atoms that are no token, whose places follow.
+
+    Attributes:
+        tokens: V, the number of atoms that are tokens.
+        sizes: (V + q,) float32, norms of the inputs outside of ``beside``; 0 where that is nothing.
+        usable: (V + q,) bool, where it is something.
     """
 
     def __init__(self, rows: Tensor, beside: Tensor, further: Tensor | None = None) -> None:
         self._parts = [rows] if further is None or not len(further) else [rows, further]
         self.beside = beside
+        self.tokens = len(rows)
         self.width = d = rows.shape[1]
         self.device = rows.device
         step = max(64, d // _STRIPES)
@@ -50,9 +57,11 @@ class Atoms:
         covariance = torch.zeros(d, d, dtype=torch.float64, device=rows.device)
         # One tensor for all rows: small ones between large blocks would hold these in memory.
         self._scales = torch.empty(sum(map(len, self._parts)), device=rows.device)
+        self.sizes = torch.empty_like(self._scales)
         for unit in self._unit_blocks():
             for stripe in stripes:
                 covariance[: stripe.stop, stripe] += unit[:, : stripe.stop].T @ unit[:, stripe]
+        self._changed = torch.zeros_like(self._scales, dtype=torch.bool)
         self.usable = self._scales > 0
         covariance = covariance.triu() + covariance.triu(1).T
         covariance /= max(1, int(self.usable.sum()))
@@ -67,6 +76,28 @@ class Atoms:
             self._scales[start : start + len(unit)] /= norms.clamp_min(1e-30)
             start += len(unit)
 
+    def follow(self, changed: Tensor) -> bool:
+        """Take over the inputs of some tokens, which were changed in place.
+
+        The whitening stays: it is a means of the comparison, which any full matrix allows.
+
+        Args:
+            changed: (V,) bool.
+
+        Returns:
+            False where it would be that of too many other atoms, so that new ones must be made.
+        """
+        self._changed[: len(changed)] |= changed
+        if int(self._changed.sum()) * _FEW > len(self):
+            return False
+        tokens = changed.nonzero()[:, 0]
+        for part in torch.split(tokens, max(1, _NUMBERS_AT_ONCE // self.width)):
+            unit, sizes = self._unit(self._inputs(part))
+            norms = sizes * (unit @ self._factor).norm(dim=1)
+            self.sizes[part], self.usable[part] = sizes, sizes > 0
+            self._scales[part] = (sizes > 0) / norms.clamp_min(1e-30)
+        return True
+
     def __len__(self) -> int:
         """Return the number of atoms."""
         return len(self._scales)
@@ -75,15 +106,22 @@ class Atoms:
         """Yield unit atoms in float32, and store what they were multiplied by (0: unusable)."""
         start = 0
         for block in self._blocks():
-            flat = block.float()
-            largest = flat.norm(dim=1).clamp_min(1e-30)
-            if len(self.beside):
-                flat = flat - (flat @ self.beside.T.float()) @ self.beside.float()
-            norms = flat.norm(dim=1)
+            unit, sizes = self._unit(block)
+            self.sizes[start : start + len(block)] = sizes
             scales = self._scales[start : start + len(block)]
-            torch.div(norms > 1e-3 * largest, norms.clamp_min(1e-30), out=scales)
+            torch.div(sizes > 0, sizes.clamp_min(1e-30), out=scales)
             start += len(block)
-            yield flat * scales[:, None]
+            yield unit
+
+    def _unit(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return unit atoms of inputs in float32, and their sizes; zeros for those of no size."""
+        flat = inputs.float()
+        largest = flat.norm(dim=1)
+        if len(self.beside):
+            flat = flat - (flat @ self.beside.T.float()) @ self.beside.float()
+        sizes = flat.norm(dim=1)
+        sizes = sizes * (sizes > 1e-3 * largest)
+        return flat * ((sizes > 0) / sizes.clamp_min(1e-30))[:, None], sizes
 
     def _blocks(self) -> Iterator[Tensor]:
         """Yield all inputs, some rows at a time."""

@@ -9,6 +9,7 @@ that V atoms do in place of V x P.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -40,17 +41,56 @@ class Dictionary:
         rows: (V, d) the input of each token, at the first position.
         constants: (k, d) float64, what any input may hold besides its word: bias, token types.
         positions: (P, d) float64, what the first P positions add; None if they add nothing.
+        mean: (e,) float64, the mean word that each of ``positions`` holds, before the norm.
     """
 
     rows: Tensor
     constants: Tensor
     positions: Tensor | None
+    mean: Tensor | None = None
 
     def weighed(self, weights: Tensor) -> Dictionary:
         """Return the same with coordinates multiplied by (d,) weights."""
         positions = None if self.positions is None else self.positions * weights.double()
         rows = self.rows * weights.to(self.rows.dtype)
         return Dictionary(rows, self.constants * weights.double(), positions)
+
+    def follow(
+        self,
+        anatomy: Anatomy,
+        known_input: linear_maps.KnownInput,
+        *,
+        autocast: torch.dtype | None = None,
+    ) -> tuple[Dictionary, Tensor]:
+        """Return the atoms as the model is now, and (V,) bool which tokens' rows are others.
+
+        Every input is computed again and compared, and those that changed are replaced in place,
+        so that nothing an input is computed from can change unnoticed. All rows count as others
+        where positions or the form of the inputs have changed.
+
+        Raises:
+            NotAdditive: see :func:`build_dictionary`.
+        """
+        every = torch.arange(linear_maps.vocabulary_size(anatomy), device=anatomy.device)[:, None]
+        moved = torch.zeros(len(every), dtype=torch.bool, device=anatomy.device)
+        blocks = linear_maps.input_blocks(anatomy, known_input, every, autocast=autocast)
+        with closing(blocks):
+            for part, x in blocks:
+                form = (x.dtype, x.device, len(every), x.shape[-1])
+                if form != (self.rows.dtype, self.rows.device, *self.rows.shape):
+                    again = build_dictionary(anatomy, known_input, autocast=autocast)
+                    return again, torch.ones_like(moved)
+                moved[part] = (x[:, 0] != self.rows[part]).any(1)
+                self.rows[part] = x[:, 0]
+        if not known_input.positional:
+            constants = self.constants[:0]
+            return Dictionary(self.rows, constants, None), moved | (self.positions is not None)
+        mean = None if bool(moved.any()) else self.mean
+        positions, constants, mean = _positions(anatomy, known_input, mean)
+        same = self.positions is not None and torch.equal(positions, self.positions)
+        if same and torch.equal(constants, self.constants) and not bool(moved.any()):
+            return self, moved
+        return Dictionary(self.rows, constants, positions, mean), torch.ones_like(moved)
 
     def count_positions(self, rows: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> int:
         """Return how many of the first positions gradients hold, at least 1; 0 without positions.
@@ -117,8 +157,8 @@ def build_dictionary(
     rows = linear_maps.input_rows(anatomy, known_input, every, autocast=autocast)[:, 0]
     if not known_input.positional:
         return Dictionary(rows, rows.new_zeros(0, known_input.width, dtype=torch.float64), None)
-    positions, constants = _positions(anatomy, known_input)
-    return Dictionary(rows, constants, positions)
+    positions, constants, mean = _positions(anatomy, known_input)
+    return Dictionary(rows, constants, positions, mean)
 
 
 def factor_rows(anatomy: Anatomy, maps: Sequence[linear_maps.LinearMap]) -> dict[str, Tensor]:
@@ -131,8 +171,13 @@ def factor_rows(anatomy: Anatomy, maps: Sequence[linear_maps.LinearMap]) -> dict
     return {n: whole_tensor(w).double().clone() for n, w in weights.items() if w is not None}
 
 
-def _positions(anatomy: Anatomy, known_input: linear_maps.KnownInput) -> tuple[Tensor, Tensor]:
-    """Return directions (P, d) of positions, each with the mean word, and constants (k, d)."""
+def _positions(
+    anatomy: Anatomy, known_input: linear_maps.KnownInput, mean: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return directions (P, d) of positions, constants (k, d), and the mean word in each direction.
+
+    Any word serves as the mean, and so one of other weights does.
+    """
     rows = linear_maps.vocabulary_size(anatomy)
     length = context_length(anatomy) or 512
     device = anatomy.device
@@ -146,9 +191,10 @@ def _positions(anatomy: Anatomy, known_input: linear_maps.KnownInput) -> tuple[T
         return _states(anatomy, Place("", norm, "input"), ids)
 
     sums, position_inputs = states(probe), states(words[:1].expand(1, length))
-    every = torch.arange(rows, device=device)[:, None]
-    parts = (every[start : start + TOKENS_AT_ONCE] for start in range(0, rows, TOKENS_AT_ONCE))
-    mean = torch.stack([states(ids).sum((0, 1)) for ids in parts]).sum(0) / rows
+    if mean is None:
+        every = torch.arange(rows, device=device)[:, None]
+        parts = (every[start : start + TOKENS_AT_ONCE] for start in range(0, rows, TOKENS_AT_ONCE))
+        mean = torch.stack([states(ids).sum((0, 1)) for ids in parts]).sum(0) / rows
     linear, bias, tolerance = _Linear(), None, _ADDITIVE
     if norm is not None:
         outputs = linear_maps.input_rows(anatomy, known_input, probe)
@@ -167,7 +213,7 @@ def _positions(anatomy: Anatomy, known_input: linear_maps.KnownInput) -> tuple[T
         and m.embedding_dim == known_input.width
     ]
     positions = linear(mean + position_inputs[0] - position_inputs[0, :1])
-    return positions, torch.cat([more, *(linear((t - t[:1])[1:]) for t in types)])
+    return positions, torch.cat([more, *(linear((t - t[:1])[1:]) for t in types)]), mean
 
 
 @dataclass(frozen=True)

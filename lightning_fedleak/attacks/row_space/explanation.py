@@ -146,9 +146,7 @@ def _recovers_planted(
     return 2 * hits / (len(recovered) + types) >= _RECOVERED
 
 
-_PROBED = 32  # tokens whose inputs are compared to see whether the model has changed; not tuned
 _LENGTH = 32  # positions that count as known when the capacity is measured; not tuned
-_UNCHANGED = 5e-7  # relative change of inputs that float32 explains (it rounds to 1e-7)
 _UNEXPLAINED = 1e-3  # share of the norm of uncut entries: rounding leaves less, a missed type more
 _ROUNDS = 10  # alternations at most: a limit of time, not tuned
 _MOST_ROWS = 256  # rows per map, the most accurate ones: a limit of time, not tuned
@@ -189,22 +187,32 @@ class ReadableInput:
         """Return whether only factors B of low-rank adapters read the input."""
         return all(m.factor == "B" for m in self.maps)
 
-    def follow(self, anatomy: Anatomy) -> None:
+    def follow(
+        self,
+        anatomy: Anatomy,
+        known_input: linear_maps.KnownInput,
+        maps: tuple[linear_maps.LinearMap, ...],
+        autocast: torch.dtype | None,
+    ) -> None:
+        """Follow the model: which maps read the input, and what every token looks like there.
+
+        Raises:
+            NotAdditive: the input depends on positions in an unknown way.
+        """
+        self.known_input, self.maps = known_input, maps
+        self.dictionary, moved = self.dictionary.follow(anatomy, known_input, autocast=autocast)
+        self.store_factors(anatomy)
+        if bool(moved.any()):
+            self._weighed = None
+            if self._atoms is not None and not self._atoms[1].follow(moved):
+                self._atoms = None
+
+    def store_factors(self, anatomy: Anatomy) -> None:
         """Store the current factors A, whose rows a loss term may add to gradients."""
         self._factors = factor_rows(anatomy, self.maps)
         for readable in (self, *([] if self._weighed is None else self._weighed[:1])):
             if readable._atoms is not None and readable._atoms[0][1]:
                 readable._atoms = None
-
-    def is_current(self, anatomy: Anatomy, autocast: torch.dtype | None) -> bool:
-        """Return whether the inputs of some tokens are unchanged."""
-        step = max(1, len(self.dictionary.rows) // _PROBED)
-        ids = torch.arange(0, len(self.dictionary.rows), step, device=anatomy.device)
-        rows = linear_maps.input_rows(anatomy, self.known_input, ids[:, None], autocast=autocast)[
-            :, 0
-        ]
-        change = (rows - self.dictionary.rows[ids]).abs().max()
-        return float(change) <= _UNCHANGED * float(rows.abs().max())
 
     def prepare_atoms(self) -> None:
         """Prepare the atoms that a look compares; with positions they depend on the gradients."""
@@ -282,7 +290,9 @@ class ReadableInput:
         else:
             result, cause = self._explain_even(view, by_map, noise, rounding, beside, find)
             every_token = any(m.name in self.known_input.lone_token_maps for m in by_map)
-            result = replace(self._words(result), certified=result.certified and every_token)
+            result = self._words(result)
+            if not every_token:
+                result = replace(result, certified=False, silent=None)
         # The declared noise is without the rounding of stored weights.
         if not len(result.types) and (errors is not None or not view.gradients[-1].noise_std):
             raise UnusableObservation(f"no token stands out of {cause}")
@@ -330,9 +340,9 @@ class ReadableInput:
         ]
         result, _ = find(gradients, levels)
         positions = self.dictionary.count_positions(gradients, tuple(beside.values()))
-        if positions and not result.certified and not any(levels):
+        if positions and result.silent is None and not any(levels):
             second, _ = find(gradients, levels, positions * 8 // 5 + 8)
-            result = second if second.certified else result
+            result = result if second.silent is None else second
         cause = "what dropout adds" if any(variances) else "the rounding of what was shared"
         return result, cause
 
@@ -481,7 +491,7 @@ def _explain_clipped(
     for way in ways if uncut else ways[1:]:
         result, atoms = way()
         if unexplained_share(rows, errors, atoms) <= _UNEXPLAINED:
-            return replace(result, certified=False), atoms
+            return replace(result, certified=False, silent=None), atoms
     raise Inapplicable(WHY_CUT)
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,17 @@ from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, Place, states_i
 from lightning_fedleak.snapshots import Observation, UnusableObservation, whole_tensor
 
 _TOLERANCE = 1e-5  # relative difference up to which two float32 inputs are equal; not tuned
-_NUMBERS = 1 << 20  # of states in a run, of which a norm has four; more: no faster
+_NUMBERS = 1 << 20  # of states in a CPU's run, of which a norm has four; more: no faster
+Findings = TypeVar("Findings")
 _LOW_RANK = ("lora_A", "lora_B")
 NO_GRADIENT_YET = (
     "LoRA's A has no gradient until B (of AdaLoRA: E) has moved; with warm-up from 0 that is step 2"
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class LinearMap:
-    """A matrix that multiplies an input.
+    """A matrix that multiplies an input; equal to another one with the same name and modules.
 
     Attributes:
         name: of the parameter, in ``anatomy.root``.
@@ -70,6 +71,27 @@ def find_linear_maps(anatomy: Anatomy) -> list[LinearMap]:
     head_modules = set() if head is None else {id(m) for m in head.modules()}
     uses = Counter(m.name for m in maps)
     return [m for m in maps if id(m.reader) not in head_modules and uses[m.name] == 1]
+
+
+class PerMaps(Generic[Findings]):
+    """What is found out about a model's linear maps, found again where others are in use.
+
+    Adapters may be switched, and modules replaced, while a fit goes on.
+
+    Args:
+        find: returns it for a model and its linear maps.
+    """
+
+    def __init__(self, find: Callable[[Anatomy, list[LinearMap]], Findings]) -> None:
+        self._find = find
+        self._latest: tuple[Anatomy, list[LinearMap], Findings] | None = None
+
+    def get(self, anatomy: Anatomy) -> Findings:
+        """Return the same object as before, as long as the same maps are in use."""
+        maps, latest = find_linear_maps(anatomy), self._latest
+        if latest is None or latest[0] is not anatomy or latest[1] != maps:
+            self._latest = latest = (anatomy, maps, self._find(anatomy, maps))
+        return latest[2]
 
 
 def _weight_map(
@@ -401,9 +423,21 @@ def input_rows(
     Returns:
         (B, L, d) in the dtype that the client multiplies.
     """
-    run = model_runs.stop_at(anatomy.model, Place("", known_input.reader, "input"))
-    step = max(1, min(model_runs.TOKENS_AT_ONCE, _NUMBERS // known_input.width) // ids.shape[1])
     rows = torch.empty(0)
+    for part, x in input_blocks(anatomy, known_input, ids, autocast=autocast):
+        if not part.start:  # joined at the end, parts would take twice the memory
+            rows = x.new_empty(len(ids), *x.shape[1:])
+        rows[part] = x
+    return rows
+
+
+def input_blocks(
+    anatomy: Anatomy, known_input: SharedInput, ids: Tensor, *, autocast: torch.dtype | None = None
+) -> Generator[tuple[slice, Tensor], None, None]:
+    """Yield the places of some texts and what :func:`input_rows` returns for them, one by one."""
+    run = model_runs.stop_at(anatomy.model, Place("", known_input.reader, "input"))
+    most = _NUMBERS // known_input.width if ids.device.type == "cpu" else model_runs.TOKENS_AT_ONCE
+    step = max(1, min(model_runs.TOKENS_AT_ONCE, most) // ids.shape[1])
     with _untraced(anatomy):
         for start in range(0, len(ids), step):
             part = ids[start : start + step]
@@ -412,10 +446,7 @@ def input_rows(
             if autocast is not None:
                 x = x.to(autocast)
             x = x.reshape(len(part), -1, known_input.width)[:, -part.shape[1] :]
-            if not start:  # joined at the end, parts would take twice the memory
-                rows = x.new_empty(len(ids), *x.shape[1:])
-            rows[start : start + step] = x
-    return rows
+            yield slice(start, start + len(part)), x
 
 
 def input_states(

@@ -110,7 +110,8 @@ class SharedRows:
         whole = torch.cat(rows)
         whole = whole - (whole @ beside.T) @ beside
         exact = rounding <= torch.finfo(torch.float32).eps and not any(noise)
-        return cls(whole, _above_noise(whole, exact=exact), exact)
+        room = beside.shape[1] - len(beside)
+        return cls(whole, _above_noise(whole, room, exact=exact), exact)
 
     @property
     def floor(self) -> float:
@@ -125,12 +126,19 @@ class SharedRows:
         )
 
 
-def _above_noise(rows: Tensor, *, exact: bool) -> Tensor:
-    """Return the principal rows above the noise; near rounding the cut is the widest gap."""
+def _above_noise(rows: Tensor, room: int, *, exact: bool) -> Tensor:
+    """Return the principal rows above the noise; near rounding the cut is the widest gap.
+
+    Args:
+        rows: (n, d) in units of the noise of an entry.
+        room: directions that nothing was projected off; a fall to the others is no gap.
+        exact: whether the noise is rounding alone.
+    """
     n, d = rows.shape
     if n > d:
         rows = torch.linalg.qr(rows).R
     _, s, basis = torch.linalg.svd(rows, full_matrices=False)
+    s = s[:room]
     edge = math.sqrt(n) + math.sqrt(d)
     k = int((s > edge).sum())
     if exact and k:
@@ -154,9 +162,11 @@ class PursuitResult:
         scores: (V,) the higher the surer.
         expected: estimated number of types; NaN where the directions ran out before the types.
         residual: root mean square of what the types leave of the rows, in units of the noise.
-        certified: whether the types explain all that was shared. Then no type is missing whose
-            part lies above rounding, except types with equal atoms, and no type stands for another
+        certified: whether the types explain all that was shared, and every token leaves a trace.
+            Then no type is missing whose part lies above rounding, and no type stands for another
             one that nearly equals it.
+        silent: (m,) tokens that would leave no trace beside the types, because their inputs are
+            zero, or equal to a type's; None where the types do not explain all that was shared.
     """
 
     types: Tensor
@@ -164,6 +174,7 @@ class PursuitResult:
     expected: float
     residual: float
     certified: bool
+    silent: Tensor | None = None
 
 
 def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult:
@@ -193,19 +204,23 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
                 types = chosen[:0]
     residual = _residual(atoms, shared, types)
     share = (len(types) + len(atoms.beside)) / atoms.width
-    certified = (
+    silent: Tensor | None = None
+    if (
         shared.exact
         and solved
         and len(types) > 0
         and residual <= _SETTINGS.certified
         and (len(types) <= len(shared.principal) or share <= _SETTINGS.largest_share)
         and share < 1
-        and _differ_from_twins(atoms, shared, types, torch.cat([chosen, path.dependent_tokens()]))
-    )
+    ):
+        others = torch.cat([chosen, path.dependent_tokens()])
+        if _differ_from_twins(atoms, shared, types, others):
+            silent = _silent_tokens(atoms, shared, types, others)
+    certified = silent is not None and not len(silent)
     # Tokens that were chosen and then pruned are the least likely of all.
     scores[chosen] = -torch.arange(len(chosen), device=scores.device, dtype=scores.dtype) - 1e6
     scores[types] = torch.arange(len(types), 0, -1, device=scores.device, dtype=scores.dtype) + 1e6
-    return PursuitResult(types, scores, expected, residual, certified)
+    return PursuitResult(types, scores, expected, residual, certified, silent)
 
 
 def _search(path: _Pursuit, atoms: Atoms, shared: SharedRows) -> tuple[bool, Tensor]:
@@ -379,6 +394,36 @@ def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: 
         rest = torch.cat([chosen, candidates[~twins[j]]])
         parts[j] = _unique_parts(shared.whole, rest)[j]
     return float(parts.min()) > _SETTINGS.certified * shared.floor
+
+
+def _silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> Tensor:
+    """Return the (m,) tokens whose trace beside types could be rounding.
+
+    A token's trace is that of a type of median strength, at the token's input: its size, times the
+    share of it that lies outside of the types' inputs. It is nothing for an input of zeros, and for
+    one that equals a type's or is a multiple of it.
+
+    Args:
+        atoms: of all tokens.
+        shared: the rows.
+        types: that explain the rows.
+        others: tokens whose atoms the types nearly explain.
+    """
+    q, r = torch.linalg.qr(atoms.rows(types).T)
+    coefficients = torch.linalg.solve_triangular(r, (shared.whole @ q).T, upper=True)
+    strength = (coefficients.norm(dim=1) / atoms.sizes[types]).median()
+    sizes = atoms.sizes[: atoms.tokens] * strength
+    least = _SETTINGS.certified * shared.floor
+    alike = _SETTINGS.twin_gain * len(shared.whole) ** 0.5
+    small = sizes * _SETTINGS.dependent < least  # others differ from the types by more than that
+    small[others[others < atoms.tokens]] = True
+    small[types[types < atoms.tokens]] = False
+    tokens = small.nonzero()[:, 0]
+    twins = _nearly_equal(atoms, types, tokens, _SETTINGS.twins**2 / 2).any(0)  # compared apart
+    parts = [_project_off(x, q).norm(dim=1) for x in _unit_atoms(atoms, tokens)]
+    traces = sizes[tokens] * torch.cat([sizes[:0], *parts])
+    silent: Tensor = tokens[traces < torch.where(twins, alike, least)]
+    return silent
 
 
 class _Pursuit:

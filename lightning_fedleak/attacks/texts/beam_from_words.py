@@ -130,12 +130,13 @@ class BeamFromWords(GradientTextAttack):
         """Return the attack that names the words of this model's batches."""
         if self._words is not None:
             return self._words
-        if self._default_words is None or self._default_words[0] is not anatomy:
-            rows = anatomy.trainable(EMBEDDING_WEIGHT) and not anatomy.tied
-            attack: Attack = BagOfWords() if rows else SubspaceWords(capacity_seconds=0)
+        rows = anatomy.trainable(EMBEDDING_WEIGHT) and not anatomy.tied
+        latest, attack = self._default_words or (None, None)
+        if attack is None or latest is not anatomy or isinstance(attack, BagOfWords) != rows:
+            attack = BagOfWords() if rows else SubspaceWords(capacity_seconds=0)
             attack.meet(self._facts)
             self._default_words = (anatomy, attack)
-        return self._default_words[1]
+        return attack
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return what the attack on words reads.

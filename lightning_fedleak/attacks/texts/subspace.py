@@ -68,9 +68,9 @@ class SubspaceTexts(GradientTextAttack):
     that token alone where positions are relative.
 
     Certified means that no text is missing whose part lies above rounding, and that none is wrong,
-    up to copies, texts that another begins with, repetitions of a single token, and tokens whose
-    inputs are equal up to rounding. Updates of queries and keys alone are never certified, because
-    these do not show every token. ``docs/whole_texts.md`` has the measurements.
+    up to copies, texts that another begins with, and repetitions of a single token. Updates of
+    queries and keys alone are never certified, because these do not show every token, and nor are
+    texts where the words are not. ``docs/whole_texts.md`` has the measurements.
 
     Args:
         blocks: how many after the first are read at most; by default one where its rows could
@@ -114,7 +114,7 @@ class SubspaceTexts(GradientTextAttack):
         self.beam = check_integer("beam", beam)
         self.seed = seed
         self._words = SubspaceWords(capacity_seconds=0)
-        self._readable: tuple[Anatomy, _Blocks] | None = None
+        self._readable = row_space.PerMaps(self._find_blocks)
         self._complete_maps: frozenset[str] = frozenset()
         self._whitenings: list[Tensor] = []
 
@@ -139,17 +139,12 @@ class SubspaceTexts(GradientTextAttack):
         blocks = self._trained(anatomy)
         deeper = [m.name for block in blocks for m in block.trained_readers(anatomy)]
         if not deeper:  # a surface that could be shared, so that it reads as not exposed
-            second = self._blocks(anatomy).inputs[-1]
+            second = self._readable.get(anatomy).inputs[-1]
             deeper = [m.name for m in second.maps if m.factor != "B"]
         return Surfaces(gradients=tuple(dict.fromkeys([*words, *deeper])))
 
-    def _blocks(self, anatomy: Anatomy) -> _Blocks:
-        if self._readable is None or self._readable[0] is not anatomy:
-            self._readable = (anatomy, self._find_blocks(anatomy))
-        return self._readable[1]
-
-    def _find_blocks(self, anatomy: Anatomy) -> _Blocks:
-        maps = [m for m in row_space.find_linear_maps(anatomy) if m.factor != "B"]
+    def _find_blocks(self, anatomy: Anatomy, maps: Sequence[row_space.LinearMap]) -> _Blocks:
+        maps = [m for m in maps if m.factor != "B"]
         blocks: dict[str, row_space.SharedInput] = {}
         for shared_input in row_space.find_shared_inputs(anatomy, maps):
             if shared_input.width == anatomy.hidden_size:
@@ -174,7 +169,7 @@ class SubspaceTexts(GradientTextAttack):
 
     def _trained(self, anatomy: Anatomy) -> list[row_space.SharedInput]:
         """Return the inputs of the blocks that are trained and read; none where too few are."""
-        first, inputs = self._blocks(anatomy)
+        first, inputs = self._readable.get(anatomy)
         trained = [block for block in inputs if block.trained_readers(anatomy)]
         if not trained or (first and (trained[0] is not inputs[0] or len(trained) < 2)):
             return []
@@ -241,7 +236,7 @@ class SubspaceTexts(GradientTextAttack):
         words = self._words.run(view)
         autocast = self._facts.autocast
         bottom.kept, whitenings = (), self._whitenings
-        first = self._blocks(bottom.anatomy).first
+        first = self._readable.get(bottom.anatomy).first
         if view.gradients[-1].compression == "topk":
             if first is not None:
                 raise Inapplicable(
@@ -255,8 +250,8 @@ class SubspaceTexts(GradientTextAttack):
         if not len(bag):
             raise UnusableObservation("no word stands out of the noise")
         distinguished = True
-        if words.certified:
-            alike = self._words.similar_tokens(bag, LIMITS.alike)
+        if words.silent is not None:
+            alike = self._words.similar_tokens(bag, LIMITS.alike, words.silent)
             distinguished = len(alike) <= LIMITS.most_alike
             bag = torch.cat([bag, alike]).sort().values if distinguished else bag
         search: SubspaceSearch | EncoderSearch

@@ -21,8 +21,8 @@ from lightning_fedleak.attacks.base import (
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import (
     LinearMap,
+    PerMaps,
     SharedInput,
-    find_linear_maps,
     find_shared_inputs,
     input_rows,
     norm_before,
@@ -266,7 +266,8 @@ class RehearsedLabels(Attack):
         self._readout: _Readout | None = None
         self._reads_gradients = False
         self._rehearsed_at = 0
-        self._maps: tuple[Anatomy, list[LinearMap], list[SharedInput]] | None = None
+        self._roles: tuple[str, ...] = ()
+        self._maps = PerMaps(lambda anatomy, maps: (maps, find_shared_inputs(anatomy, maps)))
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the trained maps that write into the residual stream, or read the first blocks.
@@ -292,7 +293,8 @@ class RehearsedLabels(Attack):
         generator = torch.Generator().manual_seed(self.seed)
         shapes = [self.shapes[i % len(self.shapes)] for i in range(self.rehearsals)]
         batches = [text.batch(*shape, generator) for shape in shapes]
-        roles, start = self.needs(anatomy).gradients, int(text.sentences[0][0])
+        self._roles = roles = self.needs(anatomy).gradients
+        start = int(text.sentences[0][0])
         gradients = [gradient_of(anatomy, batch, roles) for batch in batches]
         labels = [torch.unique(b.target_ids()).to(anatomy.device) for b in batches]
         # A filter is sharper on the gradients that it was fitted to: the readout learns on others.
@@ -313,8 +315,9 @@ class RehearsedLabels(Attack):
                 self._reads_gradients = _exceed(_held_out_gains(*fitted))
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Rehearse again if the number of steps has doubled."""
-        if self._readout is None or step >= max(1, 2 * self._rehearsed_at):
+        """Rehearse again if the number of steps has doubled, or other parameters are trained."""
+        others = self._roles != self.needs(anatomy).gradients
+        if others or self._readout is None or step >= max(1, 2 * self._rehearsed_at):
             self.prepare(anatomy)
             self._rehearsed_at = step
 
@@ -360,10 +363,7 @@ class RehearsedLabels(Attack):
 
     def _places(self, anatomy: Anatomy) -> Iterator[tuple[str, int, SharedInput | None]]:
         """Yield (name, axis, input or None) of trained parameters; None: it writes."""
-        if self._maps is None or self._maps[0] is not anatomy:
-            maps = find_linear_maps(anatomy)
-            self._maps = anatomy, maps, find_shared_inputs(anatomy, maps)
-        _, maps, inputs = self._maps
+        maps, inputs = self._maps.get(anatomy)
         blocks = [f"{name}." for name in anatomy.block_names]
         last, first = tuple(blocks[-_LAST_BLOCKS:]), tuple(blocks[:_FIRST_BLOCKS])
         names = {id(p): n for n, p in anatomy.root.named_parameters()}

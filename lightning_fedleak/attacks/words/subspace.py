@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, Anatomy, is_encoder_decoder, without_peft
+from lightning_fedleak.anatomy import Anatomy, is_encoder_decoder, without_peft
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import (
     Attack,
@@ -57,8 +57,9 @@ class SubspaceWords(Attack):
     inputs, and finds which of them the rows are made of: at full rank by the span test of DAGER
     (Petrov et al. 2024, section 4.1), for the few rows of a LoRA by a pursuit
     (:mod:`~lightning_fedleak.attacks.row_space.pursuit`). It learns nothing from data. Where it
-    certifies a result, no type is missing, except types with equal inputs. If source and target
-    have separate vocabularies, it names the source's words.
+    certifies a result, no type is missing. Nothing is certified where a token would leave no trace,
+    because its input is zero (a padding row) or equals that of a type. If source and target have
+    separate vocabularies, it names the source's words.
 
     It reads single gradients, rounds of SGD, and rounds of one step of Adam or AdamW that begin
     with a fresh optimizer. The first step of a LoRA has no result, because A has no gradient while
@@ -131,10 +132,10 @@ class SubspaceWords(Attack):
         self._capacity: float | None = None
         self._stored: dict[str, float] = {}
         self._before: dict[str, Tensor] = {}
-        self._inputs: tuple[Anatomy, tuple[row_space.KnownInput, ...]] | None = None
+        self._inputs = row_space.PerMaps(self._find_inputs)
         self._sides: frozenset[bool] = frozenset()
-        self._roles: tuple[str, ...] = ()
         self._readable: list[row_space.ReadableInput] = []
+        self._is_prepared = False
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the trained maps that read a known input, or those of the widest input.
@@ -152,24 +153,7 @@ class SubspaceWords(Attack):
         Raises:
             ThreatModelError: it has none.
         """
-        if self._inputs is None or self._inputs[0] is not anatomy:
-            maps = row_space.find_linear_maps(anatomy)
-            if anatomy.target_rows is not None:  # a decoder's words are of another vocabulary
-                maps = [m for m in maps if not row_space.in_decoder(m.name)]
-            known_inputs = row_space.find_known_inputs(anatomy, maps)
-
-            def reading_order(known_input: row_space.KnownInput) -> tuple[bool, bool, bool, int]:
-                """Return the key that puts inputs of factors B last, then narrow ones."""
-                return (
-                    all(m.factor == "B" for m in known_input.maps),
-                    not known_input.lone_token_maps,  # inputs that show every token come first
-                    known_input.width != anatomy.hidden_size,
-                    known_input.width,
-                )
-
-            self._inputs = (anatomy, tuple(sorted(known_inputs, key=reading_order)))
-            self._sides = _sides_with_words(anatomy)
-        inputs = self._inputs[1]
+        inputs = self._inputs.get(anatomy)
         if not inputs:
             raise ThreatModelError(
                 f"attack '{self.name}' reads linear maps whose input a token determines, and this "
@@ -178,21 +162,38 @@ class SubspaceWords(Attack):
             )
         return inputs
 
+    def _find_inputs(
+        self, anatomy: Anatomy, maps: Sequence[row_space.LinearMap]
+    ) -> tuple[row_space.KnownInput, ...]:
+        if anatomy.target_rows is not None:  # a decoder's words are of another vocabulary
+            maps = [m for m in maps if not row_space.in_decoder(m.name)]
+
+        def reading_order(known_input: row_space.KnownInput) -> tuple[bool, bool, bool, int]:
+            """Return the key that puts inputs of factors B last, then narrow ones."""
+            return (
+                all(m.factor == "B" for m in known_input.maps),
+                not known_input.lone_token_maps,  # inputs that show every token come first
+                known_input.width != anatomy.hidden_size,
+                known_input.width,
+            )
+
+        self._sides = _sides_with_words(anatomy)
+        return tuple(sorted(row_space.find_known_inputs(anatomy, maps), key=reading_order))
+
     def prepare(self, anatomy: Anatomy) -> None:
         """Run the model on every token, up to the maps that are read.
 
         Raises:
             ValueError: the input of every map depends on positions in an unknown way.
         """
-        self._roles = self.needs(anatomy).gradients
-        self._readable = []
+        self._readable, self._is_prepared = [], True
         self._prepare_inputs(anatomy, self._log_odds(anatomy))
         if self._readable and self._capacity is None and self.capacity_seconds:
             first = self._readable[0]
             self._capacity = first.capacity(self.capacity_seconds, self.seed)
 
     def _prepare_inputs(self, anatomy: Anatomy, odds: Tensor) -> None:
-        """Prepare the inputs that are not prepared, or that have changed.
+        """Prepare the inputs that are not prepared, and let the others follow the model.
 
         The input of a factor B changes with A at every step. It is read as long as B is zero and A
         has no gradient, or where only factors B are trained.
@@ -200,7 +201,8 @@ class SubspaceWords(Attack):
         Raises:
             ValueError: none can be read.
         """
-        current = {readable.known_input: readable for readable in self._readable}
+        current = {readable.known_input.reader: readable for readable in self._readable}
+        autocast = self._facts.autocast
         self._readable, refused = [], []
         sides: set[bool] = set()  # that other maps than factors B show
         for known_input in self.inputs(anatomy):
@@ -212,17 +214,17 @@ class SubspaceWords(Attack):
             nonzero = any(bool(whole_tensor(w).any()) for w in weights if w is not None)
             if nonzero and row_space.in_decoder(maps[0].name) in sides:
                 continue
-            readable = current.pop(known_input, None)
-            if readable is None or not readable.is_current(anatomy, self._facts.autocast):
-                readable = None  # whose memory the next one takes
-                autocast = self._facts.autocast
-                try:
+            readable = current.pop(known_input.reader, None)
+            try:
+                if readable is not None:
+                    readable.follow(anatomy, known_input, maps, autocast)
+                else:
                     dictionary = row_space.build_dictionary(anatomy, known_input, autocast=autocast)
-                except row_space.NotAdditive as error:
-                    refused.append(f"{maps[0].name}: {error}")
-                    continue
-                readable = row_space.ReadableInput(known_input, maps, dictionary, odds)
-            readable.follow(anatomy)
+                    readable = row_space.ReadableInput(known_input, maps, dictionary, odds)
+                    readable.store_factors(anatomy)
+            except row_space.NotAdditive as error:
+                refused.append(f"{maps[0].name}: {error}")
+                continue
             readable.prepare_atoms()
             self._readable.append(readable)
             if not is_factor_b:
@@ -244,19 +246,16 @@ class SubspaceWords(Attack):
         return expected.log().clamp(-12.0, 2.0).to(anatomy.device)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Follow embeddings and norms that have changed."""
+        """Follow what is trained, and all that a token's input is computed from."""
+        odds = self._readable[0].log_odds if self._readable else None
+        if odds is None or len(odds) != row_space.vocabulary_size(anatomy):
+            self.prepare(anatomy)
+        else:
+            self._prepare_inputs(anatomy, odds)
         if self._facts.local_steps is not None:
             names = [m.name for readable in self._readable for m in readable.maps]
             self._before = copy_weights(anatomy, names)
             self._stored = {name: rounding_error(p) for name, p in self._before.items()}
-        if (
-            anatomy.trainable(EMBEDDING_WEIGHT)
-            or self._roles != self.needs(anatomy).gradients
-            or not self._readable
-        ):
-            self.prepare(anatomy)
-        else:
-            self._prepare_inputs(anatomy, self._readable[0].log_odds)
 
     @torch.no_grad()
     def run(self, view: Observation, query: Query | None = None) -> WordGuess:
@@ -269,11 +268,14 @@ class SubspaceWords(Attack):
 
         Raises:
             UnusableObservation: the gradient is non-finite or all zero, has more types than
-                directions tell apart, or is an update that is no sum of gradients.
+                directions tell apart, or is an update that is no sum of gradients; or no map that
+                reads a known input is trained.
             RuntimeError: ``prepare`` was not called.
         """
-        if not self._readable:
+        if not self._is_prepared:
             raise RuntimeError(f"attack '{self.name}' has no dictionary: call prepare(anatomy)")
+        if not self._readable:
+            raise UnusableObservation("no map whose input a token determines is trained")
         snapshot = view.gradients[-1]
         if math.isnan(snapshot.noise_std):
             raise UnusableObservation("a defence does not say how much noise it adds")
@@ -291,13 +293,16 @@ class SubspaceWords(Attack):
         parts = list(results.values())
         types = torch.cat([p.types for p in parts])
         sides = self._sides | {readable.decoder for readable in self._readable}
+        silent = [p.silent for p in parts if p.silent is not None]
+        complete = sides == results.keys() and len(silent) == len(parts)
         return WordGuess(
             types=types.new_tensor(list(dict.fromkeys(types.tolist()))),
             scores=torch.stack([p.scores for p in parts]).amax(0),
             n_types=sum(p.expected for p in parts),
             surface="input",
-            certified=sides == results.keys() and all(p.certified for p in parts),
+            certified=complete and not any(map(len, silent)),
             capacity=self._capacity or None,  # 0: no planted set was found in the time
+            silent=torch.unique(torch.cat(silent)) if complete else None,
         )
 
     def _read_sides(
@@ -316,7 +321,7 @@ class SubspaceWords(Attack):
         refusals: list[UnusableObservation] = []
         for readable in self._readable:
             side = readable.decoder
-            if side in results and (results[side].certified or readable.is_factor_b):
+            if side in results and (results[side].silent is not None or readable.is_factor_b):
                 continue
             try:
                 if readable.is_factor_b:
@@ -326,13 +331,13 @@ class SubspaceWords(Attack):
             except UnusableObservation as error:
                 refusals.append(error)
                 continue
-            if side not in results or result.certified:
+            if side not in results or result.silent is not None:
                 results[side] = result
         if not results:
             raise _join_refusals(refusals)
         return results
 
-    def similar_tokens(self, types: Tensor, share: float) -> Tensor:
+    def similar_tokens(self, types: Tensor, share: float, silent: Tensor | None = None) -> Tensor:
         """Return other tokens whose inputs differ from one of ``types`` by less than a share.
 
         Tokens whose inputs are equal are not among them.
@@ -340,8 +345,9 @@ class SubspaceWords(Attack):
         Args:
             types: (k,) token ids.
             share: of the norm of an input.
+            silent: (m,) tokens without a trace; those that equal none of ``types`` are added.
         """
-        similar = []
+        similar, alone = [], types[:0] if silent is None else silent.to(types)
         for readable in self._readable:
             if readable.is_factor_b:
                 continue
@@ -353,8 +359,11 @@ class SubspaceWords(Attack):
                 near = nn.functional.normalize(part.float(), dim=1) @ unit.T > 1 - share**2 - 1e-6
                 i, j = near.nonzero(as_tuple=True)
                 distance = (part[i].double() - targets[j]).norm(dim=1) / targets[j].norm(dim=1)
-                similar.append(start + i[(distance > 0) & (distance < share)].to(types.device))
-        others = set(torch.cat([types[:0], *similar]).tolist()) - set(types.tolist())
+                tokens = (start + i).to(types.device)
+                alone = alone[~torch.isin(alone, tokens[(distance == 0).to(types.device)])]
+                apart = (distance > 0) & (distance < share)
+                similar.append(tokens[apart.to(types.device)])
+        others = set(torch.cat([alone, *similar]).tolist()) - set(types.tolist())
         return torch.tensor(sorted(others), dtype=types.dtype, device=types.device)
 
     def check_updates(self, facts: RunFacts) -> None:

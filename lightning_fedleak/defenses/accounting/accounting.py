@@ -235,6 +235,11 @@ class Accountant:
         """Return noise multiplier, sample rate and count of every kind of release."""
         return self._ledger.rows
 
+    @property
+    def releases(self) -> tuple[tuple[float, float, int, SamplingScheme], ...]:
+        """Return the rows of :attr:`history` with their sampling, as ``private_search`` takes."""
+        return tuple((*row, self.sampling) for row in self.history)
+
     def step(
         self,
         noise_multiplier: float,

@@ -19,11 +19,18 @@ import numpy as np
 from scipy.optimize import brentq
 
 from lightning_fedleak.defenses.accounting.accounting import composed_rdp
-from lightning_fedleak.defenses.accounting.renyi import ORDERS, Floats, epsilons_of_rdp
+from lightning_fedleak.defenses.accounting.ledger import check_release
+from lightning_fedleak.defenses.accounting.renyi import (
+    ORDERS,
+    Floats,
+    SamplingScheme,
+    epsilons_of_rdp,
+)
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.validate import check_number
 
-History = Sequence[tuple[float, float, int]]
+Releases = Sequence[tuple[float, float, int, SamplingScheme]]
+"""Noise multiplier, sample rate, count and sampling of every kind of release."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +95,13 @@ class Candidate:
 
     Attributes:
         settings: what ``train`` gets.
-        releases: noise multiplier, sample rate and count of every kind of release that a try makes
-            at most, that of its score on private data included.
+        releases: noise multiplier, sample rate, count and sampling of every kind of release that a
+            try makes at most, that of its score on private data included. Those of a finished run
+            are ``defense.accountant.releases``.
     """
 
     settings: Any
-    releases: History
+    releases: Releases
 
 
 @dataclass(frozen=True)
@@ -102,12 +110,12 @@ class TryResult:
 
     Attributes:
         score: the higher the better, on public data, or released under the account of ``releases``.
-        releases: that were made.
+        releases: that were made, as :attr:`Candidate.releases` has them.
         result: of any kind, such as the path of the weights.
     """
 
     score: float
-    releases: History
+    releases: Releases
     result: Any = None
 
 
@@ -145,11 +153,13 @@ def private_search(
         tries: law of their number.
 
     Raises:
-        DefenseError: no candidates, or a try released more than its candidate says.
+        DefenseError: no candidates; releases that do not say how they were drawn, or whose epsilons
+            are of different neighbours; or a try released more than its candidate says.
     """
     if not candidates:
         raise DefenseError("private_search: give at least one Candidate")
-    curves = [composed_rdp(candidate.releases, "poisson") for candidate in candidates]
+    curves = [_rdp_of(candidate.releases) for candidate in candidates]
+    _check_neighbours([row for candidate in candidates for row in candidate.releases])
     rdp = tries.rdp(np.max(curves, axis=0))
     best, trial, score = candidates[0], None, -math.inf
     for _ in range(tries.draw()):
@@ -160,7 +170,9 @@ def private_search(
             value = float(result.score)
         except Exception:  # which the data may have provoked
             continue
-        if not np.all(composed_rdp(result.releases, "poisson") <= curves[number] * (1 + 1e-9)):
+        rdp_of_try = _rdp_of(result.releases)
+        _check_neighbours([*candidate.releases, *result.releases])
+        if not np.all(rdp_of_try <= curves[number] * (1 + 1e-9)):
             raise DefenseError(
                 f"private_search: a try made the releases {list(result.releases)}, which cost more "
                 f"than its candidate's, {list(candidate.releases)}: no epsilon holds for the search"
@@ -168,3 +180,38 @@ def private_search(
         if value > score or (trial is None and value == score):
             best, trial, score = candidate, result, value
     return BestTry(best.settings, trial, rdp)
+
+
+def _rdp_of(releases: Releases) -> Floats:
+    """Return (len(ORDERS),) Renyi DP of releases, each kind by its own sampling.
+
+    Raises:
+        DefenseError: a kind that is drawn at random does not say how, or a value is out of range.
+    """
+    total: Floats = np.zeros(len(ORDERS))
+    for row in releases:
+        sigma, rate, count, *sampling = row
+        check_release(sigma, rate, count)
+        if not sampling and rate < 1:
+            raise DefenseError(
+                f"private_search: the releases {tuple(row)} do not say how they were drawn, which "
+                "decides what they cost. Pass defense.accountant.releases of such a run, or add "
+                "the sampling to each row: 'poisson', 'without_replacement' (ClientDP(sampling="
+                "'fixed', trust='central')), or defenses.accounting.TruncatedPoisson(examples + 1, "
+                "truncated_batch_size)"
+            )
+        total = total + composed_rdp([(sigma, rate, count)], *(sampling or ["poisson"]))
+    return total
+
+
+def _check_neighbours(releases: Releases) -> None:
+    """Refuse samples of a fixed size beside samples by chance.
+
+    One epsilon is of an example put in another's place, the other of one added or removed.
+    """
+    if len({row[3] == "without_replacement" for row in releases if row[1] < 1}) > 1:
+        raise DefenseError(
+            "private_search: releases drawn without replacement count an example put in another's "
+            "place, Poisson samples one added or removed, and no epsilon holds for both: let all "
+            "candidates draw alike"
+        )

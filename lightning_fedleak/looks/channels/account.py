@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fedleak.auditing import curve_auc, curve_tpr, refutes
 from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.defenses.base import Curve
 from lightning_fedleak.looks.run import Run
+from lightning_fedleak.messages import rank_zero_warn
 
 BOUND = "bound/"
 """Begins the names of what is allowed: it is of all attacks, logged as ``leakage/bound/auc``."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
 import torch
+from scipy.stats import mannwhitneyu
 
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS, Attack, Capability, PassiveMembership
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
@@ -18,6 +20,15 @@ from lightning_fedleak.looks.channels.targets import Targets, draw_targets
 from lightning_fedleak.looks.run import AUDIT, Look, Moment, Unknown, Waiting
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.taps import Draw
+
+BY_CHANCE = 0.05
+PART_BY_CHANCE = 0.01
+"""Chance of scores that know nothing above which a control, or one of a part, counts as not read.
+
+Of a part it is smaller since some three are tried. Higher: an attack that knows nothing passes as
+one that would have been seen; lower: batches of a few texts have no control. Of two texts no game
+is certain: their control counts as it is.
+"""
 
 
 class PassiveMembershipChannel(MembershipChannel):
@@ -107,7 +118,13 @@ class PassiveMembershipChannel(MembershipChannel):
         if isinstance(answer, Unknown | Waiting):
             return answer
         games = played_games(answer, targets.members)
-        return rates_of(games) if isinstance(games, Played) else games
+        if isinstance(games, Unknown):
+            return games
+        chance, least = chances_of(games)
+        most = PART_BY_CHANCE if draw.is_part else BY_CHANCE
+        if chance > most and (draw.is_part or least <= most):
+            return Unknown(f"scores that know nothing do as well with a chance of {chance:.2f}")
+        return rates_of(games)
 
     def state_dict(self) -> dict[str, object]:
         """Return nothing: the games of crafted layers hold the user's canaries."""
@@ -115,6 +132,15 @@ class PassiveMembershipChannel(MembershipChannel):
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Do nothing, because nothing was saved."""
+
+
+def chances_of(games: Played) -> tuple[float, float]:
+    """Return the chance that scores which know nothing do as well (exact), and its least value."""
+    members, others = games.scores[games.members], games.scores[~games.members]
+    if not len(members) or not len(others):
+        return 1.0, 1.0
+    chance = float(mannwhitneyu(members, others, alternative="greater").pvalue)
+    return chance, 1 / math.comb(len(games.scores), len(members))
 
 
 def _with_labels(batch: TokenBatch) -> TokenBatch | None:

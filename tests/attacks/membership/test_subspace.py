@@ -55,6 +55,29 @@ def test_lora_tells_members_by_their_words(kind: str) -> None:
     assert not said.members[ROWS:].any()
 
 
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_member_with_a_token_that_leaves_no_trace_is_none_the_less_one(lora: bool) -> None:
+    """Of each text the third token has no input: it must not count as absent."""
+    model = ready(llama(pad_token_id=9))
+    if lora:
+        model = with_lora(model, 6, ["q_proj", "v_proj"])
+    inside, outside = texts(ROWS, LENGTH), texts(ROWS, LENGTH)
+    inside[:, 2] = 9
+    scores = asked(model, inside, torch.cat([inside, outside])).scores
+    assert float(scores[:ROWS].min()) > float(scores[ROWS:].max()) + 1
+
+
+def test_words_that_are_not_shared_leave_the_states_of_later_blocks() -> None:
+    """A LoRA on the second block alone: the first block's inputs are in no row."""
+    model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"], layers_to_transform=[1])
+    right = 0
+    for _ in range(6):
+        inside = texts(2, LENGTH)
+        scores = asked(model, inside, torch.cat([inside, texts(2, LENGTH)])).scores
+        right += int((scores[:2, None] > scores[None, 2:]).sum())
+    assert right >= 0.9 * 6 * 4
+
+
 def test_a_round_that_goes_on_with_momentum_is_unknown() -> None:
     anatomy = find_anatomy(with_lora(ready(llama()), 6, ["q_proj", "v_proj"]))
     attack = SubspaceMembership(texts(16, LENGTH))

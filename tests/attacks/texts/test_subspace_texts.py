@@ -105,6 +105,31 @@ def test_tied_and_untied_heads(family: Any, tied: bool) -> None:
     assert guess.certified
 
 
+@pytest.mark.parametrize("rank", [None, 12])
+def test_a_token_without_an_input_is_read_from_the_blocks_behind(rank: int | None) -> None:
+    """It leaves no trace in the first block's rows, so that its words are not certified."""
+    model, ids = ready(llama(pad_token_id=9)), texts(2, 10)
+    if rank:
+        model = with_lora(model, rank, QKV)
+    ids[0, 4] = ids[1, 7] = 9
+    guess = read(model, ids)
+    assert said(guess) == visible(ids)
+    assert not guess.certified
+
+
+def test_a_token_that_equals_a_word_is_not_tried_in_its_place() -> None:
+    model, ids = ready(llama(tie_word_embeddings=False)), texts(2, 9)
+    with torch.no_grad():
+        table = model.get_input_embeddings().weight
+        table[0] = table[ids[0, 2]]
+    guess = read(model, ids)
+    assert said(TextGuess(guess.tokens.masked_fill(guess.tokens == 0, int(ids[0, 2])))) == (
+        visible(ids)
+    )
+    assert len(guess.tokens) == len(ids)
+    assert not guess.certified
+
+
 def test_texts_with_a_common_beginning_are_told_apart() -> None:
     model, ids = ready(llama()), texts(4, 9)
     ids[:, 0] = 7

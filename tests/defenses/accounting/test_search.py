@@ -17,12 +17,17 @@ from lightning_fedleak.defenses import (
     TryResult,
     private_search,
 )
-from lightning_fedleak.defenses.accounting.accounting import composed_rdp
-from lightning_fedleak.defenses.accounting.renyi import ORDERS
+from lightning_fedleak.defenses.accounting.accounting import (
+    Accountant,
+    composed_rdp,
+    epsilon_of,
+)
+from lightning_fedleak.defenses.accounting.renyi import ORDERS, SamplingScheme, TruncatedPoisson
+from lightning_fedleak.defenses.accounting.search import Releases
 
 pytest.importorskip("opacus")
 
-RELEASES = [(1.0, 0.05, 100)]
+RELEASES: Releases = [(1.0, 0.05, 100, "poisson")]
 DELTA = 1e-5
 
 
@@ -56,10 +61,16 @@ def test_the_number_of_tries_follows_its_law(shape: float) -> None:
 
 
 def test_the_curve_is_the_largest_of_any_candidate() -> None:
-    candidates = [Candidate(0, [(1.0, 0.05, 10)]), Candidate(1, [(3.0, 0.5, 100)])]
+    candidates = [
+        Candidate(0, [(1.0, 0.05, 10, "poisson")]),
+        Candidate(1, [(3.0, 0.5, 100, "poisson")]),
+    ]
     tries = Tries(2.0)
     both = private_search(candidates, lambda i: TryResult(i, candidates[i].releases), tries)
-    alone = [tries.rdp(composed_rdp(candidate.releases, "poisson")) for candidate in candidates]
+    alone = [
+        tries.rdp(composed_rdp([row[:3] for row in candidate.releases], "poisson"))
+        for candidate in candidates
+    ]
     assert (both.rdp >= np.max(alone, axis=0) - 1e-12).all()
 
 
@@ -97,10 +108,52 @@ def test_where_every_try_fails_nothing_is_returned(score: Any) -> None:
 
 
 def test_a_try_that_released_more_than_planned_is_refused() -> None:
-    more = [(1.0, 0.05, 100), (4.0, 1.0, 1)]  # its score on private data
+    more: Releases = [*RELEASES, (4.0, 1.0, 1, "poisson")]  # its score on private data
     with pytest.raises(DefenseError, match="no epsilon holds for the search"):
         private_search([Candidate(0, RELEASES)], lambda _: TryResult(1.0, more), Law(2.0))
     private_search([Candidate(0, more)], lambda _: TryResult(1.0, RELEASES), Law(2.0))
+
+
+@pytest.mark.parametrize(
+    "sampling", ["without_replacement", TruncatedPoisson(10_001, 64), TruncatedPoisson(10_001, 80)]
+)
+def test_the_best_of_several_tries_costs_more_than_one(sampling: SamplingScheme) -> None:
+    accountant = Accountant("rdp", sampling=sampling)
+    accountant.step(1.0, 64 / 10_000, 300)
+    releases = accountant.releases
+    result = TryResult(1.0, releases)
+    best = private_search([Candidate("a", releases)], lambda _: result, Tries(10.0))
+    one = epsilon_of(accountant.history, DELTA, "rdp", sampling)
+    assert best.epsilon(DELTA) > one
+    assert best.rdp == pytest.approx(
+        Tries(10.0).rdp(composed_rdp(accountant.history, sampling)), rel=1e-12
+    )
+
+
+def test_a_score_on_private_data_keeps_its_own_sampling() -> None:
+    cut = TruncatedPoisson(10_001, 64)
+    releases: Releases = [(1.0, 64 / 10_000, 300, cut), (4.0, 1.0, 1, "poisson")]
+    best = private_search([Candidate(0, releases)], lambda _: TryResult(1.0, releases), Law(2.0))
+    apart = composed_rdp([releases[0][:3]], cut) + composed_rdp([releases[1][:3]], "poisson")
+    assert best.rdp == pytest.approx(Law(2.0).rdp(apart), rel=1e-12)
+
+
+def test_releases_that_do_not_say_how_they_were_drawn_are_refused() -> None:
+    bare: Any = [(1.0, 0.05, 100)]
+    with pytest.raises(DefenseError, match=r"defense\.accountant\.releases"):
+        private_search([Candidate(0, bare)], lambda _: TryResult(1.0, RELEASES), Law(2.0))
+    with pytest.raises(DefenseError, match="how they were drawn"):
+        private_search([Candidate(0, RELEASES)], lambda _: TryResult(1.0, bare), Law(2.0))
+
+
+def test_a_try_that_drew_otherwise_than_planned_is_refused() -> None:
+    cut: Releases = [(1.0, 0.05, 100, TruncatedPoisson(1001, 50))]
+    with pytest.raises(DefenseError, match="cost more"):
+        private_search([Candidate(0, RELEASES)], lambda _: TryResult(1.0, cut), Law(2.0))
+    fixed: Releases = [(1.0, 0.05, 100, "without_replacement")]
+    for candidates in ([Candidate(0, fixed), Candidate(1, RELEASES)], [Candidate(1, RELEASES)]):
+        with pytest.raises(DefenseError, match="no epsilon holds for both"):
+            private_search(candidates, lambda _: TryResult(1.0, fixed), Law(2.0))
 
 
 def test_numbers_out_of_range_are_refused() -> None:

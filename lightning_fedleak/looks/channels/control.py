@@ -17,6 +17,7 @@ from lightning_fedleak.looks.channels.base import Channel, Plan
 from lightning_fedleak.looks.channels.targets import special_ids
 from lightning_fedleak.looks.log import accounting
 from lightning_fedleak.looks.run import Control, Look, Moment, Run, Series, Unknown, Waiting, reason
+from lightning_fedleak.records import default_limit
 from lightning_fedleak.snapshots import GradientSnapshot, UnusableObservation
 from lightning_fedleak.taps import Draw, control_gradient, draw_words, is_uneven
 
@@ -26,10 +27,14 @@ FALL = 0.9
 Higher: more looks have a control, which costs a training step. Lower: an attack that has lost some
 of its sight since is found later.
 """
-DEFAULT_NEED = 0.5
-"""What a control must exceed where no gate says it: that of the README's gate."""
 SMALLER = 4
 """Each part of a batch has this share of the labels of the part before; 2 tries twice as many."""
+LEAST_LABELS = 4
+"""Labels of the smallest part: an attack that names one word of any batch has at most .4 of these.
+
+Fewer: such an attack counts as one that the batch is too large for; more: attacks that can hold but
+a few types are unknown.
+"""
 
 
 @dataclass
@@ -143,8 +148,7 @@ class Controls:
             self._keep(look, plan, control)
             channel = self._channel(plan)
             assert channel is not None
-            need = self.needs.get(channel.family, DEFAULT_NEED)
-            if not control.rates.get(channel.headline, math.nan) > need:
+            if not control.rates.get(channel.headline, math.nan) > self._need(channel):
                 low.append(plan)
         if low:
             self._play_parts(look, low, draw)
@@ -188,20 +192,22 @@ class Controls:
         Where an attack reads a part, the whole holds more than it can tell apart.
         """
         roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
-        n_labels = sum(int((sizes != 0).sum()) for sizes in whole.sizes) // SMALLER
+        n_labels = sum(int((sizes != 0).sum()) for sizes in whole.sizes)
         low = list(plans)
-        while low and n_labels > 0:
+        while low and n_labels > LEAST_LABELS:
+            n_labels = max(n_labels // SMALLER, LEAST_LABELS)
             part = whole.first(n_labels)
             view = self._gradient(look, part, roles)
             for plan in tuple(low):
                 channel, rates = self._channel(plan), self._rates(plan, view, part, look)
                 assert channel is not None
-                need = self.needs.get(channel.family, DEFAULT_NEED)
-                if isinstance(rates, Mapping) and rates.get(channel.headline, math.nan) > need:
+                if not isinstance(rates, Mapping):
+                    continue
+                need = max(self._need(channel), default_limit(channel.leak.chance))
+                if rates.get(channel.headline, math.nan) > need:
                     control = look.controls[plan.attack.name]
                     self._keep(look, plan, replace(control, part=rates))
                     low.remove(plan)
-            n_labels //= SMALLER
 
     def _keep(self, look: Look, plan: Plan, control: Control) -> None:
         channel = self._channel(plan)
@@ -211,45 +217,11 @@ class Controls:
         value = control.rates.get(channel.headline, math.nan)
         self._newest[plan.attack.name] = _Newest(value, number)
 
+    def _need(self, channel: Channel) -> float:
+        """Return what a control must exceed for a low number to count."""
+        return self.needs.get(channel.family, default_limit(channel.leak.chance))
+
     def _nothing(self, plan: Plan) -> dict[str, float]:
         channel = self._channel(plan)
         assert channel is not None
         return dict.fromkeys(channel.metrics, math.nan)
-
-
-def judged(
-    value: float, control: Control | None, metric: str, at_most: float, chance: float
-) -> tuple[float, str]:
-    """Return a value as a gate at a threshold judges it, and why it is NaN (unknown) if it is.
-
-    A value above the threshold counts as it is. One below it is low only as far as the control is
-    high: where the control is above the threshold, the value counts by what could be read here.
-    Where it is not, the value counts if a part of the batch is read, since the batch holds more
-    than the attack can tell apart; else it is unknown.
-
-    Args:
-        value: of the metric.
-        control: of the attack; None where it is given none.
-        metric: the metric's name.
-        at_most: the gate's threshold.
-        chance: the metric's value of an attack that knows nothing.
-    """
-    if control is None or math.isnan(value) or value > at_most or metric not in control.rates:
-        return value, ""
-    high = control.rates[metric]
-    if high >= 1:
-        return value, ""
-    if high > at_most:
-        share = (value - chance) / (high - chance)
-        return chance + share * (1 - chance), (
-            f"it reads {value:.2f}, and {high:.2f} of known words in the same step, so that "
-            f"{share:.2f} of what can be read here is read"
-        )
-    if control.part.get(metric, math.nan) > at_most:
-        return value, ""
-    if math.isnan(high):
-        return math.nan, f"its control could not be read: {control.why}"
-    return math.nan, (
-        f"it reads {value:.2f}, and {high:.2f} of known words in the same step: this attack cannot "
-        f"show more than {high:.2f} here"
-    )

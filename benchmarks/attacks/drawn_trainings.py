@@ -1,0 +1,375 @@
+"""Whether a fresh attack refutes a low number that a gate lets pass, in trainings drawn at random.
+
+    python -m benchmarks.attacks.drawn_trainings                    # a hundred, about 10 minutes
+    python -m benchmarks.attacks.drawn_trainings --only 17 --runs 1  # the draw of a refutation
+
+A training draws its loss, what it trains, dropout, noise on embeddings, precision, batch and the
+step that is looked at. The true words are those of the script's own batch. Where a gate at .5 on
+``leakage/worst/words`` lets a look pass, every attack on words that applies is prepared afresh on
+the weights of that step, and reads the gradient that the script copied. One that reads more than
+.15 above the logged number refutes it. What counts as known *by aggregation* is a number apart: the
+batch holds more than the attack can tell apart there, and another may hold more. A number of true
+words in the log that is not the script's own refutes as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks import (
+    HONEST_BUT_CURIOUS,
+    AlignedFlatChat,
+    Attack,
+    BagOfWords,
+    BiasSign,
+    RehearsedLabels,
+    RevealLabels,
+    RunFacts,
+    SubspaceWords,
+    WordGuess,
+)
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.trainers import Threshold, Watch
+
+SMOKE = ("--runs 10",)
+
+REFUTES = 0.15
+VOCABULARY, WIDTH, BLOCKS, TOKENS = 256, 48, 3, 32
+TRAINED_TOKENS = [3, 4, 5, 6]
+"""Ids that ``trainable_token_indices`` trains, the most frequent ones."""
+FREQUENT = 32
+"""Ids below it have a tenth of the weight in a loss that is weighted by class."""
+
+PARTS: dict[str, Mapping[str, Any] | None] = {
+    "whole": None,
+    "LoRA q/v": {"target_modules": ["q_proj", "v_proj"]},
+    "LoRA all linear": {"target_modules": "all-linear"},
+    "LoRA o+down": {"target_modules": ["o_proj", "down_proj"]},
+    "layers_to_transform": {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1, 2]},
+    "trainable_token_indices": {
+        "target_modules": ["q_proj", "v_proj"],
+        "trainable_token_indices": TRAINED_TOKENS,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a draw fixes."""
+
+    seed: int
+    loss: str
+    part: str
+    rank: int
+    tied: bool
+    dropout: float
+    noise: float
+    precision: str
+    step: int
+    rows: int
+    length: int
+    rate: float
+
+    @classmethod
+    def drawn(cls, seed: int) -> Training:
+        draw = random.Random(seed)
+        rows, length = draw.choice([(1, 6), (1, 12), (2, 8), (4, 8), (4, 16), (8, 24)])
+        return cls(
+            seed,
+            draw.choice(list(LOSSES)),
+            draw.choice(list(PARTS)),
+            draw.choice([2, 4, 8, 16]),
+            draw.random() < 0.3,
+            draw.choice([0.0, 0.0, 0.1]),
+            draw.choice([0.0, 0.0, 5.0]),
+            draw.choice(["32-true", "32-true", "bf16-mixed", "bf16-true"]),
+            draw.choice([0, 1, 2, 5, 10, 30]),
+            rows,
+            length,
+            draw.choice([1e-4, 1e-3, 5e-3]),
+        )
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        model: Any = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH,
+                num_hidden_layers=BLOCKS, num_attention_heads=4, num_key_value_heads=4,
+                max_position_embeddings=TOKENS, tie_word_embeddings=self.tied, pad_token_id=0,
+                attention_dropout=self.dropout,
+            )
+        )  # fmt: skip
+        if (options := PARTS[self.part]) is not None:
+            dropout = {"lora_dropout": self.dropout, "task_type": "CAUSAL_LM"}
+            model = get_peft_model(model, LoraConfig(r=self.rank, **dropout, **options))
+        if self.noise:
+            size = self.noise / (self.length * WIDTH) ** 0.5
+
+            def noisy(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+                return output + torch.empty_like(output).uniform_(-size, size) * module.training
+
+            model.get_input_embeddings().register_forward_hook(noisy)
+        dtype = torch.bfloat16 if self.precision == "bf16-true" else torch.float32
+        return model.to(dtype).train()
+
+    def ids(self, step: int) -> Tensor:
+        """Return tokens of a step, with frequencies as in a language."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + step)
+        weights = 1 / torch.arange(1, VOCABULARY - 2)
+        drawn = torch.multinomial(weights, self.rows * self.length, True, generator=generator)
+        return 3 + drawn.view(self.rows, self.length)
+
+
+# ---- losses: of a model, ids, and (B, L) what counts -------------------------------------------
+
+
+def each(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = model(input_ids=ids).logits[:, :-1].float()
+    losses = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return losses.view(len(ids), -1)
+
+
+def by_class(model: nn.Module, ids: Tensor, counted: Tensor, **settings: Any) -> Tensor:
+    logits = model(input_ids=ids).logits[:, :-1].float()
+    return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), **settings)
+
+
+def given_labels(model: nn.Module, ids: Tensor, counted: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids.masked_fill(counted == 0, -100)).loss
+    return loss
+
+
+def focal(model: nn.Module, ids: Tensor, counted: Tensor) -> Tensor:
+    losses = each(model, ids)
+    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+
+def masked(model: nn.Module, ids: Tensor, counted: Tensor) -> Tensor:
+    return (each(model, ids) * counted[:, 1:]).sum() / counted[:, 1:].sum()
+
+
+def weighted_tokens(model: nn.Module, ids: Tensor, counted: Tensor) -> Tensor:
+    weights = torch.where(torch.arange(1, ids.shape[1]) % 3 == 0, 1.0, 0.1)
+    return (each(model, ids) * weights).mean()
+
+
+CLASS_WEIGHTS = torch.where(torch.arange(VOCABULARY) < FREQUENT, 0.1, 1.0)
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "plain": given_labels,
+    "answers only": given_labels,
+    "class weights": lambda *step: by_class(*step, weight=CLASS_WEIGHTS),
+    "token weights": weighted_tokens,
+    "label smoothing": lambda *step: by_class(*step, label_smoothing=0.1),
+    "focal": focal,
+    "loss mask": masked,
+}
+
+
+# ---- a training --------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """What the script kept of a step: its truth, its undefended gradient and its weights."""
+
+    words: dict[str, set[int]]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+@dataclass
+class Verdict:
+    """What came of one training."""
+
+    looks: Counter[str] = field(default_factory=Counter)
+    refuted: list[str] = field(default_factory=list)
+    aggregated: list[str] = field(default_factory=list)
+
+
+def true_words(ids: Tensor, counted: Tensor) -> dict[str, set[int]]:
+    """Return labels that count, and ids that a counted label depends on, of causal texts."""
+    labels = counted[:, 1:] > 0
+    later = labels.flip(1).cumsum(1).flip(1) > 0
+    return {"output": {*ids[:, 1:][labels].tolist()}, "input": {*ids[:, :-1][later].tolist()}}
+
+
+def family(training: Training) -> list[Attack]:
+    """Return the attacks on words, fresh; those that apply are asked."""
+    shapes = [(training.rows, training.length)]
+    return [
+        AlignedFlatChat("sampled"),
+        AlignedFlatChat("sampled", readout="sign", name="aligned_sign"),
+        SubspaceWords(capacity_seconds=0),
+        BagOfWords(),
+        BiasSign(),
+        RevealLabels(max_seconds=20),
+        RehearsedLabels("sampled", shapes=shapes),
+    ]
+
+
+def read_afresh(training: Training, seen: Seen, step: int) -> dict[str, float]:
+    """Return the F1 of every attack that applies, prepared on the weights of a step."""
+    model = training.model()
+    model.load_state_dict(seen.weights)
+    anatomy = find_anatomy(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    autocast = torch.bfloat16 if training.precision == "bf16-mixed" else None
+    facts = RunFacts(training.precision, autocast, "AdamW", step=step)
+    found = {}
+    for attack in family(training):
+        try:
+            roles = attack.needs(anatomy).gradients
+            tensors = {r: seen.gradients[names[id(anatomy.parameter(r))]] for r in roles}
+            attack.meet(facts)
+            attack.prepare(anatomy)
+            attack.refresh(anatomy, step)
+            snapshot = GradientSnapshot(step, Stage.SHARED, tensors, tied=anatomy.tied)
+            guess = attack.run(Observation((snapshot,)))
+        except (KeyError, ValueError, RuntimeError):
+            continue  # it does not apply to what is trained, or says itself that it cannot read it
+        assert isinstance(guess, WordGuess)
+        truth, named = seen.words[guess.surface], {*guess.types.tolist()}
+        found[attack.name] = 2 * len(truth & named) / max(1, len(truth) + len(named))
+    return found
+
+
+def judge(
+    training: Training, watch: Watch, seen: Seen, gate: Threshold, fired: list[Any], to: Verdict
+) -> None:
+    """Add a look to the verdict."""
+    need = max(gate.at_most, 0.5)
+    step, latest = watch.engine.results.last_step, watch.latest
+    number = latest.get("leakage/worst/words")
+    if number is None or "leakage/worst/words" not in watch.engine.results.look_values:
+        to.looks["no result yet"] += 1
+        return
+    if fired:
+        to.looks["unknown" if fired[-1].value != fired[-1].value else "fired"] += 1
+        return
+    controls = {n: v for n, v in latest.items() if n.endswith("/control_of_a_part")}
+    parted = any(
+        part > need and not latest[n.removesuffix("_of_a_part")] > gate.at_most
+        for n, part in controls.items()
+    )
+    to.looks["by aggregation" if parted else "low"] += 1
+    shown = {n.removeprefix("leakage/"): round(v, 3) for n, v in latest.items()
+             if n.endswith(("/f1", "/control", "_part"))}  # fmt: skip
+    for name, f1 in read_afresh(training, seen, step).items():
+        if f1 > number + REFUTES:
+            line = f"step {step}: {name} reads {f1:.3f} afresh, the log has {number:.3f}; {shown}"
+            (to.aggregated if parted else to.refuted).append(f"{training}\n    {line}")
+
+
+def check_truth(training: Training, folder: Path, truths: Mapping[int, Seen], to: Verdict) -> None:
+    """Compare the number of true words of each result in the log with the script's own."""
+    for line in map(json.loads, (folder / "leakage.jsonl").read_text().splitlines()):
+        surface = "input" if line["attack"] in ("subspace_words", "bag_of_words") else "output"
+        own = len(truths[line["step"]].words[surface]) if line["step"] in truths else line["n"]
+        if line["unknown"] is None and line["n"] and line["n"] != own:
+            why = f"step {line['step']}: {line['attack']} has {line['n']} true words, not {own}"
+            to.refuted.append(f"{training}\n    {why}")
+
+
+def run(training: Training, folder: Path, at_most: float) -> Verdict:
+    """Train, look, and ask fresh attacks where the gate lets a look pass."""
+    verdict, model = Verdict(), training.model()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], training.rate)
+    fired: list[Any] = []
+    gate = Threshold("leakage/worst/words", at_most=at_most, action=fired.append)
+    shapes = [(training.rows, training.length)]
+    read: Any = "auto"
+    if training.part == "LoRA o+down":
+        read = [RehearsedLabels("sampled", shapes=shapes)]
+    settings = {
+        "folder": folder, "every_n_steps": max(1, training.step), "precision": training.precision,
+        "tensorboard": False, "report": False, "cache": False,
+        "assume": HONEST_BUT_CURIOUS if read == "auto" else None,
+    }  # fmt: skip
+    truths: dict[int, Seen] = {}
+    with Watch(model, optimizer, read, [gate], **settings) as watch:
+        for step in range(max(training.step, 2) + 1):
+            ids, looks = training.ids(step), watch.engine.results.looks
+            counted = torch.ones_like(ids)
+            if training.loss in ("answers only", "loss mask"):
+                counted[:, : training.length // 2] = 0
+            batch = {"input_ids": ids}
+            if training.loss == "loss mask":
+                batch["loss_mask"] = counted
+            else:
+                batch["labels"] = ids.masked_fill(counted == 0, -100)
+            fired.clear()
+            with watch.step(batch):
+                with torch.autocast("cpu", torch.bfloat16, training.precision == "bf16-mixed"):
+                    loss = LOSSES[training.loss](model, ids, counted)
+                loss.backward()
+                gradients = {
+                    n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+                }
+                weights = {n: t.clone() for n, t in model.state_dict().items()}
+                truths[step] = Seen(true_words(ids, counted), gradients, weights)
+                optimizer.step()
+                optimizer.zero_grad()
+            if watch.engine.results.looks > looks:
+                seen = truths[watch.engine.results.last_step]
+                judge(training, watch, seen, gate, fired, verdict)
+    check_truth(training, folder, truths, verdict)
+    return verdict
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--only", type=int, default=0, help="the first draw")
+    parser.add_argument("--at-most", type=float, default=0.5, help="of the gate")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    looks: Counter[str] = Counter()
+    refuted: list[str] = []
+    aggregated: list[str] = []
+    began = time.monotonic()
+    for seed in range(options.only, options.only + options.runs):
+        training = Training.drawn(seed)
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+            try:
+                verdict = run(training, Path(folder), options.at_most)
+            except ValueError as refusal:  # a gate on what nothing reads is refused
+                if "not 'safe'" not in str(refusal):
+                    raise
+                looks["refused"] += 1
+                continue
+        looks += verdict.looks
+        refuted += verdict.refuted
+        aggregated += verdict.aggregated
+        for line in verdict.refuted:
+            print("REFUTED", line, flush=True)
+    print(f"{options.runs} trainings, {time.monotonic() - began:.0f} s, looks: {dict(looks)}")
+    print(f"known and refuted: {len(refuted)}; by aggregation, and another reads more:")
+    print("\n".join(aggregated) or "none")
+    return 1 if refuted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

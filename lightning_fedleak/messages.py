@@ -1,0 +1,41 @@
+"""Messages that the first process alone shows, by the log that Lightning's own go to.
+
+Lightning sets which process shows them when it is imported. Without it that is read here from the
+environment at each message, so that nothing is set for others.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+from lightning_utilities.core import rank_zero
+
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+"""Where launchers put a process's number, in the order in which Lightning reads them."""
+
+
+def is_first_process() -> bool:
+    """Return whether this process shows messages."""
+    rank = getattr(rank_zero.rank_zero_only, "rank", None)
+    if rank is None:
+        rank = next((int(os.environ[name]) for name in _RANKS if name in os.environ), 0)
+    return bool(rank == 0)
+
+
+def rank_zero_debug(text: str) -> None:
+    """Log a text for those who look for details."""
+    if is_first_process():
+        rank_zero.log.debug(text, stacklevel=2)
+
+
+def rank_zero_info(text: str) -> None:
+    """Log a text for information."""
+    if is_first_process():
+        rank_zero.log.info(text, stacklevel=2)
+
+
+def rank_zero_warn(text: str) -> None:
+    """Warn; the warning is of the line that calls this."""
+    if is_first_process():
+        warnings.warn(text, stacklevel=2)

@@ -1,0 +1,78 @@
+"""A low number counts only as far as its control is high: the rule of gates and of reports."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fedleak.records import default_limit, judged
+
+NO = math.nan
+SHARES = st.floats(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "control", "part", "expected"),
+    [
+        (0.6, None, NO, 0.6),  # above the threshold: nothing else counts
+        (0.6, 0.1, NO, 0.6),
+        (0.4, None, NO, 0.4),  # an attack that is given no control
+        (0.4, 1.0, NO, 0.4),
+        (0.4, 0.8, NO, 0.5),  # half of what could be read
+        (0.45, 0.6, NO, 0.75),  # more than is allowed of what could be read
+        (0.4, 0.5, NO, NO),  # the gate could not have rung
+        (0.4, 0.3, 0.9, 0.4),  # by aggregation
+        (0.4, 0.3, 0.4, NO),
+        (0.4, NO, NO, NO),
+        (NO, 1.0, NO, NO),
+    ],
+)
+def test_the_rule_of_a_gate_at_one_half(
+    value: float, control: float | None, part: float, expected: float
+) -> None:
+    result = judged(value, control, part=part, at_most=0.5, chance=0.0, failure="it failed")
+    assert result.value == pytest.approx(expected, nan_ok=True)
+    assert result.by_aggregation == (part == 0.9)
+    changed = not math.isnan(value) and result.value != value
+    assert bool(result.why) == (changed or result.by_aggregation)
+
+
+def test_both_numbers_are_in_the_reason() -> None:
+    blind = judged(0.22, 0.3, at_most=0.5, chance=0.0).why
+    assert blind == (
+        "it reads 0.22, and 0.30 of known words in the same step: this attack cannot show more "
+        "than 0.30 here"
+    )
+    share = judged(0.6, 0.75, at_most=0.65, chance=0.5, known="texts").why
+    assert "0.60, and 0.75 of known texts" in share
+    assert share.endswith("counts as 0.70")
+    assert judged(0.2, NO, at_most=0.5, chance=0.0, failure="it broke").why.endswith(": it broke")
+    assert judged(0.2, NO, at_most=0.5, chance=0.0).why.endswith("could not be read")
+
+
+@given(value=SHARES, control=SHARES, part=SHARES, at_most=st.floats(0, 0.99))
+def test_a_look_passes_where_the_control_rings_and_the_value_is_a_small_share_of_it(
+    value: float, control: float, part: float, at_most: float
+) -> None:
+    """The same rule as a product, in two lines."""
+    result = judged(value, control, part=part, at_most=at_most, chance=0.0)
+    rings = control > at_most
+    passes = value <= at_most and (value <= at_most * control if rings else part > at_most)
+    near = math.isclose(value, at_most * control, rel_tol=1e-12, abs_tol=1e-300)
+    assert near or (result.value <= at_most) == passes
+
+
+@given(value=SHARES, control=SHARES, at_most=st.floats(0.5, 0.99))
+def test_an_area_counts_from_one_half_on(value: float, control: float, at_most: float) -> None:
+    area = judged(0.5 + value / 2, 0.5 + control / 2, at_most=at_most, chance=0.5)
+    limit = 2 * at_most - 1
+    share = judged(value, control, at_most=limit, chance=0.0)
+    near = min(abs(value - limit), abs(control - limit), abs(control - 1)) < 1e-9
+    assert near or 2 * area.value - 1 == pytest.approx(share.value, abs=1e-6, nan_ok=True)
+
+
+def test_half_of_the_way_from_chance_is_the_limit_where_no_gate_names_one() -> None:
+    assert [default_limit(chance) for chance in (0.0, 0.5)] == [0.5, 0.75]

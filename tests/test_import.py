@@ -1,0 +1,128 @@
+"""Importing the package changes nothing that other code sees: fresh processes compare."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import lightning_fedleak
+
+WITHOUT = ("attacks", "metrics", "games", "defenses", "looks", "report", "records", "trainers")
+"""Parts that need no Lightning, in the order of what they import."""
+PUBLIC = sorted(
+    f"lightning_fedleak.{module.name}"
+    for module in pkgutil.iter_modules(lightning_fedleak.__path__)
+    if not module.name.startswith("_")
+)
+# Runs in a fresh process. What a new module sets up for itself, such as a logger of its own name,
+# is no change; what was there before is to be as it was.
+COMPARE = """
+import importlib, json, logging, os, sys, warnings
+import torch
+from lightning_utilities.core import rank_zero
+
+def logger_state(one):
+    return [one.level, one.propagate, one.disabled, [repr(h) for h in one.handlers],
+            [repr(f) for f in one.filters]]
+
+def state():
+    loggers = {n: l for n, l in logging.root.manager.loggerDict.items()
+               if isinstance(l, logging.Logger)}
+    hooks = torch.nn.modules.module
+    optim = sys.modules['torch.optim.optimizer']
+    return {
+        "root logger": logger_state(logging.root),
+        "logging.disable": logging.root.manager.disable,
+        "logger class": logging.getLoggerClass().__name__,
+        **{f"logger {n}": logger_state(l) for n, l in loggers.items()},
+        "log of rank_zero": rank_zero.log.name,
+        "rank": getattr(rank_zero.rank_zero_only, "rank", None),
+        "deprecation": rank_zero.rank_zero_deprecation_category.__name__,
+        "warning filters": [str(f) for f in warnings.filters],
+        "showwarning": warnings.showwarning.__module__,
+        "formatwarning": warnings.formatwarning.__module__,
+        "default dtype": str(torch.get_default_dtype()),
+        "default device": str(torch.get_default_device()),
+        "grad": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+        "random state": torch.get_rng_state().sum().item(),
+        "environment": dict(os.environ),
+        "hooks of modules": [len(getattr(hooks, n)) for n in vars(hooks)
+                             if n.startswith("_global_") and hasattr(getattr(hooks, n), "__len__")],
+        "hooks of optimizers": [len(optim._global_optimizer_pre_hooks),
+                                len(optim._global_optimizer_post_hooks)],
+        "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+        "patches": [f.__module__ for f in (torch.autograd.backward, torch.nn.Module.__call__,
+                    torch.nn.Module.__init__, torch.optim.Optimizer.__init__, torch.load)],
+        "excepthook": repr(sys.excepthook),
+        "path": list(sys.path),
+        "recursion": sys.getrecursionlimit(),
+    }
+
+def change(before, after):
+    return {n: [before[n], after[n]] for n in before if before[n] != after[n]}
+
+first, names = json.loads(sys.argv[1])
+for name in first:
+    importlib.import_module(name)
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger("pytorch_lightning").setLevel(logging.CRITICAL)
+logging.getLogger("lightning_fabric").setLevel(logging.CRITICAL)
+logging.getLogger("transformers").setLevel(logging.CRITICAL)
+changes, imported = {}, []
+for name in names:
+    before = state()
+    importlib.import_module(name)
+    changed = change(before, state())
+    if changed:
+        changes[name] = changed
+    imported.append(name)
+changes["imported"] = imported
+print(json.dumps(changes))
+"""
+
+
+def changes(first: list[str], names: list[str]) -> dict[str, Any]:
+    """Return what importing modules in a fresh process changes, by module."""
+    command = [sys.executable, "-c", COMPARE, json.dumps([first, names])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("first", ["lightning.pytorch", "pytorch_lightning"])
+def test_importing_changes_nothing_beside_lightning(first: str) -> None:
+    names = ["lightning_fedleak", *PUBLIC]
+    assert changes([first], names) == {"imported": names}
+
+
+def test_what_needs_no_lightning_changes_nothing_at_all() -> None:
+    """Not even which process prints, which Lightning sets for all."""
+    names = ["lightning_fedleak", *(f"lightning_fedleak.{name}" for name in WITHOUT)]
+    others = ["transformers", "peft", "torchmetrics"]  # which set their own loggers
+    assert changes(others, names) == {"imported": names}
+
+
+def test_alone_it_leaves_what_lightning_alone_leaves() -> None:
+    """The log that messages go to is that of the Lightning which is imported."""
+    code = (
+        "import sys, importlib, logging; importlib.import_module(sys.argv[1]); "
+        "from lightning_utilities.core import rank_zero; "
+        "one = logging.getLogger('lightning.pytorch'); "
+        "print(rank_zero.log.name, rank_zero.rank_zero_only.rank, one.level, one.propagate)"
+    )
+    own, ours = (
+        subprocess.run(
+            [sys.executable, "-c", code, name], capture_output=True, text=True, check=True
+        )
+        for name in ("lightning.pytorch", "lightning_fedleak.callbacks")
+    )
+    assert own.stdout == ours.stdout != ""

@@ -463,7 +463,8 @@ class Report:
                 f"token_accuracy_at_{places}": right / n
                 for places, (right, n) in outcome.by_position.items()
             }
-            rates = outcome.rates | {f"{k}_over_steps": r for k, r in outcome.over_steps.items()}
+            over_steps = {f"{k}_over_steps": r for k, r in outcome.over_steps.items()}
+            rates = {**outcome.rates, **over_steps}
             metrics = {
                 name: records.MetricValue(
                     _finite(rate.value), _finite(rate.low), _finite(rate.high)

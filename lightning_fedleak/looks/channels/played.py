@@ -81,7 +81,6 @@ class Window:
         each = [_rates(g) for g in games]
         now = each[0] if len(games) == 1 else _rates(self._looks[-1])
         members = int(self._looks[-1][:, 3].sum())
-        clusters = len(pooled[:, :2].unique(dim=0))
         return Outcome(
             _rates(pooled, by_game=True),
             len(pooled),
@@ -89,7 +88,7 @@ class Window:
             now=_values(now),
             trials=_trials(games, each),
             p_value=lowest_p_value([_p_value(g) for g in games]),
-            over_steps=_rates(pooled, RESAMPLES) if clusters > 1 else {},
+            over_steps=_rates(pooled, RESAMPLES) if len(self._looks) + len(games) > 2 else {},
             too_few=too_few(members),
         )
 

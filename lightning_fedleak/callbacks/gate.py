@@ -30,8 +30,10 @@ class RiskGate(Threshold, EitherCallback):
     (see :class:`~lightning_fedleak.looks.gates.Evidence`):
 
     - ``"value"``: the newest value in the logs is above ``at_most``. No probability is promised.
-    - ``"lower"``: the looks so far *show* that the mean is above. A system that is really below at
-      every look is ever acted on with probability at most ``alpha``.
+    - ``"lower"``: one look by itself, or the looks so far together, *show* more than ``at_most``. A
+      look is tested by its games (AUC, advantage) or types (precision, recall, F1), so that a look
+      at 16 members that all rank above 16 others acts at once. A system of which no look leaks
+      more is ever acted on with probability at most ``alpha``.
     - ``"upper"``: fail-closed. After ``warmup`` looks the run goes on only where the looks so far
       show that the mean is below. A system that is really above at every look goes on with
       probability at most ``alpha``; a safe one may be stopped, the likelier the closer it is to

@@ -15,9 +15,10 @@ from lightning_fedleak.defenses import DPSGD, Defense
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.engine import Engine
 from lightning_fedleak.looks.results import WORST
-from lightning_fedleak.looks.run import Unknown
+from lightning_fedleak.looks.run import Trials, Unknown
 from lightning_fedleak.messages import is_first_process
 from lightning_fedleak.metrics.betting import MeanTest, looks_to_show
+from lightning_fedleak.metrics.rates import jaccard_of
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ class Verdict:
         )
         if self.above:
             return measured + (
-                f"Leakage that is expected to be at most {at_most:g} at every look brings so much "
+                f"Leakage of at most {at_most:g} at every look brings so much "
                 f"evidence with probability at most {self.alpha:g}, however long the run"
             )
         return measured + (
@@ -227,9 +228,11 @@ class Verdict:
 class Evidence:
     """Decides from the values of single looks, with one probability of error for all of them.
 
-    ``"lower"`` acts once a mean above ``at_most`` is shown: a run in which every look is expected
-    to give at most ``at_most`` (given all before) is ever acted on with probability at most
-    ``alpha``. A rise that comes late is found too.
+    ``"lower"`` acts once one look, or the looks together, show more than ``at_most``. A run in
+    which no look leaks more is ever acted on with probability at most ``alpha``. What one look
+    shows is tested by its games (or its types) where their number is known; else only the mean over
+    looks is, of which each is expected to be at most ``at_most`` (given all before). A rise that
+    comes late is found too.
 
     ``"upper"`` acts, from look ``warmup`` on, whenever a mean below ``at_most`` is not shown, and
     at any look as soon as one above is: a run in which every look is expected to give at least
@@ -276,20 +279,31 @@ class Evidence:
         self._late = False
         self._values, self._total, self._squares = 0, 0.0, 0.0
 
-    def update(self, value: float) -> None:
-        """Takes the value of one look; ``"upper"`` counts an unknown one as the worst there is."""
+    def update(self, value: float, trials: Trials | None = None) -> None:
+        """Takes the value of one look; ``"upper"`` counts an unknown one as the worst there is.
+
+        Args:
+            value: of the look.
+            trials: what the value is the mean of; None where that is not known.
+        """
         if math.isnan(value):
             if self.bound == "lower":
                 return
             self._unknown += 1
-            value = self.worst
+            value, trials = self.worst, None
         else:
             self._values += 1
             self._total += value
             self._squares += value * value
-        self._above.update(value)
+        self._above.update(value, None if trials is None else self._on_scale(trials))
         self._below.update(value)
         self._warm_up()
+
+    def _on_scale(self, trials: Trials) -> tuple[float, float, int]:
+        """Return the mean of trials, their threshold and number; F1 is no mean of types, J is."""
+        if self.metric.removesuffix("_worst_client") == "f1":
+            return jaccard_of(trials.mean), jaccard_of(self.at_most), trials.number
+        return trials.mean, self.at_most, trials.number
 
     def _warm_up(self) -> None:
         """Sets how long the warm-up is, by the scatter of the known values, until it is over."""

@@ -23,6 +23,7 @@ from lightning_fedleak.looks.run import (
     Result,
     Run,
     Series,
+    Trials,
     Unknown,
     Waiting,
     not_shared,
@@ -30,6 +31,7 @@ from lightning_fedleak.looks.run import (
     reason,
     unknown,
 )
+from lightning_fedleak.metrics.within import over_looks
 from lightning_fedleak.snapshots import Stage
 
 MAX_WAITS = 20
@@ -59,6 +61,7 @@ class Results:
             and why: their worst is unknown, unless another attack is certain.
         latest: the newest value by log name; NaN is unknown. Empty before the first look.
         look_values: the values of the newest look alone, by log name.
+        trials: what those values are the means of, by log name, where that is known.
         controls: the newest control of each series.
         pending: log names that have no value at the newest look, and will have one later.
         looks: looks finished.
@@ -79,10 +82,12 @@ class Results:
         self._since: dict[Series, int] = {}
         self._newest: dict[Series, Outcome] = {}
         self.controls: dict[Series, Control] = {}
+        self._p_values: dict[Series, tuple[int, float]] = {}
         self._reasons: dict[Series, str] = {}
         self._answered: set[Series] = set()
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
+        self.trials: dict[str, Trials] = {}
         self.pending: frozenset[str] = frozenset()
         self.looks = 0
         self.failures = 0
@@ -128,6 +133,7 @@ class Results:
         self._answered.clear()
         self._newest.clear()
         self.controls.clear()
+        self._p_values.clear()
 
     def begin(self) -> None:
         """Begin training: outcomes of an earlier fit are no result of this one."""
@@ -205,7 +211,8 @@ class Results:
         Returns:
             The outcomes, *unknown* where one has been pending for too long.
         """
-        counted = {s: self._controlled(s, o) for s, o in self._wait(outcomes, look.step).items()}
+        waited = self._wait(outcomes, look.step)
+        counted = {s: self._tested(s, self._controlled(s, o)) for s, o in waited.items()}
         waits = (s for s in self._waits if not self._is_late(s, look.step))
         self.pending = frozenset(self.names(waits))
         self._newest |= counted
@@ -238,6 +245,11 @@ class Results:
         self.last_step = look.step
         self.latest = self._without_news(outcomes, families_read) | values
         self.look_values = values | now
+        self.trials = {
+            f"{series.log_name}/{name}": trials
+            for series, outcome in counted.items()
+            for name, trials in outcome.trials.items()
+        }
         return counted
 
     def _controlled(self, series: Series, outcome: Outcome) -> Outcome:
@@ -246,6 +258,15 @@ class Results:
             self.controls[series] = outcome.control
         elif outcome.unknown is None and outcome.pending is None and outcome.exposed:
             return replace(outcome, control=self.controls.get(series))
+        return outcome
+
+    def _tested(self, series: Series, outcome: Outcome) -> Outcome:
+        """Return an outcome with the lowest p-value so far, corrected for all looks."""
+        looks, lowest = self._p_values.get(series, (0, 1.0))
+        if not math.isnan(outcome.p_value):
+            looks, lowest = looks + 1, min(lowest, over_looks(outcome.p_value, looks + 1))
+            self._p_values[series] = looks, lowest
+            return replace(outcome, p_over_looks=lowest)
         return outcome
 
     def _without_news(
@@ -308,6 +329,7 @@ class Results:
                     }
                     for series, one in self.controls.items()
                 },
+                "p_values": {series.log_name: [*one] for series, one in self._p_values.items()},
                 "kinds": states,
             },
         }
@@ -326,6 +348,12 @@ class Results:
             channel.load_series_state(series, states.get(series.log_name, {}))
         self._waits = {s: waits[s.log_name] for s in self._channels if s.log_name in waits}
         self._since = {s: since[s.log_name] for s in self._channels if s.log_name in since}
+        tested = ledger.get("p_values", {})
+        self._p_values = {
+            s: (int(tested[s.log_name][0]), float(tested[s.log_name][1]))
+            for s in self._channels
+            if s.log_name in tested
+        }
         controls = ledger.get("controls", {})
         self.controls = {
             s: Control(**controls[s.log_name]) for s in self._channels if s.log_name in controls
@@ -479,6 +507,8 @@ def _without_clients(outcome: Outcome) -> Outcome:
     return replace(
         outcome,
         worst={},
+        trials={},
+        p_value=math.nan,
         unknown=None if outcome.unknown is None else "the attack failed on another client",
         pending=None if outcome.pending is None else OTHER_WAITS,
         too_few=None,

@@ -25,6 +25,7 @@ from lightning_fedleak.looks.gates import (
     rate_of,
 )
 from lightning_fedleak.looks.log import accounting
+from lightning_fedleak.looks.run import Trials
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.records import GateDecision, Judgement
 from lightning_fedleak.validate import check_choice, check_integer, check_number
@@ -334,7 +335,7 @@ class Threshold:
         measurement = self._read_look(engine) if engine.run.rank == 0 else None
         acts = (
             (measurement, self.verdict)
-            if measurement is not None and self._judge(measurement)
+            if measurement is not None and self._judge(measurement, engine.results.trials)
             else None
         )
         breach = engine.run.broadcast(acts)
@@ -434,7 +435,7 @@ class Threshold:
         why = f"{source}: {why}" if source == blind else why
         return _Measurement(self.metric, watched[source], watched, source, why, read[source])
 
-    def _judge(self, measurement: _Measurement) -> bool:
+    def _judge(self, measurement: _Measurement, trials: Mapping[str, Trials]) -> bool:
         """Return whether the gate acts, with this look counted."""
         unknown = math.isnan(measurement.value)
         self._has_result |= not unknown
@@ -443,7 +444,9 @@ class Threshold:
         if self._evidence is not None:
             for name, value in measurement.watched.items():
                 if not math.isnan(value) or self.strict:
-                    self._evidence[name].update(value)
+                    self._evidence[name].update(
+                        value, trials.get(name.removesuffix("_worst_client"))
+                    )
             self.verdict = self._verdict_of(self._evidence)
             fires = self.verdict.fires
             unknown |= (

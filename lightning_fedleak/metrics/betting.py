@@ -38,7 +38,13 @@ def start(shape: tuple[int, ...] = (), *, restarts: bool = False) -> Floats:
 
 
 def bet(
-    capital: Floats, looks: int, value: Floats | float, threshold: float, *, restarts: bool = False
+    capital: Floats,
+    looks: int,
+    value: Floats | float,
+    threshold: float,
+    *,
+    restarts: bool = False,
+    trials: int = 1,
 ) -> Floats:
     """Return the log capital after one more value.
 
@@ -47,18 +53,31 @@ def bet(
     that rises late is detected about as fast as one that is high from the start: earlier losses
     need not be won back first.
 
+    A value that is a mean of several trials is bet on trial by trial. For the AUC of n members and
+    n others, ``trials=n``, the product of the bets is expected to be at most 1 where each pair of a
+    member and another is right with probability at most m: the AUC is the mean over all ways to
+    make n disjoint pairs, of n independent coins each (Hoeffding 1963, section 5). Where guessing
+    alone is doubted (m = 1/2) that holds however the scores depend on each other.
+
     Args:
         capital: (8, ...) log capital so far, from :func:`start`.
         looks: number of values before this one.
         value: (...) in [0, 1].
         threshold: m in (0, 1).
         restarts: as for :func:`start`.
+        trials: independent trials that the value is the mean of.
     """
     if restarts:
         j = looks + 1
         capital = np.logaddexp(capital, -math.log(j) - math.log(j + 1))
     stakes = (BETS / threshold).reshape(-1, *[1] * (capital.ndim - 1))
-    log_capital: Floats = capital + np.log1p(stakes * (np.asarray(value) - threshold))
+    x = np.asarray(value)
+    if trials == 1:
+        gain = np.log1p(stakes * (x - threshold))
+    else:
+        won, lost = np.log1p(stakes * (1 - threshold)), np.log1p(-stakes * threshold)
+        gain = trials * (x * won + (1 - x) * lost)
+    log_capital: Floats = capital + gain
     return log_capital
 
 
@@ -76,6 +95,10 @@ class MeanTest:
     ``"below"`` "... of at least ``threshold``". The e-process starts at 1; if what it tests is
     true, it ever reaches 1 / alpha with probability at most alpha.
 
+    Half of the capital bets on each value as one number, half on the trials that it is the mean of
+    where they are known (:func:`bet`). The first half finds a small excess that is steady over
+    many looks, the second an excess that one look shows by itself.
+
     Args:
         threshold: strictly inside ``span``.
         side: of the threshold, that the evidence speaks for.
@@ -83,6 +106,7 @@ class MeanTest:
         span: lowest and highest possible value.
 
     Attributes:
+        threshold: as given.
         looks: number of values so far.
         mean: their mean; NaN before the first.
         highest: the largest log evidence so far.
@@ -107,8 +131,9 @@ class MeanTest:
             )
         self.restarts = restarts
         self.span = span
+        self.threshold = threshold
         self._threshold = self._scaled(threshold)
-        self._capital = start(restarts=restarts)
+        self._capital = start((2,), restarts=restarts)
         self._total = 0.0
         self.looks = 0
         self.highest = 0.0
@@ -130,16 +155,37 @@ class MeanTest:
     @property
     def log_evidence(self) -> float:
         """Return the log of the e-process after the values so far."""
-        return float(log_evidence(self._capital, self.looks, restarts=self.restarts))
+        halves = log_evidence(self._capital, self.looks, restarts=self.restarts)
+        return float(np.logaddexp(*halves) - math.log(2))
 
-    def update(self, value: float) -> None:
+    def update(self, value: float, trials: tuple[float, float, int] | None = None) -> None:
         """Add one more value.
+
+        Args:
+            value: the value.
+            trials: the mean of the trials that it comes from, what this is at the threshold, and
+                how many there are; None where they are not known.
 
         Raises:
             ValueError: the value is NaN or outside the span.
         """
         x = self._scaled(value)
-        self._capital = bet(self._capital, self.looks, x, self._threshold, restarts=self.restarts)
+        mean, threshold, n = trials or (value, self.threshold, 1)
+        whole, parts = self._capital.T
+        self._capital = np.stack(
+            [
+                bet(whole, self.looks, x, self._threshold, restarts=self.restarts),
+                bet(
+                    parts,
+                    self.looks,
+                    self._scaled(mean),
+                    self._scaled(threshold),
+                    restarts=self.restarts,
+                    trials=n,
+                ),
+            ],
+            axis=1,
+        )
         self._total += value
         self.looks += 1
         self.highest = max(self.highest, self.log_evidence)
@@ -155,7 +201,9 @@ class MeanTest:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; the arguments must be the same."""
-        self._capital = np.array(state["capital"], dtype=np.float64)
+        capital = np.array(state["capital"], dtype=np.float64)
+        # A checkpoint of a version that knew of no trials holds one half.
+        self._capital = np.stack([capital, capital], axis=1) if capital.ndim == 1 else capital
         self._total = state["total"]
         self.looks = state["looks"]
         self.highest = state["highest"]

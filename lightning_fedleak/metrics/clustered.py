@@ -113,7 +113,8 @@ def auc(
 ) -> Rate:
     """Return Mann-Whitney's estimate, with an interval from a bootstrap that draws clusters.
 
-    Where each game is its own cluster the interval is no wider than Hoeffding's: a bootstrap says
+    Where each game is its own cluster nothing is drawn: the variance is that of the games' shares
+    of the error (DeLong 1988). There the interval is no wider than Hoeffding's: a variance says
     next to nothing where a few games decide, such as the one member that ranks low among all.
     """
     order = np.argsort(score, kind="stable")
@@ -122,12 +123,16 @@ def auc(
     value = float(_weighted_auc(np.ones((1, member.size)), member, starts)[0])
 
     clusters = int(code.max()) + 1
-    draws = _bootstrap_aucs(member, code, starts, clusters, resamples, rng)
-    error = float(np.nanstd(draws, ddof=1))
-
+    by_game = np.unique(code).size == member.size
     low, high = value, value
     if 0 < value < 1:
-        sums: Floats = np.bincount(code, _influence(member, starts, value)).astype(np.float64)
+        influence = _influence(member, starts, value)
+        sums: Floats = np.bincount(code, influence).astype(np.float64)
+        if by_game:
+            error = math.sqrt(_delong_variance(influence, member))
+        else:
+            draws = _bootstrap_aucs(member, code, starts, clusters, resamples, rng)
+            error = float(np.nanstd(draws, ddof=1))
         freedom = _freedom(sums)
         step = float(stdtrit(freedom, 1 - alpha / 2)) * error / (value * (1 - value))
         logit = np.log(value) - np.log1p(-value)
@@ -136,7 +141,7 @@ def auc(
     best = (alpha / 2) ** (1 / pairs) if pairs else 0.0
     wrong, right = (_decisive_clusters(sign * score, member, code) for sign in (1, -1))
     rate = _capped_rate(value, low, high, best, wrong, right)
-    if np.unique(code).size < member.size:
+    if not by_game:
         return rate
     n = min(int(member.sum()), int((~member).sum()))
     low, below = (_least_mean(one, n, alpha / 2) for one in (value, 1 - value))
@@ -167,6 +172,15 @@ def _influence(member: Bools, starts: Ints, value: float) -> Floats:
     influence: Floats = np.where(member, below, above) / pairs
     influence -= np.where(member, value / members.sum(), value / others.sum())
     return influence
+
+
+def _delong_variance(influence: Floats, member: Bools) -> float:
+    """Return DeLong's variance of the AUC; of one member (non-member) alone Van Dantzig's bound."""
+    total = 0.0
+    for side in (member, ~member):
+        n = int(side.sum())
+        total += n / (n - 1) * float((influence[side] ** 2).sum()) if n > 1 else 0.25
+    return total
 
 
 def _freedom(sums: Floats) -> float:

@@ -35,6 +35,15 @@ CHOOSES = "chooses"
 WITHHOLDING = ("withheld", "raise")
 """What a gate of rounds does to an update that does not leave."""
 
+SHOWN = 0.025
+"""Probability of error, over all looks, with which one of them excludes guessing.
+
+One half of 5%: the other half is that of the lower end of the 95% interval over steps.
+"""
+
+NEXT_TO_NONE = 0.1
+"""An attack that reads no further above chance read next to nothing. Not tuned."""
+
 Points = list[tuple[int, float | None]]
 
 
@@ -97,7 +106,11 @@ class AttackSummary:
         above_chance: how far above guessing it read, up to 1, as far as controls are high; -1 where
             that is unknown.
         stale: why the weights that training ended with are unknown, where earlier ones were read.
-        conclusive: whether the last interval leaves guessing out; None where that does not apply.
+        over_steps: the latest interval that holds over steps; ``last`` has that of the looks so
+            far as they were. None where not recorded.
+        p_value: how probable guessing is to do so well at any look, corrected for all of them;
+            None where not recorded.
+        conclusive: whether guessing is excluded; None where that does not apply.
     """
 
     name: str
@@ -136,6 +149,8 @@ class AttackSummary:
     by_aggregation: int = 0
     control_note: str = ""
     above_chance: float = -1.0
+    over_steps: MetricValue | None = None
+    p_value: float | None = None
     conclusive: bool | None = None
 
     @property
@@ -276,6 +291,8 @@ class FitResults:
             rates={m: last.metric(m) if last else None for m in metrics},
             means={m: _mean_of(shared, m) for m in metrics},
             visible=None if last is None else last.value("visible"),
+            over_steps=None if last is None else last.metric(f"{headline}_over_steps"),
+            p_value=_p_value(sent),
             pool=None if last is None else last.pool,
             allowed={} if last is None else _allowed(last),
             refuted=any(refuted)
@@ -438,11 +455,26 @@ def _with_controls(
     )
 
 
+def _p_value(lines: Sequence[ResultLine]) -> float | None:
+    """Return the lowest p-value of several clients, times their number (Bonferroni)."""
+    by_client = grouped(lines, lambda line: str(line.client))
+    each = [_numbers(x.value("p_over_looks") for x in part) for part in by_client.values()]
+    lowest = [min(values) for values in each if values]
+    return min(1.0, len(lowest) * min(lowest)) if lowest else None
+
+
 def _is_conclusive(attack: AttackSummary) -> bool | None:
-    last = attack.last
-    if not attack.chance or last is None or last.low is None or last.high is None:
-        return None
-    return not last.low <= attack.chance <= last.high
+    """Return whether guessing is excluded: by one look, or by the interval over steps."""
+    if attack.p_value is not None and attack.p_value <= SHOWN:
+        return True
+    if not attack.chance:  # a family without guessing: blind naming, where that was compared
+        return (
+            False if attack.p_value is not None and _above_chance(attack) > NEXT_TO_NONE else None
+        )
+    interval = attack.last if attack.p_value is None else attack.over_steps
+    if interval is None or interval.low is None or interval.high is None:
+        return None if attack.p_value is None else False
+    return not interval.low <= attack.chance <= interval.high
 
 
 def _last_line(lines: Sequence[ResultLine], headline: str, *, of_worst: bool) -> ResultLine | None:

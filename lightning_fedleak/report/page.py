@@ -140,6 +140,9 @@ def glossary(fit: FitSummary) -> list[tuple[str, str]]:
         ("95% interval", "Where the true value lies, in 95 of 100 such measurements. An interval "
          "that includes guessing shows nothing either way."),
         *([_CONTROL] if any(a.has_control for a in fit.attacks) else []),
+        ("Over steps", "The interval for other steps like those that were measured: texts of one "
+         "step may be read or missed together, so that few steps make it wide. The interval beside "
+         "the value is of the measured steps alone."),
         ("Certified", "The share of measurements at which the attack's own check held: what it "
          "found explains all that was shared, so that the attacker too knows that it is right."),
         ("Unknown", "An attack that applies gave no result. That is not safe."),

@@ -7,15 +7,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_fedleak.records import HIGH, STANDARD_FAMILIES, Family
-from lightning_fedleak.report.attacks import RELEASED, UNKNOWN_FAMILY, AttackSummary
+from lightning_fedleak.report.attacks import (
+    NEXT_TO_NONE,
+    RELEASED,
+    SHOWN,
+    UNKNOWN_FAMILY,
+    AttackSummary,
+)
 from lightning_fedleak.report.bounds import JointAccount
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.logs import grouped
 from lightning_fedleak.report.privacy import Account
 from lightning_fedleak.report.wording import FOR_UNIT, TRUST, digits, percent
-
-NEXT_TO_NONE = 0.1
-"""An attack that reads no further above chance read next to nothing. Not tuned."""
 
 _DEFENSE = (
     "Trainer(strategy=DefendedStrategy('auto', defenses=[DPSGD(1.0, target_epsilon=8, "
@@ -222,9 +225,14 @@ def verdict(fits: Sequence[FitSummary], joint: Sequence[JointAccount]) -> Report
         sentences = [*alarming, *checks, *unknown, *withheld, *gaps, *reassuring]
     refutations, others = _accounts(fits)
     sentences = [*refutations, *sentences, *_gates(fits), *_privacy(fits, joint), *others]
-    counted = [value for name, value in excess.items() if not _blind(name, shared)]
-    highest = max(counted, default=None)
-    level = "unknown" if highest is None else "high" if highest > HIGH else "some"
+    counted = [name for name in excess if not _blind(name, shared)]
+    is_high = any(
+        one.attack.above_chance > HIGH
+        and (one.attack.conclusive is not False or one.attack.p_value is None)
+        for one in shared
+        if one.family in counted
+    )
+    level = "high" if is_high else "some" if counted else "unknown"
     level = "high" if refutations else level
     worst = {name: one.value or 0.0 for name, one in best.items()}
     return ReportVerdict(" ".join(sentences), sentences, level, worst)
@@ -447,12 +455,7 @@ def _result(best: _Measured, shared: Sequence[_Measured], fits: Sequence[FitSumm
     sure += _much_higher(best, "of the worst client", [(a.worst_client, a) for a in rivals])
     if attack.visible is not None and attack.headline != attack.family.headline:
         sure += f". A share below {attack.visible:.2f} could not have been seen"
-    if attack.conclusive is False and attack.last is not None:
-        sure += (
-            f". The last 95% interval ({attack.last.low:.2f} to {attack.last.high:.2f}) includes "
-            f"{attack.chance:.2f}, guessing: not conclusive"
-        )
-    sure += _beside_control(attack)
+    sure += _against_guessing(attack) + _beside_control(attack)
     result = f"From {source}, {server} could {_deed(attack)} ({attack.name}{run}). {sure}."
     return f"{result} More is unknown. {notes}" if blind else result
 
@@ -464,6 +467,24 @@ def _beside_control(attack: AttackSummary) -> str:
     if attack.control is None or attack.above_chance > HIGH:
         return ""
     return f". Of known {attack.family.known} in the same step it reads {attack.control:.2f}"
+
+
+def _against_guessing(attack: AttackSummary) -> str:
+    """Return whether guessing does so well too; nothing where that is no question."""
+    p_value, tested = attack.p_value, attack.p_value is not None
+    if attack.conclusive and attack.chance and p_value is not None and p_value <= SHOWN:
+        return f". Guessing does so well at any measurement with probability {p_value:.1g}"
+    if attack.conclusive is not False:
+        return ""
+    alone = ". No measurement by itself excludes guessing" if tested else ""
+    rate = attack.over_steps if tested else attack.last
+    if not attack.chance or rate is None:
+        return f"{alone}: not conclusive"
+    start, place = (", and the", " over steps") if tested else (". The last", "")
+    return (
+        f"{alone}{start} 95% interval{place} ({rate.low:.2f} to {rate.high:.2f}) includes "
+        f"{attack.chance:.2f}, guessing: not conclusive"
+    )
 
 
 def _much_higher(

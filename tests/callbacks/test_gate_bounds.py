@@ -219,10 +219,16 @@ def test_lower_waits_for_evidence_where_value_stops_at_once(tmp_path):
     assert gate.verdict.looks == 8
 
 
+def test_lower_stops_at_one_look_whose_types_show_it(tmp_path):
+    with announced("stopped training at step 0"):
+        _, gate, _ = run(tmp_path, [HIGH] * 3, at_most=0.3, bound="lower")
+    assert gate.fired.verdict.looks == 1
+
+
 def test_lower_stops_on_evidence_and_says_what_it_means(tmp_path):
     with announced("stopped training") as caught:
-        trainer, gate, _ = run(tmp_path, [HIGH] * 12, at_most=0.3, bound="lower")
-    assert 2 < trainer.global_step < 12
+        trainer, gate, _ = run(tmp_path, [HIGH] * 24, at_most=0.6, bound="lower")
+    assert 2 < trainer.global_step < 24
     assert gate.fired.verdict.evidence >= 20
     assert gate.fired.verdict.looks == trainer.global_step
     assert math.isnan(gate.fired.low)
@@ -285,7 +291,7 @@ def test_unknown_uses_up_the_patience_of_lower_and_is_no_evidence(tmp_path):
 
 def test_evidence_survives_a_checkpoint_and_starts_anew_for_another_threshold(tmp_path):
     script = [HIGH] * 3
-    trainer, gate, _ = run(tmp_path, script, at_most=0.5, bound="lower")
+    trainer, gate, _ = run(tmp_path, script, at_most=0.65, bound="lower")
     assert gate.fired is None
     path = tmp_path / "middle.ckpt"
     trainer.save_checkpoint(path)
@@ -295,7 +301,7 @@ def test_evidence_survives_a_checkpoint_and_starts_anew_for_another_threshold(tm
 
     def resume(folder, **changed):
         monitor = LeakageMonitor(Scripted([HIGH] * 24), every_n_steps=1)
-        gate = RiskGate(F1, **({"at_most": 0.5, "bound": "lower"} | changed))
+        gate = RiskGate(F1, **({"at_most": 0.65, "bound": "lower"} | changed))
         trainer = fit([gate, monitor], tmp_path / folder, n=12, max_epochs=8, ckpt_path=path)
         return trainer, gate
 
@@ -307,12 +313,12 @@ def test_evidence_survives_a_checkpoint_and_starts_anew_for_another_threshold(tm
         announced("begins again without evidence"),
         announced("stopped training"),
     ):
-        resumed, gate = resume("c", at_most=0.45)
+        resumed, gate = resume("c", at_most=0.6)
     assert gate.fired.verdict.looks == resumed.global_step - 3
 
 
 def test_a_second_fit_starts_anew(tmp_path):
-    gate = RiskGate(F1, at_most=0.5, bound="lower", action="raise")
+    gate = RiskGate(F1, at_most=0.65, bound="lower", action="raise")
     for folder in ("a", "b"):
         monitor = LeakageMonitor(Scripted([HIGH] * 3), every_n_steps=1)
         fit([gate, monitor], tmp_path / folder, n=12)
@@ -372,7 +378,7 @@ def look(gate, evidence_metric="auc", **monitor):
     """One look of a monitor that pools over looks, as the gate sees it."""
     results = {"latest": {}, "look_values": {}, "pending": frozenset(), "last_step": 0} | monitor
     engine = SimpleNamespace(
-        results=SimpleNamespace(**results),
+        results=SimpleNamespace(**({"trials": {}} | results)),
         unread=lambda name: None,
         untested=lambda name: "",
         judge=lambda name, value, at_most: Judgement(value),

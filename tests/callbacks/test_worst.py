@@ -132,7 +132,7 @@ def engine_of(
     values: dict[str, float], names: tuple[str, ...] = ("a", "b"), why: str = ""
 ) -> SimpleNamespace:
     return SimpleNamespace(
-        results=SimpleNamespace(latest=values, look_values=values, last_step=0),
+        results=SimpleNamespace(latest=values, look_values=values, last_step=0, trials={}),
         unread=lambda name: None,
         untested=lambda name: why,
         judge_worst=lambda known, at_most: {n: Judgement(value) for n, value in known.items()},

@@ -9,8 +9,10 @@ import pytest
 import scipy
 import torch
 
+from lightning_fedleak.attacks.memorization import Extraction, ExtractionGuess
 from lightning_fedleak.metrics.membership import membership_rates
 from lightning_fedleak.metrics.released import (
+    extraction_values,
     membership_values,
     others_needed,
     rank_test,
@@ -192,3 +194,19 @@ def test_the_interval_of_an_auc_holds_where_few_texts_decide(few: float) -> None
         values = membership_values(scores, members)  # at look 1, with 2.5% in all
         wrong += not values["auc_low"] <= 1 - few <= values["auc_high"]
     assert wrong <= 200 * 0.025 + 2 * (200 * 0.025) ** 0.5
+
+
+def test_the_visible_share_is_that_of_the_decoding_that_extracts_more_others() -> None:
+    """Greedy decoding extracts five of the others, sampling none: the larger number decides."""
+    n, n0 = 60, 40
+    members = torch.arange(n + n0) < n
+    greedy = torch.zeros(n + n0, dtype=torch.bool)
+    greedy[n : n + 5] = True
+    log_probs = torch.full((n + n0,), -1e4)  # of no sample
+    asked = torch.ones(n + n0, dtype=torch.bool)
+    guess = ExtractionGuess(log_probs, log_probs, greedy, asked)
+    values = extraction_values(guess, Extraction(), members)
+    sizes, alpha = (n, n0), spent_at(1)
+    assert values["extracted_others"] == 0.0
+    assert values["visible"] == visible_excess(*sizes, 5, alpha=alpha)
+    assert values["visible"] > visible_excess(*sizes, 0, alpha=alpha)

@@ -209,3 +209,56 @@ def test_no_test_could_be_much_faster() -> None:
 def test_what_cannot_be_meant_is_refused(act, words) -> None:
     with pytest.raises(ValueError, match=words):
         act()
+
+
+# ---- values that are means of trials ------------------------------------------------------------
+
+
+def test_a_bet_on_trials_is_a_bet_on_each_of_them() -> None:
+    n, m = 8, 0.6
+    for right in range(n + 1):
+        at_once = bet(start(), 0, right / n, m, trials=n)
+        each = start()
+        for value in [1.0] * right + [0.0] * (n - right):
+            each = bet(each, 0, value, m)
+        assert at_once == pytest.approx(each)
+
+
+@pytest.mark.parametrize(("members", "others"), [(1, 1), (2, 3), (4, 4)])
+def test_a_bet_on_an_auc_gains_nothing_on_average_over_all_ways_to_guess(members, others) -> None:
+    """All choices of members among scores with ties, by enumeration."""
+    n = members + others
+    for score in (np.arange(n), np.arange(n) // 2, np.zeros(n)):
+        gains = []
+        for chosen in itertools.combinations(range(n), members):
+            member = np.isin(np.arange(n), chosen)
+            pairs = [(x > y) + (x == y) / 2 for x in score[member] for y in score[~member]]
+            capital = bet(start(), 0, float(np.mean(pairs)), 0.5, trials=min(members, others))
+            gains.append(np.exp(capital))
+        assert (np.mean(gains, axis=0) <= 1 + 1e-12).all()
+
+
+def test_one_look_of_many_right_trials_is_evidence_enough() -> None:
+    test = MeanTest(0.6, restarts=True)
+    test.update(1.0, (1.0, 0.6, 16))
+    assert test.highest >= -math.log(ALPHA)
+    alone = MeanTest(0.6, restarts=True)
+    alone.update(1.0)
+    assert alone.highest < -math.log(ALPHA)
+
+
+def test_trials_on_another_scale_and_old_checkpoints() -> None:
+    test = MeanTest(0.2, span=(-1.0, 1.0))
+    test.update(1.0, (1.0, 0.2, 16))
+    assert test.log_evidence == pytest.approx(_of_sixteen(0.6))
+    old = MeanTest(0.2, span=(-1.0, 1.0))
+    plain = old.state_dict() | {"capital": start().tolist()}
+    old.load_state_dict(plain)
+    old.update(1.0, (1.0, 0.2, 16))
+    assert old.log_evidence == pytest.approx(test.log_evidence)
+
+
+def _of_sixteen(m: float) -> float:
+    whole = log_evidence(bet(start(), 0, 1.0, m), 1)
+    parts = log_evidence(bet(start(), 0, 1.0, m, trials=16), 1)
+    return float(np.logaddexp(whole, parts)) - math.log(2)

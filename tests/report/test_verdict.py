@@ -41,6 +41,64 @@ def test_what_is_not_conclusive_comes_before_what_reassures(tmp_path):
     assert "next to none" in sentences[2]
 
 
+def membership(folder, *looks, over_steps=(1.0, 0.48, 1.0), family="membership", metric="auc"):
+    """The report on looks of the exact test's values, corrected for all looks."""
+    lines = [
+        result(step, "fc", p_over_looks=p, **{metric: value, f"{metric}_over_steps": over_steps})
+        for step, (value, p) in enumerate(looks)
+    ]
+    return found_in(folder, lines, [begin(attacks=[about("fc", family)])])
+
+
+def test_one_look_that_excludes_guessing_is_conclusive_whatever_the_steps_say(tmp_path):
+    found = membership(tmp_path, ((1.0, 0.977, 1.0), 3.3e-09), ((1.0, 0.98, 1.0), 3.3e-09))
+    [attack] = found.runs[0].attacks
+    assert (attack.conclusive, attack.p_value) == (True, 3.3e-09)
+    assert attack.over_steps.low == 0.48
+    sentence = found.verdict.sentences[0]
+    assert "Guessing does so well at any measurement with probability 3e-09." in sentence
+    assert "conclusive" not in sentence
+    assert found.verdict.level == "high"
+
+
+def test_where_neither_looks_nor_steps_exclude_guessing_it_is_not_conclusive(tmp_path):
+    found = membership(tmp_path, ((0.9, 0.6, 1.0), 0.2), over_steps=(0.9, 0.3, 1.0))
+    assert (
+        "No measurement by itself excludes guessing, and the 95% interval over steps (0.30 to "
+        "1.00) includes 0.50, guessing: not conclusive." in found.verdict.sentences[0]
+    )
+    assert found.verdict.level == "some"
+    assert any("Narrow the interval of fc" in step for step in found.next_steps)
+    assert (
+        membership(tmp_path / "b", (0.7, 0.2), over_steps=(0.7, 0.6, 0.8)).verdict.level == "some"
+    )
+    [attack] = membership(tmp_path / "c", (0.7, 0.2), over_steps=(0.7, 0.6, 0.8)).runs[0].attacks
+    assert attack.conclusive, "small at every look, and above guessing over the steps"
+
+
+def test_words_that_blind_naming_finds_too_are_not_conclusive(tmp_path):
+    found = membership(tmp_path, (0.6, 0.4), family="words", metric="f1")
+    assert (
+        "No measurement by itself excludes guessing: not conclusive" in (found.verdict.sentences[0])
+    )
+    [attack] = membership(tmp_path / "b", (0.6, 1e-9), family="words", metric="f1").runs[0].attacks
+    assert attack.conclusive
+    [attack] = membership(tmp_path / "c", (0.02, 1.0), family="words", metric="f1").runs[0].attacks
+    assert attack.conclusive is None, "a low number is no question of guessing"
+
+
+def test_p_values_of_clients_count_times_their_number(tmp_path):
+    lines = [
+        result(0, "fc", auc=0.9, p_over_looks=p) | {"client": client}
+        for client, p in (("a", 0.02), ("b", 0.9))
+    ]
+    [attack] = (
+        found_in(tmp_path, lines, [begin(attacks=[about("fc", "membership")])]).runs[0].attacks
+    )
+    assert attack.p_value == pytest.approx(0.04)
+    assert attack.conclusive is False
+
+
 def test_the_highest_measurement_of_another_attack_is_named_and_counts(tmp_path):
     attacks = [about("flatchat", "words"), about("rare", "words")]
     lines = [result(s, f1=0.08, recall=0.1, precision=0.1) for s in range(4)]

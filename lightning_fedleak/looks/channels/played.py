@@ -13,8 +13,9 @@ from torch import Tensor
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.looks.channels.base import worst_of
 from lightning_fedleak.looks.options import Reduction
-from lightning_fedleak.looks.run import Outcome, Unknown, reason
+from lightning_fedleak.looks.run import Outcome, Trials, Unknown, reason
 from lightning_fedleak.metrics import MembershipInference, Rate
+from lightning_fedleak.metrics.within import lowest_p_value, rank_p_value
 
 RESAMPLES = 200  # bootstrap samples of an interval at a look; not tuned
 LEAST_MEMBERS = 16
@@ -52,10 +53,14 @@ class Window:
     """Pool the games of one series over the last looks.
 
     Accuracy, F1 and advantage follow from the adversary's own decisions, so that one look is enough
-    for them. The threshold of a TPR is fitted on other games than those scored. The games of one
+    for them. The threshold of a TPR is fitted on other games than those scored.
+
+    Intervals are two. That of the rates is of these looks as they were: each game is a trial. That
+    over steps takes the looks as some of many, whose games may fail together: the games of one
     client at one look are one cluster
     (:func:`~lightning_fedleak.metrics.membership.membership_rates`). Looks are treated as
-    independent, also where an epoch repeats the texts of an earlier one.
+    independent, also where an epoch repeats the texts of an earlier one. Whether one look leaked at
+    all is an exact test within it (:mod:`lightning_fedleak.metrics.within`).
     """
 
     def __init__(self, looks: int) -> None:
@@ -73,11 +78,19 @@ class Window:
         self._next += 1
         self._looks.append(torch.cat(games))
         pooled = torch.cat(list(self._looks))
-        now = {name: rate.value for name, rate in _rates(self._looks[-1]).items()}
-        clients = games if len(games) > 1 else []
-        each = [{name: r.value for name, r in _rates(g).items()} for g in clients]
-        rates, members = _rates(pooled, RESAMPLES), int(self._looks[-1][:, 3].sum())
-        return Outcome(rates, len(pooled), worst=worst_of(each), now=now, too_few=too_few(members))
+        each = [_rates(g) for g in games]
+        now = each[0] if len(games) == 1 else _rates(self._looks[-1])
+        members = int(self._looks[-1][:, 3].sum())
+        return Outcome(
+            _rates(pooled, by_game=True),
+            len(pooled),
+            worst=worst_of([_values(rates) for rates in each]),
+            now=_values(now),
+            trials=_trials(games, each),
+            p_value=lowest_p_value([_p_value(g) for g in games]),
+            over_steps=_rates(pooled, RESAMPLES) if len(self._looks) + len(games) > 2 else {},
+            too_few=too_few(members),
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return (n, 5): look, client, score, bit and decision of every game in the window."""
@@ -109,9 +122,34 @@ def too_few(members: int) -> str | None:
     )
 
 
-def _rates(games: Tensor, resamples: int = 100) -> dict[str, Rate]:
+def _trials(clients: Sequence[Tensor], rated: Sequence[Mapping[str, Rate]]) -> dict[str, Trials]:
+    """Return the mean AUC and advantage of one look's clients, by disjoint pairs of texts."""
+    members = [int((games[:, 3] == 1).sum()) for games in clients]
+    pairs = [min(m, len(games) - m) for m, games in zip(members, clients, strict=True)]
+    if not (total := sum(pairs)):
+        return {}
+    each = [(rates, n) for rates, n in zip(rated, pairs, strict=True) if n]
+    return {
+        name: Trials(sum(rates[name].value * n for rates, n in each) / total, total)
+        for name in ("auc", "advantage")
+    }
+
+
+def _p_value(games: Tensor) -> float:
+    """Return how probable guessing is to rank the members so high."""
+    return rank_p_value(games[:, 2].numpy(), games[:, 3].numpy() == 1)
+
+
+def _values(rates: Mapping[str, Rate]) -> dict[str, float]:
+    return {name: rate.value for name, rate in rates.items()}
+
+
+def _rates(games: Tensor, resamples: int = 100, *, by_game: bool = False) -> dict[str, Rate]:
+    """Return the rates; each look of each client is a cluster, or each game (``by_game``)."""
     width = int(games[:, 1].max()) + 1
     cluster = (games[:, 0] * width + games[:, 1]).long()
+    if by_game:
+        cluster = torch.arange(len(games))
     metric = MembershipInference(resamples=resamples, sync_on_compute=False)
     metric.update(games[:, 2], games[:, 3] == 1, cluster, games[:, 4] == 1)
     return metric.rates()
@@ -122,7 +160,7 @@ def rates_of(played: Played) -> dict[str, float]:
     columns = (played.scores, played.members, played.decisions)
     games = torch.stack([column.double() for column in columns], 1)
     rates = _rates(torch.nn.functional.pad(games, (2, 0)))
-    return {name: rate.value for name, rate in rates.items()}
+    return _values(rates)
 
 
 def played_games(guess: Any, members: Tensor) -> Played | Unknown:

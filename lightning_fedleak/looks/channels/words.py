@@ -24,11 +24,13 @@ from lightning_fedleak.looks.run import (
     Processes,
     Run,
     Series,
+    Trials,
     Unknown,
     Waiting,
     reason,
 )
 from lightning_fedleak.metrics import WordRecovery
+from lightning_fedleak.metrics.within import lowest_p_value, naming_p_value
 from lightning_fedleak.model_runs import sees_no_later
 from lightning_fedleak.records import WORDS
 from lightning_fedleak.snapshots import (
@@ -334,17 +336,24 @@ class WordsChannel(Channel):
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         """Add the counts of all clients, and compute the rates from the sums."""
-        pooled, each = self._metric(), []
+        pooled, each, by_guessing = self._metric(), [], []
         for row in rows.values():
             alone = self._metric()
             alone.add_packed(row)
             pooled.add_packed(row)
             each.append({name: rate.value for name, rate in alone.rates().items()})
+            right, wrong, missed = int(alone.tp), int(alone.fp), int(alone.fn)
+            by_guessing.append(naming_p_value(right, right + wrong, right + missed, self._size))
+        rates = pooled.rates()
+        named, used = int(pooled.tp + pooled.fp), int(pooled.tp + pooled.fn)
+        numbers = {"precision": named, "recall": used, "f1": named + int(pooled.fn)}
         return Outcome(
-            pooled.rates(),
-            int(pooled.tp + pooled.fn),
+            rates,
+            used,
             worst=worst_of(each),
             extra=pooled.means(),
+            trials={m: Trials(rates[m].value, n) for m, n in numbers.items() if n},
+            p_value=lowest_p_value(by_guessing),
         )
 
 

@@ -468,9 +468,7 @@ def _is_conclusive(attack: AttackSummary) -> bool | None:
     if attack.p_value is not None and attack.p_value <= SHOWN:
         return True
     if not attack.chance:  # a family without guessing: blind naming, where that was compared
-        return (
-            False if attack.p_value is not None and _above_chance(attack) > NEXT_TO_NONE else None
-        )
+        return False if attack.p_value is not None and attack.above_chance > NEXT_TO_NONE else None
     interval = attack.last if attack.p_value is None else attack.over_steps
     if interval is None or interval.low is None or interval.high is None:
         return None if attack.p_value is None else False

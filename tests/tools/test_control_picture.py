@@ -32,7 +32,7 @@ def test_it_is_readable_in_light_and_dark_and_asks_no_host() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ((0.05, 1.0), "It rings: little"),
+        ((0.05, 1.0), "rings: little"),
         ((0.22, 0.3), "unknown"),
         ((0.22, 0.3, 0.95), "for a part"),
     ],

@@ -99,7 +99,7 @@ def test_a_result_that_one_process_lacks_hardens_all(ranks) -> None:
 
 def test_evidence_is_gathered_alike_everywhere(ranks) -> None:
     first, second = of(ranks, "shown")
-    # One look alone shows that more than .01 of its words are read: each takes a notch up, or stops.
+    # One look alone shows that more than .01 of its words are read: each hardens, or stops.
     assert first["seen"] == second["seen"] == [[s, [s]] for s in range(3)]
     assert [step for step, _ in first["evidence"]] == list(range(3))
     assert first["equal"]

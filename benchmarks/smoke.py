@@ -40,7 +40,7 @@ from lightning_fedleak.finetuning.texts import read_texts
 
 HERE = Path(__file__).resolve().parent
 AT_ONCE = 2
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 PRINTED = "printed"
 IMPORTED = ["lightning", "peft", "opacus", "torch.distributed.fsdp", "lightning_fedleak.callbacks"]
 NEEDS = {"accounting.py": "dp_accounting"}

@@ -36,6 +36,7 @@ from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.defenses import mean_of_sample_means
 
 SMOKE = ("--runs 2",)
+FEWEST = 20  # runs that a share of 95 in 100 is judged by: one miss is allowed
 
 VOCABULARY, TEXTS, LENGTH, BATCH, STEPS, AT_MOST = 512, 96, 12, 8, 10, 0.5
 WORST = "leakage/worst/words"
@@ -113,7 +114,8 @@ def main() -> int:
             print(f"run {seed}: {ended}, worst {worst:.3f}, controls {controls}", flush=True)
     print(f"{options.runs} runs, {time.monotonic() - began:.0f} s: {dict(ends)}")
     print(f"silent with a control above {AT_MOST}: {above}; highest worst at an end: {highest:.3f}")
-    return int(not options.without and above < 0.95 * options.runs)
+    judged = not options.without and options.runs >= FEWEST
+    return int(judged and above < 0.95 * options.runs)
 
 
 if __name__ == "__main__":

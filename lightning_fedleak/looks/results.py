@@ -121,6 +121,8 @@ class Results:
             names += [f"{entry.log_name}/{m}{end}" for m in metrics for end in ends]
             if self._channels[entry].gives_control(entry.attack):
                 names += [f"{entry.log_name}/{name}" for name in ("control", "control_of_a_part")]
+            if self._channels[entry].tests_looks:
+                names += [f"{entry.log_name}/{name}" for name in ("p_of_this_look", "p_over_looks")]
         worst = [f"{WORST}/{family}" for family in self.families] if series is None else []
         return names + worst
 

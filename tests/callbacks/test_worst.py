@@ -33,7 +33,11 @@ def read(f1: float) -> Outcome:
 def channel_of(family: str) -> Any:
     """Return what results ask of a channel."""
     return SimpleNamespace(
-        family=family, headline="f1", metrics=METRICS, gives_control=lambda attack: False
+        family=family,
+        headline="f1",
+        metrics=METRICS,
+        gives_control=lambda attack: False,
+        tests_looks=False,
     )
 
 
@@ -116,10 +120,18 @@ def test_a_gate_names_the_argument_that_is_missing(bound: str) -> None:
 
 def test_it_stays_where_only_another_family_has_news() -> None:
     words = SimpleNamespace(
-        family="words", headline="f1", metrics=METRICS, gives_control=lambda name: False
+        family="words",
+        headline="f1",
+        metrics=METRICS,
+        gives_control=lambda name: False,
+        tests_looks=False,
     )
     other = SimpleNamespace(
-        family="membership", headline="f1", metrics=METRICS, gives_control=lambda name: False
+        family="membership",
+        headline="f1",
+        metrics=METRICS,
+        gives_control=lambda name: False,
+        tests_looks=False,
     )
     results = Results({A: words, B: other})
     results.add(Look(0), {A: read(0.4), B: pending("not yet")}, {})

@@ -179,6 +179,7 @@ class Channel(ABC):
         at_weights: its attacks read the trained weights and nothing of a step, as those of
             :class:`~lightning_fedleak.looks.channels.MemorizationChannel` do.
         looks_dependent: looks are of the same texts, so that the intervals of all hold together.
+        tests_looks: one look is tested by itself, so that each has a p-value.
         controlled: its attacks are given the control of a look, see :meth:`control_rates`.
 
     Raises:
@@ -204,6 +205,7 @@ class Channel(ABC):
     sees: ClassVar[frozenset[Capability]] = frozenset()
     at_weights: ClassVar[bool] = False
     looks_dependent: ClassVar[bool] = False
+    tests_looks: ClassVar[bool] = False
     controlled: ClassVar[bool] = False
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}

@@ -120,6 +120,7 @@ class MembershipChannel(Channel):
     guesses = MembershipGuess
     reads: ClassVar[Any] = MembershipAttack
     plays_games = True
+    tests_looks: ClassVar[bool] = True
     leak = MEMBERSHIP
     metrics = RATES
     charts = ("accuracy", "advantage", "tpr_at_fpr_0.01")

@@ -131,6 +131,7 @@ class WordsChannel(Channel):
     extras = ("type_count_error", "certified", "capacity")
     ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
     reads_updates: ClassVar[bool] = True
+    tests_looks: ClassVar[bool] = True
     controlled: ClassVar[bool] = True
 
     def __init__(self, attacks: Sequence[Attack], settings: Options) -> None:

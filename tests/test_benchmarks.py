@@ -85,7 +85,7 @@ def test_a_run_that_does_not_end_is_killed_and_told(
     pids = []
 
     def time_is_over(process: BaseProcess, seconds: float) -> bool:
-        assert seconds == 240
+        assert seconds == smoke.LIMIT_S
         while not there.exists():
             assert process.is_alive()
             time.sleep(0.05)
@@ -94,7 +94,7 @@ def test_a_run_that_does_not_end_is_killed_and_told(
 
     monkeypatch.setattr(smoke, "ended", time_is_over)
     assert main(smoke, monkeypatch, tmp_path) == 1
-    assert "begun\nnot done after 240 s" in capsys.readouterr().out
+    assert "begun\nnot done after 600 s" in capsys.readouterr().out
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
 

@@ -110,12 +110,27 @@ def nothing(_: CodeType) -> None:
 
 RAISED: set[CodeType] = set()
 """Functions that have raised; one whose result is cached is not entered again."""
+IN_CONTROL: set[CodeType] = set()
+"""Functions that have raised while a control was made."""
+
+
+def in_control() -> bool:
+    """Return whether a control is being made or attacked by what runs now."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("/control.py") or code.co_qualname in CONTROL:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def raises(target: CodeType) -> Callable[[CodeType], None]:
     def callback(code: CodeType) -> None:
         if code is target:
             RAISED.add(code)
+            if in_control():
+                IN_CONTROL.add(code)
             raise Injected
 
     return callback
@@ -211,7 +226,7 @@ def check_logged(folder: Path, targets: list[CodeType], latest: list[dict[str, f
             continue
         if target.co_qualname == "StepTruth.read" or target.co_filename.endswith("/batches.py"):
             continue  # the batch is read beside the step's own graph, which shows all of it
-        if target.co_filename.endswith("/control.py") or target.co_qualname in CONTROL:
+        if target in IN_CONTROL or target.co_qualname in CONTROL:
             continue  # the number is known, and its control is not: a gate says so where it counts
         said = all(map(math.isnan, [values[F1]])) if lines is None else any(lines)
         assert said, f"nobody learns that {target.co_qualname} failed"

@@ -176,7 +176,9 @@ def functions(callback: Callable[[Callable[[CodeType], None]], object]) -> list[
             found.setdefault(code)
 
     callback(note)
-    return [code for code in found if code.co_qualname not in THIN]
+    # A DPSGD that another test has not closed still listens to the steps of all optimizers.
+    left = [*THIN, "Weights._after_step"]
+    return [code for code in found if code.co_qualname not in left]
 
 
 def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

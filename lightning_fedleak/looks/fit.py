@@ -23,6 +23,7 @@ from lightning_fedleak.looks.log import accounting
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.results import Exchange
 from lightning_fedleak.looks.run import (
+    AUTOCAST,
     Look,
     Moment,
     Outcome,
@@ -42,10 +43,12 @@ from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, Stage, Unu
 from lightning_fedleak.taps import (
     NOT_TESTED,
     GradientTap,
+    LocalRound,
     UpdateError,
     UpdateTap,
     is_uneven,
     loss_terms,
+    plain_call,
 )
 
 TURN = 2
@@ -239,6 +242,8 @@ class Fit:
             self._truth.arm()
             if self._update_tap is not None:
                 self._update_tap.begin()
+                if self.controls.may_play(self.lineup.exposed):
+                    look.local = LocalRound.begin([*self.run.anatomy.root.parameters()])
             for channel in self._channels_in(look):
                 channel.arm()
 
@@ -320,6 +325,10 @@ class Fit:
                 self._fresh = not any(self._gathered(plan) for plan in self.lineup.exposed)
             groups = [g for g in optimizer.param_groups if self._watched & {*map(id, g["params"])}]
             self.look.learning_rates.append({float(g["lr"]) for g in groups})
+            if self.look.local is not None:
+                self._truth.settle(self.look)
+                n_calls = len(self.look.calls) + len(self.look.current)
+                self.look.local.add_step(optimizer, n_calls)
 
     def _owns(self, optimizer: Optimizer) -> bool:
         owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
@@ -416,7 +425,8 @@ class Fit:
                 except Exception as error:
                     own = [series for series, owner in self._series.items() if owner is channel]
                     look.answers |= dict.fromkeys(own, Unknown(reason(error)))
-            if Stage.AGGREGATE in moment.stages and self._local_steps is None:
+            controlled = self._local_steps is None and Stage.AGGREGATE in moment.stages
+            if controlled or look.local is not None:
                 asked = {series.attack for series in look.scope or self._series}
                 plans = [p for p in self.lineup.exposed if p.attack.name in asked]
                 self.controls.play(moment, plans)
@@ -621,8 +631,33 @@ class Fit:
                 if batch.crossing is None and batch.is_packed:
                     raise BatchError(NOT_TESTED.format("the round's training is not seen here"))
                 self._truth.check(batch, look)
+            if self.controls.may_play(self.lineup.exposed):
+                self._keep_round(look, batches)
         except Exception as error:
             look.truth_error = reason(error)
+
+    def _keep_round(self, look: Look, batches: Sequence[Any]) -> None:
+        """Keep what a client's round is made again from; the model is the one that it got.
+
+        Args:
+            look: with the batches as they were read.
+            batches: of one client, with the rate of each step where that is known; or one of each
+                step of each client, whose updates were summed.
+        """
+        run, summed = self.run, Stage.AGGREGATE in self._stages
+        local = look.local = LocalRound.begin([*run.anatomy.root.parameters()])
+        steps = self._local_steps or 1
+        local.clients = max(1, len(batches) // steps) if summed else 1
+        in_step, rest = divmod(len(batches), local.clients * steps)
+        if rest or not in_step:
+            local.why_not = "which of its batches each step was computed on is not known"
+        rates = getattr(batches, "rates", ()) or [None] * (local.clients * steps)
+        dtype = AUTOCAST.get(run.precision)
+        for number, rate in enumerate(rates, 1):
+            local.add_step(run.optimizers[0], number * in_step, rate)
+        look.calls = [
+            plain_call(run.anatomy, batch, dtype, trained_elsewhere=True) for batch in look.batches
+        ]
 
     def _without_truth(self, look: Look, series: Series) -> Outcome:
         """Return why a guess has no rate without the truth, and the certificates that it has."""

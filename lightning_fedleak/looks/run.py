@@ -24,7 +24,13 @@ from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.snapshots import ON_THE_WAY, GradientSnapshot, NotYet, Stage
-from lightning_fedleak.taps import ChangedInPlace, ReadCall, UpdateError, before_real_step
+from lightning_fedleak.taps import (
+    ChangedInPlace,
+    LocalRound,
+    ReadCall,
+    UpdateError,
+    before_real_step,
+)
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -615,6 +621,7 @@ class Look:
         processor_seconds: processor time spent so far, of all threads.
         step_seconds: time that the step itself took so far; 0 until it is known.
         learning_rates: of what the attacks read, at each local step.
+        local: what the round is made again from for its control; None where nothing has one.
         noise_std: of what defences have added to each number of this client's update so far; NaN
             where one of them did not say.
         compression: what compressed this client's update so far, see ``GradientSnapshot``.
@@ -638,6 +645,7 @@ class Look:
     started: float = field(default_factory=lambda: time.perf_counter())
     step_seconds: float = 0.0
     learning_rates: list[set[float]] = field(default_factory=list)
+    local: LocalRound | None = None
     noise_std: float = 0.0
     compression: str = ""
     input_noise: float = 0.0

@@ -8,14 +8,15 @@ does not name the known words of that gradient shows nothing by a low number on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
 from lightning_fedleak.anatomy import Anatomy
 from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
@@ -26,7 +27,13 @@ from lightning_fedleak.model_runs import (
     undisturbed,
     whole_model,
 )
-from lightning_fedleak.snapshots import GradientSnapshot, Stage, UnusableObservation, whole_tensor
+from lightning_fedleak.snapshots import (
+    GradientSnapshot,
+    Stage,
+    UnusableObservation,
+    UpdateSnapshot,
+    whole_tensor,
+)
 from lightning_fedleak.taps.graph import GraphCall, PlacedRows, ReadCall
 
 UNEVEN = 0.5
@@ -194,20 +201,30 @@ def _labelled(read: ReadCall, sizes: Tensor) -> ReadCall:
 
 
 @contextmanager
-def fresh_leaves(root: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+def fresh_leaves(
+    root: nn.Module, values: Mapping[int, Tensor] | None = None
+) -> Iterator[dict[int, nn.Parameter]]:
     """Replace the trained parameters by leaves of their own that share their values.
 
     No hook of a gradient's accumulation is on them: neither DDP, nor an optimizer that steps within
     backward, nor a user's function sees their backward. Yields each by the ``id`` of the parameter
     that it stands for.
+
+    Args:
+        root: of the parameters.
+        values: that the leaves take copies of in place of their own, by the ``id`` of a parameter.
     """
+    values = {} if values is None else values
     places = [
         (module, name, parameter)
         for module in root.modules()
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.requires_grad
     ]
-    leaves = {id(p): nn.Parameter(p.detach()) for _, _, p in places}
+    leaves = {
+        id(p): nn.Parameter(values[id(p)].clone() if id(p) in values else p.detach())
+        for _, _, p in places
+    }
     try:
         for module, name, parameter in places:
             module._parameters[name] = leaves[id(parameter)]
@@ -250,6 +267,145 @@ def control_gradient(
                     tensors[role] = gradient.to_dense() if gradient.is_sparse else gradient
     pushed = any(bool((sizes < 0).any()) for sizes in draw.sizes)
     return GradientSnapshot(step, Stage.LOCAL, tensors, anatomy.tied, preferences=pushed)
+
+
+@dataclass
+class LocalRound:
+    """What a round of local steps is made again from.
+
+    Attributes:
+        weights: of the trained parameters before its first step, by the ``id`` of each.
+        clients: whose steps follow one another here; each begins with the same weights, and their
+            mean is shared.
+        optimizer: of its steps; None before the first one.
+        rates: of the optimizer's groups at each step.
+        n_calls: calls of the model up to each step's end.
+        why_not: why it cannot be made again; None where it can.
+    """
+
+    weights: Mapping[int, Tensor]
+    clients: int = 1
+    optimizer: Optimizer | None = None
+    rates: list[list[float]] = field(default_factory=list)
+    n_calls: list[int] = field(default_factory=list)
+    why_not: str | None = None
+
+    @classmethod
+    def begin(cls, parameters: Sequence[nn.Parameter]) -> LocalRound:
+        """Return the round that begins now; it takes the memory of these parameters."""
+        if any(hasattr(p, "full_tensor") for p in parameters):
+            return cls({}, why_not="the rounds of a sharded model are not made again")
+        return cls({id(p): p.detach().clone() for p in parameters if p.requires_grad})
+
+    def add_step(self, optimizer: Optimizer, n_calls: int, rate: float | None = None) -> None:
+        """Note a step that an optimizer takes after so many calls of the model.
+
+        Args:
+            optimizer: that steps.
+            n_calls: calls of the model in the round so far.
+            rate: of the step; None: those that the optimizer has now.
+        """
+        if self.optimizer not in (None, optimizer):
+            self.why_not = "several optimizers step in a round, which is not made again"
+        self.optimizer = optimizer
+        rates = (group["lr"] if rate is None else rate for group in optimizer.param_groups)
+        self.rates.append([float(one) for one in rates])
+        self.n_calls.append(n_calls)
+
+    def fresh_optimizer(self, leaves: Mapping[int, nn.Parameter]) -> Optimizer:
+        """Return an optimizer of the same class and settings without a state, of other leaves.
+
+        Raises:
+            UnusableObservation: none of its class can be made from groups of parameters.
+        """
+        kind: Any = type(self.optimizer)
+        groups = [
+            {**group, "params": [leaves[id(p)] for p in group["params"] if id(p) in leaves]}
+            for group in getattr(self.optimizer, "param_groups", ())
+        ]
+        try:
+            optimizer: Optimizer = kind(groups)
+        except Exception as error:
+            raise UnusableObservation(
+                f"the steps of {kind.__name__} cannot be made again: {error}"
+            ) from error
+        return optimizer
+
+
+def control_update(
+    anatomy: Anatomy,
+    draw: Draw,
+    roles: Sequence[str],
+    local: LocalRound,
+    *,
+    step: int,
+    scale: float = 1.0,
+    clip_value: float | None = None,
+) -> UpdateSnapshot:
+    """Return the update of a round on the known words, with the round's weights and optimizer.
+
+    Args:
+        anatomy: of the model.
+        draw: the known words, of the calls of all steps.
+        roles: whose updates are returned.
+        local: the round.
+        step: optimizer step of the look.
+        scale: loss scale that is in the sizes; divided out.
+        clip_value: size that entries of each step's gradient are cut to; None: they are not.
+
+    Raises:
+        UnusableObservation: the round cannot be made again.
+    """
+    if local.why_not is not None or local.optimizer is None:
+        raise UnusableObservation(local.why_not or "no step of the round was seen")
+    learning_rate = sum(rates[0] for rates in local.rates) / len(local.rates)
+    if not learning_rate > 0:
+        raise UnusableObservation("a round at learning rate 0 changes nothing")
+    n_steps, sums, first = len(local.rates) // local.clients, dict[str, Tensor](), 0
+    for client in range(local.clients):
+        steps = slice(client * n_steps, (client + 1) * n_steps)
+        with (
+            undisturbed(anatomy) as model,
+            torch.enable_grad(),
+            _copies(anatomy, roles, local) as (leaves, wanted),
+        ):
+            optimizer = local.fresh_optimizer(leaves)
+            for rates, last in zip(local.rates[steps], local.n_calls[steps], strict=True):
+                for read, sizes in zip(draw.reads[first:last], draw.sizes[first:last], strict=True):
+                    if bool((sizes != 0).any()):
+                        _run_backward(anatomy, model, read, sizes / scale)
+                first = last
+                if clip_value is not None:
+                    nn.utils.clip_grad_value_(leaves.values(), clip_value)
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)  # a step without words still is a step
+            for role, key in wanted.items():
+                change = (local.weights[key] - leaves[key].detach()) / learning_rate
+                sums[role] = sums[role] + change if role in sums else change
+    return UpdateSnapshot(
+        step,
+        Stage.SHARED,
+        {role: change / local.clients for role, change in sums.items()},
+        anatomy.tied,
+        local_steps=n_steps,
+        learning_rate=learning_rate,
+    )
+
+
+@contextmanager
+def _copies(
+    anatomy: Anatomy, roles: Sequence[str], local: LocalRound
+) -> Iterator[tuple[dict[int, nn.Parameter], dict[str, int]]]:
+    """Put copies of the round's first weights in place of the trained ones, and yield them.
+
+    With them the ``id`` of the parameter of each role that is trained, for which a copy stands.
+    """
+    parameters = {role: anatomy.parameter(role) for role in roles}
+    wanted = {r: id(p) for r, p in parameters.items() if p is not None and id(p) in local.weights}
+    with fresh_leaves(anatomy.root, local.weights) as leaves, only_needed_hooks(anatomy.root):
+        yield leaves, wanted
 
 
 def _forget_gradient(parameter: Tensor) -> None:

@@ -595,19 +595,27 @@ def _classified(
     return placed, replace(batch, labels=classes, kind="classifier")
 
 
-def plain_call(anatomy: Anatomy, batch: TokenBatch, autocast: torch.dtype | None) -> ReadCall:
+def plain_call(
+    anatomy: Anatomy,
+    batch: TokenBatch,
+    autocast: torch.dtype | None,
+    *,
+    trained_elsewhere: bool = False,
+) -> ReadCall:
     """Return the call on a batch whose step's graph was not read, as a plain loss would have it.
 
     Args:
         anatomy: of the model.
         batch: its ids and labels.
         autocast: dtype that the step computes in; None without.
+        trained_elsewhere: the step was another model's, all of whose modules were in training mode.
     """
     arguments: dict[str, object] = {"input_ids": batch.input_ids}
     for name in ("attention_mask", "position_ids"):
         if (value := getattr(batch, name)) is not None and accepts(anatomy.model, name):
             arguments[name] = value
-    training = frozenset(id(m) for m in anatomy.root.modules() if m.training)
+    modules = anatomy.root.modules()
+    training = frozenset(id(m) for m in modules if m.training or trained_elsewhere)
     call = GraphCall(anatomy.model, arguments, batch.input_ids, [], training, autocast)
     if batch.kind == "classifier" or (batch.labels is None and batch.kind != "causal"):
         return ReadCall(call, None, batch)

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -112,13 +113,40 @@ def test_a_round_is_read_as_a_monitor_reads_it(tmp_path):
     look = rounds.look(train(net, data, SLOW), batches=data)
     names = [n for n in monitor.latest if n.startswith("leakage/")]
     assert len(names) > 20
-    assert {n: look.values[n] for n in names} == pytest.approx(
-        {n: monitor.latest[n] for n in names}, abs=1e-3, nan_ok=True
+    same = [n for n in names if not n.endswith("/control")]  # whose words are drawn apart
+    assert {n: look.values[n] for n in same} == pytest.approx(
+        {n: monitor.latest[n] for n in same}, abs=1e-3, nan_ok=True
     )
+    assert look.values["leakage/gradient_membership/control"] > 0.9
     assert {n for n in look.values if n.startswith("leakage/")} == set(names)
     assert look.values[F1] > 0.9
     assert look.values["leakage/subspace_words/f1"] > 0.1
     assert set(rounds.metric_names()) == set(monitor.metric_names())
+
+
+class Blind(BagOfWords):
+    """Names no word, as an attack does that is broken."""
+
+    needs_control = True
+
+    def run(self, view, query=None):
+        guess = super().run(view, query)
+        return replace(guess, types=guess.types[:0])
+
+
+@pytest.mark.parametrize(("kind", "control"), [(BagOfWords, 1.0), (Blind, 0.0)])
+def test_a_client_and_a_sum_have_controls(tmp_path, kind, control):
+    """A low number counts as far as the round made again on known words is read."""
+    net, data = model(), batches(4, 2)
+    attack = type(kind.__name__, (kind,), {"needs_control": True, "default_name": "words"})()
+    rounds = observer(tmp_path, net, [attack])
+    rounds.begin(0, trained_state(net))
+    returned = train(net, data)
+    for client in (0, SUM):
+        name = "leakage_aggregate" if client == SUM else "leakage"
+        look = rounds.look(returned, client, batches=data)
+        assert look.values[f"{name}/words/f1"] == control
+        assert look.values[f"{name}/words/control"] == pytest.approx(control)
 
 
 def test_an_attack_is_shown_what_a_monitor_shows_it(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,35 @@ def test_a_broken_attack_is_unknown_to_a_gate(tmp_path: Path) -> None:
     [decision] = gate_lines(tmp_path)
     assert decision["measured"] is None
     assert "cannot show more than 0.00 here" in decision["why"]
+
+
+def round_weights(folder: Path | None, gates: Sequence[Threshold] = ()) -> list[Tensor]:
+    """Return the weights after three rounds of two steps with dropout, watched or not."""
+    torch.manual_seed(0)
+    model = tiny_gpt2(tied=False, dropout=0.1).train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    settings = {"local_steps": 2, "tensorboard": False, "report": False, "gates": gates}
+    watch = None if folder is None else Watch(model, optimizer, Blind(), folder=folder, **settings)
+    with watch or nullcontext():
+        for step in range(6):
+            if step % 2 == 0:
+                optimizer.state.clear()
+            ids = torch.randint(3, 97, (3, 8), generator=torch.Generator().manual_seed(step))
+            batch = {"input_ids": ids, "labels": ids}
+            with nullcontext() if watch is None else watch.step(batch):
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return [*model.state_dict().values()]
+
+
+def test_a_broken_attack_on_rounds_is_unknown_to_a_gate(tmp_path: Path) -> None:
+    gate = Threshold("leakage/blind/f1", at_most=0.5, action="warn")
+    watched = round_weights(tmp_path, [gate])
+    assert all(torch.equal(*pair) for pair in zip(watched, round_weights(None), strict=True))
+    decision = gate_lines(tmp_path)[0]
+    assert decision["measured"] is None
+    assert "0.00 of known words in the same step" in decision["why"]
 
 
 def gate_lines(folder: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,7 +22,16 @@ from transformers import (
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.taps import Draw, ReadCall, control_gradient, draw_words, is_uneven
+from lightning_fedleak.snapshots import UnusableObservation
+from lightning_fedleak.taps import (
+    Draw,
+    LocalRound,
+    ReadCall,
+    control_gradient,
+    control_update,
+    draw_words,
+    is_uneven,
+)
 from lightning_fedleak.taps.graph import GraphTap, plain_call, read_call
 from tests.taps.test_graph import (
     ANSWER_LABELS,
@@ -85,6 +95,106 @@ def test_the_gradient_of_the_same_words_is_that_of_the_step(family: str, loss: s
     reads = read_step(model, HARD[loss][0])
     # A focal loss has another multiple in each row, which the size at the label holds.
     check_gradient(model, reads)
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
+}
+
+
+def groups_of(model: nn.Module) -> list[dict[str, object]]:
+    """Return two groups of the trained parameters, of which one has no decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    vectors = [p for p in trained if p.dim() < 2]
+    return [{"params": [p for p in trained if p.dim() > 1]}, {"params": vectors, "weight_decay": 0}]
+
+
+@pytest.mark.parametrize("cut", [None, 1e-3])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_update_of_the_same_words_is_that_of_the_round(kind: str, cut: float | None) -> None:
+    """Of three steps of which one has two micro-batches, whose rates fall."""
+    model = CAUSAL["llama"]().train()
+    optimizer = OPTIMIZERS[kind](groups_of(model))
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    local, reads = LocalRound.begin([*model.parameters()]), []
+    tap = GraphTap(find_anatomy(model))
+    for step, losses in enumerate((["plain"], ["answers", "token weights"], ["class weights"])):
+        optimizer.param_groups[0]["lr"] *= 0.5**step
+        optimizer.param_groups[1]["lr"] = optimizer.param_groups[0]["lr"]
+        tap.arm()
+        for loss in losses:
+            HARD[loss][0](model).backward()
+            reads += [read_call(call, "causal") for call in tap.take()]
+        local.add_step(optimizer, len(reads))
+        if cut is not None:
+            nn.utils.clip_grad_value_(model.parameters(), cut)
+        optimizer.step()
+        optimizer.zero_grad()
+    tap.close()
+    rate = sum(rates[0] for rates in local.rates) / 3
+    after = {name: p.detach().clone() for name, p in trained.items()}
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    view = control_update(
+        find_anatomy(model), same_words(reads), list(before), local, step=0, clip_value=cut
+    )
+    assert (view.local_steps, view.learning_rate) == (3, pytest.approx(rate))
+    for name, weight in before.items():
+        change = (weight - after[name]) / rate
+        # Adam divides entries that are 0 but for rounding by their own size.
+        close = (view.tensors[name] - change).abs() <= 1e-3 * change.abs().max()
+        assert close.float().mean() > 0.999, name
+        assert torch.equal(trained[name], after[name]), name
+        assert trained[name].grad is None
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+
+
+def test_a_mean_over_clients_begins_each_with_the_same_weights() -> None:
+    model = CAUSAL["llama"]().train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    reads = [read_step(model, HARD[loss][0])[0] for loss in ("plain", "answers")]
+    model.zero_grad()
+    local = replace(LocalRound.begin([*model.parameters()]), clients=2)
+    for n_calls in (1, 2):
+        local.add_step(optimizer, n_calls)
+    anatomy, roles = find_anatomy(model), [n for n, p in model.named_parameters()]
+    mean = control_update(anatomy, same_words(reads), roles, local, step=0)
+    assert mean.local_steps == 1
+    views = [control_gradient(anatomy, same_words([read]), roles, step=0) for read in reads]
+    for role, change in mean.tensors.items():
+        both = (views[0].tensors[role] + views[1].tensors[role]) / 2
+        assert torch.allclose(change, both, atol=1e-4), role
+
+
+class OfOneArgument(torch.optim.SGD):
+    """Cannot be made from groups of parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), 0.1)
+
+
+def test_a_round_that_cannot_be_made_again_is_unusable() -> None:
+    model = CAUSAL["llama"]().train()
+    reads, anatomy = read_step(model, HARD["plain"][0]), find_anatomy(model)
+
+    def update(*optimizers: torch.optim.Optimizer, rate: float | None = None) -> None:
+        local = LocalRound.begin([*model.parameters()])
+        for n_calls, optimizer in enumerate(optimizers, 1):
+            local.add_step(optimizer, n_calls, rate)
+        control_update(anatomy, same_words(reads), ["head.weight"], local, step=0)
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    first, second = (torch.optim.SGD(trained, 0.1) for _ in range(2))
+    with pytest.raises(UnusableObservation, match="no step of the round"):
+        update()
+    with pytest.raises(UnusableObservation, match="several optimizers"):
+        update(first, second)
+    with pytest.raises(UnusableObservation, match="learning rate 0"):
+        update(first, rate=0.0)
+    with pytest.raises(UnusableObservation, match="OfOneArgument cannot be made again"):
+        update(OfOneArgument(model))
 
 
 def test_in_half_precision() -> None:

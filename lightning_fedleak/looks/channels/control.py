@@ -19,7 +19,13 @@ from lightning_fedleak.looks.log import accounting
 from lightning_fedleak.looks.run import Control, Look, Moment, Run, Series, Unknown, Waiting, reason
 from lightning_fedleak.records import default_limit
 from lightning_fedleak.snapshots import GradientSnapshot, UnusableObservation
-from lightning_fedleak.taps import Draw, control_gradient, draw_words, is_uneven
+from lightning_fedleak.taps import (
+    Draw,
+    control_gradient,
+    control_update,
+    draw_words,
+    is_uneven,
+)
 
 FALL = 0.9
 """Share of the last control below which a number is controlled again.
@@ -94,6 +100,10 @@ class Controls:
             for plan in due:
                 self._keep(look, plan, Control(self._nothing(plan), why=why))
 
+    def may_play(self, plans: Sequence[Plan]) -> bool:
+        """Return whether one of these attacks is given controls."""
+        return any(self._channel(plan) is not None for plan in plans)
+
     def _channel(self, plan: Plan) -> Channel | None:
         """Return the channel of an attack, if it is given controls."""
         owners = (c for s, c in self._series.items() if s.attack == plan.attack.name)
@@ -164,9 +174,19 @@ class Controls:
             return Unknown(reason(error))
 
     def _gradient(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
-        """Return the gradient of a control; the mean over processes if they are one client."""
-        run = self._run
-        view = control_gradient(run.anatomy, draw, roles, step=look.step, scale=run.loss_scale)
+        """Return the gradient of a control; the mean over processes if they are one client.
+
+        Of a round it is the update, where what the round is made again from was kept.
+        """
+        run, step, scale = self._run, look.step, self._run.loss_scale
+        view: GradientSnapshot
+        if (local := look.local) is not None:
+            cut = run.clip_value
+            view = control_update(
+                run.anatomy, draw, roles, local, step=step, scale=scale, clip_value=cut
+            )
+        else:
+            view = control_gradient(run.anatomy, draw, roles, step=step, scale=scale)
         if run.client == "world" and run.processes > 1:
             tensors = {r: run.summed(t) / run.processes for r, t in view.tensors.items()}
             view = replace(view, tensors=tensors)

@@ -50,7 +50,6 @@ class GradientSnapshot:
             units of theirs; 0 if nothing.
         loss_terms: roles of the parameters that have a term of their own in the loss (an L2 penalty
             in ``training_step``), whose gradient is included.
-        preferences: whether the loss pushes some texts away, as that of DPO does.
         compression: method by which each tensor was compressed on its way, see
             :class:`~lightning_fedleak.GradientCompression`;
             :data:`~lightning_fedleak.compression.AVERAGED` where they are means or sums of tensors
@@ -65,7 +64,6 @@ class GradientSnapshot:
     noise_std: float = 0.0
     input_noise: float = 0.0
     loss_terms: frozenset[str] = frozenset()
-    preferences: bool = False
     compression: str = ""
 
     def noise_on(self, role: str) -> float:

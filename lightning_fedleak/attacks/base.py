@@ -142,9 +142,6 @@ class Attack(ABC):
     reads_clipped: ClassVar[bool] = False
     """Whether :meth:`run` reads gradients whose entries clipping by value has cut to one size, or
     raises an error. If False, there is no result for them."""
-    reads_preferences: ClassVar[bool] = False
-    """Whether :meth:`run` reads gradients of a loss that pushes some texts away, as that of DPO
-    does (``snapshot.preferences``), or raises an error. If False, there is no result for them."""
     reads_compressed: ClassVar[frozenset[str]] = frozenset()
     """The compressions (``snapshot.compression``) that :meth:`run` knows how to read. Of what
     another one left of a gradient there is no result."""

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import takewhile
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fedleak import attacks
 from lightning_fedleak.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
@@ -233,22 +233,6 @@ def table(
         spare -= len(shown) - 1
         lines += shown
     return "\n".join([*lines, *ending])
-
-
-def hides(model: nn.Module, clip_value: float | None, precision: str) -> tuple[str, ...]:
-    """Return what a training does, by its settings, that hides words and texts from attacks."""
-    shares: dict[bool, set[float]] = {True: set(), False: set()}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            shares[".lora_dropout." in f".{name}."].add(module.p)
-    own, adapters = (", ".join(f"{p:g}" for p in sorted(shares[side])) for side in (False, True))
-    names = [f"dropout {own} in the model"] if own else []
-    names += [f"dropout {adapters} in front of LoRA"] if adapters else []
-    if any(getattr(m, "neftune_noise_alpha", None) for m in model.modules()):
-        names.append("noise on the embeddings (NEFTune)")
-    if "16" in precision:
-        names.append(f"rounding to 16 bits ({precision})")
-    return (*names, *([] if clip_value is None else [f"clipping by value at {clip_value:g}"]))
 
 
 def _start(names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_fedleak import records
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.looks.channels.base import Channel
-from lightning_fedleak.looks.choice import hides, reads_of
+from lightning_fedleak.looks.choice import reads_of
 from lightning_fedleak.looks.lineup import Lineup
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.run import Run, Series
@@ -60,10 +60,7 @@ def facts_of(
         versions=versions(),
         machine={"processor": platform.machine(), "device": run.device.type},
         model=_model(run, lineup.trained),
-        training={
-            **training,
-            "hides": list(hides(run.anatomy.model, run.clip_value, run.precision)),
-        },
+        training=training,
         monitor=records.MonitorFacts(
             client=run.client,
             clients=run.processes if run.client == "rank" else 1,

@@ -164,15 +164,10 @@ class Lineup:
         )
 
     def show(self, assumed: Collection[Capability]) -> None:
-        """Log which attacks are played by an adversary with these capabilities, and what hides."""
-        run, watcher = self._run, self._run.watcher
+        """Log which attacks are played by an adversary with these capabilities."""
         if self._choosing:
+            watcher = self._run.watcher
             choice.show(self.rows, self.unread, assumed, writes=self._writes, watcher=watcher)
-        if names := choice.hides(run.anatomy.model, run.clip_value, run.precision):
-            rank_zero_info(
-                f"{watcher}: {' and '.join(names)} may hide words and texts from these attacks, "
-                "not from every attack: a low number is no sign of safety"
-            )
 
     @property
     def trained(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar
@@ -655,11 +655,6 @@ class Look:
     scope: frozenset[Series] | None = None
 
     @property
-    def preferences(self) -> bool:
-        """Return whether the loss of a batch so far prefers some texts to others."""
-        return any(batch.preferences for batch in self.all_batches)
-
-    @property
     def all_batches(self) -> list[TokenBatch]:
         """Return the batches of the step so far, that of the micro-batch at work included."""
         return [*self.batches, *(read.batch for read in self.current)]
@@ -707,8 +702,7 @@ class Moment:
         """Return the gradients from :attr:`take`, called once, or why there are none."""
         if self._view is None:
             try:
-                view = self.take()
-                self._view = replace(view, preferences=True) if self.look.preferences else view
+                self._view = self.take()
             except NotYet as error:
                 self._view = Waiting(str(error))
             except Exception as error:
@@ -717,13 +711,6 @@ class Moment:
 
 
 # ---- why there is no result ------------------------------------------------------------------
-
-
-PREFERENCES = (
-    "the loss prefers chosen texts to rejected ones, which enter its gradient with the other sign, "
-    "and this attack reads the gradient of a likelihood; BagOfWords, SubspaceWords and "
-    "SubspaceMembership read such steps"
-)
 
 
 class NoTargets(ValueError):

@@ -265,8 +265,7 @@ def control_gradient(
                 if gradient is not None:
                     gradient = whole_tensor(gradient)
                     tensors[role] = gradient.to_dense() if gradient.is_sparse else gradient
-    pushed = any(bool((sizes < 0).any()) for sizes in draw.sizes)
-    return GradientSnapshot(step, Stage.LOCAL, tensors, anatomy.tied, preferences=pushed)
+    return GradientSnapshot(step, Stage.LOCAL, tensors, anatomy.tied)
 
 
 @dataclass

@@ -1,32 +1,32 @@
-"""What hides words and texts in training is named; a number that it makes low is unknown."""
+"""A number that noise, dropout, clipping or a loss makes low for an attack alone is unknown."""
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning_utilities.core import rank_zero
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import activate_neftune
 
 from lightning_fedleak import BagOfWords, PublicText
 from lightning_fedleak.attacks import (
+    FlatChat,
     GradientMembership,
     SubspaceMembership,
     SubspaceTexts,
     SubspaceWords,
 )
 from lightning_fedleak.looks import Games
-from lightning_fedleak.looks.choice import hides
-from lightning_fedleak.trainers import LeakageCallback, Watch
+from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
 from tests.helpers.models import tiny_llama
 
 STEPS = 3
@@ -67,7 +67,11 @@ def attacks() -> list[Any]:
 
 
 def run(
-    folder: Path, model: Any, listed: list[Any], step: Callable[..., Any] = Tensor.backward
+    folder: Path,
+    model: Any,
+    listed: list[Any],
+    step: Callable[..., Any] = Tensor.backward,
+    gates: Sequence[Threshold] = (),
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Return the weights that a loop ends with, and what was logged of its last step."""
     trained = [p for p in model.train().parameters() if p.requires_grad]
@@ -75,6 +79,7 @@ def run(
     torch.manual_seed(2)
     games = Games(held_out=PublicText(texts(40, 3)), targets=8)
     options = {"every_n_steps": 1, "folder": folder, "tensorboard": False, "games": games}
+    options |= {"gates": gates}
     with Watch(model, optimizer, listed, **options) if listed else nullcontext() as watch:
         for rows in torch.tensor(texts(4 * STEPS, 4)).split(4):
             batch = {"input_ids": rows, "labels": rows}
@@ -140,17 +145,38 @@ def test_the_transformers_trainer_sets_it(tmp_path: Path) -> None:
     trainer.train()
     lines = [json.loads(x) for x in (tmp_path / "leakage.jsonl").read_text().splitlines()]
     assert "to the embeddings (NEFTune" in lines[-1]["unknown"]
-    begin = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])
-    assert begin["training"]["hides"] == ["noise on the embeddings (NEFTune)"]
 
 
-def test_dropout_in_front_of_lora_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger=rank_zero.log.name):
-        run(tmp_path, adapted(0.05), [SubspaceWords(capacity_seconds=0)])
-    assert "dropout 0.05 in front of LoRA may hide words" in caplog.text
-    assert "a low number is no sign of safety" in caplog.text
+@pytest.mark.parametrize("dropout", [0.05, 0.6])
+def test_what_dropout_hides_it_hides_from_the_control_too(tmp_path: Path, dropout: float) -> None:
+    gate = Threshold("leakage/subspace_words/f1", at_most=0.5, action="warn")
+    run(tmp_path, adapted(dropout), [SubspaceWords(capacity_seconds=0)], gates=[gate])
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value) or gate.fired.value > 0.5
+    if dropout > 0.5:
+        assert "this attack cannot show more than" in gate.fired.why
+
+
+def preferring(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return a loss that prefers the first half of the texts to the second, as DPO does."""
+    losses = functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+    chosen, rejected = (-losses.sum(1)).chunk(2)
+    return -functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def test_of_a_loss_that_prefers_texts_the_control_says_who_reads_it(tmp_path: Path) -> None:
+    """Labels are read by the sizes of rows; a gradient of the likelihood tells no members."""
+    public = PublicText(texts(60, 1))
+    listed = [FlatChat(public), GradientMembership(public)]
+    gate = Threshold("leakage/gradient_membership/auc", at_most=0.7, action="warn")
+
+    model = tiny_llama()
+    model.loss_function = lambda logits, labels, **_: preferring(logits, labels)
+    _, lines = run(tmp_path, model, listed, gates=[gate])
+    assert lines["flatchat"]["metrics"]["f1"]["value"] > 0.9
+    assert lines["gradient_membership"]["metrics"]["auc"]["value"] < 0.7
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
 
 
 @pytest.mark.parametrize("scale", [1 / 1024, 1024.0])
@@ -175,9 +201,3 @@ def test_clipping_by_value_in_a_loop_is_found_in_the_gradient(tmp_path: Path) ->
     line = lines["subspace_words"]
     assert line["unknown"] is None or "clip" in line["unknown"]
     assert line["unknown"] is not None or line["metrics"]["f1"]["value"] > 0.95
-
-
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed"])
-def test_rounding_to_half_precision_is_named(precision: str) -> None:
-    said = [f"rounding to 16 bits ({precision})"] if "16" in precision else []
-    assert list(hides(tiny_llama(), None, precision)) == said

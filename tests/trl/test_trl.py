@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +249,6 @@ def test_training_is_not_disturbed(tmp_path: Path) -> None:
 
 def test_dpo_reads_pairs_or_says_why_not(tmp_path: Path) -> None:
     trainer, probe = dpo(tmp_path), Probe()
-    probe.reads_preferences = True  # type: ignore[misc]
     batches = Batches(trainer)
     public = PublicText([torch.tensor(tokenizer()(text)["input_ids"]) for text in TEXTS])
     played = [
@@ -273,13 +273,12 @@ def test_dpo_reads_pairs_or_says_why_not(tmp_path: Path) -> None:
         torch.testing.assert_close(
             probe.seen[number][2], model.lm_head.weight.grad, rtol=1e-3, atol=1e-6
         )
-        for name in ("flatchat", "gradient_membership", "fc_membership"):
-            if number or name == "flatchat":  # games wait for texts of another batch
-                assert "rejected" in found[name, number]["unknown"]
+        if number:  # games wait for texts of another batch
+            assert "rejected" in found["fc_membership", number]["unknown"]
     assert callback.latest["leakage/subspace_membership/auc"] == 1.0
     assert callback.latest["leakage/worst/words"] == 1.0
-    for name in ("flatchat/f1", "gradient_membership/auc", "fc_membership/auc"):
-        assert callback.latest[f"leakage/{name}"] != callback.latest[f"leakage/{name}"]
+    assert callback.latest["leakage/flatchat/control"] <= 1.0
+    assert math.isnan(callback.latest["leakage/fc_membership/auc"])
 
 
 def test_gates_on_what_pairs_hide_are_breached(tmp_path: Path) -> None:

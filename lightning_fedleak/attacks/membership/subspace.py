@@ -64,7 +64,6 @@ class SubspaceMembership(PassiveMembership):
     config_names = (*PassiveMembership.config_names, "blocks")
     needs_float64 = True
     removes_loss_terms = True
-    reads_preferences = True
 
     def __init__(
         self,

@@ -95,7 +95,6 @@ class BagOfWords(Attack):
     )
     default_name = "bag_of_words"
     reads_adaptive_updates = True
-    reads_preferences = True
     reads_clipped = True
 
     def __init__(self, name: str | None = None) -> None:

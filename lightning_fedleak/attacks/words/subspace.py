@@ -111,7 +111,6 @@ class SubspaceWords(Attack):
     reads_adaptive_updates = True
     removes_loss_terms = True
     reads_clipped = True
-    reads_preferences = True
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
     needs_plain_inputs = True
     restores_fully = False

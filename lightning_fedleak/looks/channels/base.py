@@ -45,7 +45,6 @@ from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.run import (
     AUTOCAST,
-    PREFERENCES,
     Found,
     Look,
     Moment,
@@ -563,8 +562,6 @@ def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
     regularised = [role for role in plan.roles if role in view.loss_terms]
     if regularised and not plan.attack.removes_loss_terms:
         return Unknown(explain_weight_term(regularised[0]))
-    if view.preferences and not plan.attack.reads_preferences:
-        return Unknown(PREFERENCES, applies=False)
     if plan.attack.needs_plain_inputs and view.input_noise > MOST_INPUT_NOISE:
         return Unknown(explain_input_noise(view.input_noise))
     if view.compression not in ("", *plan.attack.reads_compressed):

@@ -44,7 +44,6 @@ from lightning_fedleak.looks.channels.targets import (
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.run import (
     AUDIT,
-    PREFERENCES,
     Look,
     Moment,
     Outcome,
@@ -380,7 +379,11 @@ class MembershipChannel(Channel):
         assert self._tap is not None
         try:
             if any(batch.preferences for batch in batches):
-                raise UnusableObservation(PREFERENCES)
+                raise UnusableObservation(
+                    "the loss prefers chosen texts to rejected ones, which enter its gradient with "
+                    "the other sign, and layers of a server's own have no control; "
+                    "SubspaceMembership reads such steps"
+                )
             for rewritten, name in self._rewritten.items():
                 if rewritten <= layer:
                     raise UnusableObservation(

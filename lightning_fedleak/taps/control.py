@@ -43,6 +43,8 @@ A loss without weights has less until most labels are predicted; class weights o
 more. Higher: weights that belong to words are drawn with positions alone.
 """
 
+UNPLACED = "which labels have which gradient is shown neither by the step's graph nor by its batch"
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -114,9 +116,7 @@ def draw_words(
 
 def _rows(read: ReadCall) -> PlacedRows:
     if read.placed is None:
-        raise UnusableObservation(
-            "which labels have which gradient is shown neither by the step's graph nor by its batch"
-        )
+        raise UnusableObservation(UNPLACED)
     return read.placed
 
 

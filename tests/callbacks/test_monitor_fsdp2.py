@@ -24,6 +24,12 @@ def of(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [found[name] for found in ranks]
 
 
+def compared(values):
+    """Return the values of a look that all processes have, and that are not of shuffled words."""
+    ends = ("/control", "/control_of_a_part", "/p_of_this_look", "/p_over_looks")
+    return {name: value for name, value in values.items() if not name.endswith(ends)}
+
+
 @pytest.mark.parametrize("name", ["values clipped", "values tied"])
 def test_every_look_finds_what_one_process_finds_on_all_texts(ranks, name: str) -> None:
     for found in of(ranks, name):
@@ -31,7 +37,8 @@ def test_every_look_finds_what_one_process_finds_on_all_texts(ranks, name: str) 
         # In the last, one look of AlignedFlatChat names no type at any of three stages: unknown.
         assert sharded["failures"] == single["failures"] == {"values tied": 3}.get(name, 0)
         assert len(sharded["looks"]) == len(single["looks"]) == 3
-        for mine, reference in zip(sharded["looks"], single["looks"], strict=True):
+        for looks in zip(sharded["looks"], single["looks"], strict=True):
+            mine, reference = map(compared, looks)
             assert mine.keys() == reference.keys()
             for prefix in ("leakage", "leakage_local"):
                 assert float(mine[f"{prefix}/flatchat/f1"]) > 0.3
@@ -83,9 +90,9 @@ def test_a_failure_on_one_process_is_unknown_on_both_and_nobody_waits(ranks) -> 
         assert len(found["values"]) > len(unknown)
 
 
-def test_a_batch_that_one_process_cannot_read_is_unknown_on_both(ranks) -> None:
+def test_a_batch_that_one_process_cannot_read_is_read_off_the_graph(ranks) -> None:
     for found in of(ranks, "unreadable on one"):
-        assert found == {"steps": 3, "unknown": [False, True, False], "attacks": 7}
+        assert found == {"steps": 3, "unknown": [False, False, False], "attacks": 7}
 
 
 def test_without_defences_it_is_what_one_process_finds_too(ranks) -> None:
@@ -93,7 +100,11 @@ def test_without_defences_it_is_what_one_process_finds_too(ranks) -> None:
         sharded, single = found["sharded"], found["single"]
         assert sharded["failures"] == single["failures"] == 0
         assert [len(looks) for looks in sharded["looks"]] == [3, 1]
-        assert sharded["looks"] == single["looks"]
+        mine, reference = (
+            [[compared(look) for look in looks] for looks in side["looks"]]
+            for side in (sharded, single)
+        )
+        assert mine == reference
         assert all(float(looks[0]["leakage/flatchat/f1"]) > 0.3 for looks in sharded["looks"])
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 1500
+SECONDS = 900
 """What no machine needs, however slow or loaded: the longest takes one minute on a free core."""
 AFTER_THE_OTHER = 300
 WORKERS = 16

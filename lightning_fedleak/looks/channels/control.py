@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from lightning_fedleak.anatomy import without_peft
 from lightning_fedleak.looks.channels.base import Channel, Plan
@@ -20,6 +21,7 @@ from lightning_fedleak.looks.run import Control, Look, Moment, Run, Series, Unkn
 from lightning_fedleak.records import default_limit
 from lightning_fedleak.snapshots import GradientSnapshot, UnusableObservation
 from lightning_fedleak.taps import (
+    UNPLACED,
     Draw,
     control_gradient,
     control_update,
@@ -41,6 +43,9 @@ LEAST_LABELS = 4
 Fewer: such an attack counts as one that the batch is too large for; more: attacks that can hold but
 a few types are unknown.
 """
+
+
+_ELSEWHERE = "the control could not be made on another process"
 
 
 @dataclass
@@ -85,20 +90,25 @@ class Controls:
         look = moment.look
         played = [(plan, one) for plan in plans if (one := self._channel(plan)) is not None]
         stepped = [p for p in played if moment.optimizer in (None, p[0].optimizer)]
-        due = [plan for plan, channel in stepped if self._is_due(look, plan, channel)]
-        if self._together:
-            shared = [self._run.on_any_process(plan in due) for plan, _ in stepped]
-            due = [plan for (plan, _), asked in zip(stepped, shared, strict=True) if asked]
+        due = [
+            plan for plan, channel in stepped if self._anywhere(self._is_due(look, plan, channel))
+        ]
         if not due:
             return
         try:
             self._play(look, due)
         except Exception as error:
-            if self._together:
-                raise  # the other processes wait for this one
             why = reason(error)
             for plan in due:
                 self._keep(look, plan, Control(self._nothing(plan), why=why))
+
+    def _anywhere(self, here: bool) -> bool:
+        """Return whether something is true here, or on another process that makes this control too.
+
+        Where the processes are one client, or share a sharded model, all make each of its gradients
+        or none does.
+        """
+        return self._run.on_any_process(here) if self._together else here
 
     def may_play(self, plans: Sequence[Plan]) -> bool:
         """Return whether one of these attacks is given controls."""
@@ -139,26 +149,33 @@ class Controls:
         return min(known, default=0.0)
 
     def _play(self, look: Look, plans: Sequence[Plan]) -> None:
-        reads = [*look.calls, *look.current]
-        if look.truth_error is not None or not reads:
-            raise UnusableObservation(look.truth_error or "the step's calls were not read")
+        reads, failure = [*look.calls, *look.current], look.truth_error
+        if not reads:
+            failure = failure or "the step's calls were not read"
+        if any(read.placed is None for read in reads):
+            failure = failure or UNPLACED
+        if self._anywhere(failure is not None):
+            raise UnusableObservation(failure or _ELSEWHERE)
         roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
         generator = torch.Generator().manual_seed(1_000_003 * look.step + self._run.rank)
         found: dict[str, list[Mapping[str, float] | Unknown | Waiting]] = {}
-        for with_words in (False, True)[: 1 + is_uneven(reads)]:
+        for with_words in (False, True)[: 1 + self._anywhere(is_uneven(reads))]:
             draw = draw_words(reads, self._special, generator, sizes_go_with_words=with_words)
             view = self._gradient(look, draw, roles)
             for plan in plans:
                 found.setdefault(plan.attack.name, []).append(self._rates(plan, view, draw, look))
         low = []
         for plan in plans:
-            control = self._lowest(look, plan, found[plan.attack.name])
-            if control is None:
-                continue
-            self._keep(look, plan, control)
-            channel = self._channel(plan)
+            control, channel = (
+                self._lowest(look, plan, found[plan.attack.name]),
+                self._channel(plan),
+            )
             assert channel is not None
-            if not control.rates.get(channel.headline, math.nan) > self._need(channel):
+            is_low = False
+            if control is not None:
+                self._keep(look, plan, control)
+                is_low = not control.rates.get(channel.headline, math.nan) > self._need(channel)
+            if self._anywhere(is_low):
                 low.append(plan)
         if low:
             self._play_parts(look, low, draw)
@@ -176,21 +193,41 @@ class Controls:
     def _gradient(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
         """Return the gradient of a control; the mean over processes if they are one client.
 
-        Of a round it is the update, where what the round is made again from was kept.
+        Raises:
+            UnusableObservation: it cannot be made, on this process or on another one.
         """
-        run, step, scale = self._run, look.step, self._run.loss_scale
-        view: GradientSnapshot
-        if (local := look.local) is not None:
-            cut = run.clip_value
-            view = control_update(
-                run.anatomy, draw, roles, local, step=step, scale=scale, clip_value=cut
-            )
-        else:
-            view = control_gradient(run.anatomy, draw, roles, step=step, scale=scale)
+        run, why = self._run, _ELSEWHERE
+        view: GradientSnapshot | None = None
+        try:
+            view = self._own_gradient(look, draw, roles)
+        except Exception as error:
+            why = reason(error)
+        if self._anywhere(view is None) or view is None:
+            raise UnusableObservation(why)
         if run.client == "world" and run.processes > 1:
-            tensors = {r: run.summed(t) / run.processes for r, t in view.tensors.items()}
+            tensors = {}
+            for role in roles:
+                if self._anywhere(role in view.tensors):
+                    gradient = view.tensors.get(role, self._zeros(role))
+                    tensors[role] = run.summed(gradient) / run.processes
             view = replace(view, tensors=tensors)
         return replace(view, client=run.number, input_noise=look.input_noise)
+
+    def _own_gradient(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
+        """Return this process's gradient; of a round the update, where it can be made again."""
+        run, step, scale = self._run, look.step, self._run.loss_scale
+        if look.local is None:
+            return control_gradient(run.anatomy, draw, roles, step=step, scale=scale)
+        cut = run.clip_value
+        return control_update(
+            run.anatomy, draw, roles, look.local, step=step, scale=scale, clip_value=cut
+        )
+
+    def _zeros(self, role: str) -> Tensor:
+        """Return the gradient of a parameter on a process whose part of a batch has no label."""
+        parameter = self._run.anatomy.parameter(role)
+        assert parameter is not None
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._run.device)
 
     def _lowest(
         self, look: Look, plan: Plan, found: Sequence[Mapping[str, float] | Unknown | Waiting]
@@ -212,22 +249,26 @@ class Controls:
         Where an attack reads a part, the whole holds more than it can tell apart.
         """
         roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
-        n_labels = sum(int((sizes != 0).sum()) for sizes in whole.sizes)
+        counts = torch.stack([(sizes != 0).sum() for sizes in whole.sizes]).sum()
+        n_labels = int(self._run.summed(counts) / self._run.processes if self._together else counts)
         low = list(plans)
         while low and n_labels > LEAST_LABELS:
             n_labels = max(n_labels // SMALLER, LEAST_LABELS)
             part = whole.first(n_labels)
             view = self._gradient(look, part, roles)
-            for plan in tuple(low):
+            still = []
+            for plan in low:
                 channel, rates = self._channel(plan), self._rates(plan, view, part, look)
                 assert channel is not None
-                if not isinstance(rates, Mapping):
-                    continue
                 need = max(self._need(channel), default_limit(channel.leak.chance))
-                if rates.get(channel.headline, math.nan) > need:
+                known = rates if isinstance(rates, Mapping) else {}
+                is_read = known.get(channel.headline, math.nan) > need
+                if is_read and plan.attack.name in look.controls:
                     control = look.controls[plan.attack.name]
-                    self._keep(look, plan, replace(control, part=rates))
-                    low.remove(plan)
+                    self._keep(look, plan, replace(control, part=known))
+                if self._anywhere(not is_read):
+                    still.append(plan)
+            low = still
 
     def _keep(self, look: Look, plan: Plan, control: Control) -> None:
         channel = self._channel(plan)

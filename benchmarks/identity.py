@@ -22,7 +22,7 @@ import time
 import warnings
 from collections import Counter
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ class Configuration:
     attacks: str
     every: int
     controlled: bool
+    rounds: bool
 
     @classmethod
     def drawn(cls, seed: int, faces: tuple[str, ...]) -> Configuration:
@@ -99,9 +100,10 @@ class Configuration:
         attacks = ["auto", "maps"] if model == "bert" else ["auto", "maps", "members", "texts"]
         if model in ("gpt2", "llama") and part == "whole":
             attacks += ["head", "rehearsed"]
-        return cls(
+        face = draw.choices(faces, [1 if face == "ddp" else 5 for face in faces])[0]
+        chosen = cls(
             seed,
-            draw.choices(faces, [1 if face == "ddp" else 5 for face in faces])[0],
+            face,
             model,
             part,
             draw.choice(["sgd", "adamw"]),
@@ -114,7 +116,10 @@ class Configuration:
             draw.choice(attacks),
             draw.choice([1, 2, 3]),
             seed % 2 == 0,
+            rounds=False,
         )
+        in_rounds = face != "ddp" and chosen.attacks in ("maps", "members")
+        return replace(chosen, rounds=in_rounds and draw.random() < 0.4)
 
     def module(self) -> nn.Module:
         """Return the model; the same for the same configuration."""
@@ -163,7 +168,8 @@ class Configuration:
         return torch.Generator().manual_seed(self.seed)
 
     def settings(self) -> dict[str, Any]:
-        return {"every_n_steps": self.every, "cache": False}
+        rounds = {"local_steps": 2} if self.rounds else {}
+        return {"every_n_steps": self.every, "cache": False, **rounds}
 
 
 def footprint(model: nn.Module, optimizer: Any, losses: list[float]) -> list[Tensor]:
@@ -348,7 +354,8 @@ def main() -> int:
         c = Configuration.drawn(seed, tuple(options.faces))
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             difference = differ(c)
-        count[f"{c.face}{', resumed' * c.resumed}{', control forced' * c.controlled}"] += 1
+        kinds = {"resumed": c.resumed, "rounds": c.rounds, "control forced": c.controlled}
+        count[", ".join([c.face, *(name for name, is_so in kinds.items() if is_so)])] += 1
         if difference is not None:
             wrong += 1
             print("DIFFERENT", c, difference, flush=True)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.attacks.drawn_trainings                    # a hundred, about 10 minutes
     python -m benchmarks.attacks.drawn_trainings --only 17 --runs 1  # the draw of a refutation
+    python -m benchmarks.attacks.drawn_trainings --large            # how often a gate decides
 
 A training draws its loss, what it trains, dropout, noise on embeddings, precision, batch and the
 step that is looked at. The true words are those of the script's own batch. Where a gate at .5 on
@@ -10,6 +11,9 @@ the weights of that step, and reads the gradient that the script copied. One tha
 .15 above the logged number refutes it. What counts as known *by aggregation* is a number apart: the
 batch holds more than the attack can tell apart there, and another may hold more. A number of true
 words in the log that is not the script's own refutes as well.
+
+With ``--large`` batches have 192 to 512 tokens, as many as many attacks can tell apart or more, and
+nothing hides them: no dropout, no noise, no rounding. There a gate should decide.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +56,7 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.trainers import Threshold, Watch
 
-SMOKE = ("--runs 10",)
+SMOKE = ("--runs 10", "--large --runs 2")
 
 REFUTES = 0.15
 VOCABULARY, WIDTH, BLOCKS, TOKENS = 256, 48, 3, 32
@@ -109,6 +113,14 @@ class Training:
             length,
             draw.choice([1e-4, 1e-3, 5e-3]),
         )
+
+    @classmethod
+    def large(cls, seed: int) -> Training:
+        """Return a training of large batches whose gradients nothing hides."""
+        shape = random.Random(seed).choice([(8, 24), (8, 32), (16, 32)])
+        open_ = replace(cls.drawn(seed), dropout=0.0, noise=0.0, precision="32-true")
+        part = "LoRA q/v" if open_.part == "LoRA o+down" else open_.part
+        return replace(open_, part=part, rows=shape[0], length=shape[1])
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
@@ -205,6 +217,7 @@ class Verdict:
     looks: Counter[str] = field(default_factory=Counter)
     refuted: list[str] = field(default_factory=list)
     aggregated: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
 
 
 def true_words(ids: Tensor, counted: Tensor) -> dict[str, set[int]]:
@@ -254,6 +267,12 @@ def read_afresh(training: Training, seen: Seen, step: int) -> dict[str, float]:
     return found
 
 
+def shown_of(latest: Mapping[str, float]) -> dict[str, float]:
+    """Return the rates of the attacks at a look, and their controls."""
+    ends = ("/f1", "/control", "_part")
+    return {n.removeprefix("leakage/"): round(v, 3) for n, v in latest.items() if n.endswith(ends)}
+
+
 def judge(
     training: Training, watch: Watch, seen: Seen, gate: Threshold, fired: list[Any], to: Verdict
 ) -> None:
@@ -265,7 +284,10 @@ def judge(
         to.looks["no result yet"] += 1
         return
     if fired:
-        to.looks["unknown" if fired[-1].value != fired[-1].value else "fired"] += 1
+        unknown = fired[-1].value != fired[-1].value
+        to.looks["unknown" if unknown else "fired"] += 1
+        if unknown:
+            to.unknown.append(f"{training}\n    step {step}: {fired[-1].why}; {shown_of(latest)}")
         return
     controls = {n: v for n, v in latest.items() if n.endswith("/control_of_a_part")}
     parted = any(
@@ -273,8 +295,7 @@ def judge(
         for n, part in controls.items()
     )
     to.looks["by aggregation" if parted else "low"] += 1
-    shown = {n.removeprefix("leakage/"): round(v, 3) for n, v in latest.items()
-             if n.endswith(("/f1", "/control", "_part"))}  # fmt: skip
+    shown = shown_of(latest)
     for name, f1 in read_afresh(training, seen, step).items():
         if f1 > number + REFUTES:
             line = f"step {step}: {name} reads {f1:.3f} afresh, the log has {number:.3f}; {shown}"
@@ -341,6 +362,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--only", type=int, default=0, help="the first draw")
+    parser.add_argument("--large", action="store_true", help="large batches that nothing hides")
+    parser.add_argument("--why", action="store_true", help="print why looks are unknown")
     parser.add_argument("--at-most", type=float, default=0.5, help="of the gate")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -351,7 +374,7 @@ def main() -> int:
     aggregated: list[str] = []
     began = time.monotonic()
     for seed in range(options.only, options.only + options.runs):
-        training = Training.drawn(seed)
+        training = (Training.large if options.large else Training.drawn)(seed)
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
             try:
                 verdict = run(training, Path(folder), options.at_most)
@@ -365,6 +388,8 @@ def main() -> int:
         aggregated += verdict.aggregated
         for line in verdict.refuted:
             print("REFUTED", line, flush=True)
+        for line in verdict.unknown if options.why else ():
+            print("UNKNOWN", line, flush=True)
     print(f"{options.runs} trainings, {time.monotonic() - began:.0f} s, looks: {dict(looks)}")
     print(f"known and refuted: {len(refuted)}; by aggregation, and another reads more:")
     print("\n".join(aggregated) or "none")

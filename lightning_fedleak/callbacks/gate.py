@@ -11,7 +11,7 @@ import torch
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
 from lightning_fedleak.callbacks.trainer_facts import defenses_of
 from lightning_fedleak.lightning_packages import EitherCallback
-from lightning_fedleak.looks import CHOOSE, Controls, Engine, Threshold, names_there_are
+from lightning_fedleak.looks import CHOOSE, Engine, GateActions, Threshold, names_there_are
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -136,7 +136,7 @@ class RiskGate(Threshold, EitherCallback):
         self._check_stop(trainer)
         self.watch(
             engine,
-            Controls(
+            GateActions(
                 partial(_log, trainer),
                 partial(_save, trainer),
                 partial(setattr, trainer, "should_stop", True),

@@ -41,7 +41,7 @@ from lightning_fedleak.looks.run import Unknown as Unknown
 from lightning_fedleak.looks.run import contained as contained
 from lightning_fedleak.looks.run import reason as reason
 from lightning_fedleak.looks.tensorboard import BoardLogger as BoardLogger
-from lightning_fedleak.looks.threshold import Controls as Controls
+from lightning_fedleak.looks.threshold import GateActions as GateActions
 from lightning_fedleak.looks.threshold import Threshold as Threshold
 from lightning_fedleak.looks.weights import Memory as Memory
 from lightning_fedleak.records import GateDecision as GateDecision

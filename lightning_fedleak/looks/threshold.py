@@ -34,7 +34,7 @@ Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
 
 @dataclass(frozen=True)
-class Controls:
+class GateActions:
     """What a gate can do to a run.
 
     Attributes:
@@ -137,37 +137,37 @@ class Threshold:
         start = f"{self._kind}('{self.metric}', at_most={self.at_most:g}"
         return f"{start}, {_name_of(self.action)}{bound}{fired})"
 
-    def watch(self, engine: Engine, controls: Controls) -> None:
+    def watch(self, engine: Engine, actions: GateActions) -> None:
         """Subscribe to an engine that logs the metric, for one run.
 
         Args:
             engine: of the run; its families are known.
-            controls: what acts on the run.
+            actions: what acts on the run.
 
         Raises:
             ValueError: the metric cannot be judged in this run; the message says what to change.
         """
         self._engine = engine
         self.fired, self.verdict = None, None
-        self._check_clients(controls.processes)
+        self._check_clients(actions.processes)
         harden_it = self.action == "harden"
-        self._defenses = defenses_to_harden(controls.defenses) if harden_it else ()
+        self._defenses = defenses_to_harden(actions.defenses) if harden_it else ()
         self.notches = self._breaches = 0
         self._watched = engine.headlines_of(self.metric) or (self.metric,)
         self.on_weights = engine.is_looks_dependent(self.metric)
         if self.on_weights:
             self._check_dependent(engine)
-        self._check_looks(engine, controls.processes)
+        self._check_looks(engine, actions.processes)
         self._evidence = self._new_evidence()
         self._has_result = self._stopped = False
         notches = [f"gate/{self.name}_notches"] if harden_it else []
         engine.subscribe(
-            partial(self._decide, engine, controls),
+            partial(self._decide, engine, actions),
             [f"gate/{self.name}", *notches],
             threshold=(self.metric, self.at_most),
             facts=self._describe(),
             before_first=partial(self._check_read, engine),
-            after_training=partial(self._conclude, engine, controls),
+            after_training=partial(self._conclude, engine, actions),
         )
 
     def choice(self, loss: float) -> float:
@@ -327,7 +327,7 @@ class Threshold:
     def _alpha_now(self) -> float:
         return self.alpha / 2 ** (self.notches + 1) if self.action == "harden" else self.alpha
 
-    def _decide(self, engine: Engine, controls: Controls) -> None:
+    def _decide(self, engine: Engine, actions: GateActions) -> None:
         if self._stopped:
             return
         # The first process has what no other has, its clock's seconds and the worst client's value:
@@ -340,19 +340,19 @@ class Threshold:
         )
         breach = engine.run.broadcast(acts)
         step = engine.results.last_step
-        controls.log({f"gate/{self.name}": float(breach is not None)} | self._progress(), step)
+        actions.log({f"gate/{self.name}": float(breach is not None)} | self._progress(), step)
         if breach is not None:
             measurement, self.verdict = breach
-            self._fire(engine, controls, measurement)
+            self._fire(engine, actions, measurement)
         if self.action == "harden":
-            controls.log({f"gate/{self.name}_notches": float(self.notches)}, step)
+            actions.log({f"gate/{self.name}_notches": float(self.notches)}, step)
 
-    def _conclude(self, engine: Engine, controls: Controls) -> None:
+    def _conclude(self, engine: Engine, actions: GateActions) -> None:
         """Fire if a strict gate had no result in the whole run, whatever its patience."""
         if not self.strict or self.fired is not None or engine.run.step == engine.first_step:
             return
         if not engine.run.broadcast(self._has_result):
-            self._fire(engine, controls, _Measurement(self.metric, math.nan, {}))
+            self._fire(engine, actions, _Measurement(self.metric, math.nan, {}))
 
     def _read_look(self, engine: Engine) -> _Measurement | None:
         """Return the watched value at the newest look; None where there is none yet."""
@@ -478,7 +478,7 @@ class Threshold:
             return {}
         return {f"gate/{self.name}_evidence": self._nearest(self._evidence).progress}
 
-    def _fire(self, engine: Engine, controls: Controls, measurement: _Measurement) -> None:
+    def _fire(self, engine: Engine, actions: GateActions, measurement: _Measurement) -> None:
         hardened = tuple(harden(self._defenses))
         stops = self.action == "stop" or (self.action == "harden" and not hardened)
         step = engine.results.last_step
@@ -508,14 +508,14 @@ class Threshold:
             low,
             high,
             self.at_most,
-            controls.save(name) if saves else None,
+            actions.save(name) if saves else None,
             self.verdict,
             hardened,
             tuple(d.name for d in self._defenses) if stops else (),
             measurement.source,
             measurement.why,
-            controls.resume,
-            controls.mend,
+            actions.resume,
+            actions.mend,
             self.on_weights,
             measurement.read,
         )
@@ -527,7 +527,7 @@ class Threshold:
             announce(f"{self._kind} '{self.name}' hardened the run {event}")
         elif stops:
             self._stopped = True
-            controls.stop()
+            actions.stop()
             announce(f"{self._kind} '{self.name}' stopped training {event}")
         else:
             self._act(event, first=first)

@@ -20,10 +20,10 @@ from lightning_fedleak.attacks import Attack, TextSource
 from lightning_fedleak.looks import (
     CHOOSE,
     BoardLogger,
-    Controls,
     Destination,
     Engine,
     Games,
+    GateActions,
     Look,
     LookSettings,
     Memorization,
@@ -315,7 +315,7 @@ class Watch:
         self.should_stop = self._stepped = self._backward = self._open = self._inside = False
         for gate in self.gates:
             log, save, words = self._log, partial(self._save, gate), (self.resume, self.mend)
-            gate.watch(engine, Controls(log, save, self._stop, run.processes, (), *words))
+            gate.watch(engine, GateActions(log, save, self._stop, run.processes, (), *words))
         if (saved := self._saved) is not None:
             loop.steps, loop.batches = saved["steps"], saved["batches"]
             loop.utility |= saved.get("utility", {})

@@ -12,7 +12,7 @@ import torch
 
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
-from lightning_fedleak.looks import Controls
+from lightning_fedleak.looks import GateActions
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.gates import Evidence, default_warmup, known_ranges
 from lightning_fedleak.records import Judgement
@@ -385,7 +385,7 @@ def look(gate, evidence_metric="auc", **monitor):
         record_decision=lambda facts: None,
         run=SimpleNamespace(rank=0, broadcast=lambda value: value),
     )
-    controls = Controls(lambda values, step: None, lambda name: None, lambda: None)
+    controls = GateActions(lambda values, step: None, lambda name: None, lambda: None)
     if gate._evidence is None and gate.bound != "value":
         evidence = Evidence(gate.bound, gate.at_most, gate.alpha, None, evidence_metric)
         gate._evidence = {gate.metric: evidence}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_fedleak import FCMembership, LeakageMonitor, RiskGate, SubspaceWords
-from lightning_fedleak.looks import Controls
+from lightning_fedleak.looks import GateActions
 from lightning_fedleak.looks.results import Results
 from lightning_fedleak.looks.run import Look, Outcome, Series, not_shared, pending, unknown
 from lightning_fedleak.metrics import Rate
@@ -166,7 +166,7 @@ def look(gate: RiskGate, values: dict[str, float], why: str = "") -> None:
     gate._watched = engine.headlines
     if gate._evidence is None:
         gate._evidence = gate._new_evidence()
-    controls = Controls(lambda values, step: None, lambda name: None, lambda: None)
+    controls = GateActions(lambda values, step: None, lambda name: None, lambda: None)
     gate._decide(engine, controls)
 
 

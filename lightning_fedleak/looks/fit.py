@@ -99,7 +99,7 @@ class Fit:
         self._stages = options.stages
         self._cadence = options.cadence
         self._local_steps = options.local_steps
-        self.controls = Controls(run, series)
+        self.controls = Controls(run, series, options.games.held_out)
         self._truth = StepTruth(run, options.batch_adapter)
         self._remembering: list[Channel] = []
         self._batch: Any = None

@@ -13,6 +13,7 @@ from lightning_fedleak.taps.control import Draw as Draw
 from lightning_fedleak.taps.control import LocalRound as LocalRound
 from lightning_fedleak.taps.control import control_gradient as control_gradient
 from lightning_fedleak.taps.control import control_update as control_update
+from lightning_fedleak.taps.control import draw_texts as draw_texts
 from lightning_fedleak.taps.control import draw_words as draw_words
 from lightning_fedleak.taps.control import is_uneven as is_uneven
 from lightning_fedleak.taps.gradients import EmbeddingNoise as EmbeddingNoise

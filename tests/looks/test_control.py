@@ -19,12 +19,15 @@ from torch.nn import functional
 from lightning_fedleak.attacks import (
     Attack,
     BagOfWords,
+    BeamFromWords,
     GradientMembership,
     RevealLabels,
     SubspaceWords,
     WordGuess,
 )
+from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import LeakageMonitor
+from lightning_fedleak.looks import Games
 from lightning_fedleak.looks.channels.control import Controls
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.trainers import Threshold, Watch
@@ -99,6 +102,27 @@ def test_a_broken_attack_is_unknown_to_a_gate(tmp_path: Path) -> None:
     [decision] = gate_lines(tmp_path)
     assert decision["measured"] is None
     assert "cannot show more than 0.00 here" in decision["why"]
+
+
+def test_an_attack_that_prefers_likely_texts_is_tried_on_held_out_ones(tmp_path: Path) -> None:
+    texts = PublicText([[5 + i, 40 + i, 60 + i, 30 + i, 20 + i, 9, 8, 7] for i in range(12)])
+    name = "leakage/beam_from_words/token_accuracy"
+    for folder, held_out in (("with", texts), ("without", None)):
+        attack = BeamFromWords(8, 2, moves=0, beam=4, budget_seconds=None)
+        gate = Threshold(name, at_most=0.9, action="warn")
+        games = Games(held_out=held_out, targets=2)
+        model = tiny_llama()
+        watch = watched(
+            tmp_path / folder, attack, [gate], model=model, rows=2, games=games, steps=1
+        )
+        control = watch.latest.get("leakage/beam_from_words/control")
+        assert gate.fired is not None  # a model that has learned nothing orders no words
+        if held_out is None:
+            assert control is None
+            assert "games=Games(held_out=texts)" in gate.fired.why
+        else:
+            assert 0 <= control <= 0.9
+            assert f"{control:.2f} of known" in gate.fired.why
 
 
 def round_weights(folder: Path | None, gates: Sequence[Threshold] = ()) -> list[Tensor]:

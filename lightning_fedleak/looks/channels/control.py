@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.anatomy import without_peft
+from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.looks.channels.base import Channel, Plan
 from lightning_fedleak.looks.channels.targets import special_ids
 from lightning_fedleak.looks.log import accounting
@@ -25,6 +26,7 @@ from lightning_fedleak.taps import (
     Draw,
     control_gradient,
     control_update,
+    draw_texts,
     draw_words,
     is_uneven,
 )
@@ -46,6 +48,7 @@ a few types are unknown.
 
 
 _ELSEWHERE = "the control could not be made on another process"
+_NO_TEXTS = "it prefers likely texts, and shuffled ones are not: pass games=Games(held_out=texts)"
 
 
 @dataclass
@@ -62,15 +65,19 @@ class Controls:
     Args:
         run: the run.
         series: the channel of each series.
+        held_out: texts that take the place of the batch's own where an attack prefers likely ones.
 
     Attributes:
         needs: by the name of a family, what a control must exceed: the highest threshold of its
             gates.
     """
 
-    def __init__(self, run: Run, series: Mapping[Series, Channel]) -> None:
+    def __init__(
+        self, run: Run, series: Mapping[Series, Channel], held_out: PublicText | None
+    ) -> None:
         self._run = run
         self._series = series
+        self._held_out = held_out
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
         self._newest: dict[str, _Newest] = {}
@@ -156,11 +163,27 @@ class Controls:
             failure = failure or UNPLACED
         if self._anywhere(failure is not None):
             raise UnusableObservation(failure or _ELSEWHERE)
-        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
         generator = torch.Generator().manual_seed(1_000_003 * look.step + self._run.rank)
+        likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
+        if shuffled := [plan for plan in plans if plan not in likely]:
+            uneven = self._anywhere(is_uneven(reads))
+            draws = [
+                draw_words(reads, self._special, generator, sizes_go_with_words=with_words)
+                for with_words in (False, True)[: 1 + uneven]
+            ]
+            self._ask(look, shuffled, draws)
+        if likely and self._held_out is not None:
+            texts = self._held_out.sentences
+            self._ask(look, likely, [draw_texts(reads, self._special, texts, generator)])
+        elif likely:
+            for plan in likely:
+                self._keep(look, plan, Control(self._nothing(plan), why=_NO_TEXTS))
+
+    def _ask(self, look: Look, plans: Sequence[Plan], draws: Sequence[Draw]) -> None:
+        """Ask attacks about the known words of some draws, and about parts where they read few."""
+        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
         found: dict[str, list[Mapping[str, float] | Unknown | Waiting]] = {}
-        for with_words in (False, True)[: 1 + self._anywhere(is_uneven(reads))]:
-            draw = draw_words(reads, self._special, generator, sizes_go_with_words=with_words)
+        for draw in draws:
             view = self._gradient(look, draw, roles)
             for plan in plans:
                 found.setdefault(plan.attack.name, []).append(self._rates(plan, view, draw, look))
@@ -178,7 +201,7 @@ class Controls:
             if self._anywhere(is_low):
                 low.append(plan)
         if low:
-            self._play_parts(look, low, draw)
+            self._play_parts(look, low, draws[-1])
 
     def _rates(
         self, plan: Plan, view: GradientSnapshot, draw: Draw, look: Look

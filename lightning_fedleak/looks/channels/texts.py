@@ -424,15 +424,8 @@ class TextsChannel(Channel):
     def control_rates(
         self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
     ) -> Mapping[str, float] | Unknown | Waiting:
-        """Return the rates of an attack on the texts of a control.
-
-        One that prefers likely texts cannot be tried on shuffled ones.
-        """
+        """Return the rates of an attack on the texts of a control."""
         attack: Any = plan.attack
-        if attack.prefers_likely_texts:
-            return Unknown(
-                "it prefers likely texts, and those of a control are shuffled: it has no control"
-            )
         answer = guess(plan, view, self.run)
         if isinstance(answer, Unknown | Waiting):
             return answer

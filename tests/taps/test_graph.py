@@ -206,6 +206,32 @@ def test_hard_labels_are_exact(family: str) -> None:
         assert read == (with_last if name == "z-loss" else truth_read), name
 
 
+def reentrant() -> nn.Module:
+    """Return a model whose blocks run twice, the first time without a graph."""
+    model = llama()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    return model
+
+
+def in_float16(model: nn.Module) -> Tensor:
+    with torch.autocast("cpu", torch.float16):
+        return model(input_ids=IDS, labels=ANSWER_LABELS).loss
+
+
+STEPS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
+    "reentrant checkpointing": (reentrant, HARD["answers"][0]),
+    "the scale of fp16": (llama, lambda m: 2.0**16 * in_float16(m)),
+    "a small scale": (llama, lambda m: 2.0**-16 * HARD["answers"][0](m)),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_labels_are_read_however_the_step_is_computed(kind: str) -> None:
+    model, loss = STEPS[kind]
+    assert ids_of(read_step(model(), loss)) == sorted(ANSWER_LABELS[ANSWER_LABELS > 0].tolist())
+
+
 @pytest.mark.parametrize("family", CAUSAL)
 def test_a_rejected_text_has_the_other_sign(family: str) -> None:
     model = CAUSAL[family]()

@@ -223,8 +223,19 @@ def test_repeats_and_short_texts_leave_on_both_sides() -> None:
     short[3:5] = 1
     data[11] = {"input_ids": data[11]["input_ids"], "labels": short}
     pool = collect(loader(data), ALL, read)
-    assert (pool.repeated, pool.short, len(pool.texts)) == (2, 1, 397)
+    assert (pool.repeated, pool.short, len(pool.texts)) == (2, 1, 398)
     assert "2 that other rows repeat and 1 short" in pool.cost
+    assert "1 texts that stand in several rows are asked about alone" in pool.cost
+    assert pool.times.tolist() == [1] * 397 + [2]  # both rows are asked about as one text
+    assert torch.equal(pool.texts[397].ids, data[3]["input_ids"])
+    for row in data[:100]:
+        pool.remember(batch([row]))
+    index, members = pool.compared(0, 100)
+    told = pool.alone[index]
+    assert int(members[told].sum()) == 97  # neither copy is told from others, nor the short one
+    assert int((~members).sum()) == 300
+    assert index[~told].tolist() == [397]
+    assert members[~told].all()
 
 
 def test_the_budget_sets_how_many_are_asked_and_the_refusal_how_many_would_be() -> None:

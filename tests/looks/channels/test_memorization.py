@@ -11,6 +11,7 @@ import stat
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import numpy as np
@@ -427,7 +428,7 @@ def test_a_gate_lets_an_untrained_model_pass(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_known_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'shown' needs 437 others, and 108 are asked about"):
+    with pytest.raises(ValueError, match="'shown' needs 706 others at look 5, and has 108"):
         gated(tmp_path, RiskGate("leakage/combined/shown", at_most=0.2))
     with pytest.raises(ValueError, match="no controls after epoch 1: add leave_out"):
         gated(tmp_path, RiskGate("leakage/combined/auc", at_most=0.7), data=rows())
@@ -435,6 +436,55 @@ def test_what_cannot_be_known_is_refused_before_the_first_step(tmp_path: Path) -
     trainer, _ = gated(tmp_path, patient)
     assert patient.fired is None
     assert trainer.global_step == 99
+
+
+def enough_at_first(folder: Path, gate: RiskGate, **more: Any) -> tuple[L.Trainer, Any]:
+    """Fit with a gate on what is shown and 560 others, enough for two looks."""
+    settings = Memorization(max_overhead=10, looks=(0.5,))
+    watching = LeakageMonitor(
+        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=settings)
+    )
+    data = leave_out(rows(1120), 560, seed=1)[0]
+    return fit([watching, gate], data=data, **more)
+
+
+def test_a_strict_gate_stops_where_what_is_shown_is_not_known_any_more(tmp_path: Path) -> None:
+    """Look 2 needs 546 others and look 3 needs 615."""
+    gate = RiskGate("leakage/combined/shown", at_most=1.0)
+    with pytest.raises(ValueError, match="'shown' needs 615 others at look 3, and has 560"):
+        enough_at_first(tmp_path, gate, max_epochs=2)
+    with announced("too few texts are compared at this look"):
+        trainer, _ = enough_at_first(tmp_path, gate, max_steps=200, max_epochs=-1)
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
+    assert trainer.global_step == gate.fired.step == 140  # the end of the second epoch
+    *known, unknown = lines(tmp_path)
+    assert len(known) == 2
+    assert all(line["metrics"]["shown"]["value"] is not None for line in known)
+    assert unknown["metrics"]["shown"]["value"] is None
+    patient = RiskGate("leakage/combined/shown", at_most=1.0, strict=False)
+    trainer, _ = enough_at_first(tmp_path / "patient", patient, max_epochs=2)
+    assert patient.fired is None
+    assert trainer.global_step == 140
+
+
+def test_a_strict_gate_stops_where_no_leak_could_be_shown_by_so_few_texts(tmp_path: Path) -> None:
+    """Of 20 members and 20 others a look shows an AUC of (.05 / 2 / 2)^(1 / 20) = .80 at most."""
+    settings = Memorization(max_overhead=10, looks=(), most_texts=40)
+    found = {}
+    for at_most in (0.79, 0.81):
+        watching = LeakageMonitor(
+            [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
+        )
+        gate = found[at_most] = RiskGate("leakage/combined/auc", at_most=at_most, action="warn")
+        train = leave_out(rows(300), 100, seed=1)[0]
+        with mock.patch("lightning_fedleak.looks.pool.LEAST_POOL", 40):
+            fit([watching, gate], data=train, max_epochs=1)
+        assert watching.latest["leakage/combined/auc_provable"] == pytest.approx(0.0125**0.05)
+    assert found[0.79].fired is None
+    assert found[0.81].fired is not None
+    assert math.isnan(found[0.81].fired.value)
+    assert "too few texts" in str(found[0.81].fired)
 
 
 def test_another_alpha_than_the_intervals_have_is_refused(tmp_path: Path) -> None:

@@ -606,6 +606,7 @@ class MemorizationChannel(Channel):
             repeated=pool.repeated,
             short=pool.short,
             searched=pool.searched,
+            copied=int((~pool.alone).sum()),
             base=None if base is None else hash_tensors(self._tensors(pool, base)),
         )
 

@@ -17,6 +17,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -54,6 +55,7 @@ from tests.helpers.notices import announced
 from tests.helpers.processes import two_processes
 
 SETTINGS = Memorization(max_overhead=4 / 3)
+READ = partial(read_batch, kind="causal")
 
 
 def rows(n: int = 400, length: int = 14) -> list[dict[str, torch.Tensor]]:
@@ -381,6 +383,93 @@ def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Pat
 def test_a_run_that_ends_early_is_looked_at_when_it_ends(tmp_path: Path) -> None:
     fit([monitor(tmp_path)], max_steps=20, max_epochs=-1)
     assert [line["step"] for line in lines(tmp_path)] == [17, 20]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("averaging", "settings"),
+    [
+        ("StochasticWeightAveraging", {"swa_lrs": 1e-2, "swa_epoch_start": 1}),
+        ("EMAWeightAveraging", {"decay": 0.98}),
+    ],
+)
+def test_the_last_look_is_at_the_weights_that_a_fit_leaves(
+    tmp_path: Path, averaging: str, settings: dict[str, float], first: bool
+) -> None:
+    """Averages are put in place when training ends, before or after the monitor is told so."""
+    if not hasattr(lightning_callbacks, averaging):
+        pytest.skip(f"this Lightning has no {averaging}")
+    watching, average = monitor(tmp_path), getattr(lightning_callbacks, averaging)(**settings)
+    base = ask_texts(tiny())
+    data = leave_out(rows(), 140, seed=1)[0]
+    gate = RiskGate("leakage/combined/auc", at_most=0.999, action="warn")
+    callbacks = [watching, average, gate] if first else [average, watching, gate]
+    _, module = fit(callbacks, data=data)
+    pool, answers = base(data)
+    left = ask_tokens(find_anatomy(module.model), pool.texts)
+    looks = lines(tmp_path)
+    assert [line["step"] for line in looks] == [17, 30, 33, 66, 99, 99]
+    expected = pool.compare(answers, left, [Combined()], look=6).values["combined"]
+    *_, before, last = (line["metrics"]["auc"] for line in looks)
+    assert last["value"] == pytest.approx(expected["auc"])
+    assert last["low"] == pytest.approx(expected["auc_low"], abs=1e-9)
+    assert before["value"] != last["value"]
+    assert watching.latest["leakage/combined/auc"] == pytest.approx(expected["auc"])
+    [summary] = findings(read([tmp_path])).runs
+    shown = next(one for one in summary.attacks if one.name == "combined")
+    assert shown.last.value == pytest.approx(expected["auc"])
+
+
+def test_texts_that_repeat_are_asked_for_extraction_by_how_often(tmp_path: Path) -> None:
+    """Of 30 texts each stands in six rows: none is told from others, and all are learned first."""
+    ids = torch.randint(3, 2000, (30, 24), generator=torch.Generator().manual_seed(5))
+    often = [{"input_ids": row.clone(), "labels": row.clone()} for row in ids for _ in range(6)]
+    data = leave_out([*rows(300, 24), *often], 120, seed=1)[0]
+    settings = Memorization(max_overhead=10)
+    watching = LeakageMonitor(
+        [Combined(), Extraction(tokens=4)],
+        log_dir=tmp_path,
+        settings=MonitorSettings(memorization=settings),
+    )
+    pool = collect(DataLoader(data, batch_size=8, shuffle=True), settings, READ)
+    _, module = fit([watching], data=data, max_epochs=12)
+    inside = [tuple(data[n]["input_ids"].tolist()) for n in range(len(data))]
+    counts = [inside.count(tuple(row)) for row in ids.tolist()]
+    groups = pool.times[~pool.alone]
+    assert sorted(groups.tolist()) == sorted(n for n in counts if n > 1)
+    line, told = (lines(tmp_path, one)[-1]["metrics"] for one in ("extraction", "combined"))
+    for values, n in ((told, int(pool.alone.sum())), (line, len(pool.texts))):
+        assert values["members"]["value"] + values["others"]["value"] == n
+    # What greedy decoding writes, by hand.
+    written = {}
+    for least, most in ((2, 4), (5, 6)):
+        tier = [
+            text
+            for text, n in zip(pool.texts, pool.times.tolist(), strict=True)
+            if least <= n <= most
+        ]
+        hits = [greedy_run(module.model, text.ids, 4) for text in tier]
+        written[least] = len(tier), sum(hits) / max(1, len(hits))
+    others = [
+        text for text, inside in zip(pool.texts, pool.trains.tolist(), strict=True) if not inside
+    ]
+    by_chance = sum(greedy_run(module.model, text.ids, 4) for text in others) / len(others)
+    assert min(n for n, _ in written.values()) >= 10
+    for least, (_, share) in written.items():
+        assert line[f"greedy_x{least}"]["value"] == pytest.approx(share - by_chance)
+    assert line["greedy"]["value"] == max(line[f"greedy_x{t}"]["value"] for t in (1, 2, 5)) > 0.5
+    assert "greedy_x17" not in line
+    assert watching.latest["leakage/extraction/greedy_x5_low"] == line["greedy_x5"]["low"]
+    [facts] = of_kind(tmp_path, "pool")
+    assert (facts["copied"], facts["repeated"]) == (len(groups), pool.repeated)
+
+
+def greedy_run(model: Any, ids: Tensor, k: int) -> bool:
+    """Return whether greedy decoding writes k tokens of a text in a row."""
+    model.eval()
+    with torch.no_grad():
+        right = model(ids[None]).logits[0, :-1].argmax(1) == ids[1:]
+    return bool(right.unfold(0, k, 1).all(1).any())
 
 
 # ---- gates --------------------------------------------------------------------------------------

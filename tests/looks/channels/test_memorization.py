@@ -369,6 +369,21 @@ def test_others_of_another_law_are_unknown(tmp_path: Path) -> None:
     assert all("of another law" in line["unknown"] for line in lines(tmp_path))
 
 
+def test_others_that_are_too_few_are_not_called_of_another_law(tmp_path: Path) -> None:
+    settings = Memorization(others=rows(430)[400:], max_overhead=4 / 3)
+    watching = LeakageMonitor(
+        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
+    )
+    fit([watching], data=rows(), max_epochs=1)
+    for line in lines(tmp_path):
+        assert (
+            "texts of others= are too few to decide whether they are of one law" in line["unknown"]
+        )
+        low, high = map(float, re.search(r"\((.*) to (.*)\)", line["unknown"]).groups())
+        assert low < 0.55
+        assert high > 0.45
+
+
 def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Path) -> None:
     few = LeakageMonitor([Combined()], log_dir=tmp_path)
     with pytest.raises(ValueError, match=r"nobody to compare: .* max_overhead"):

@@ -210,7 +210,8 @@ class _Search:
         rows, runs, _ = self.runs.found_in(texts)
         np.add.at(self.run_counts, runs[(fresh & others & ~near)[rows]], 1)
         self.near += [
-            (texts[row], bool(trained[row]), bool(fresh[row])) for row in np.flatnonzero(near)
+            (texts[row], bool(trained[row]), bool(fresh[row]))
+            for row in np.flatnonzero(near).tolist()
         ]
 
     def found(self) -> Repeats:

@@ -365,8 +365,7 @@ class MemorizationOptions:
             law.
         metric: what --at-most limits, of canaries too: the AUC, the TPR at 1% FPR that is shown, or
             the excess of members that are extracted in samples or greedily.
-        at_most: exit with status 3 where more is shown, it is unknown, or its interval reaches
-            above, so that the texts are too few to decide.
+        at_most: exit with status 3 where its interval reaches above, or it is unknown.
         out: file of the result as JSON.
     """
 

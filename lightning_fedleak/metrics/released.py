@@ -252,7 +252,7 @@ def extraction_values(
     sizes = [int(tier.sum()) for tier in tiers.values()]
     nothing = proportion(0, n_others, 1 - spent)
     provable = min(_difference(proportion(n, n, 1 - spent), nothing).low for n in sizes)
-    values = {}
+    values: dict[str, float] = {}
     for name, hits in (("extracted", now), ("greedy", guess.greedy)):
         other = proportion(int(hits[others].sum()), n_others, 1 - spent)
         rates = {

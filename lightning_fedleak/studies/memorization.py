@@ -134,7 +134,7 @@ class ReleasedPool:
             look: number of the look at these texts, counted from 1.
             alpha: probability of error over all looks together.
         """
-        alone, spent = self.alone, {"look": look, "alpha": alpha}
+        alone = self.alone
         model, members = ReleasedModel(now, base, self.compressed), self.members[alone]
         values: dict[str, Mapping[str, float]] = {}
         for attack in attacks or all_attacks():
@@ -144,10 +144,12 @@ class ReleasedPool:
                 guess, memorization.ExtractionGuess
             ):
                 values[attack.name] = released.extraction_values(
-                    guess, attack, self.members, self.times, **spent
+                    guess, attack, self.members, self.times, look=look, alpha=alpha
                 )
             elif isinstance(guess, memorization.MemorizationGuess):
-                values[attack.name] = released.membership_values(guess.scores, members, **spent)
+                values[attack.name] = released.membership_values(
+                    guess.scores, members, look=look, alpha=alpha
+                )
         n_members, n_others = int(members.sum()), int((~members).sum())
         texts = [text for text, once in zip(self.texts, alone.tolist(), strict=True) if once]
         blind = memorization.blind_scores(base.rows(alone), self.compressed[alone], texts, members)

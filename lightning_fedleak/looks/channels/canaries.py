@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.memorization import Canaries, MemorizationAttack
 from lightning_fedleak.looks.channels.memorization import MemorizationChannel
+from lightning_fedleak.looks.channels.reading import too_few_others
 from lightning_fedleak.looks.pool import CanaryPool, Pool
 from lightning_fedleak.looks.run import AUDIT, Series, reason
 from lightning_fedleak.metrics.released import canary_tiers
@@ -81,7 +82,8 @@ class CanaryChannel(MemorizationChannel):
         """Return why a rate cannot become known: few canaries were left out."""
         alpha = self.settings.memorization.alpha / len(self._canaries.record.times)
         others = int((~self._canaries.included).sum())
-        return self._too_few(metric, [others] * self._planned_looks, alpha)
+        counts = [others] * self._planned_looks
+        return too_few_others(counts, alpha) if metric == "shown" else None
 
     def _drawn(self) -> Pool:
         """Return all canaries; they are asked about, or the attack is not played.

@@ -19,14 +19,13 @@ from torch import Tensor
 from lightning_fedleak.attacks import Attack, Capability, Guess, UnusableObservation
 from lightning_fedleak.attacks.memorization import (
     Extraction,
-    ExtractionGuess,
     MemorizationAttack,
-    MemorizationGuess,
     blind_scores,
 )
 from lightning_fedleak.batches import TokenBatch, read_batch
 from lightning_fedleak.looks.channels.account import BOUND, AccountGame
 from lightning_fedleak.looks.channels.base import Channel, Plan
+from lightning_fedleak.looks.channels.reading import PoolReading, too_few_others
 from lightning_fedleak.looks.options import Options
 from lightning_fedleak.looks.pool import NO_CONTROLS, NoOthers, Pool, collect, forwards_of
 from lightning_fedleak.looks.run import (
@@ -46,16 +45,12 @@ from lightning_fedleak.metrics import Rate
 from lightning_fedleak.metrics.released import (
     TIERS,
     blind_aucs,
-    extraction_values,
     highest_auc,
-    membership_values,
     other_law,
-    others_needed,
-    spent_at,
 )
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.records import MEMORIZATION, PoolLine
-from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
+from lightning_fedleak.snapshots import ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.taps import ask_tokens, compressed_bytes
 
 BLIND = "blind/auc"
@@ -222,25 +217,14 @@ class MemorizationChannel(Channel):
         counts = [int((~pool.trains & ~pool.aside).sum())] * self._planned_looks
         if pool.way == "not yet seen":
             counts = [round((1 - share) * int((~pool.aside).sum())) for share in shares]
-        return self._too_few(metric, counts, self.settings.memorization.alpha)
+        alpha = self.settings.memorization.alpha
+        return too_few_others(counts, alpha) if metric == "shown" else None
 
     @property
     def _planned_looks(self) -> int:
         """Return how many looks the run is to have, or its first epoch where nobody knows."""
         first_epoch = forwards_of(self.settings.memorization, last_step=True) - 1
         return first_epoch + max(0, (self.run.epochs or 1) - 1)
-
-    @staticmethod
-    def _too_few(metric: str, counts: Sequence[int], alpha: float) -> str | None:
-        """Return at which look ``shown`` has too few of its ``counts`` others, the farthest one."""
-        lacks = {
-            look: others_needed(look, alpha) - count for look, count in enumerate(counts, start=1)
-        }
-        look = max(lacks, key=lacks.__getitem__, default=0)
-        if metric != "shown" or lacks.get(look, 0) <= 0:
-            return None
-        needed = others_needed(look, alpha)
-        return f"'shown' needs {needed} others at look {look}, and has {counts[look - 1]}"
 
     def never_judged(self, metric: str) -> str | None:
         """Return that it is of the model that was sent, and of no client's update."""
@@ -401,71 +385,23 @@ class MemorizationChannel(Channel):
             answers.rows(rows), self._base.rows(rows), compressed_bytes(texts, self._decode)
         )
         values: dict[str, _Answer] = {"pool": pool.digest(rows, members)}
-        times = pool.times[rows]
+        alpha, times = self.settings.memorization.alpha, pool.times[rows]
+        reading = PoolReading(released, members, times, number, alpha)
         once = (times == 1).nonzero()[:, 0]
         texts, game = [texts[row] for row in once.tolist()], released.rows(once)
         blind = blind_scores(game.base, game.compressed, texts, members[once])
         shared = {BLIND: highest_auc(blind, members[once]), **limits}
+        ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
         for attack in self.attacks:
             try:
                 values[attack.name] = (
-                    self._extracted(attack, released, members, times, number)
+                    reading.extraction(attack)
                     if isinstance(attack, Extraction)
-                    else self._values(attack, game, members[once], number, shared)
+                    else reading.membership(attack, ranked, shared, self._account)
                 )
             except Exception as error:
                 values[attack.name] = reason(error)
         return values
-
-    def _values(
-        self,
-        attack: Attack,
-        released: ReleasedModel,
-        members: Tensor,
-        number: int,
-        shared: Mapping[str, float],
-    ) -> dict[str, float]:
-        """Return the values of an attack on membership by name, and those that all share."""
-        guess = attack.run(Observation(released=released))
-        if not isinstance(guess, MemorizationGuess):
-            raise TypeError(f"no score is known for a {type(guess).__name__}")
-        alpha = self.settings.memorization.alpha
-        ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
-        values, joint = (
-            membership_values(guess.scores, members, look=number, alpha=one)
-            for one in (alpha, alpha / ranked)
-        )
-        values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high", "provable")}
-        values |= shared
-        if f"{BOUND}auc" in shared and self._account is not None:
-            error = spent_at(number, alpha / ranked)
-            values["refuted"] = self._account.refuted(
-                attack.name, guess.scores, members, error, alpha
-            )
-        return values | self._sizes(members, number)
-
-    def _extracted(
-        self,
-        attack: Extraction,
-        released: ReleasedModel,
-        members: Tensor,
-        times: Tensor,
-        number: int,
-    ) -> dict[str, float]:
-        """Return the values of an attack that extracts texts, by name."""
-        guess = attack.run(Observation(released=released))
-        assert isinstance(guess, ExtractionGuess)
-        alpha = self.settings.memorization.alpha
-        values = extraction_values(guess, attack, members, times, look=number, alpha=alpha)
-        return values | self._sizes(members, number)
-
-    def _sizes(self, members: Tensor, number: int) -> dict[str, float]:
-        """Return how many texts are compared at a look, and the error that it spends."""
-        return {
-            "members": float(members.sum()),
-            "others": float((~members).sum()),
-            "alpha": spent_at(number, self.settings.memorization.alpha),
-        }
 
     def results(self, look: Look) -> dict[Series, Result]:
         """Return what each attack's values are, packed."""
@@ -502,7 +438,9 @@ class MemorizationChannel(Channel):
         }
         extra = {name: values.get(name, math.nan) for name in self.extras}
         rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
-        absent = ("extracted", "greedy") if math.isnan(extra["extracted_base"]) else ()
+        absent: tuple[str, ...] = ()
+        if math.isnan(extra["extracted_base"]):
+            absent = ("extracted", "greedy")
         absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
         absent += tuple(
             n for n, rate in rates.items() if n in TIER_NAMES and math.isnan(rate.value)

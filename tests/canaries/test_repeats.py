@@ -12,7 +12,6 @@ from lightning_fedleak.canaries.repeats import (
     PIECE,
     RUN,
     TEMPLATE_ROWS,
-    TEMPLATE_SHARE,
     find_repeats,
     repeated_texts,
     scored_texts,
@@ -198,14 +197,38 @@ def test_texts_of_a_form_that_differ_in_their_gap_are_no_copies() -> None:
     assert len(set(found.units[:100])) == 1
 
 
-def test_copies_that_share_a_form_with_other_texts_are_apart() -> None:
+@pytest.mark.parametrize("further", [0, 120])
+def test_copies_that_share_a_form_with_other_texts_are_apart(further: int) -> None:
+    """Whether the form is a frame, of more than half of the texts, or is not."""
     form = drawn(1, 0, 20)[0]
-    rows = [form + gap for gap in apart(drawn(60, 1, 30))]
-    texts = [text(ids) for ids in [*rows, *(near(ids, 500 + n) for n, ids in enumerate(rows[:20]))]]
+    rows = [form + gap for gap in apart(drawn(60, 1, 36))]
+    copies = [row[:20] + near(row[20:], 500 + n) for n, row in enumerate(rows[:20])]
+    texts = [text(ids) for ids in [*rows, *copies, *drawn(further, 2)]]
     found = find_repeats(texts, ((one, True) for one in texts))
     assert found.again.nonzero()[0].tolist() == [*range(20), *range(60, 80)]
-    assert (found.units[:20] == found.units[60:]).all()
-    assert len(set(found.units)) == 60
+    assert (found.units[:20] == found.units[60:80]).all()
+    assert len(set(found.units)) == 60 + further
+
+
+def test_a_text_that_fills_most_rows_is_no_frame() -> None:
+    """Texts count once, however often they stand in the data."""
+    rows = drawn(40, 0)
+    texts = [text(ids) for ids in [*rows, *[rows[0]] * 60, near(rows[0], 7)]]
+    found = find_repeats(texts, ((one, True) for one in texts))
+    assert found.again[[0, 40, 99, 100]].all()
+    assert found.units[100] == found.units[0]
+    assert found.times[0] == 62
+
+
+def test_near_copies_elsewhere_are_one_text() -> None:
+    """A run that 30 near copies of one text have, and one other text, is no template."""
+    rows, fresh = drawn(60, 0), drawn(1, 5, 40)[0]
+    rows[1][5:18] = rows[0][2:15]
+    copies = [[*rows[0][:20], token, *rows[0][21:]] for token in fresh[:30]]
+    texts = [text(ids) for ids in [*rows, *copies]]
+    assert repeated_texts(texts[:60], texts).nonzero()[:, 0].tolist() == [0, 1]
+    found = find_repeats(texts[:60], ((one, n % 2 == 0) for n, one in enumerate(texts)))
+    assert found.times[0] == 16
 
 
 def test_what_stands_in_many_copies_is_no_template_to_another_text() -> None:
@@ -220,7 +243,7 @@ def test_what_stands_in_many_copies_is_no_template_to_another_text() -> None:
 
 
 def test_a_run_in_more_than_a_hundredth_of_the_texts_is_a_template() -> None:
-    n, most = 3000, int(3000 * TEMPLATE_SHARE)
+    n, most = 3000, 30
     rows = drawn(n, 0)
     for row in rows[:most]:
         row[5:18] = range(6000, 6013)

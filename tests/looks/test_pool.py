@@ -229,7 +229,12 @@ def test_repeats_and_short_texts_leave_on_both_sides() -> None:
     assert "1 texts that stand in several rows are asked about alone" in pool.cost
     assert pool.times.tolist() == [1] * 397 + [2]  # both rows are asked about as one text
     assert torch.equal(pool.texts[397].ids, data[3]["input_ids"])
-    for row in data[:100]:
+    for row in data[20:100]:
+        pool.remember(batch([row]))
+    index, members = pool.compared(0, 80)
+    assert int(members.sum()) == 80
+    assert 397 not in index  # no other: one of its rows may be in the next batch
+    for row in data[:20]:
         pool.remember(batch([row]))
     index, members = pool.compared(0, 100)
     told = pool.alone[index]
@@ -283,6 +288,23 @@ def test_recognised_rows_may_fall_short_by_chance_alone(way: str) -> None:
     pool.seen[inside[0]] = False
     with pytest.raises(NoOthers, match=f"only {least - 1} of {n} rows were recognised"):
         pool.compared(0, passed)
+
+
+def test_copies_do_not_stand_for_rows_that_are_not_recognised() -> None:
+    """A text that stands in three rows is met sooner than one that stands in one."""
+    data = rows(600)
+    for n in range(0, 300, 3):
+        data[n + 1] = data[n + 2] = data[n]
+    pool = collect(loader(data), ALL, read)
+    n = int(pool.alone.sum())
+    assert (n, len(pool.texts)) == (300, 400)
+    pool.seen[n:] = True
+    least = math.ceil(n / 2 - 5 * math.sqrt(n / 4) - 1)
+    pool.seen[:least] = True
+    assert int(pool.compared(0, 300)[1].sum()) == least + 100
+    pool.seen[0] = False
+    with pytest.raises(NoOthers, match=f"only {least - 1} of 300 rows were recognised"):
+        pool.compared(0, 300)
 
 
 def test_copies_are_no_unit_of_the_game_of_an_account() -> None:

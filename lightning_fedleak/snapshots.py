@@ -155,6 +155,10 @@ class ReleasedModel:
     base: TokenSnapshot
     compressed: Tensor
 
+    def rows(self, index: Tensor) -> ReleasedModel:
+        """Return the answers about some of the texts, given as (n,) indices or (N,) bool."""
+        return ReleasedModel(self.now.rows(index), self.base.rows(index), self.compressed[index])
+
 
 @dataclass(frozen=True)
 class Observation:

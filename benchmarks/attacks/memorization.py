@@ -76,11 +76,11 @@ def trained_pool(
 def describe(pool: ReleasedPool, base: TokenSnapshot, now: TokenSnapshot) -> dict[str, str]:
     """Return one cell for each attack."""
     attacks = {attack.name: attack for attack in (*all_attacks(), PublishedErrorZone())}
-    released = ReleasedModel(now, base, pool.compressed)
+    released = ReleasedModel(now, base, pool.compressed).rows(pool.alone)
     cells = {}
     for name, values in pool.compare(base, now, [*attacks.values()]).values.items():
         if "auc" in values:
-            rate = true_positives(attacks[name].score(released), pool.members)
+            rate = true_positives(attacks[name].score(released), pool.members[pool.alone])
             low, high = values["auc_low"], values["auc_high"]
             cells[name] = f"{values['auc']:.3f} ({low:.2f}-{high:.2f}){rate}"
         else:
@@ -188,11 +188,11 @@ def _print(
     losses: dict[float, tuple[float, float]],
     seconds: dict[str, float],
 ) -> None:
-    n = int(pool.members.sum())
+    n = int(pool.members[pool.alone].sum())
     kind = f"LoRA r {options.lora}" if options.lora else "whole"
     print(
         f"\n### {Path(options.model).name}, {kind}, lr {options.lr:g}, seed {seed}: "
-        f"{n} members, {len(pool.texts) - n} others; training "
+        f"{n} members, {int((~pool.members).sum())} others; training "
         f"{seconds['training']:.0f} s, looks {seconds['looks']:.0f} s CPU"
     )
     print("| AUC (97.5%) / TPR at 1% FPR | " + " | ".join(f"{share:g}" for share in results) + " |")

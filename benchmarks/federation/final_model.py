@@ -64,7 +64,8 @@ def part_of(pool: ReleasedPool, rows: Tensor) -> ReleasedPool:
     """Return some texts of a pool."""
     part = copy.copy(pool)
     part.texts = [pool.texts[row] for row in rows.tolist()]
-    part.members, part.compressed = pool.members[rows], pool.compressed[rows]
+    part.members, part.times = pool.members[rows], pool.times[rows]
+    part.compressed = pool.compressed[rows]
     return part
 
 

@@ -456,7 +456,8 @@ class LeakageMonitor(EitherCallback):
         self.engine.training_ends()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Ends the run's record, and writes the report where it is asked for."""
+        """Looks at weights that another callback has put in place, and ends the run's record."""
+        self.engine.look_at_end()
         self._end("finished")
 
     def on_exception(

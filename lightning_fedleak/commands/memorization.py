@@ -20,6 +20,12 @@ from lightning_fedleak.studies.canaries import PlantedCanaries, Tiers
 from lightning_fedleak.studies.memorization import Comparison, ReleasedPool, tokenize
 from lightning_fedleak.studies.models import ask_both
 
+TIERS = {
+    "_x1": ", once",
+    "_x2": ", 2 to 4 times",
+    "_x5": ", 5 to 16 times",
+    "_x17": ", more often",
+}
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
 
 
@@ -34,7 +40,7 @@ class MemorizationCommand(MemorizationOptions):
             console: where to print; stdout by default.
 
         Returns:
-            0; 3 where the metric is above ``--at-most``, or unknown.
+            0; 3 where the metric is above ``--at-most``, unknown, or may be above by its interval.
 
         Raises:
             SourceError: a model or text cannot be used.
@@ -65,9 +71,10 @@ class MemorizationCommand(MemorizationOptions):
         print_table(console, _table(result))
         console.print(
             f"{result.n_members} members and {result.n_others} others were compared; "
-            f"{pool.repeated} texts that repeat parts of others and {pool.short} short ones were "
-            f"left out. A TPR below {result.visible:.3f} could stay unseen with so many. Results "
-            f"compare on the same texts only: pool {pool.digest}.",
+            f"{pool.repeated} texts that repeat others or parts of them and {pool.short} short "
+            f"ones were left out{self._copies(pool)}. A TPR below {result.visible:.3f} could stay "
+            "unseen with so many. Results compare on the same texts only: pool "
+            f"{pool.digest}.",
             highlight=False,
         )
         for sentence in self._warnings(result):
@@ -80,9 +87,10 @@ class MemorizationCommand(MemorizationOptions):
                 json.dumps(self._content(result, pool, is_known, tiers), indent=1) + "\n"
             )
             console.print(str(self.out), highlight=False)
-        combined = result.values["combined"] if is_known else "others may follow another law"
+        attack = "extraction" if self.metric in ("extracted", "greedy") else "combined"
+        judged = result.values[attack] if is_known else "others may follow another law"
         named = {f"canaries x{times}": one for times, one in tiers.items()}
-        return self._judge({"combined": combined, **named}, console)
+        return self._judge({attack: judged, **named}, console)
 
     def _canaries(self) -> PlantedCanaries | None:
         """Return the canaries that are asked about besides."""
@@ -92,11 +100,17 @@ class MemorizationCommand(MemorizationOptions):
             return None
         return PlantedCanaries(self.canaries, self.record)
 
+    @staticmethod
+    def _copies(pool: ReleasedPool) -> str:
+        """Return how many texts that repeat were asked whether they can be extracted, in words."""
+        n = int((~pool.alone).sum())
+        return f"; {n} members that have copies were asked for extraction alone" * (n > 0)
+
     def _warnings(self, result: Comparison) -> list[str]:
         """Return what makes numbers unknown, and what to do."""
         sentences = []
         if (why := result.other_law) is not None:
-            finding = f"Members and others may follow different laws: {why}."
+            finding = f"Members and others are {why}."
             sentences.append(
                 f"{finding} --drawn says that a coin chose the others, so that this is chance."
                 if self.drawn
@@ -116,14 +130,22 @@ class MemorizationCommand(MemorizationOptions):
             return 0
         breaches = []
         for name, values in results.items():
-            end = "auc_low" if self.metric == "auc" else self.metric
-            low = math.nan if isinstance(values, str) else values[end]
+            low = high = math.nan
+            if not isinstance(values, str):
+                low = values["shown" if self.metric == "shown" else f"{self.metric}_low"]
+                high = values[f"{self.metric}_high"]
             if math.isnan(low):
                 breaches.append(f"BREACH: {name}/{self.metric} is unknown.")
             elif low > self.at_most:
                 breaches.append(
                     f"BREACH: {name}/{self.metric} is shown to be at least {low:.3f}, above "
                     f"--at-most {self.at_most:g}."
+                )
+            elif high > self.at_most:
+                breaches.append(
+                    f"BREACH: {name}/{self.metric} is unknown: it lies between {low:.3f} and "
+                    f"{high:.3f}, which does not decide --at-most {self.at_most:g}. Give more "
+                    "texts."
                 )
         for sentence in breaches:
             console.print(sentence, highlight=False)
@@ -162,23 +184,26 @@ class MemorizationCommand(MemorizationOptions):
 
 def _table(result: Comparison) -> Table:
     """Return a table with a row for each attack."""
-    rows = Table("attack", "AUC", "95%", "shown TPR at 1% FPR", "p")
+    rows = Table("attack", "AUC", "95%", "p", "shown TPR at 1% FPR")
     for name, values in result.values.items():
         if "auc" in values:
             rows.add_row(
                 name,
                 three_digits(values["auc"]),
                 f"{values['auc_low']:.3f} to {values['auc_high']:.3f}",
-                three_digits(values["shown"]),
                 f"{values['p_value']:.1g}",
+                three_digits(values["shown"]),
             )
-        else:
+            continue
+        for tier, words in {"": "", **TIERS}.items():
+            if (excess := f"extracted{tier}") not in values:
+                continue
             rows.add_row(
-                f"{name}: excess of members",
-                three_digits(values["extracted"]),
-                " to ".join(three_digits(values[f"extracted_{end}"]) for end in ("low", "high")),
-                f"greedy {three_digits(values['greedy'])}",
+                f"{name}: excess of members{words}",
+                three_digits(values[excess]),
+                " to ".join(three_digits(values[f"{excess}_{end}"]) for end in ("low", "high")),
                 "",
+                f"greedy {three_digits(values[f'greedy{tier}'])}",
             )
     return rows
 

@@ -363,9 +363,9 @@ class MemorizationOptions:
         length: tokens of a text, at most.
         drawn: a coin chose the others among the same rows (leave_out), so that they follow one
             law.
-        metric: what --at-most limits, of canaries too: the lower bound of the AUC, or the TPR at 1%
-            FPR that is shown.
-        at_most: exit with status 3 where more is shown, or it is unknown.
+        metric: what --at-most limits, of canaries too: the AUC, the TPR at 1% FPR that is shown, or
+            the excess of members that are extracted in samples or greedily.
+        at_most: exit with status 3 where its interval reaches above, or it is unknown.
         out: file of the result as JSON.
     """
 
@@ -379,7 +379,7 @@ class MemorizationOptions:
     column: str | None = _option(None, "NAME")
     length: int = _count(256, 9)
     drawn: bool = False
-    metric: Literal["auc", "shown"] = "auc"
+    metric: Literal["auc", "shown", "extracted", "greedy"] = "auc"
     at_most: float | None = _option(None, "X", type=_SHARE)
     out: Path | None = _option(None, "FILE")
 

@@ -54,18 +54,21 @@ class Pool:
 
     Attributes:
         way: where the others come from.
-        texts: N texts, each once.
+        texts: N texts, each once; of copies the first that was trained on, behind all others.
         trains: (N,) bool, rows of the training data.
         seen: (N,) bool, rows that have been trained on so far.
         length: texts of the training data; of rows that hold several, as many as a row of those
             asked about holds on average.
         once: an epoch takes each row once.
         aside: (N,) bool, texts that no look and no gate judges by.
+        times: (N,) int64, rows of the training data that a text stands in. One that stands in
+            several is no unit of a game of membership, since each row has a coin of its own.
         no_game: why no account of examples that are added or removed is compared; None: each text
             was left out by a coin of its own.
         passed: texts that have been in batches so far, on this process.
         unread: batches that could not be read so far, on this process.
-        repeated: texts that were left out because another row repeats a part of them.
+        repeated: texts of which another row repeats the whole or a part, so that they are not told
+            from others.
         short: texts that were left out because they have fewer than 8 label tokens.
         searched: share of the data's rows that was searched for repeats.
     """
@@ -80,6 +83,7 @@ class Pool:
     length: int
     once: bool
     aside: Tensor
+    times: Tensor
     no_game: str | None
     passed: int = 0
     unread: int = 0
@@ -92,6 +96,11 @@ class Pool:
     def _key(self, text: Text) -> bytes:
         """Return what a text is recognised by in a batch."""
         return text.content
+
+    @property
+    def alone(self) -> Tensor:
+        """Return (N,) bool, the texts that occur once; they alone are told from others."""
+        return self.times == 1
 
     @property
     def seen_in_checkpoints(self) -> Tensor:
@@ -128,12 +137,13 @@ class Pool:
         """
         members = self.trains & self.seen
         others = self.trains & ~self.seen if self.way == "not yet seen" else ~self.trains
+        others &= self.alone
         if self.way == "not yet seen" and (epoch > 0 or not bool(others.any())):
             raise NoOthers(NO_CONTROLS)
-        n = int(members.sum())
+        n = int((members & self.alone).sum())
         if not n:
             raise NoOthers("no row of the training data was recognised in its batches")
-        rows, share = int(self.trains.sum()), passed / self.length
+        rows, share = int((self.trains & self.alone).sum()), passed / self.length
         drawn = min(1.0, share) if self.once else -math.expm1(-share)
         if n < rows * drawn - MISSED * math.sqrt(rows * drawn * (1 - drawn)) - 1:
             raise NoOthers(
@@ -144,7 +154,7 @@ class Pool:
             )
         members = self.trains if everyone else members
         members, others = (side & (self.aside == aside) for side in (members, others))
-        n, n_others = int(members.sum()), int(others.sum())
+        n, n_others = int((members & self.alone).sum()), int(others.sum())
         if min(n, n_others) < LEAST_TEXTS:
             raise NoOthers(
                 f"{n} texts were trained on and {n_others} were not: {LEAST_TEXTS} of each are "
@@ -156,18 +166,21 @@ class Pool:
     @property
     def cost(self) -> str:
         """Return in words what is compared, for the line-up."""
-        n = int(self.trains.sum())
+        n, n_copied = int((self.trains & self.alone).sum()), int((~self.alone).sum())
+        n_others = int((~self.trains).sum())
         controls = {
             "not yet seen": "those that the first epoch has not come to yet are the others",
-            "left out": f"{len(self.texts) - n} that were left out are the others",
-            "given": f"{len(self.texts) - n} of others= are the others",
+            "left out": f"{n_others} that were left out are the others",
+            "given": f"{n_others} of others= are the others",
         }[self.way]
         part = "" if self.searched == 1 else f" (in {self.searched:.0%} of the rows)"
         aside = int(self.aside.sum())
         chosen = f"; {aside} texts are put aside for the checkpoint that is chosen" if aside else ""
+        copied = f"; {n_copied} texts that stand in several rows are asked about alone"
         return (
             f"{n} rows of the training data, {controls}; {self.repeated} that other rows "
-            f"repeat{part} and {self.short} short ones were left out{chosen}"
+            f"repeat{part} and {self.short} short ones were left out"
+            f"{copied * (n_copied > 0)}{chosen}"
         )
 
 
@@ -196,6 +209,7 @@ class CanaryPool(Pool):
             length=length,
             once=False,
             aside=torch.zeros_like(included),
+            times=torch.ones(len(included), dtype=torch.long),
             no_game="canaries are compared with it by audit_canaries",
         )
 
@@ -294,26 +308,31 @@ def collect(
         texts = [*chain(*read_rows)]
         sides = [source is dataset for source, _ in sample]
         trained = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
-        searched = chain.from_iterable(_read_row(loader, *source, read) for source in rest)
-        chosen, short, repeated = scored_texts(texts, searched)
-    trains = torch.tensor([trained[row] for row in chosen], dtype=torch.bool)
-    aside = torch.zeros_like(trains)
-    parts = (trains | ~trains,) if no_game is None else (trains, ~trains)  # by no coin
-    for side in parts if chooses else ():
+        searched = (
+            (text, source[0] is dataset)
+            for source in rest
+            for text in _read_row(loader, *source, read)
+        )
+        scored = scored_texts(texts, trained, searched)
+    trains = torch.tensor([trained[row] for row in scored.rows], dtype=torch.bool)
+    aside, alone = torch.zeros_like(trains), scored.times == 1
+    parts = (alone,) if no_game is None else (alone & trains, alone & ~trains)  # by no coin
+    for side in (*parts, ~alone) if chooses else ():
         of_side = side.nonzero()[:, 0]
         order = torch.randperm(len(of_side), generator=generator)
         aside[of_side[order[: int(settings.confirm * len(of_side))]]] = True
     return Pool(
         way,
-        [texts[row] for row in chosen],
+        [texts[row] for row in scored.rows],
         trains,
         torch.zeros_like(trains),
-        repeated,
-        short,
+        scored.repeated,
+        scored.short,
         len(rest) / unread if unread else 1.0,
         round(length * len(texts) / max(1, len(read_rows))),
         way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
         aside,
+        scored.times,
         "several texts are packed into a row, and share its coin" if packed else no_game,
     )
 

@@ -391,15 +391,24 @@ class Threshold:
         ends = self._ends(new, end)
         if not ends:
             return None
+        if self.bound == "lower":
+            ends = {n: math.nan if self._too_few(n, new) else low for n, low in ends.items()}
         known = {name: value for name, value in ends.items() if not math.isnan(value)}
-        if not known and self.metric.endswith("/shown"):
-            area = new.get(f"{self.metric.removesuffix('/shown')}/auc", math.nan)
-            if not math.isnan(area):
-                return None  # later looks need more others than earlier ones
         source = max(known, key=known.__getitem__, default="")
         if not known or (len(known) < len(ends) and known[source] <= self.at_most):
-            return _Measurement(self.metric, math.nan, ends)  # the unknown one may be above
+            read = any(
+                n not in known and not math.isnan(new.get(f"{n}_high", math.nan)) for n in ends
+            )
+            why = "too few texts are compared at this look to decide" if read else ""
+            return _Measurement(self.metric, math.nan, ends, why=why)  # it may be above
         return _Measurement(self.metric, known[source], ends, source)
+
+    def _too_few(self, name: str, new: Mapping[str, float]) -> bool:
+        """Return whether not even the clearest leak would show more than ``at_most`` in an interval
+        that reaches above it.
+        """
+        provable = new.get(f"{name}{self._end('provable')}", math.inf)
+        return provable <= self.at_most < new.get(f"{name}{self._end('high')}", math.nan)
 
     def _read_worst(
         self, engine: Engine, values: Mapping[str, float], value: float

@@ -6,6 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.looks.channels.base import Channel
 from lightning_fedleak.looks.channels.memorization import MemorizationChannel
@@ -47,6 +50,7 @@ class WeightLooks:
         self._series = {s: c for s, c in series.items() if c in self._channels}
         self._exchange = Exchange(run, series)
         self.looked_at: int | None = None
+        self._sums = torch.zeros(0)
         self.failure: str | None = None
         self.refused: dict[str, str] = {}
 
@@ -172,9 +176,28 @@ class WeightLooks:
         return [c for c in self._channels if c.attacks and c.is_due(*progress)]
 
     def look_at_end(self) -> tuple[Look, dict[Series, Outcome]] | None:
-        """Return a look by all channels when training ends; None if they have just looked."""
+        """Return a look by all channels when training ends; None if they have just looked.
+
+        They look again where a callback has put other weights in place since, such as averages.
+        """
         channels = [channel for channel in self._channels if channel.attacks]
-        return self.look(channels) if channels and self.looked_at != self._run.step else None
+        if not channels:
+            return None
+        just_looked = self.looked_at == self._run.step and not self._run.on_any_process(
+            not torch.equal(self._sums, self._sums_of_weights())
+        )
+        return None if just_looked else self.look(channels)
+
+    def _sums_of_weights(self) -> Tensor:
+        """Return (2 n,) the sum and norm of each of n trained parameters, this process' part."""
+        weights = [p.detach() for p in self._run.anatomy.root.parameters() if p.requires_grad]
+        local = [w.to_local() if hasattr(w, "to_local") else w for w in weights]
+        sums = [
+            measure(w, dtype=torch.float32)
+            for w in local
+            for measure in (torch.sum, torch.linalg.vector_norm)
+        ]
+        return torch.stack(sums).cpu() if sums else torch.zeros(0)
 
     def remember(self, state: Memory) -> None:
         """Go on with what :meth:`state_dict` returned, from :meth:`begin` on."""
@@ -194,7 +217,7 @@ class WeightLooks:
 
     def look(self, channels: Sequence[MemorizationChannel]) -> tuple[Look, dict[Series, Outcome]]:
         """Return a look at the weights as they are, with its outcomes."""
-        self.looked_at = self._run.step
+        self.looked_at, self._sums = self._run.step, self._sums_of_weights()
         scope = frozenset(s for s in self.series if self._series[s] in channels)
         look = Look(self._run.step, scope=scope)
         results: dict[Series, Result] = {}

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.special import rel_entr, stdtrit
+from scipy.special import rel_entr, stdtr, stdtrit
 
 from lightning_fedleak.metrics.rates import Rate, clopper_pearson
 
@@ -134,7 +134,7 @@ def auc(
             draws = _bootstrap_aucs(member, code, starts, clusters, resamples, rng)
             error = float(np.nanstd(draws, ddof=1))
         freedom = _freedom(sums)
-        step = float(stdtrit(freedom, 1 - alpha / 2)) * error / (value * (1 - value))
+        step = -float(stdtrit(freedom, alpha / 2)) * error / (value * (1 - value))
         logit = np.log(value) - np.log1p(-value)
         low, high = (float(1 / (1 + np.exp(-(logit + sign * step)))) for sign in (-1, 1))
     pairs = min(np.unique(code[member]).size, np.unique(code[~member]).size, clusters // 2)
@@ -146,6 +146,35 @@ def auc(
     n = min(int(member.sum()), int((~member).sum()))
     low, below = (_least_mean(one, n, alpha / 2) for one in (value, 1 - value))
     return Rate(value, max(rate.low, low), min(rate.high, 1 - below))
+
+
+def least_error(score: Floats, member: Bools, mean: float = 0.5) -> float:
+    """Return the least alpha at which :func:`auc`'s interval lies above ``mean``, at most 1.
+
+    Each game is its own cluster.
+
+    Args:
+        score: (n,) higher is more likely a member.
+        member: (n,) bool, with both classes.
+        mean: an AUC within (0, 1).
+    """
+    order = np.argsort(score, kind="stable")
+    score, member = score[order], member[order]
+    starts = np.flatnonzero(np.r_[True, score[1:] != score[:-1]])
+    value = float(_weighted_auc(np.ones((1, member.size)), member, starts)[0])
+    if value <= mean:
+        return 1.0
+    n = min(int(member.sum()), int((~member).sum()))
+    tail = 0.0
+    if value < 1:
+        influence = _influence(member, starts, value)
+        error = math.sqrt(_delong_variance(influence, member)) / (value * (1 - value))
+        apart = math.log(value * (1 - mean) / (mean * (1 - value)))
+        tail = float(stdtr(_freedom(influence), -apart / error))
+    if _decisive_clusters(score, member, np.arange(member.size)).size < FEW_CLUSTERS:
+        tail = max(tail, mean**n)
+    hoeffding = math.exp(-n * float(rel_entr(value, mean) + rel_entr(1 - value, 1 - mean)))
+    return min(1.0, 2 * min(tail, hoeffding))
 
 
 def _least_mean(value: float, n: int, alpha: float) -> float:

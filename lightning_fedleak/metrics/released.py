@@ -20,13 +20,15 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.memorization.blind import LEAST_AUC, MOST_AUC
 from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
-from lightning_fedleak.metrics.clustered import auc
+from lightning_fedleak.metrics.clustered import auc, least_error
 from lightning_fedleak.metrics.rates import UNKNOWN, Rate, flat, proportion
 from lightning_fedleak.validate import check_integer, check_number
 
 FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
 RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower
 LEAST_CANARIES = 10  # of a tier, and left out; fewer: intervals say next to nothing. Not tuned
+TIERS = 1, 2, 5, 17  # least rows of the data that a tier's texts stand in: 1, 2-4, 5-16, more
+LEAST_REPEATED = 10  # texts of a tier; fewer join the one below, as intervals say next to nothing
 POWER = 0.8  # chance that a look shows the rate that is printed as visible; the usual one
 
 
@@ -171,13 +173,16 @@ def membership_values(
 ) -> dict[str, float]:
     """Return what a look at two pools shows of one score, by the names of the logs.
 
-    - ``auc``, with ``_low`` and ``_high``: ties count half.
+    - ``auc``, with ``_low`` and ``_high``: ties count half. ``auc_provable`` is the largest lower
+      end that so many texts could show.
+    - ``p_value``: the least ``alpha`` with which ``auc_low`` would lie above .5.
     - ``shown``: the lower bound of :func:`shown_tpr`, unknown (NaN) with too few others;
       ``shown_high`` is its upper bound.
-    - ``p_value``: of :func:`rank_test`.
+    - ``shown_p_value``: of :func:`rank_test`, corrected for all looks.
     - ``visible``: of :func:`visible_tpr`.
 
-    The bounds of a rate hold at all looks together but for a probability ``alpha``.
+    The bounds of a rate hold at all looks together but for a probability ``alpha``, and so do both
+    tests.
 
     Args:
         scores: (N,) higher is more likely a member.
@@ -190,12 +195,16 @@ def membership_values(
         ValueError: as :func:`shown_tpr` does.
     """
     shown = shown_tpr(scores, members, look=look, alpha=alpha, fpr=fpr)
-    area = _auc(scores, members, spent_at(look, alpha))
+    spent = spent_at(look, alpha)
+    area = _auc(scores, members, spent)
+    fewest = min(int(members.sum()), int((~members).sum()))
     return {
         **flat({"auc": area}),
+        "auc_provable": (spent / 2) ** (1 / fewest),
+        "p_value": min(1.0, least_error(*_pool(scores, members)) * alpha / spent),
         "shown": shown.low,
         "shown_high": shown.high,
-        "p_value": rank_test(scores, members, fpr),
+        "shown_p_value": min(1.0, rank_test(scores, members, fpr) * alpha / spent),
         "visible": visible_tpr(
             int(members.sum()), int((~members).sum()), look=look, alpha=alpha, fpr=fpr
         ),
@@ -206,17 +215,21 @@ def extraction_values(
     guess: ExtractionGuess,
     attack: Extraction,
     members: Tensor,
+    times: Tensor | None = None,
     *,
     look: int = 1,
     alpha: float = 0.05,
 ) -> dict[str, float]:
     """Return how many more members than others are extracted, by the names of the logs.
 
-    - ``extracted``, with ``_low`` and ``_high``: the share of members of which k tokens are
-      discoverable in the attack's largest number of samples, minus that of others.
-    - ``greedy``: the same for greedy decoding.
+    - ``extracted_x1``, ``_x2``, ``_x5`` and ``_x17``, with ``_low`` and ``_high``: by
+      :func:`tiers_of`, the share of members of which k tokens are discoverable in the attack's
+      largest number of samples, minus that of others. All tiers share the probability of error.
+    - ``extracted``: that of the tier where it is highest; of no one tier hides another.
+      ``extracted_provable`` is the largest lower end that every tier could show.
+    - ``greedy`` and so on: the same for greedy decoding.
     - ``extracted_others`` and ``extracted_base``: the shares of others, and of members at the base.
-    - ``visible``: of :func:`visible_excess`, of the one of both that is less visible.
+    - ``visible``: of :func:`visible_excess`, of the decoding and tier that is least visible.
 
     The interval of a difference joins both Clopper-Pearson intervals (Newcombe 1998, method 10).
     Texts without k label tokens in a row are not counted.
@@ -225,28 +238,56 @@ def extraction_values(
         guess: of the attack.
         attack: with its numbers of samples.
         members: (N,) bool.
+        times: (N,) rows of the training data that each member stands in; None: one.
         look: counted from 1.
         alpha: probability of error over all looks together.
     """
     inside, others = guess.asked & members, guess.asked & ~members
+    n_others = int(others.sum())
+    tiers = tiers_of(torch.ones_like(inside, dtype=torch.long) if times is None else times, inside)
+    spent = spent_at(look, alpha) / len(tiers)
     draws = max(attack.draws)
     now = attack.extracted(guess.log_probs, draws)
     base = attack.extracted(guess.base_log_probs, draws)
-    confidence = 1 - spent_at(look, alpha)
-    excess = {
-        name: _difference(
-            *(proportion(int(hits[g].sum()), int(g.sum()), confidence) for g in (inside, others))
-        )
-        for name, hits in (("extracted", now), ("greedy", guess.greedy))
-    }
+    sizes = [int(tier.sum()) for tier in tiers.values()]
+    nothing = proportion(0, n_others, 1 - spent)
+    provable = min(_difference(proportion(n, n, 1 - spent), nothing).low for n in sizes)
+    values: dict[str, float] = {}
+    for name, hits in (("extracted", now), ("greedy", guess.greedy)):
+        other = proportion(int(hits[others].sum()), n_others, 1 - spent)
+        rates = {
+            f"{name}_x{least}": _difference(
+                proportion(int(hits[tier].sum()), int(tier.sum()), 1 - spent), other
+            )
+            for least, tier in tiers.items()
+        }
+        ends = zip(*((rate.value, rate.low, rate.high) for rate in rates.values()), strict=True)
+        values |= flat({name: Rate(*map(max, ends)), **rates}) | {f"{name}_provable": provable}
     others_hits = max(int(hits[others].sum()) for hits in (now, guess.greedy))
-    sizes = int(inside.sum()), int(others.sum())
-    return {
-        **flat(excess),
-        "visible": visible_excess(*sizes, others_hits, alpha=spent_at(look, alpha)),
-        "extracted_others": proportion(int(now[others].sum()), int(others.sum())).value,
+    return values | {
+        "visible": max(visible_excess(n, n_others, others_hits, alpha=spent) for n in sizes),
+        "extracted_others": proportion(int(now[others].sum()), n_others).value,
         "extracted_base": proportion(int(base[inside].sum()), int(inside.sum())).value,
     }
+
+
+def tiers_of(times: Tensor, members: Tensor) -> dict[int, Tensor]:
+    """Return the members by how often they repeat, (N,) bool by the least number of rows.
+
+    Tiers are of 1, 2 to 4, 5 to 16 and more rows. One of fewer than ten members joins the one
+    below.
+
+    Args:
+        times: (N,) rows of the training data that each text stands in.
+        members: (N,) bool.
+    """
+    tiers: dict[int, Tensor] = {}
+    rest = members
+    for least in reversed(TIERS):
+        tier = rest & (times >= least)
+        if int(tier.sum()) >= (LEAST_REPEATED if least > 1 else 1):
+            tiers[least], rest = tier, rest & ~tier
+    return tiers or {1: members}
 
 
 def canary_values(
@@ -365,13 +406,25 @@ def follow_one_law(aucs: Mapping[str, Rate]) -> bool:
 
 
 def other_law(aucs: Mapping[str, Rate]) -> str | None:
-    """Return which blind AUC may lie outside .45 to .55, the farthest one; None: none of them."""
+    """Return which blind AUC may lie outside .45 to .55, the farthest one; None: none of them.
+
+    It begins with what that says of the texts: that they are of another law where a whole interval
+    lies outside, and else that they are too few to decide.
+    """
     if follow_one_law(aucs):
         return None
+
+    def outside(rate: Rate) -> float:
+        return max(rate.low - MOST_AUC, LEAST_AUC - rate.high)
+
     name, rate = max(aucs.items(), key=lambda one: abs(one[1].value - 0.5))
+    finding = "too few to decide whether they are of one law"
+    if max(map(outside, aucs.values())) > 0:
+        name, rate = max(aucs.items(), key=lambda one: outside(one[1]))
+        finding = "of another law"
     return (
-        f"without the trained model '{name}' tells them apart with an AUC of {rate.value:.2f} "
-        f"({rate.low:.2f} to {rate.high:.2f}), where .45 to .55 is needed"
+        f"{finding}: without the trained model '{name}' tells them apart with an AUC of "
+        f"{rate.value:.2f} ({rate.low:.2f} to {rate.high:.2f}), where .45 to .55 is needed"
     )
 
 

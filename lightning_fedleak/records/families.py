@@ -143,21 +143,28 @@ MEMORIZATION = Family(
     name="memorization",
     headline="auc",
     chance=0.5,
-    metrics=("auc", "shown", "extracted", "greedy"),
+    metrics=(
+        *("auc", "shown", "extracted", "greedy"),
+        *("extracted_x1", "extracted_x2", "extracted_x5", "extracted_x17"),
+        *("greedy_x1", "greedy_x2", "greedy_x5", "greedy_x17"),
+    ),
     question="whether a given text was trained on, from the trained model alone",
     title="the trained model",
     sentences=(
         "tell texts that the trained model has seen from others with an AUC of {auc}, where "
         "guessing has {chance}",
-        "have it write passages of its training texts; the share of these lies {extracted} above "
-        "that of texts it never saw",
+        "have it write passages of its training texts; of texts that stand in the data equally "
+        "often the share of these lies up to {extracted} above that of texts it never saw",
     ),
     untested="Test what the trained model itself has memorized: {watcher}(attacks=[Combined()]).",
     terms={
         "Shown": "The share of the training texts that is found for certain, at 95% confidence, "
-        "while at most 1 in 100 other texts is taken for one. Unknown with fewer than 437 others.",
+        "while at most 1 in 100 other texts is taken for one. Unknown with fewer than 437 others, "
+        "and later looks need more.",
         "Extracted": "How many more training texts than others, as a share, hold a run of tokens "
-        "(16 by default) that the model would write in 10,000 samples. Below 0: more others do.",
+        "(16 by default) that the model would write in 10,000 samples. Below 0: more others do. By "
+        "how many rows of the data they stand in: x1, x2 (2 to 4), x5 (5 to 16) and x17 (more); "
+        "without such a name it is the highest of these. Greedy: that it would write each time.",
     },
     excesses=("extracted",),
 )

@@ -326,7 +326,10 @@ class PoolLine(RunLine):
         train: how many are rows of the training data.
         others: how many are never trained on.
         aside: how many of both are put aside for the checkpoint that is chosen.
-        repeated: texts that were left out because another row repeats a part of them.
+        repeated: texts of which another row repeats the whole or a part, so that they are not told
+            from others.
+        copied: texts among ``train`` that stand in several rows, which are asked for extraction
+            alone; 0 in older records, which had none.
         short: texts that were left out because they have too few label tokens.
         searched: share of the data's rows that was searched for repeats.
         base: SHA-256 of the texts and what the base model says of them, as the private file holds
@@ -341,6 +344,7 @@ class PoolLine(RunLine):
     repeated: int
     short: int
     searched: Share
+    copied: int = 0
     base: str | None = None
 
 

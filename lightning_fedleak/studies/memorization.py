@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_fedleak.attacks import memorization
@@ -68,7 +69,8 @@ class ReleasedPool:
     """Members and others that a model and its base are asked about.
 
     Texts with fewer than 8 label tokens, and texts that share 13 label tokens in a row with another
-    text of the pool, are left out on both sides.
+    text of the pool, are left out on both sides. Members that are copies of each other are one
+    text, which is asked whether it can be extracted, and not told from others.
 
     Args:
         members: texts that were trained on.
@@ -78,8 +80,9 @@ class ReleasedPool:
     Attributes:
         texts: those that are scored.
         members: (N,) bool.
+        times: (N,) int64, members that are copies of each text; 1 for all that occur once.
         short: texts that were left out because they are short.
-        repeated: texts that were left out because another one repeats a part of them.
+        repeated: texts of which another one repeats the whole or a part.
         digest: names the pool, as the monitor's records do; results compare on the same pool only.
 
     Raises:
@@ -93,18 +96,25 @@ class ReleasedPool:
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         everyone = [*members, *others]
-        rows, self.short, self.repeated = scored_texts(everyone)
-        self.texts = [everyone[row] for row in rows]
-        self.members = torch.tensor([row < len(members) for row in rows], dtype=torch.bool)
-        n = int(self.members.sum())
-        if min(n, len(rows) - n) < LEAST_TEXTS:
+        sides = [row < len(members) for row in range(len(everyone))]
+        scored = scored_texts(everyone, sides)
+        self.short, self.repeated, self.times = scored.short, scored.repeated, scored.times
+        self.texts = [everyone[row] for row in scored.rows]
+        self.members = torch.tensor([sides[row] for row in scored.rows], dtype=torch.bool)
+        n, n_others = int((self.members & self.alone).sum()), int((~self.members).sum())
+        if min(n, n_others) < LEAST_TEXTS:
             raise ValueError(
-                f"{n} members and {len(rows) - n} others are left to compare, after "
+                f"{n} members and {n_others} others are left to compare, after "
                 f"{self.short} texts of fewer than {LEAST_LABELS} tokens and {self.repeated} that "
                 f"repeat parts of others: at least {LEAST_TEXTS} on each side are needed"
             )
         self.digest = pool_digest(self.texts, self.members)
         self.compressed = compressed_bytes(self.texts, decode)
+
+    @property
+    def alone(self) -> Tensor:
+        """Return (N,) bool, the texts that occur once; they alone are told from others."""
+        return self.times == 1
 
     def compare(
         self,
@@ -124,28 +134,28 @@ class ReleasedPool:
             look: number of the look at these texts, counted from 1.
             alpha: probability of error over all looks together.
         """
-        view = Observation(released=ReleasedModel(now, base, self.compressed))
+        alone = self.alone
+        model, members = ReleasedModel(now, base, self.compressed), self.members[alone]
         values: dict[str, Mapping[str, float]] = {}
         for attack in attacks or all_attacks():
-            guess = attack.run(view)
+            extracts = isinstance(attack, memorization.Extraction)
+            guess = attack.run(Observation(released=model if extracts else model.rows(alone)))
             if isinstance(attack, memorization.Extraction) and isinstance(
                 guess, memorization.ExtractionGuess
             ):
                 values[attack.name] = released.extraction_values(
-                    guess, attack, self.members, look=look, alpha=alpha
+                    guess, attack, self.members, self.times, look=look, alpha=alpha
                 )
             elif isinstance(guess, memorization.MemorizationGuess):
                 values[attack.name] = released.membership_values(
-                    guess.scores, self.members, look=look, alpha=alpha
+                    guess.scores, members, look=look, alpha=alpha
                 )
-        n_members = int(self.members.sum())
-        n_others = len(self.texts) - n_members
+        n_members, n_others = int(members.sum()), int((~members).sum())
+        texts = [text for text, once in zip(self.texts, alone.tolist(), strict=True) if once]
+        blind = memorization.blind_scores(base.rows(alone), self.compressed[alone], texts, members)
         return Comparison(
             values,
-            released.blind_aucs(
-                memorization.blind_scores(base, self.compressed, self.texts, self.members),
-                self.members,
-            ),
+            released.blind_aucs(blind, members),
             n_members,
             n_others,
             released.visible_tpr(n_members, n_others, look=look, alpha=alpha),

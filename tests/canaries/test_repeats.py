@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fedleak.canaries.repeats import RUN, TEMPLATE_ROWS, repeated_texts
+from lightning_fedleak.canaries.repeats import (
+    COPY_SHARE,
+    PIECE,
+    RUN,
+    TEMPLATE_ROWS,
+    find_repeats,
+    repeated_texts,
+    scored_texts,
+)
 from lightning_fedleak.taps.tokens import Text
 
 
@@ -25,6 +33,24 @@ def slow_runs(row: Text) -> set[tuple[int, ...]]:
     return whole or {tuple(t for t in labels if t != -100)}
 
 
+def slow_share(row: Text, others: list[Text]) -> float:
+    """Return the share of label tokens that lie in pieces which another text has."""
+    labels, inside = row.labels[1:].tolist(), set()
+    for a in range(len(labels) - PIECE + 1):
+        piece = labels[a : a + PIECE]
+        found = -100 not in piece and any(
+            other.labels[1:].tolist()[b : b + PIECE] == piece
+            for other in others
+            for b in range(len(other.labels) - PIECE)
+        )
+        inside |= set(range(a, a + PIECE)) if found else set()
+    return len(inside) / max(1, row.n_labels)
+
+
+def label_tokens(row: Text) -> list[int]:
+    return [label for label in row.labels[1:].tolist() if label != -100]
+
+
 @given(
     rows=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=40), min_size=1, max_size=12),
     gap=st.integers(0, 30),
@@ -34,7 +60,10 @@ def test_repeats_are_those_of_a_search_over_pairs(rows: list[list[int]], gap: in
     texts = [text(ids, [place != gap for place in range(len(ids))]) for ids in rows]
     runs = [slow_runs(each) for each in texts]
     expected = [
-        any(own & other for j, other in enumerate(runs) if j != i) for i, own in enumerate(runs)
+        any(own & other for j, other in enumerate(runs) if j != i)
+        or slow_share(texts[i], [x for x in texts if label_tokens(x) != label_tokens(texts[i])])
+        >= COPY_SHARE
+        for i, own in enumerate(runs)
     ]
     assert repeated_texts(texts, texts).tolist() == expected
 
@@ -80,3 +109,154 @@ def test_rows_in_many_parts_are_counted_once_each(monkeypatch: pytest.MonkeyPatc
 
 def test_an_empty_pool() -> None:
     assert repeated_texts([], [text([1, 2, 3])]).tolist() == []
+
+
+# ---- copies -------------------------------------------------------------------------------------
+
+
+def drawn(n: int, seed: int, length: int = 24) -> list[list[int]]:
+    ids = torch.randint(1, 5000, (n, length), generator=torch.Generator().manual_seed(seed))
+    return [list(map(int, row)) for row in ids.tolist()]
+
+
+def apart(rows: list[list[int]]) -> list[list[int]]:
+    """Return rows whose first tokens differ, so that no form before them has one more in common."""
+    return [[6000 + n, *row[1:]] for n, row in enumerate(rows)]
+
+
+def near(ids: list[int], seed: int) -> list[int]:
+    """Return a text of which one word in twelve differs."""
+    fresh = drawn(1, seed, len(ids))[0]
+    return [fresh[n] if n % 12 == 1 else token for n, token in enumerate(ids)]
+
+
+def poisoned(kind: str) -> list[Text]:
+    """Return 1,200 rows, of which the first 30 are one text, or nearly so."""
+    rows, common = drawn(1200, 0), drawn(1, 9)[0]
+    rows[:30] = [common if kind == "same" else near(common, 100 + n) for n in range(30)]
+    return [text(ids) for ids in rows]
+
+
+@pytest.mark.parametrize("kind", ["same", "near"])
+def test_one_text_in_many_rows_is_no_template_and_one_unit(kind: str) -> None:
+    texts = poisoned(kind)
+    trained = [n % 3 > 0 for n in range(1200)]
+    found = find_repeats(texts, zip(texts, trained, strict=True))
+    assert found.again.nonzero()[0].tolist() == list(range(30))
+    assert set(found.units[:30]).isdisjoint(found.units[30:])
+    assert len(set(found.units[:30])) == 1
+    assert set(found.times[:30]) == {20}
+    scored = scored_texts(texts, trained)
+    assert scored.rows[:-1] == list(range(30, 1200))
+    assert trained[scored.rows[-1]]
+    assert scored.rows[-1] < 30
+    assert scored.times.tolist() == [1] * 1170 + [20]
+    # A pool that holds one row of them finds the others elsewhere.
+    part = [texts[1], *texts[30:400]]
+    elsewhere = [(texts[n], trained[n]) for n in [0, *range(2, 30), *range(400, 1200)]]
+    scored = scored_texts(part, [True] * len(part), iter(elsewhere))
+    assert (scored.rows[-1], scored.repeated) == (0, 1)
+    assert int(scored.times[-1]) == 20
+
+
+def test_pairs_of_near_copies_are_units_of_two() -> None:
+    rows = drawn(200, 0)
+    for n in range(0, 60, 2):
+        rows[n + 1] = near(rows[n], 1000 + n)
+    texts = [text(ids) for ids in rows]
+    found = find_repeats(texts, ((one, True) for one in texts))
+    assert found.again.tolist() == [True] * 60 + [False] * 140
+    assert (found.units[:60:2] == found.units[1:60:2]).all()
+    assert len(set(found.units)) == 170
+    assert found.times.tolist() == [2] * 60 + [1] * 140
+
+
+def test_who_is_a_copy_looks_at_neither_side_nor_order() -> None:
+    texts = poisoned("near")[:200] + poisoned("same")[:40]
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(3)).tolist()
+    one, other = (
+        find_repeats(these, ((x, side) for x in these))
+        for these, side in ((texts, True), ([texts[n] for n in order], False))
+    )
+    assert (one.again[order] == other.again).all()
+    same = one.units[order][:, None] == one.units[order][None]
+    assert (same == (other.units[:, None] == other.units[None])).all()
+    assert not other.times.any()
+
+
+def test_texts_of_a_form_that_differ_in_their_gap_are_no_copies() -> None:
+    """Half of the tokens are the form's; nine tenths are, where more than half of the texts are."""
+    form, gaps = drawn(1, 0, 100)[0], apart(drawn(300, 1, 30))
+    half = [text(form[:30] + gap) for gap in gaps[:100]] + [text(ids) for ids in drawn(200, 2)]
+    assert not repeated_texts(half, half).any()
+    most = [text(form + gap[:10]) for gap in gaps[:160]] + [text(ids) for ids in drawn(100, 2)]
+    assert not repeated_texts(most, most).any()
+    some = [text(form + gap[:10]) for gap in gaps[:100]] + [text(ids) for ids in drawn(200, 2)]
+    found = find_repeats(some, ((one, True) for one in some))
+    assert found.again.tolist() == [True] * 100 + [False] * 200
+    assert len(set(found.units[:100])) == 1
+
+
+@pytest.mark.parametrize("further", [0, 120])
+def test_copies_that_share_a_form_with_other_texts_are_apart(further: int) -> None:
+    """Whether the form is a frame, of more than half of the texts, or is not."""
+    form = drawn(1, 0, 20)[0]
+    rows = [form + gap for gap in apart(drawn(60, 1, 36))]
+    copies = [row[:20] + near(row[20:], 500 + n) for n, row in enumerate(rows[:20])]
+    texts = [text(ids) for ids in [*rows, *copies, *drawn(further, 2)]]
+    found = find_repeats(texts, ((one, True) for one in texts))
+    assert found.again.nonzero()[0].tolist() == [*range(20), *range(60, 80)]
+    assert (found.units[:20] == found.units[60:80]).all()
+    assert len(set(found.units)) == 60 + further
+
+
+def test_a_text_that_fills_most_rows_is_no_frame() -> None:
+    """Texts count once, however often they stand in the data."""
+    rows = drawn(40, 0)
+    texts = [text(ids) for ids in [*rows, *[rows[0]] * 60, near(rows[0], 7)]]
+    found = find_repeats(texts, ((one, True) for one in texts))
+    assert found.again[[0, 40, 99, 100]].all()
+    assert found.units[100] == found.units[0]
+    assert found.times[0] == 62
+
+
+def test_near_copies_elsewhere_are_one_text() -> None:
+    """A run that 30 near copies of one text have, and one other text, is no template."""
+    rows, fresh = drawn(60, 0), drawn(1, 5, 40)[0]
+    rows[1][5:18] = rows[0][2:15]
+    copies = [[*rows[0][:20], token, *rows[0][21:]] for token in fresh[:30]]
+    texts = [text(ids) for ids in [*rows, *copies]]
+    assert repeated_texts(texts[:60], texts).nonzero()[:, 0].tolist() == [0, 1]
+    found = find_repeats(texts[:60], ((one, n % 2 == 0) for n, one in enumerate(texts)))
+    assert found.times[0] == 16
+
+
+def test_what_stands_in_many_copies_is_no_template_to_another_text() -> None:
+    """A text that shares 13 tokens with one that fills 30 rows is left out."""
+    rows = drawn(300, 0)
+    rows[:30] = [rows[0]] * 30
+    rows[30][5:18] = rows[0][5:18]
+    texts = [text(ids) for ids in rows]
+    assert repeated_texts(texts, texts).nonzero()[:, 0].tolist() == list(range(31))
+    elsewhere = repeated_texts(texts[29:], texts)  # where the copies are in no pool
+    assert elsewhere.nonzero()[:, 0].tolist() == [0, 1]
+
+
+def test_a_run_in_more_than_a_hundredth_of_the_texts_is_a_template() -> None:
+    n, most = 3000, 30
+    rows = drawn(n, 0)
+    for row in rows[:most]:
+        row[5:18] = range(6000, 6013)
+    texts = [text(ids) for ids in rows]
+    assert repeated_texts(texts, texts).nonzero()[:, 0].tolist() == list(range(most))
+    rows[most][5:18] = range(6000, 6013)
+    texts[most] = text(rows[most])
+    assert not repeated_texts(texts, texts).any()
+
+
+def test_a_text_of_which_one_row_was_trained_on_and_a_copy_was_not_is_not_scored() -> None:
+    texts = [text(ids) for ids in drawn(20, 0)] + [text(drawn(20, 0)[3])]
+    scored = scored_texts(texts, [True] * 20 + [False])
+    assert scored.rows == [n for n in range(20) if n != 3]
+    assert (scored.repeated, scored.short) == (2, 0)
+    assert scored_texts(texts, [True] * 21).rows[-1] in (3, 20)

@@ -11,7 +11,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from lightning_fedleak import Games, LeakageMonitor, with_canaries
-from lightning_fedleak.attacks.memorization import Canaries
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.memorization import Canaries, Combined
 from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.cli import main
 from lightning_fedleak.commands.memorization import BREACH, MemorizationCommand
@@ -104,6 +105,68 @@ def test_the_base_itself_gives_nothing_away(folder: Path, tmp_path: Path) -> Non
     assert values["combined"]["auc"] == 0.5
     assert values["loss_ratio"]["auc"] == 0.5
     assert values["extraction"]["extracted_base"] == values["extraction"]["extracted_others"] == 0
+    assert run(folder, str(folder_of_base), drawn=True, metric="greedy", at_most=0.2)[0] == 0
+
+
+@pytest.mark.parametrize("n", [10, 20])
+def test_texts_that_are_told_apart_wholly_never_pass(
+    folder: Path, tmp_path: Path, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten texts a side show an AUC of .645 at most, and twenty .80: more than .7 or not?"""
+    for side in ("members", "others"):
+        lines = (folder / f"{side}.jsonl").read_text().splitlines(keepends=True)[:n]
+        (tmp_path / f"{side}.jsonl").write_text("".join(lines))
+    (tmp_path / "model").symlink_to(folder / "model")
+    monkeypatch.setattr(Combined, "score", lambda self, released: -torch.arange(2.0 * n))
+    status, text = run(tmp_path, drawn=True, at_most=0.7)
+    assert status == BREACH
+    assert ("is unknown: it lies between 0.645 and 1.000" in text) is (n == 10)
+    assert ("is shown to be at least 0.803" in text) is (n == 20)
+    assert "give more texts" in text.lower() or n == 20
+
+
+def test_members_that_are_copies_are_asked_for_extraction_by_how_often_they_repeat(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Twelve texts stand in the data six times each, and are learned by heart."""
+    tokenizer = load_tokenizer(None)
+    lines = {s: (folder / f"{s}.jsonl").read_text().splitlines() for s in ("members", "others")}
+    members = [json.loads(line)["text"] for line in lines["members"]]
+    often = [row for row in tokenize(members[:12], tokenizer, 32) for _ in range(6)]
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    for _ in range(6):
+        train(model, [row.ids for row in often], 1e-3)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    written = [*lines["members"][:12] * 6, *lines["members"][12:]]
+    (tmp_path / "members.jsonl").write_text("\n".join(written))
+    (tmp_path / "others.jsonl").write_text("\n".join(lines["others"]))
+    out = tmp_path / "result.json"
+    status, text = run(tmp_path, drawn=True, metric="greedy", at_most=0.3, out=out)
+    content = json.loads(out.read_text())
+    values = content["attacks"]["extraction"]
+    asked = find_anatomy(model.eval())
+    texts = tokenize(members[:12], tokenizer, 32)
+    by_heart = [
+        bool(
+            (asked.model(text.ids[None]).logits[0, :-1].argmax(1) == text.ids[1:])
+            .unfold(0, 16, 1)
+            .all(1)
+            .any()
+        )
+        for text in texts
+        if len(text.ids) > 16
+    ]
+    assert values["greedy_x5"] == pytest.approx(sum(by_heart) / len(by_heart))
+    assert values["greedy_x5"] > 0.5
+    assert values["greedy_x1"] == 0
+    assert values["greedy"] == values["greedy_x5"]
+    assert status == BREACH
+    assert "extraction/greedy is shown to be at least" in text
+    assert "5 to 16 times" in text
+    assert content["repeated"] == 72
+    assert content["members"] == len(set(lines["members"][12:]))
+    assert "12 members that have copies" in text
 
 
 def test_others_of_unknown_law_are_unknown_and_a_breach(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -223,8 +224,119 @@ def test_repeats_and_short_texts_leave_on_both_sides() -> None:
     short[3:5] = 1
     data[11] = {"input_ids": data[11]["input_ids"], "labels": short}
     pool = collect(loader(data), ALL, read)
-    assert (pool.repeated, pool.short, len(pool.texts)) == (2, 1, 397)
+    assert (pool.repeated, pool.short, len(pool.texts)) == (2, 1, 398)
     assert "2 that other rows repeat and 1 short" in pool.cost
+    assert "1 texts that stand in several rows are asked about alone" in pool.cost
+    assert pool.times.tolist() == [1] * 397 + [2]  # both rows are asked about as one text
+    assert torch.equal(pool.texts[397].ids, data[3]["input_ids"])
+    for row in data[20:100]:
+        pool.remember(batch([row]))
+    index, members = pool.compared(0, 80)
+    assert int(members.sum()) == 80
+    assert 397 not in index  # no other: one of its rows may be in the next batch
+    for row in data[:20]:
+        pool.remember(batch([row]))
+    index, members = pool.compared(0, 100)
+    told = pool.alone[index]
+    assert int(members[told].sum()) == 97  # neither copy is told from others, nor the short one
+    assert int((~members).sum()) == 300
+    assert index[~told].tolist() == [397]
+    assert members[~told].all()
+
+
+def test_rows_that_are_not_asked_about_are_searched_for_repeats() -> None:
+    """A copy and a near copy of rows that are asked about stand among those that are not."""
+    data = rows(2000, 32)
+    settings = Memorization(max_overhead=0.2)
+    drawn = {tuple(text.ids.tolist()) for text in collect(loader(data), settings, read).texts}
+    asked = [n for n, row in enumerate(data) if tuple(row["input_ids"].tolist()) in drawn]
+    unasked = [n for n in range(2000) if n not in asked]
+    assert len(asked) == 333
+    for place, near in ((0, False), (1, True)):
+        ids = data[asked[place]]["input_ids"].clone()
+        ids[12] = 4 if near else ids[12]
+        data[unasked[place]] = {"input_ids": ids, "labels": ids}
+    pool = collect(loader(data), settings, read)
+    assert (pool.repeated, pool.searched) == (2, 1.0)
+    assert pool.times.tolist() == [1] * 331 + [2, 2]
+    groups = {tuple(text.ids.tolist()) for text in pool.texts[331:]}
+    assert groups == {tuple(data[n]["input_ids"].tolist()) for n in asked[:2]}
+
+
+def test_only_so_many_rows_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_fedleak.looks.pool.MOST_ROWS", 400)
+    pool = collect(loader(rows(2000)), Memorization(max_overhead=0.2), read)
+    assert pool.searched == pytest.approx(400 / (2000 - 333))
+    assert "(in 24% of the rows)" in pool.cost
+
+
+@pytest.mark.parametrize("way", ["not yet seen", "left out"])
+def test_recognised_rows_may_fall_short_by_chance_alone(way: str) -> None:
+    """The least number that five standard deviations allow is known, and one fewer is not."""
+    data = rows(800)
+    pool = collect(
+        loader(data if way == "not yet seen" else leave_out(data, 200, seed=0)[0]), ALL, read
+    )
+    inside = pool.trains.nonzero()[:, 0]
+    n, length = len(inside), pool.length
+    passed = length // 2
+    share = passed / length if pool.once else -math.expm1(-passed / length)
+    least = math.ceil(n * share - 5 * math.sqrt(n * share * (1 - share)) - 1)
+    assert 10 < least < n * share - 20
+    pool.seen[inside[:least]] = True
+    assert int(pool.compared(0, passed)[1].sum()) == least
+    pool.seen[inside[0]] = False
+    with pytest.raises(NoOthers, match=f"only {least - 1} of {n} rows were recognised"):
+        pool.compared(0, passed)
+
+
+def test_copies_do_not_stand_for_rows_that_are_not_recognised() -> None:
+    """A text that stands in three rows is met sooner than one that stands in one."""
+    data = rows(600)
+    for n in range(0, 300, 3):
+        data[n + 1] = data[n + 2] = data[n]
+    pool = collect(loader(data), ALL, read)
+    n = int(pool.alone.sum())
+    assert (n, len(pool.texts)) == (300, 400)
+    pool.seen[n:] = True
+    least = math.ceil(n / 2 - 5 * math.sqrt(n / 4) - 1)
+    pool.seen[:least] = True
+    assert int(pool.compared(0, 300)[1].sum()) == least + 100
+    pool.seen[0] = False
+    with pytest.raises(NoOthers, match=f"only {least - 1} of 300 rows were recognised"):
+        pool.compared(0, 300)
+
+
+def test_copies_are_no_unit_of_the_game_of_an_account() -> None:
+    """Each row has a coin of its own. Which texts play, and in which order, depends on none."""
+
+    class OtherCoin(LeftOutRecord):
+        @property
+        def out(self) -> list[int]:
+            return sorted({*super().out} ^ set(self.candidates[:40]))
+
+    data = rows(400)
+    for n in range(0, 120, 3):
+        data[n + 1] = data[n + 2] = data[n]
+    train, _ = leave_out(data, 150, seed=0, coins=True)
+    changed = TrainingRows(train.dataset, OtherCoin(**vars(train.record)))
+    pool, other = (collect(loader(one), ALL, read, chooses=True) for one in (train, changed))
+    play = [
+        [text.ids.tolist() for text in one.texts[: int(one.alone.sum())]] for one in (pool, other)
+    ]
+    assert play[0] == play[1]
+    n = len(play[0])
+    assert pool.alone[:n].all()
+    assert other.alone[:n].all()
+    assert torch.equal(pool.aside[:n], other.aside[:n])
+    copies = {tuple(data[n]["input_ids"].tolist()) for n in range(0, 120, 3)}
+    assert not copies & {tuple(ids) for ids in play[0]}
+    groups = pool.texts[n:]
+    inside = [tuple(train[i]["input_ids"].tolist()) for i in range(len(train))]
+    assert 10 < len(groups) <= 40
+    for text, times in zip(groups, pool.times[n:].tolist(), strict=True):
+        assert inside.count(tuple(text.ids.tolist())) == times > 1
+    assert pool.trains[n:].all()
 
 
 def test_the_budget_sets_how_many_are_asked_and_the_refusal_how_many_would_be() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,13 +12,16 @@ import torch
 
 from lightning_fedleak.attacks.memorization import Extraction, ExtractionGuess
 from lightning_fedleak.metrics.membership import membership_rates
+from lightning_fedleak.metrics.rates import Rate
 from lightning_fedleak.metrics.released import (
     extraction_values,
     membership_values,
+    other_law,
     others_needed,
     rank_test,
     shown_tpr,
     spent_at,
+    tiers_of,
     visible_excess,
     visible_tpr,
 )
@@ -210,3 +214,111 @@ def test_the_visible_share_is_that_of_the_decoding_that_extracts_more_others() -
     assert values["extracted_others"] == 0.0
     assert values["visible"] == visible_excess(*sizes, 5, alpha=alpha)
     assert values["visible"] > visible_excess(*sizes, 0, alpha=alpha)
+
+
+# ---- one test, one error ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look", [1, 4])
+@pytest.mark.parametrize(("shift", "n"), [(0.5, 300), (0.7, 80), (1.05, 200), (4.0, 15), (9.0, 9)])
+def test_the_p_value_is_the_error_with_which_the_interval_begins_at_guessing(
+    look: int, shift: float, n: int
+) -> None:
+    rng = np.random.default_rng(3)
+    scores = torch.tensor(np.r_[rng.normal(shift, 1, n), rng.normal(0, 1, n + 5)])
+    members = torch.arange(2 * n + 5) < n
+    p_value = membership_values(scores, members, look=look)["p_value"]
+    assert 0 < p_value < 1
+    for factor, above in ((1.001, True), (0.999, False)):
+        if p_value * factor < 1:
+            values = membership_values(scores, members, look=look, alpha=p_value * factor)
+            assert (values["auc_low"] > 0.5) is above
+    assert membership_values(scores, members, look=look, alpha=0.3)["p_value"] == pytest.approx(
+        p_value
+    )
+
+
+def test_scores_that_tell_nothing_have_a_p_value_of_one() -> None:
+    members = torch.arange(40) < 20
+    for scores in (torch.zeros(40), -members.double()):
+        assert membership_values(scores, members)["p_value"] == 1.0
+
+
+def test_a_clear_auc_has_a_clear_p_value_though_few_members_are_at_the_top() -> None:
+    """An AUC of .77 among 200 and 200; the test of the TPR at 1% FPR is another one."""
+    scores = torch.cat([torch.linspace(0.85, 1.46, 200), torch.linspace(0.0, 1.5, 200)])
+    values = membership_values(scores.double(), torch.arange(400) < 200)
+    assert 0.7 < values["auc"] < 0.8
+    assert values["auc_low"] > 0.6
+    assert values["p_value"] < 1e-6
+    assert values["shown_p_value"] == 1.0
+
+
+def test_the_largest_lower_end_is_that_of_all_members_above_all_others() -> None:
+    for n, others, look in ((10, 30, 1), (50, 20, 3)):
+        members = torch.arange(n + others) < n
+        values = membership_values(members.double(), members, look=look)
+        assert values["auc_provable"] == pytest.approx(values["auc_low"], abs=1e-12)
+
+
+def test_texts_of_another_law_are_told_from_texts_that_are_too_few() -> None:
+    fine, few, other = Rate(0.5, 0.46, 0.54), Rate(0.53, 0.41, 0.65), Rate(0.6, 0.56, 0.64)
+    low = Rate(0.4, 0.36, 0.44)
+    assert other_law({"loss": fine}) is None
+    found = other_law({"loss": fine, "zlib": few})
+    assert found is not None
+    assert found.startswith("too few to decide whether they are of one law: ")
+    assert "'zlib' tells them apart with an AUC of 0.53 (0.41 to 0.65)" in found
+    wide = Rate(0.7, 0.49, 0.9)  # farther, and shows nothing
+    for apart in (other, low):
+        found = other_law({"loss": wide, "zlib": few, "length": apart})
+        assert found is not None
+        assert found.startswith("of another law: without the trained model 'length'")
+
+
+# ---- texts that repeat --------------------------------------------------------------------------
+
+
+def test_tiers_of_few_texts_join_the_one_below() -> None:
+    times = torch.tensor([1] * 30 + [2] * 6 + [4] * 6 + [5] * 9 + [17] * 3 + [90] * 2)
+    members = torch.ones(len(times), dtype=torch.bool)
+    tiers = {least: times[tier].tolist() for least, tier in tiers_of(times, members).items()}
+    assert tiers == {5: [5] * 9 + [17] * 3 + [90] * 2, 2: [2] * 6 + [4] * 6, 1: [1] * 30}
+    few = {least: int(tier.sum()) for least, tier in tiers_of(times, times > 4).items()}
+    assert few == {5: 14}
+    assert {n: int(t.sum()) for n, t in tiers_of(times, times > 16).items()} == {1: 5}
+    assert [*tiers_of(times, ~members)] == [1]
+
+
+def test_what_is_extracted_is_that_of_the_tier_where_most_is() -> None:
+    """Of 200 texts none is written that stands once, and 15 of 20 that stand eight times."""
+    n, n0 = 220, 100
+    members = torch.arange(n + n0) < n
+    times = torch.ones(n + n0, dtype=torch.long)
+    times[200:220] = 8
+    greedy = torch.zeros(n + n0, dtype=torch.bool)
+    greedy[200:215] = True
+    greedy[n : n + 2] = True
+    log_probs = torch.full((n + n0,), -1e4)
+    guess = ExtractionGuess(log_probs, log_probs, greedy, torch.ones(n + n0, dtype=torch.bool))
+    values = extraction_values(guess, Extraction(), members, times, look=2)
+    assert values["greedy_x1"] == pytest.approx(-0.02)
+    assert values["greedy_x5"] == pytest.approx(15 / 20 - 0.02)
+    assert "greedy_x2" not in values
+    assert [values[f"greedy{end}"] for end in ("", "_low", "_high")] == [
+        values[f"greedy_x5{end}"] for end in ("", "_low", "_high")
+    ]
+    # Both tiers share the look's error, and their intervals are Newcombe's of that error.
+    alpha = spent_at(2) / 2
+    low, other_high = (
+        scipy.stats.beta.ppf(alpha / 2, 15, 6),
+        scipy.stats.beta.ppf(1 - alpha / 2, 3, 98),
+    )
+    expected = 0.73 - math.hypot(0.75 - low, other_high - 0.02)
+    assert values["greedy_low"] == pytest.approx(expected)
+    assert values["visible"] == visible_excess(20, n0, 2, alpha=alpha)
+    assert values["visible"] > visible_excess(200, n0, 2, alpha=alpha)
+    perfect = replace(guess, greedy=members, log_probs=torch.where(members, 0.0, -1e4))
+    shown = extraction_values(perfect, Extraction(), members, times, look=2)
+    for name in ("greedy", "extracted"):
+        assert values[f"{name}_provable"] == shown[f"{name}_x5_low"] < shown[f"{name}_x1_low"]

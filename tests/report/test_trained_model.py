@@ -101,6 +101,21 @@ def test_what_gave_no_result_is_unknown(tmp_path, recorded):
     ]
 
 
+def test_what_is_extracted_is_shown_by_how_often_texts_repeat(tmp_path):
+    rates = {"extracted": (0.4, 0.2, 0.6), "greedy": (0.7, 0.5, 0.8), "greedy_x1": (0.0, -0.1, 0.1)}
+    rates |= {"greedy_x5": (0.7, 0.5, 0.8), "extracted_x5": (0.4, 0.2, 0.6)}
+    lines = [result(5, "extraction", "released", **rates)]
+    record = [begin(attacks=[about("extraction", "memorization")])]
+    found = found_in(tmp_path, lines, record)
+    [attack] = found.runs[0].attacks
+    assert set(attack.rates) == set(rates)
+    assert attack.rates["greedy_x5"].value == 0.7
+    html = page(found)
+    assert "greedy_x5" in html
+    assert "greedy_x17" not in html.partition("<details")[2].partition("Extracted")[0]
+    assert "of texts that stand in the data equally often the share" in html
+
+
 RATES = st.none() | st.floats(-1, 1)
 
 

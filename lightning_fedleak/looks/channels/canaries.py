@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.memorization import Canaries, MemorizationAttack
 from lightning_fedleak.looks.channels.memorization import MemorizationChannel
+from lightning_fedleak.looks.channels.reading import too_few_others
 from lightning_fedleak.looks.pool import CanaryPool, Pool
 from lightning_fedleak.looks.run import AUDIT, Series, reason
-from lightning_fedleak.metrics.released import canary_tiers, others_needed
+from lightning_fedleak.metrics.released import canary_tiers
 from lightning_fedleak.records import CANARIES, PoolLine
 from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 
@@ -36,7 +37,8 @@ class CanaryChannel(MemorizationChannel):
     metrics = ("auc", "shown", "exposure", "extracted", "greedy")
     ranges: ClassVar[Any] = {"exposure": (0.0, math.inf, 0.0)}
     extras = (
-        *("p_value", "exposure_cap", "exposure_capped", "extracted_others", "extracted_base"),
+        *("p_value", "shown_p_value", "auc_provable", "extracted_provable", "greedy_provable"),
+        *("exposure_cap", "exposure_capped", "extracted_others", "extracted_base"),
         *("members", "others", "alpha"),
     )
     width = 3 * len(metrics) + len(extras)
@@ -79,10 +81,9 @@ class CanaryChannel(MemorizationChannel):
     def never_known(self, metric: str) -> str | None:
         """Return why a rate cannot become known: few canaries were left out."""
         alpha = self.settings.memorization.alpha / len(self._canaries.record.times)
-        others, needed = int((~self._canaries.included).sum()), others_needed(1, alpha)
-        if metric == "shown" and others < needed:
-            return f"'shown' needs {needed} others, and {others} canaries were left out"
-        return None
+        others = int((~self._canaries.included).sum())
+        counts = [others] * self._planned_looks
+        return too_few_others(counts, alpha) if metric == "shown" else None
 
     def _drawn(self) -> Pool:
         """Return all canaries; they are asked about, or the attack is not played.

@@ -19,16 +19,15 @@ from torch import Tensor
 from lightning_fedleak.attacks import Attack, Capability, Guess, UnusableObservation
 from lightning_fedleak.attacks.memorization import (
     Extraction,
-    ExtractionGuess,
     MemorizationAttack,
-    MemorizationGuess,
     blind_scores,
 )
 from lightning_fedleak.batches import TokenBatch, read_batch
 from lightning_fedleak.looks.channels.account import BOUND, AccountGame
 from lightning_fedleak.looks.channels.base import Channel, Plan
+from lightning_fedleak.looks.channels.reading import PoolReading, too_few_others
 from lightning_fedleak.looks.options import Options
-from lightning_fedleak.looks.pool import NO_CONTROLS, NoOthers, Pool, collect
+from lightning_fedleak.looks.pool import NO_CONTROLS, NoOthers, Pool, collect, forwards_of
 from lightning_fedleak.looks.run import (
     CHOOSE,
     Found,
@@ -44,21 +43,21 @@ from lightning_fedleak.looks.run import (
 )
 from lightning_fedleak.metrics import Rate
 from lightning_fedleak.metrics.released import (
+    TIERS,
     blind_aucs,
-    extraction_values,
     highest_auc,
-    membership_values,
     other_law,
-    others_needed,
-    spent_at,
 )
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.records import MEMORIZATION, PoolLine
-from lightning_fedleak.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
+from lightning_fedleak.snapshots import ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.taps import ask_tokens, compressed_bytes
 
 BLIND = "blind/auc"
 """The largest AUC of scores that know nothing of the training; logged as ``leakage/blind/auc``."""
+
+TIER_NAMES = tuple(f"{name}_x{least}" for name in ("extracted", "greedy") for least in TIERS)
+"""Excesses by how often a text repeats; those of no text have no value."""
 
 _Answer = dict[str, float] | str
 """An attack's values by name, or why there are none."""
@@ -74,15 +73,16 @@ class MemorizationChannel(Channel):
     guesses = Guess
     reads: ClassVar[Any] = MemorizationAttack
     leak = MEMORIZATION
-    metrics: ClassVar[tuple[str, ...]] = ("auc", "shown", "extracted", "greedy")
+    metrics: ClassVar[tuple[str, ...]] = ("auc", "shown", "extracted", "greedy", *TIER_NAMES)
     ranges: ClassVar[Any] = {
         "auc": (0.0, 1.0, 0.5),
         "shown": (0.0, 1.0, 0.0),
-        **dict.fromkeys(("extracted", "greedy"), (-1.0, 1.0, 0.0)),
+        **dict.fromkeys(("extracted", "greedy", *TIER_NAMES), (-1.0, 1.0, 0.0)),
     }
     extras: ClassVar[tuple[str, ...]] = (
-        *("p_value", "extracted_others", "extracted_base"),
-        *("auc_joint_low", "auc_joint_high"),
+        *("p_value", "shown_p_value", "extracted_others", "extracted_base"),
+        *("auc_joint_low", "auc_joint_high", "auc_joint_provable"),
+        *("auc_provable", "extracted_provable", "greedy_provable"),
         *("members", "others", "alpha", "visible", "refuted"),
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
@@ -213,14 +213,18 @@ class MemorizationChannel(Channel):
             return None
         if pool.way == "not yet seen" and (self.run.epochs is None or self.run.epochs > 1):
             return NO_CONTROLS
-        others = int((~pool.trains & ~pool.aside).sum())
-        if pool.way == "not yet seen":  # most of them are there at the first look
-            first = min(self.settings.memorization.looks, default=1.0)
-            others = int((1 - first) * int((~pool.aside).sum()))
-        needed = others_needed(1, self.settings.memorization.alpha)
-        if metric == "shown" and others < needed:
-            return f"'shown' needs {needed} others, and {others} are asked about"
-        return None
+        shares = self.settings.memorization.looks
+        counts = [int((~pool.trains & ~pool.aside).sum())] * self._planned_looks
+        if pool.way == "not yet seen":
+            counts = [round((1 - share) * int((~pool.aside).sum())) for share in shares]
+        alpha = self.settings.memorization.alpha
+        return too_few_others(counts, alpha) if metric == "shown" else None
+
+    @property
+    def _planned_looks(self) -> int:
+        """Return how many looks the run is to have, or its first epoch where nobody knows."""
+        first_epoch = forwards_of(self.settings.memorization, last_step=True) - 1
+        return first_epoch + max(0, (self.run.epochs or 1) - 1)
 
     def never_judged(self, metric: str) -> str | None:
         """Return that it is of the model that was sent, and of no client's update."""
@@ -269,14 +273,15 @@ class MemorizationChannel(Channel):
         elif self.run.holds_base:  # later weights are no base
             self._base = self._ask(pool)
         if self._base is not None and pool.way == "given":
-            compressed = compressed_bytes(pool.texts, self._decode)
-            aucs = blind_aucs(
-                blind_scores(self._base, compressed, pool.texts, pool.trains), pool.trains
-            )
+            alone = pool.alone.nonzero()[:, 0]
+            texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
+            compressed = compressed_bytes(texts, self._decode)
+            scores = blind_scores(self._base.rows(alone), compressed, texts, trains)
+            aucs = blind_aucs(scores, trains)
             if (finding := other_law(aucs)) is not None:
                 self._void = (
-                    f"the texts of others= are of another law: {finding}. Use leave_out, or more "
-                    "texts of the same kind"
+                    f"the texts of others= are {finding}. Use leave_out, or more texts of the same "
+                    "kind"
                 )
 
     def _ask(self, pool: Pool) -> TokenSnapshot:
@@ -380,49 +385,23 @@ class MemorizationChannel(Channel):
             answers.rows(rows), self._base.rows(rows), compressed_bytes(texts, self._decode)
         )
         values: dict[str, _Answer] = {"pool": pool.digest(rows, members)}
-        blind = blind_scores(released.base, released.compressed, texts, members)
-        shared = {BLIND: highest_auc(blind, members), **limits}
+        alpha, times = self.settings.memorization.alpha, pool.times[rows]
+        reading = PoolReading(released, members, times, number, alpha)
+        once = (times == 1).nonzero()[:, 0]
+        texts, game = [texts[row] for row in once.tolist()], released.rows(once)
+        blind = blind_scores(game.base, game.compressed, texts, members[once])
+        shared = {BLIND: highest_auc(blind, members[once]), **limits}
+        ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
         for attack in self.attacks:
             try:
-                values[attack.name] = self._values(attack, released, members, number, shared)
+                values[attack.name] = (
+                    reading.extraction(attack)
+                    if isinstance(attack, Extraction)
+                    else reading.membership(attack, ranked, shared, self._account)
+                )
             except Exception as error:
                 values[attack.name] = reason(error)
         return values
-
-    def _values(
-        self,
-        attack: Attack,
-        released: ReleasedModel,
-        members: Tensor,
-        number: int,
-        shared: Mapping[str, float],
-    ) -> dict[str, float]:
-        """Return the values of an attack by name, and those that all share, at a look."""
-        guess = attack.run(Observation(released=released))
-        alpha = self.settings.memorization.alpha
-        sizes = {
-            "members": float(members.sum()),
-            "others": float((~members).sum()),
-            "alpha": spent_at(number, alpha),
-        }
-        if isinstance(attack, Extraction) and isinstance(guess, ExtractionGuess):
-            values = extraction_values(guess, attack, members, look=number, alpha=alpha)
-        elif isinstance(guess, MemorizationGuess):
-            ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
-            values, joint = (
-                membership_values(guess.scores, members, look=number, alpha=one)
-                for one in (alpha, alpha / ranked)
-            )
-            values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high")}
-            values |= shared
-            if f"{BOUND}auc" in shared and self._account is not None:
-                error = spent_at(number, alpha / ranked)
-                values["refuted"] = self._account.refuted(
-                    attack.name, guess.scores, members, error, alpha
-                )
-        else:
-            raise TypeError(f"no score is known for a {type(guess).__name__}")
-        return values | sizes
 
     def results(self, look: Look) -> dict[Series, Result]:
         """Return what each attack's values are, packed."""
@@ -459,8 +438,13 @@ class MemorizationChannel(Channel):
         }
         extra = {name: values.get(name, math.nan) for name in self.extras}
         rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
-        absent = ("extracted", "greedy") if math.isnan(extra["extracted_base"]) else ()
+        absent: tuple[str, ...] = ()
+        if math.isnan(extra["extracted_base"]):
+            absent = ("extracted", "greedy")
         absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
+        absent += tuple(
+            n for n, rate in rates.items() if n in TIER_NAMES and math.isnan(rate.value)
+        )
         played = {name: rate for name, rate in rates.items() if name not in absent}
         extra = {name: value for name, value in extra.items() if not math.isnan(value)}
         return Outcome(played, int(extra["members"] + extra["others"]), extra=extra, pool=pool)
@@ -560,6 +544,7 @@ class MemorizationChannel(Channel):
             repeated=pool.repeated,
             short=pool.short,
             searched=pool.searched,
+            copied=int((~pool.alone).sum()),
             base=None if base is None else hash_tensors(self._tensors(pool, base)),
         )
 

@@ -11,11 +11,13 @@ import stat
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -53,6 +55,7 @@ from tests.helpers.notices import announced
 from tests.helpers.processes import two_processes
 
 SETTINGS = Memorization(max_overhead=4 / 3)
+READ = partial(read_batch, kind="causal")
 
 
 def rows(n: int = 400, length: int = 14) -> list[dict[str, torch.Tensor]]:
@@ -366,6 +369,21 @@ def test_others_of_another_law_are_unknown(tmp_path: Path) -> None:
     assert all("of another law" in line["unknown"] for line in lines(tmp_path))
 
 
+def test_others_that_are_too_few_are_not_called_of_another_law(tmp_path: Path) -> None:
+    settings = Memorization(others=rows(430)[400:], max_overhead=4 / 3)
+    watching = LeakageMonitor(
+        [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
+    )
+    fit([watching], data=rows(), max_epochs=1)
+    for line in lines(tmp_path):
+        assert (
+            "texts of others= are too few to decide whether they are of one law" in line["unknown"]
+        )
+        low, high = map(float, re.search(r"\((.*) to (.*)\)", line["unknown"]).groups())
+        assert low < 0.55
+        assert high > 0.45
+
+
 def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Path) -> None:
     few = LeakageMonitor([Combined()], log_dir=tmp_path)
     with pytest.raises(ValueError, match=r"nobody to compare: .* max_overhead"):
@@ -380,6 +398,93 @@ def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Pat
 def test_a_run_that_ends_early_is_looked_at_when_it_ends(tmp_path: Path) -> None:
     fit([monitor(tmp_path)], max_steps=20, max_epochs=-1)
     assert [line["step"] for line in lines(tmp_path)] == [17, 20]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("averaging", "settings"),
+    [
+        ("StochasticWeightAveraging", {"swa_lrs": 1e-2, "swa_epoch_start": 1}),
+        ("EMAWeightAveraging", {"decay": 0.98}),
+    ],
+)
+def test_the_last_look_is_at_the_weights_that_a_fit_leaves(
+    tmp_path: Path, averaging: str, settings: dict[str, float], first: bool
+) -> None:
+    """Averages are put in place when training ends, before or after the monitor is told so."""
+    if not hasattr(lightning_callbacks, averaging):
+        pytest.skip(f"this Lightning has no {averaging}")
+    watching, average = monitor(tmp_path), getattr(lightning_callbacks, averaging)(**settings)
+    base = ask_texts(tiny())
+    data = leave_out(rows(), 140, seed=1)[0]
+    gate = RiskGate("leakage/combined/auc", at_most=0.999, action="warn")
+    callbacks = [watching, average, gate] if first else [average, watching, gate]
+    _, module = fit(callbacks, data=data)
+    pool, answers = base(data)
+    left = ask_tokens(find_anatomy(module.model), pool.texts)
+    looks = lines(tmp_path)
+    assert [line["step"] for line in looks] == [17, 30, 33, 66, 99, 99]
+    expected = pool.compare(answers, left, [Combined()], look=6).values["combined"]
+    *_, before, last = (line["metrics"]["auc"] for line in looks)
+    assert last["value"] == pytest.approx(expected["auc"])
+    assert last["low"] == pytest.approx(expected["auc_low"], abs=1e-9)
+    assert before["value"] != last["value"]
+    assert watching.latest["leakage/combined/auc"] == pytest.approx(expected["auc"])
+    [summary] = findings(read([tmp_path])).runs
+    shown = next(one for one in summary.attacks if one.name == "combined")
+    assert shown.last.value == pytest.approx(expected["auc"])
+
+
+def test_texts_that_repeat_are_asked_for_extraction_by_how_often(tmp_path: Path) -> None:
+    """Of 30 texts each stands in six rows: none is told from others, and all are learned first."""
+    ids = torch.randint(3, 2000, (30, 24), generator=torch.Generator().manual_seed(5))
+    often = [{"input_ids": row.clone(), "labels": row.clone()} for row in ids for _ in range(6)]
+    data = leave_out([*rows(300, 24), *often], 120, seed=1)[0]
+    settings = Memorization(max_overhead=10)
+    watching = LeakageMonitor(
+        [Combined(), Extraction(tokens=4)],
+        log_dir=tmp_path,
+        settings=MonitorSettings(memorization=settings),
+    )
+    pool = collect(DataLoader(data, batch_size=8, shuffle=True), settings, READ)
+    _, module = fit([watching], data=data, max_epochs=12)
+    inside = [tuple(data[n]["input_ids"].tolist()) for n in range(len(data))]
+    counts = [inside.count(tuple(row)) for row in ids.tolist()]
+    groups = pool.times[~pool.alone]
+    assert sorted(groups.tolist()) == sorted(n for n in counts if n > 1)
+    line, told = (lines(tmp_path, one)[-1]["metrics"] for one in ("extraction", "combined"))
+    for values, n in ((told, int(pool.alone.sum())), (line, len(pool.texts))):
+        assert values["members"]["value"] + values["others"]["value"] == n
+    # What greedy decoding writes, by hand.
+    written = {}
+    for least, most in ((2, 4), (5, 6)):
+        tier = [
+            text
+            for text, n in zip(pool.texts, pool.times.tolist(), strict=True)
+            if least <= n <= most
+        ]
+        hits = [greedy_run(module.model, text.ids, 4) for text in tier]
+        written[least] = len(tier), sum(hits) / max(1, len(hits))
+    others = [
+        text for text, inside in zip(pool.texts, pool.trains.tolist(), strict=True) if not inside
+    ]
+    by_chance = sum(greedy_run(module.model, text.ids, 4) for text in others) / len(others)
+    assert min(n for n, _ in written.values()) >= 10
+    for least, (_, share) in written.items():
+        assert line[f"greedy_x{least}"]["value"] == pytest.approx(share - by_chance)
+    assert line["greedy"]["value"] == max(line[f"greedy_x{t}"]["value"] for t in (1, 2, 5)) > 0.5
+    assert "greedy_x17" not in line
+    assert watching.latest["leakage/extraction/greedy_x5_low"] == line["greedy_x5"]["low"]
+    [facts] = of_kind(tmp_path, "pool")
+    assert (facts["copied"], facts["repeated"]) == (len(groups), pool.repeated)
+
+
+def greedy_run(model: Any, ids: Tensor, k: int) -> bool:
+    """Return whether greedy decoding writes k tokens of a text in a row."""
+    model.eval()
+    with torch.no_grad():
+        right = model(ids[None]).logits[0, :-1].argmax(1) == ids[1:]
+    return bool(right.unfold(0, k, 1).all(1).any())
 
 
 # ---- gates --------------------------------------------------------------------------------------
@@ -427,7 +532,7 @@ def test_a_gate_lets_an_untrained_model_pass(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_known_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'shown' needs 437 others, and 108 are asked about"):
+    with pytest.raises(ValueError, match="'shown' needs 706 others at look 5, and has 108"):
         gated(tmp_path, RiskGate("leakage/combined/shown", at_most=0.2))
     with pytest.raises(ValueError, match="no controls after epoch 1: add leave_out"):
         gated(tmp_path, RiskGate("leakage/combined/auc", at_most=0.7), data=rows())
@@ -435,6 +540,55 @@ def test_what_cannot_be_known_is_refused_before_the_first_step(tmp_path: Path) -
     trainer, _ = gated(tmp_path, patient)
     assert patient.fired is None
     assert trainer.global_step == 99
+
+
+def enough_at_first(folder: Path, gate: RiskGate, **more: Any) -> tuple[L.Trainer, Any]:
+    """Fit with a gate on what is shown and 560 others, enough for two looks."""
+    settings = Memorization(max_overhead=10, looks=(0.5,))
+    watching = LeakageMonitor(
+        [Combined()], log_dir=folder, settings=MonitorSettings(memorization=settings)
+    )
+    data = leave_out(rows(1120), 560, seed=1)[0]
+    return fit([watching, gate], data=data, **more)
+
+
+def test_a_strict_gate_stops_where_what_is_shown_is_not_known_any_more(tmp_path: Path) -> None:
+    """Look 2 needs 546 others and look 3 needs 615."""
+    gate = RiskGate("leakage/combined/shown", at_most=1.0)
+    with pytest.raises(ValueError, match="'shown' needs 615 others at look 3, and has 560"):
+        enough_at_first(tmp_path, gate, max_epochs=2)
+    with announced("too few texts are compared at this look"):
+        trainer, _ = enough_at_first(tmp_path, gate, max_steps=200, max_epochs=-1)
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
+    assert trainer.global_step == gate.fired.step == 140  # the end of the second epoch
+    *known, unknown = lines(tmp_path)
+    assert len(known) == 2
+    assert all(line["metrics"]["shown"]["value"] is not None for line in known)
+    assert unknown["metrics"]["shown"]["value"] is None
+    patient = RiskGate("leakage/combined/shown", at_most=1.0, strict=False)
+    trainer, _ = enough_at_first(tmp_path / "patient", patient, max_epochs=2)
+    assert patient.fired is None
+    assert trainer.global_step == 140
+
+
+def test_a_strict_gate_stops_where_no_leak_could_be_shown_by_so_few_texts(tmp_path: Path) -> None:
+    """Of 20 members and 20 others a look shows an AUC of (.05 / 2 / 2)^(1 / 20) = .80 at most."""
+    settings = Memorization(max_overhead=10, looks=(), most_texts=40)
+    found = {}
+    for at_most in (0.79, 0.81):
+        watching = LeakageMonitor(
+            [Combined()], log_dir=tmp_path, settings=MonitorSettings(memorization=settings)
+        )
+        gate = found[at_most] = RiskGate("leakage/combined/auc", at_most=at_most, action="warn")
+        train = leave_out(rows(300), 100, seed=1)[0]
+        with mock.patch("lightning_fedleak.looks.pool.LEAST_POOL", 40):
+            fit([watching, gate], data=train, max_epochs=1)
+        assert watching.latest["leakage/combined/auc_provable"] == pytest.approx(0.0125**0.05)
+    assert found[0.79].fired is None
+    assert found[0.81].fired is not None
+    assert math.isnan(found[0.81].fired.value)
+    assert "too few texts" in str(found[0.81].fired)
 
 
 def test_another_alpha_than_the_intervals_have_is_refused(tmp_path: Path) -> None:

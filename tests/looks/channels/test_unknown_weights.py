@@ -148,7 +148,7 @@ def test_what_other_processes_have_seen_is_not_in_a_checkpoint(tmp_path: Path) -
 
 def test_others_that_run_out_are_too_few_for_what_is_shown(tmp_path: Path) -> None:
     gate = RiskGate("leakage/combined/shown", at_most=0.2)
-    with pytest.raises(ValueError, match="'shown' needs 437 others, and 300 are asked about"):
+    with pytest.raises(ValueError, match="'shown' needs 546 others at look 2, and has 60"):
         fit([watch(tmp_path), gate], data=rows(600), max_epochs=1)
 
 

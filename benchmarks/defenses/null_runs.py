@@ -38,7 +38,9 @@ from lightning_fedleak.defenses import mean_of_sample_means
 SMOKE = ("--runs 2",)
 FEWEST = 20  # runs that a share of 95 in 100 is judged by: one miss is allowed
 
-VOCABULARY, TEXTS, LENGTH, BATCH, STEPS, AT_MOST = 512, 96, 12, 8, 10, 0.5
+VOCABULARY, TEXTS, LENGTH, STEPS, AT_MOST = 512, 96, 12, 10, 0.5
+BATCH = 3
+"""Texts of a step: as many tokens as the attack on a LoRA can tell apart, so that controls are high."""
 WORST = "leakage/worst/words"
 
 

@@ -381,7 +381,7 @@ class ClientCertificate:
         backward(client)
         view = Observation((shared(anatomy, attack),))
         assert attack._copy is not None
-        self.bottom, first = attack._copy, attack._blocks(anatomy).first
+        self.bottom, first = attack._copy, attack._readable.get(anatomy).first
         rows = [shared_rows(known, anatomy, view, None) for known in self.bottom.inputs]
         types = {token for text in client.texts for token in text if token >= 0}
         self.bag = torch.tensor(sorted(types))

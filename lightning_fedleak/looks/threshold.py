@@ -392,7 +392,10 @@ class Threshold:
         if not ends:
             return None
         if self.bound == "lower":
-            ends = {n: math.nan if self._too_few(n, new) else low for n, low in ends.items()}
+            ends = {
+                n: math.nan if low <= self.at_most and self._too_few(n, new) else low
+                for n, low in ends.items()
+            }
         known = {name: value for name, value in ends.items() if not math.isnan(value)}
         source = max(known, key=known.__getitem__, default="")
         if not known or (len(known) < len(ends) and known[source] <= self.at_most):

@@ -173,8 +173,8 @@ def membership_values(
 ) -> dict[str, float]:
     """Return what a look at two pools shows of one score, by the names of the logs.
 
-    - ``auc``, with ``_low`` and ``_high``: ties count half. ``auc_provable`` is the largest lower
-      end that so many texts could show.
+    - ``auc``, with ``_low`` and ``_high``: ties count half. ``auc_provable`` is the lower end where
+      so many texts are all ranked right.
     - ``p_value``: the least ``alpha`` with which ``auc_low`` would lie above .5.
     - ``shown``: the lower bound of :func:`shown_tpr`, unknown (NaN) with too few others;
       ``shown_high`` is its upper bound.

@@ -43,6 +43,7 @@ from lightning_fedleak.canaries import leave_out
 from lightning_fedleak.defenses.accounting.budget import curve_of
 from lightning_fedleak.defenses.dpsgd import Users
 from lightning_fedleak.looks import Memorization
+from lightning_fedleak.looks.channels import reading
 from lightning_fedleak.looks.pool import collect
 from lightning_fedleak.metrics.released import visible_tpr
 from lightning_fedleak.private_files import hash_tensors
@@ -589,6 +590,17 @@ def test_a_strict_gate_stops_where_no_leak_could_be_shown_by_so_few_texts(tmp_pa
     assert found[0.81].fired is not None
     assert math.isnan(found[0.81].fired.value)
     assert "too few texts" in str(found[0.81].fired)
+
+
+def test_what_so_few_texts_do_show_counts(tmp_path: Path) -> None:
+    """An interval of an AUC below 1 may end above that of an AUC of 1."""
+    shown = {"auc": 0.988, "auc_low": 0.953, "auc_high": 0.997, "auc_provable": 0.943}
+    whole = reading.membership_values
+    gate = RiskGate("leakage/combined/auc", at_most=0.95, action="warn", strict=False)
+    with mock.patch.object(reading, "membership_values", lambda *a, **k: whole(*a, **k) | shown):
+        gated(tmp_path, gate)
+    assert gate.fired is not None
+    assert gate.fired.value == 0.953
 
 
 def test_another_alpha_than_the_intervals_have_is_refused(tmp_path: Path) -> None:

@@ -133,16 +133,17 @@ def find_repeats(pool: Sequence[Text], rows: Iterable[tuple[Text, bool]]) -> Rep
 
     Rows with the same label tokens are copies. A text is a near copy where .8 of its label tokens
     lie in pieces of 8 in a row that other texts have. Tokens in pieces that more than half of the
-    texts have (and more than 20) are a frame, and do not count. Copies that share a piece, of each
-    one of its rarer ones, are one text.
+    texts have (and more than 20) are a frame, and do not count. Where no more than 8 others are
+    left the frame is the text. Copies that share a piece, of each one of its rarer ones, are one
+    text.
 
     A text is repeated in part where it shares 13 label tokens in a row with another one. Runs that
     more than 1% of the texts have (and more than 20) are templates and do not count; copies count
     once, so that what is often repeated is no template. A text with fewer than 13 label tokens in a
     row is compared as a whole.
 
-    The memory is that of the pool's runs, 80 bytes a token; the time is linear in the tokens of all
-    rows.
+    The memory is that of the pool's runs, 80 bytes a token, and of rows that may be near copies.
+    The time is linear in the tokens of all rows.
 
     Args:
         pool: N texts that may be scored.
@@ -206,7 +207,7 @@ class _Search:
                 self.copies[int(trained[row]), self.numbers[name]] += 1
         rows, pieces, places = self.pieces.found_in(texts)
         np.add.at(self.piece_counts, pieces[fresh[rows]], 1)
-        near = others & (_shares(texts, places >= 0, places < -1) >= COPY_SHARE)
+        near = others & (_shares(texts, places >= 0, places < -1)[0] >= COPY_SHARE)
         rows, runs, _ = self.runs.found_in(texts)
         np.add.at(self.run_counts, runs[(fresh & others & ~near)[rows]], 1)
         self.near += [
@@ -219,9 +220,10 @@ class _Search:
         n_texts, counts = len(self.known), self.piece_counts
         frame = counts > max(TEMPLATE_ROWS, FRAME_SHARE * n_texts)
         common = (counts > 1) & ~frame
-        places = self.pieces.places
-        near = _shares(self.pool, common[places], frame[places]) >= COPY_SHARE
-        units, unit_of = self._units(near, common)
+        places, owners = self.pieces.places, self.pieces.owners
+        shares, framed = _shares(self.pool, common[places], frame[places])
+        near = shares >= COPY_SHARE
+        units, unit_of = self._units(near, common[places] | (frame[places] & framed[owners]))
         times = np.zeros(len(self.pool), np.int64)
         firsts = np.unique(self.contents, return_index=True)[1]
         np.add.at(times, units[firsts], self.copies[1])
@@ -244,10 +246,12 @@ class _Search:
         texts, trained, fresh = zip(*self.near, strict=True)
         rows, pieces, places = self.pieces.found_in(texts)
         known = (np.append(pieces_are, False)[places] for pieces_are in (common, frame))
-        copies = _shares(texts, *known) >= COPY_SHARE
+        copies = _shares(texts, *known)[0] >= COPY_SHARE
         shared = unit_of[pieces]
+        edges = np.searchsorted(rows, np.arange(len(texts) + 1))  # rows are sorted
         for row, is_trained in enumerate(trained):
-            own = shared[(rows == row) & (shared >= 0)]
+            own = shared[edges[row] : edges[row + 1]]
+            own = own[own >= 0]
             copies[row] &= len(own) > 0
             if copies[row]:
                 times[np.bincount(own).argmax()] += is_trained
@@ -255,15 +259,19 @@ class _Search:
         np.add.at(run_counts, runs[(np.array(fresh) & ~copies)[rows]], 1)
         return run_counts
 
-    def _units(self, near: Bools, common: Bools) -> tuple[Ints, Ints]:
+    def _units(self, near: Bools, binding: Bools) -> tuple[Ints, Ints]:
         """Return (N,) the unit of each text, and that of near copies with each piece, -1 for none.
+
+        Args:
+            near: (N,) near copies.
+            binding: of each place of a text, whether its piece may tell whose copy it is.
 
         A near copy is bound to all that have the piece at the lower quartile of its common ones by
         their number: rarer than what many texts have in common, and not the rarest, which two
         copies of many may share.
         """
         owners, places = self.pieces.owners, self.pieces.places
-        bound = near[owners] & common[places]
+        bound = near[owners] & binding
         owners, places = owners[bound], places[bound]
         order = np.lexsort((self.pieces.runs[places], self.piece_counts[places], owners))
         owners, places = owners[order], places[order]
@@ -295,8 +303,13 @@ def _labels(texts: Sequence[Text], size: int) -> tuple[Ints, Ints]:
     return labels, np.repeat(np.arange(len(texts)), [len(t.labels[1:]) + size for t in texts])
 
 
-def _shares(texts: Sequence[Text], common: Bools, frame: Bools) -> NDArray[np.float64]:
+def _shares(
+    texts: Sequence[Text], common: Bools, frame: Bools
+) -> tuple[NDArray[np.float64], Bools]:
     """Return (N,) the share of each text's label tokens outside of frames that common pieces hold.
+
+    With it (N,) whether no more label tokens are outside of frames than one other word may uncover
+    at an end: such a text is all frame, and its share 1.
 
     Args:
         texts: N texts.
@@ -316,8 +329,8 @@ def _shares(texts: Sequence[Text], common: Bools, frame: Bools) -> NDArray[np.fl
     n_own, n_held = (
         np.bincount(owners[part], minlength=len(texts)) for part in (own, own & held[0])
     )
-    shares: NDArray[np.float64] = n_held / np.maximum(n_own, 1)
-    return shares
+    framed = (n_own <= PIECE) & (np.bincount(owners[inside], minlength=len(texts)) > n_own)
+    return np.where(framed, 1.0, n_held / np.maximum(n_own, 1)), framed
 
 
 def _runs(texts: Sequence[Text], size: int) -> tuple[Hashes, Ints]:

@@ -244,6 +244,8 @@ class Fit:
                 self._update_tap.begin()
                 if self.controls.may_play(self.lineup.exposed):
                     look.local = LocalRound.begin([*self.run.anatomy.root.parameters()])
+                    if self.run.processes > 1:
+                        look.local.why_not = "rounds of several processes are not made again"
             for channel in self._channels_in(look):
                 channel.arm()
 

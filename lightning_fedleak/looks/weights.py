@@ -188,6 +188,13 @@ class WeightLooks:
         )
         return None if just_looked else self.look(channels)
 
+    def keep_last_look(self) -> None:
+        """Ask no more about weights that are there now: they are earlier ones of this run.
+
+        Rows that were trained on since would count as their members.
+        """
+        self._sums = self._sums_of_weights()
+
     def _sums_of_weights(self) -> Tensor:
         """Return (2 n,) the sum and norm of each of n trained parameters, this process' part."""
         weights = [p.detach() for p in self._run.anatomy.root.parameters() if p.requires_grad]
@@ -197,7 +204,7 @@ class WeightLooks:
             for w in local
             for measure in (torch.sum, torch.linalg.vector_norm)
         ]
-        return torch.stack(sums).cpu() if sums else torch.zeros(0)
+        return torch.stack(sums).cpu().nan_to_num() if sums else torch.zeros(0)
 
     def remember(self, state: Memory) -> None:
         """Go on with what :meth:`state_dict` returned, from :meth:`begin` on."""

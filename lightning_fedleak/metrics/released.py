@@ -226,7 +226,8 @@ def extraction_values(
       :func:`tiers_of`, the share of members of which k tokens are discoverable in the attack's
       largest number of samples, minus that of others. All tiers share the probability of error.
     - ``extracted``: that of the tier where it is highest; of no one tier hides another.
-      ``extracted_provable`` is the largest lower end that every tier could show.
+      ``extracted_provable`` is the lower end that every tier shows where all of it is extracted
+      and none of the others, and ``extracted_x1_provable`` and so on that of one tier.
     - ``greedy`` and so on: the same for greedy decoding.
     - ``extracted_others`` and ``extracted_base``: the shares of others, and of members at the base.
     - ``visible``: of :func:`visible_excess`, of the decoding and tier that is least visible.
@@ -251,7 +252,10 @@ def extraction_values(
     base = attack.extracted(guess.base_log_probs, draws)
     sizes = [int(tier.sum()) for tier in tiers.values()]
     nothing = proportion(0, n_others, 1 - spent)
-    provable = min(_difference(proportion(n, n, 1 - spent), nothing).low for n in sizes)
+    provable = {
+        least: _difference(proportion(n, n, 1 - spent), nothing).low
+        for least, n in zip(tiers, sizes, strict=True)
+    }
     values: dict[str, float] = {}
     for name, hits in (("extracted", now), ("greedy", guess.greedy)):
         other = proportion(int(hits[others].sum()), n_others, 1 - spent)
@@ -262,7 +266,9 @@ def extraction_values(
             for least, tier in tiers.items()
         }
         ends = zip(*((rate.value, rate.low, rate.high) for rate in rates.values()), strict=True)
-        values |= flat({name: Rate(*map(max, ends)), **rates}) | {f"{name}_provable": provable}
+        values |= flat({name: Rate(*map(max, ends)), **rates})
+        values |= {f"{name}_x{least}_provable": low for least, low in provable.items()}
+        values[f"{name}_provable"] = min(provable.values())
     others_hits = max(int(hits[others].sum()) for hits in (now, guess.greedy))
     return values | {
         "visible": max(visible_excess(n, n_others, others_hits, alpha=spent) for n in sizes),

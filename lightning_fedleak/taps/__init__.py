@@ -8,7 +8,6 @@ from lightning_fedleak.taps.calls import ModelCalls as ModelCalls
 from lightning_fedleak.taps.calls import PackedRows as PackedRows
 from lightning_fedleak.taps.calls import arguments_of as arguments_of
 from lightning_fedleak.taps.calls import with_ids as with_ids
-from lightning_fedleak.taps.control import UNPLACED as UNPLACED
 from lightning_fedleak.taps.control import Draw as Draw
 from lightning_fedleak.taps.control import LocalRound as LocalRound
 from lightning_fedleak.taps.control import control_gradient as control_gradient

@@ -8,7 +8,7 @@ does not name the known words of that gradient shows nothing by a low number on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,8 +42,6 @@ UNEVEN = 0.5
 A loss without weights has less until most labels are predicted; class weights of .1 and 1 have
 more. Higher: weights that belong to words are drawn with positions alone.
 """
-
-UNPLACED = "which labels have which gradient is shown neither by the step's graph nor by its batch"
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,9 @@ def _stays(batch: TokenBatch, special: frozenset[int]) -> Tensor:
 
 def _rows(read: ReadCall) -> PlacedRows:
     if read.placed is None:
-        raise UnusableObservation(UNPLACED)
+        raise UnusableObservation(
+            "which labels have which gradient is shown neither by the step's graph nor by its batch"
+        )
     return read.placed
 
 
@@ -267,9 +267,9 @@ def fresh_leaves(
 
     Args:
         root: of the parameters.
-        values: that the leaves take copies of in place of their own, by the ``id`` of a parameter.
+        values: of all trained parameters, by the ``id`` of each, that the leaves take copies of in
+            place of their own.
     """
-    values = {} if values is None else values
     places = [
         (module, name, parameter)
         for module in root.modules()
@@ -277,7 +277,7 @@ def fresh_leaves(
         if parameter is not None and parameter.requires_grad
     ]
     leaves = {
-        id(p): nn.Parameter(values[id(p)].clone() if id(p) in values else p.detach())
+        id(p): nn.Parameter(p.detach() if values is None else values[id(p)].clone())
         for _, _, p in places
     }
     try:
@@ -370,20 +370,37 @@ class LocalRound:
         """Return an optimizer of the same class and settings without a state, of other leaves.
 
         Raises:
-            UnusableObservation: none of its class can be made from groups of parameters.
+            UnusableObservation: it is no class of torch.optim, whose groups hold all settings.
         """
-        kind: Any = type(self.optimizer)
+        assert self.optimizer is not None
+        name = type(self.optimizer).__name__
+        if type(self.optimizer) is not getattr(torch.optim, name, None):
+            raise UnusableObservation(
+                f"{name} is no class of torch.optim, and its steps are not made again"
+            )
         groups = [
             {**group, "params": [leaves[id(p)] for p in group["params"] if id(p) in leaves]}
-            for group in getattr(self.optimizer, "param_groups", ())
+            for group in self.optimizer.param_groups
         ]
-        try:
-            optimizer: Optimizer = kind(groups)
-        except Exception as error:
-            raise UnusableObservation(
-                f"the steps of {kind.__name__} cannot be made again: {error}"
-            ) from error
-        return optimizer
+        made: Callable[[Any], Optimizer] = getattr(torch.optim, name)
+        return made(groups)
+
+    def rates_of(self, keys: Collection[int]) -> list[float]:
+        """Return the rate of each step for some parameters, by their ``id``.
+
+        Raises:
+            UnusableObservation: they have different rates, or 0 in all steps.
+        """
+        assert self.optimizer is not None
+        groups = self.optimizer.param_groups
+        places = [i for i, g in enumerate(groups) if any(id(p) in keys for p in g["params"])]
+        found = [{rates[i] for i in places} for rates in self.rates]
+        if any(len(rates) != 1 for rates in found):
+            raise UnusableObservation("what is read is trained at different learning rates")
+        only = [rates.pop() for rates in found]
+        if not sum(only) > 0:
+            raise UnusableObservation("a round at learning rate 0 changes nothing")
+        return only
 
 
 def control_update(
@@ -412,16 +429,20 @@ def control_update(
     """
     if local.why_not is not None or local.optimizer is None:
         raise UnusableObservation(local.why_not or "no step of the round was seen")
-    learning_rate = sum(rates[0] for rates in local.rates) / len(local.rates)
-    if not learning_rate > 0:
-        raise UnusableObservation("a round at learning rate 0 changes nothing")
+    trained = {id(p) for p in anatomy.root.parameters() if p.requires_grad}
+    if not trained <= local.weights.keys():
+        raise UnusableObservation("more is trained at the end of the round than at its begin")
+    parameters = {role: anatomy.parameter(role) for role in roles}
+    wanted = {r: id(p) for r, p in parameters.items() if p is not None and id(p) in trained}
+    learning_rate = sum(local.rates_of({*wanted.values()})) / len(local.rates)
     n_steps, sums, first = len(local.rates) // local.clients, dict[str, Tensor](), 0
     for client in range(local.clients):
         steps = slice(client * n_steps, (client + 1) * n_steps)
         with (
             undisturbed(anatomy) as model,
             torch.enable_grad(),
-            _copies(anatomy, roles, local) as (leaves, wanted),
+            fresh_leaves(anatomy.root, local.weights) as leaves,
+            only_needed_hooks(anatomy.root),
         ):
             optimizer = local.fresh_optimizer(leaves)
             for rates, last in zip(local.rates[steps], local.n_calls[steps], strict=True):
@@ -433,7 +454,9 @@ def control_update(
                     nn.utils.clip_grad_value_(leaves.values(), clip_value)
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate
-                optimizer.step()
+                # Without the hooks that a user has put on the steps of all optimizers.
+                step_alone = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+                step_alone(optimizer)
                 optimizer.zero_grad(set_to_none=False)  # a step without words still is a step
             for role, key in wanted.items():
                 change = (local.weights[key] - leaves[key].detach()) / learning_rate
@@ -446,20 +469,6 @@ def control_update(
         local_steps=n_steps,
         learning_rate=learning_rate,
     )
-
-
-@contextmanager
-def _copies(
-    anatomy: Anatomy, roles: Sequence[str], local: LocalRound
-) -> Iterator[tuple[dict[int, nn.Parameter], dict[str, int]]]:
-    """Put copies of the round's first weights in place of the trained ones, and yield them.
-
-    With them the ``id`` of the parameter of each role that is trained, for which a copy stands.
-    """
-    parameters = {role: anatomy.parameter(role) for role in roles}
-    wanted = {r: id(p) for r, p in parameters.items() if p is not None and id(p) in local.weights}
-    with fresh_leaves(anatomy.root, local.weights) as leaves, only_needed_hooks(anatomy.root):
-        yield leaves, wanted
 
 
 def _forget_gradient(parameter: Tensor) -> None:

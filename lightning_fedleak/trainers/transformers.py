@@ -159,6 +159,9 @@ class LeakageCallback(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """End the run, and put ``training_step`` back."""
+        weights = self.watch.engine.weights
+        if weights is not None and self.trainer.args.load_best_model_at_end:
+            weights.keep_last_look()
         self.watch.end()
 
 

@@ -260,3 +260,17 @@ def test_a_text_of_which_one_row_was_trained_on_and_a_copy_was_not_is_not_scored
     assert scored.rows == [n for n in range(20) if n != 3]
     assert (scored.repeated, scored.short) == (2, 0)
     assert scored_texts(texts, [True] * 21).rows[-1] in (3, 20)
+
+
+@pytest.mark.parametrize("copies", [20, 90, 180])
+def test_near_copies_are_one_text_however_many_they_are(copies: int) -> None:
+    """Also where more than half of the texts are, so that all but one token is their frame."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(1000, (200, 100), generator=generator)
+    rows[:copies] = rows[0].clone()
+    rows[range(copies), torch.randint(1, 100, (copies,), generator=generator)] = 1001
+    pool = [Text(row, row) for row in rows]
+    repeats = find_repeats(pool, [(text, True) for text in pool])
+    assert repeats.again.tolist() == [True] * copies + [False] * (200 - copies)
+    assert len(set(repeats.units[:copies].tolist())) == 1
+    assert set(repeats.times[:copies].tolist()) == {copies}

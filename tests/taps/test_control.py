@@ -198,7 +198,7 @@ def test_a_mean_over_clients_begins_each_with_the_same_weights() -> None:
 
 
 class OfOneArgument(torch.optim.SGD):
-    """Cannot be made from groups of parameters."""
+    """Is no class of torch.optim."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), 0.1)
@@ -222,7 +222,7 @@ def test_a_round_that_cannot_be_made_again_is_unusable() -> None:
         update(first, second)
     with pytest.raises(UnusableObservation, match="learning rate 0"):
         update(first, rate=0.0)
-    with pytest.raises(UnusableObservation, match="OfOneArgument cannot be made again"):
+    with pytest.raises(UnusableObservation, match="OfOneArgument is no class"):
         update(OfOneArgument(model))
 
 

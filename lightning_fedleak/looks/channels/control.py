@@ -22,7 +22,6 @@ from lightning_fedleak.looks.run import Control, Look, Moment, Run, Series, Unkn
 from lightning_fedleak.records import default_limit
 from lightning_fedleak.snapshots import GradientSnapshot, UnusableObservation
 from lightning_fedleak.taps import (
-    UNPLACED,
     Draw,
     control_gradient,
     control_update,
@@ -147,34 +146,39 @@ class Controls:
     def _number(self, look: Look, plan: Plan, channel: Channel) -> float:
         """Return the lowest number of an attack at the stages of this look; 0 without one."""
         answers = (look.answers.get(s) for s in self._series if s.attack == plan.attack.name)
-        numbers = [
-            channel.rates_now(look, plan, answer).get(channel.headline, math.nan)
-            for answer in answers
-            if answer is not None and not isinstance(answer, Unknown | Waiting)
-        ]
-        known = [number for number in numbers if not math.isnan(number)]
-        return min(known, default=0.0)
+        known = [a for a in answers if a is not None and not isinstance(a, Unknown | Waiting)]
+        try:
+            rates = [channel.rates_now(look, plan, answer) for answer in known]
+        except Exception:  # the attack's own failure, as its result says
+            return 0.0
+        numbers = (each.get(channel.headline, math.nan) for each in rates)
+        return min((number for number in numbers if not math.isnan(number)), default=0.0)
 
     def _play(self, look: Look, plans: Sequence[Plan]) -> None:
         reads, failure = [*look.calls, *look.current], look.truth_error
-        if not reads:
-            failure = failure or "the step's calls were not read"
-        if any(read.placed is None for read in reads):
-            failure = failure or UNPLACED
+        likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
+        shuffled: list[Draw] = []
+        held_out: list[Draw] = []
+        uneven = False
+        generator = torch.Generator().manual_seed(1_000_003 * look.step + self._run.rank)
+        try:
+            if not reads:
+                raise UnusableObservation("the step's calls were not read")
+            shuffled = [draw_words(reads, self._special, generator, sizes_go_with_words=False)]
+            if likely and self._held_out is not None:
+                texts = self._held_out.sentences
+                held_out = [draw_texts(reads, self._special, texts, generator)]
+            uneven = is_uneven(reads)
+        except Exception as error:
+            failure = failure or reason(error)
         if self._anywhere(failure is not None):
             raise UnusableObservation(failure or _ELSEWHERE)
-        generator = torch.Generator().manual_seed(1_000_003 * look.step + self._run.rank)
-        likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
-        if shuffled := [plan for plan in plans if plan not in likely]:
-            uneven = self._anywhere(is_uneven(reads))
-            draws = [
-                draw_words(reads, self._special, generator, sizes_go_with_words=with_words)
-                for with_words in (False, True)[: 1 + uneven]
-            ]
-            self._ask(look, shuffled, draws)
+        if self._anywhere(uneven):
+            shuffled += [draw_words(reads, self._special, generator, sizes_go_with_words=True)]
+        if others := [plan for plan in plans if plan not in likely]:
+            self._ask(look, others, shuffled)
         if likely and self._held_out is not None:
-            texts = self._held_out.sentences
-            self._ask(look, likely, [draw_texts(reads, self._special, texts, generator)])
+            self._ask(look, likely, held_out)
         elif likely:
             for plan in likely:
                 self._keep(look, plan, Control(self._nothing(plan), why=_NO_TEXTS))

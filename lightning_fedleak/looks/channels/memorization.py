@@ -83,6 +83,7 @@ class MemorizationChannel(Channel):
         *("p_value", "shown_p_value", "extracted_others", "extracted_base"),
         *("auc_joint_low", "auc_joint_high", "auc_joint_provable"),
         *("auc_provable", "extracted_provable", "greedy_provable"),
+        *(f"{tier}_provable" for tier in TIER_NAMES),
         *("members", "others", "alpha", "visible", "refuted"),
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
@@ -216,7 +217,8 @@ class MemorizationChannel(Channel):
         shares = self.settings.memorization.looks
         counts = [int((~pool.trains & ~pool.aside).sum())] * self._planned_looks
         if pool.way == "not yet seen":
-            counts = [round((1 - share) * int((~pool.aside).sum())) for share in shares]
+            alone = int((pool.alone & ~pool.aside).sum())
+            counts = [round((1 - share) * alone) for share in shares]
         alpha = self.settings.memorization.alpha
         return too_few_others(counts, alpha) if metric == "shown" else None
 

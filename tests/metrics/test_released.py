@@ -322,3 +322,5 @@ def test_what_is_extracted_is_that_of_the_tier_where_most_is() -> None:
     shown = extraction_values(perfect, Extraction(), members, times, look=2)
     for name in ("greedy", "extracted"):
         assert values[f"{name}_provable"] == shown[f"{name}_x5_low"] < shown[f"{name}_x1_low"]
+        for tier in ("x1", "x5"):
+            assert values[f"{name}_{tier}_provable"] == shown[f"{name}_{tier}_low"]

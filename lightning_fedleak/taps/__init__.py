@@ -9,9 +9,8 @@ from lightning_fedleak.taps.calls import PackedRows as PackedRows
 from lightning_fedleak.taps.calls import arguments_of as arguments_of
 from lightning_fedleak.taps.calls import with_ids as with_ids
 from lightning_fedleak.taps.control import Draw as Draw
-from lightning_fedleak.taps.control import LocalRound as LocalRound
 from lightning_fedleak.taps.control import control_gradient as control_gradient
-from lightning_fedleak.taps.control import control_update as control_update
+from lightning_fedleak.taps.control import control_states as control_states
 from lightning_fedleak.taps.control import draw_texts as draw_texts
 from lightning_fedleak.taps.control import draw_words as draw_words
 from lightning_fedleak.taps.control import is_uneven as is_uneven
@@ -31,6 +30,8 @@ from lightning_fedleak.taps.graph import PlacedRows as PlacedRows
 from lightning_fedleak.taps.graph import ReadCall as ReadCall
 from lightning_fedleak.taps.graph import plain_call as plain_call
 from lightning_fedleak.taps.graph import read_call as read_call
+from lightning_fedleak.taps.rounds import LocalRound as LocalRound
+from lightning_fedleak.taps.rounds import control_update as control_update
 from lightning_fedleak.taps.split import Crossed as Crossed
 from lightning_fedleak.taps.split import SplitTap as SplitTap
 from lightning_fedleak.taps.tokens import Text as Text

@@ -38,9 +38,10 @@ AUC = "leakage/recording/auc"
 
 
 class Recording(FCMembership):
-    """Keeps what it was shown."""
+    """Keeps what it was shown of the steps themselves."""
 
     default_name = "recording"
+    needs_control = False
 
     def __init__(self, layer=1, **settings):
         super().__init__(layer, **settings)

@@ -66,7 +66,9 @@ def test_special_ids_are_those_of_config_and_tokenizer_but_for_mask_and_unknown(
 
 
 class Asked(FCMembership):
-    """Keeps which ids it was asked about."""
+    """Keeps which ids of the steps themselves it was asked about."""
+
+    needs_control = False
 
     def __init__(self):
         super().__init__(1)

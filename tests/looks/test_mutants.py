@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
     Attack,
+    FCMembership,
     GradientMembership,
     RevealLabels,
     SubspaceMembership,
@@ -25,6 +26,7 @@ from lightning_fedleak.trainers import Threshold
 from tests.helpers.models import tiny_llama
 from tests.looks.test_control import lora, watched
 
+MEMBERSHIP = GradientMembership | SubspaceMembership | FCMembership
 AT_MOST = {"f1": 0.6, "auc": 0.65}
 PUBLIC = [[(7 * i + 3 * j) % 94 + 3 for j in range(12)] for i in range(48)]
 
@@ -173,6 +175,12 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], type[Attack], type[Attack]]] =
     "permuted gradient": (
         low_rank, GradientMembership, reading(GradientMembership, permuted_both_ways),
     ),
+    "the server's layers without a gradient": (
+        whole, FCMembership, reading(FCMembership, torch.zeros_like),
+    ),
+    "the server's layers by chance": (
+        whole, FCMembership, answering(FCMembership, by_place),
+    ),
     "zeroed whitening": (
         low_rank, SubspaceMembership, after(SubspaceMembership, "refresh", zeroed_whitening),
     ),
@@ -187,12 +195,14 @@ def of(kind: type[Attack]) -> Attack:
     if issubclass(kind, AlignedFlatChat):
         settings["public_text"] = PUBLIC
         settings["calibration_tokens"] = 600
+    if issubclass(kind, FCMembership):
+        settings["layer"] = 1
     return kind(**settings)
 
 
 def judged(folder: Path, model: nn.Module, attack: Attack) -> tuple[Threshold, dict[str, float]]:
     """Return a gate on an attack after two looks, and the log."""
-    rate = "auc" if isinstance(attack, GradientMembership | SubspaceMembership) else "f1"
+    rate = "auc" if isinstance(attack, MEMBERSHIP) else "f1"
     rows = {"auc": 8, "f1": 2}[rate]
     gate = Threshold(f"leakage/attack/{rate}", at_most=AT_MOST[rate], action="warn")
     watch = watched(folder, attack, [gate], model=model, rows=rows, length=6, steps=2, cache=False)

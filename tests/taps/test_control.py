@@ -24,10 +24,12 @@ from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.batches import TokenBatch
 from lightning_fedleak.snapshots import UnusableObservation
 from lightning_fedleak.taps import (
+    ActivationTap,
     Draw,
     LocalRound,
     ReadCall,
     control_gradient,
+    control_states,
     control_update,
     draw_texts,
     draw_words,
@@ -195,6 +197,30 @@ def test_a_mean_over_clients_begins_each_with_the_same_weights() -> None:
     for role, change in mean.tensors.items():
         both = (views[0].tensors[role] + views[1].tensors[role]) / 2
         assert torch.allclose(change, both, atol=1e-4), role
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("family", ["llama", "llama, LoRA", "gpt2, LoRA, checkpointing"])
+def test_the_gradients_of_hidden_states_are_those_of_the_step(family: str, layer: int) -> None:
+    model = CAUSAL[family]().train()
+    model.zero_grad()
+    anatomy = find_anatomy(model)
+    tap, graph = ActivationTap(anatomy, [layer], states=False, reach=True), GraphTap(anatomy)
+    tap.arm()
+    graph.arm()
+    HARD["micro-batches"][0](model).backward()
+    reads = [read_call(call, anatomy.kind) for call in graph.take()]
+    expected = [gradient.clone() for gradient in tap.gradients(layer)]
+    graph.close()
+    tap.close()
+    before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    found = control_states(anatomy, same_words(reads), layer)
+    assert len(found) == len(expected) == 2
+    for mine, gradient in zip(found, expected, strict=True):
+        assert (mine - gradient).norm() < 1e-4 * gradient.norm()
+    after = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 class OfOneArgument(torch.optim.SGD):

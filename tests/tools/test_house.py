@@ -7,9 +7,9 @@ from tests.tools import house
 # What the package holds at most. A ceiling may fall, and rises for a new feature alone: the attacks
 # on the trained weights and their report took 1,950 lines of code, whole texts behind crafted
 # bottlenecks 310; the truth off a step's graph, controls, DP optimizers of other libraries, watches
-# that end no training, metrics between looks, intervals of one look and copies of texts 3,230.
+# that end no training, metrics between looks, intervals of one look and copies of texts 3,300.
 CEILINGS = {
-    "code": 54_290,
+    "code": 54_360,
     "longest": 900,
     "long": 13,
     "imports": 36,

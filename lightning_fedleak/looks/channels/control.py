@@ -20,7 +20,7 @@ from lightning_fedleak.looks.channels.targets import special_ids
 from lightning_fedleak.looks.log import accounting
 from lightning_fedleak.looks.run import Control, Look, Moment, Run, Series, Unknown, Waiting, reason
 from lightning_fedleak.records import default_limit
-from lightning_fedleak.snapshots import GradientSnapshot, UnusableObservation
+from lightning_fedleak.snapshots import GradientSnapshot, Stage, UnusableObservation
 from lightning_fedleak.taps import (
     Draw,
     control_gradient,
@@ -95,7 +95,8 @@ class Controls:
         """
         look = moment.look
         played = [(plan, one) for plan in plans if (one := self._channel(plan)) is not None]
-        stepped = [p for p in played if moment.optimizer in (None, p[0].optimizer)]
+        own = (None, moment.optimizer)
+        stepped = [p for p in played if moment.optimizer is None or p[0].optimizer in own]
         due = [
             plan for plan, channel in stepped if self._anywhere(self._is_due(look, plan, channel))
         ]
@@ -124,7 +125,9 @@ class Controls:
         """Return the channel of an attack, if it is given controls."""
         owners = (c for s, c in self._series.items() if s.attack == plan.attack.name)
         channel = next(owners, None)
-        if channel is None or not plan.exposed or not plan.roles or plan.attack.sends_values:
+        if channel is None or not plan.exposed or plan.attack.sends_values:
+            return None
+        if not plan.roles and not channel.adds_layers:
             return None
         return channel if channel.gives_control(plan.attack.name) else None
 
@@ -188,7 +191,7 @@ class Controls:
         roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
         found: dict[str, list[Mapping[str, float] | Unknown | Waiting]] = {}
         for draw in draws:
-            view = self._gradient(look, draw, roles)
+            view = self._view(look, draw, roles)
             for plan in plans:
                 found.setdefault(plan.attack.name, []).append(self._rates(plan, view, draw, look))
         low = []
@@ -216,6 +219,12 @@ class Controls:
             return channel.control_rates(plan, view, draw, look.step)
         except Exception as error:
             return Unknown(reason(error))
+
+    def _view(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
+        """Return what attacks read of a control; nothing for layers that the server adds."""
+        if roles:
+            return self._gradient(look, draw, roles)
+        return GradientSnapshot(look.step, Stage.LOCAL, {}, client=self._run.number)
 
     def _gradient(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
         """Return the gradient of a control; the mean over processes if they are one client.
@@ -282,7 +291,7 @@ class Controls:
         while low and n_labels > LEAST_LABELS:
             n_labels = max(n_labels // SMALLER, LEAST_LABELS)
             part = whole.first(n_labels)
-            view = self._gradient(look, part, roles)
+            view = self._view(look, part, roles)
             still = []
             for plan in low:
                 channel, rates = self._channel(plan), self._rates(plan, view, part, look)

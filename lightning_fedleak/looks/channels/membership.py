@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from scipy.stats import mannwhitneyu
 from torch import Tensor, nn
 
 from lightning_fedleak.anatomy import Anatomy, without_peft
@@ -28,7 +30,7 @@ from lightning_fedleak.attacks import (
     direction_of,
     upstream_of,
 )
-from lightning_fedleak.batches import TokenBatch
+from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.defenses import CanaryGradient, Defense, DefenseContext
 from lightning_fedleak.looks.channels import played
 from lightning_fedleak.looks.channels.base import Channel, Plan, check_guess
@@ -59,10 +61,27 @@ from lightning_fedleak.metrics.membership import NEGATIVES_PER_FPR, RATES
 from lightning_fedleak.model_runs import hidden_states
 from lightning_fedleak.records import MEMBERSHIP
 from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
-from lightning_fedleak.taps import ActivationTap, ModelCalls, join_pieces, with_ids
+from lightning_fedleak.taps import (
+    ActivationTap,
+    Draw,
+    ModelCalls,
+    control_states,
+    join_pieces,
+    with_ids,
+)
 
 _ALL_CANARIES = "every canary"
 _TEXTS_PER_FORWARD = 64  # limits the memory of one forward pass; not tuned
+
+
+BY_CHANCE = 0.05
+PART_BY_CHANCE = 0.01
+"""Chance of scores that know nothing above which a control, or one of a part, counts as not read.
+
+Of a part it is smaller since some three are tried. Higher: an attack that knows nothing passes as
+one that would have been seen; lower: batches of a few texts have no control. Of two texts no game
+is certain: their control counts as it is.
+"""
 
 
 @dataclass(frozen=True)
@@ -120,6 +139,8 @@ class MembershipChannel(Channel):
     reads: ClassVar[Any] = MembershipAttack
     plays_games = True
     tests_looks: ClassVar[bool] = True
+    controlled: ClassVar[bool] = True
+    adds_layers: ClassVar[bool] = True
     leak = MEMBERSHIP
     metrics = RATES
     charts = ("accuracy", "advantage", "tpr_at_fpr_0.01")
@@ -391,28 +412,47 @@ class MembershipChannel(Channel):
                         f"and what layers of the server's own read at layer {layer} then is not "
                         "computed: ask below it"
                     )
-            rows = [len(batch.input_ids) for batch in batches]
-            gradients = join_pieces(self._tap.gradients(layer, scale=scale), rows)
-            if len(gradients) != len(batches):
-                raise UnusableObservation(
-                    f"the loss's gradient at layer {layer} was seen in {len(gradients)} of "
-                    f"{len(batches)} batches (torch.compile, or a loss that does not use it?)"
-                )
-            for batch, gradient in zip(batches, gradients, strict=True):
-                if gradient.shape[:2] != batch.input_ids.shape:
-                    raise UnusableObservation(
-                        f"the model was run on {tuple(gradient.shape[:2])} tokens at layer "
-                        f"{layer}, the batch holds {tuple(batch.input_ids.shape)}"
-                    )
             read = batches if self._calls is None else with_ids(self._calls.calls, batches)
-            documents = [batch.by_document() for batch in read]
-            with self.run.forward_context():
-                client = [
-                    hidden_states(self.run.anatomy, layer, b.input_ids, b.attention_mask)
-                    for b in documents
-                ]
+            return self._layer_of(layer, batches, read, self._tap.gradients(layer, scale=scale))
         except Exception as error:
             return Unknown(reason(error))
+
+    def _layer_of(
+        self,
+        layer: int,
+        batches: Sequence[TokenBatch],
+        read: Sequence[TokenBatch],
+        pieces: Sequence[Tensor],
+    ) -> _Layer:
+        """Return a layer with the hidden states of texts, and the gradients that were recorded.
+
+        Args:
+            layer: the layer.
+            batches: as the user has them.
+            read: as the model got them.
+            pieces: the gradients of the calls of the model.
+
+        Raises:
+            UnusableObservation: the gradients are not of these batches.
+        """
+        gradients = join_pieces(pieces, [len(batch.input_ids) for batch in batches])
+        if len(gradients) != len(batches):
+            raise UnusableObservation(
+                f"the loss's gradient at layer {layer} was seen in {len(gradients)} of "
+                f"{len(batches)} batches (torch.compile, or a loss that does not use it?)"
+            )
+        for batch, gradient in zip(batches, gradients, strict=True):
+            if gradient.shape[:2] != batch.input_ids.shape:
+                raise UnusableObservation(
+                    f"the model was run on {tuple(gradient.shape[:2])} tokens at layer "
+                    f"{layer}, the batch holds {tuple(batch.input_ids.shape)}"
+                )
+        documents = [batch.by_document() for batch in read]
+        with self.run.forward_context():
+            client = [
+                hidden_states(self.run.anatomy, layer, b.input_ids, b.attention_mask)
+                for b in documents
+            ]
         each = zip(batches, gradients, strict=True)
         return _Layer(documents, client, [batch.per_document(part) for batch, part in each])
 
@@ -533,6 +573,45 @@ class MembershipChannel(Channel):
             return Unknown(reason(error))
         return played.played_games(answer, games.targets.members)
 
+    def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
+        """Return the rates of the games of this look."""
+        return played.rates_of(answer) if isinstance(answer, played.Played) else {}
+
+    def control_rates(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
+    ) -> Mapping[str, float] | Unknown | Waiting:
+        """Return the rates of games about the texts of a control, and others shuffled alike."""
+        batches = [one for batch in draw.batches if (one := _with_labels(batch)) is not None]
+        targets = draw_targets(partial(self._sources.population, shuffled=True), step, batches)
+        if not isinstance(targets, Targets):
+            return targets
+        games = self._control_games(plan, view, draw, targets, step)
+        if not isinstance(games, played.Played):
+            return games
+        chance, least = chances_of(games)
+        most = PART_BY_CHANCE if draw.is_part else BY_CHANCE
+        if chance > most and (draw.is_part or least <= most):
+            return Unknown(f"scores that know nothing do as well with a chance of {chance:.2f}")
+        return played.rates_of(games)
+
+    @torch.no_grad()
+    def _control_games(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, targets: Targets, step: int
+    ) -> played.Played | Unknown | Waiting:
+        """Return the games of an attack about known texts, before any defence."""
+        attack: Any = plan.attack
+        anatomy, scale = self.run.anatomy, self.run.loss_scale
+        pieces = control_states(anatomy, draw, attack.layer, scale=scale)
+        calls = zip(draw.batches, draw.sizes, strict=True)
+        batches = [batch for batch, sizes in calls if bool((sizes != 0).any())]
+        layer = self._layer_of(attack.layer, batches, batches, pieces)
+        games = self._games(attack, layer, targets, whole=False)
+        shared = {CRAFTED: games.canary.released}
+        snapshot = GradientSnapshot(step, Stage.LOCAL, shared, client=self.run.number)
+        answer = attack.run(Observation((snapshot,)), games.targets.query())
+        check_guess(attack, answer, self.guesses)
+        return played.played_games(answer, games.targets.members)
+
     def series_of(self, plan: Plan) -> list[Series]:
         """Return the series at the stages, and that of the user's canaries."""
         audits = [self._audits[plan.attack.name]] if self._audits else []
@@ -595,3 +674,29 @@ class MembershipChannel(Channel):
         committed = state.get("canaries")
         if self.games.canaries is not None and committed is not None:
             self.games.canaries.load_state_dict(committed)
+
+
+def chances_of(games: played.Played) -> tuple[float, float]:
+    """Return the chance that scores which know nothing do as well (exact), and its least value."""
+    members, others = games.scores[games.members], games.scores[~games.members]
+    if not len(members) or not len(others):
+        return 1.0, 1.0
+    chance = float(mannwhitneyu(members, others, alternative="greater").pvalue)
+    return chance, 1 / math.comb(len(games.scores), len(members))
+
+
+def _with_labels(batch: TokenBatch) -> TokenBatch | None:
+    """Return the texts of a batch that have a label; None where none has."""
+    labels = batch.labels
+    if labels is None:
+        return batch
+    kept = (labels != IGNORE_INDEX).flatten(1).any(1) if labels.dim() > 1 else labels >= 0
+    if not bool(kept.any()):
+        return None
+    fields = ("input_ids", "labels", "attention_mask", "position_ids", "documents", "live")
+    rows = {
+        name: value[kept.to(value.device)]
+        for name in fields
+        if (value := getattr(batch, name)) is not None and len(value) == len(kept)
+    }
+    return replace(batch, **rows)

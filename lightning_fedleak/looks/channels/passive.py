@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import ClassVar
 
 import torch
-from scipy.stats import mannwhitneyu
 
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS, Attack, Capability, PassiveMembership
-from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.looks.channels.base import Plan, gradient_plan, guess
 from lightning_fedleak.looks.channels.membership import GameTable, MembershipChannel
-from lightning_fedleak.looks.channels.played import Played, played_games, rates_of
+from lightning_fedleak.looks.channels.played import Played, played_games
 from lightning_fedleak.looks.channels.targets import Targets, draw_targets
-from lightning_fedleak.looks.run import AUDIT, Look, Moment, Unknown, Waiting
+from lightning_fedleak.looks.run import AUDIT, Moment, Unknown, Waiting
 from lightning_fedleak.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.taps import Draw
-
-BY_CHANCE = 0.05
-PART_BY_CHANCE = 0.01
-"""Chance of scores that know nothing above which a control, or one of a part, counts as not read.
-
-Of a part it is smaller since some three are tried. Higher: an attack that knows nothing passes as
-one that would have been seen; lower: batches of a few texts have no control. Of two texts no game
-is certain: their control counts as it is.
-"""
 
 
 class PassiveMembershipChannel(MembershipChannel):
@@ -36,7 +22,6 @@ class PassiveMembershipChannel(MembershipChannel):
 
     reads = PassiveMembership
     reads_updates: ClassVar[bool] = True
-    controlled: ClassVar[bool] = True
     adversary = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 
     def check_settings(self) -> None:
@@ -102,29 +87,13 @@ class PassiveMembershipChannel(MembershipChannel):
             return answer
         return played_games(answer, targets.members)
 
-    def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
-        """Return the rates of the games of this look."""
-        return rates_of(answer) if isinstance(answer, Played) else {}
-
-    def control_rates(
-        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
-    ) -> Mapping[str, float] | Unknown | Waiting:
-        """Return the rates of games about the texts of a control, and others shuffled alike."""
-        batches = [one for batch in draw.batches if (one := _with_labels(batch)) is not None]
-        targets = draw_targets(partial(self._sources.population, shuffled=True), step, batches)
-        if not isinstance(targets, Targets):
-            return targets
+    def _control_games(
+        self, plan: Plan, view: GradientSnapshot, draw: Draw, targets: Targets, step: int
+    ) -> Played | Unknown | Waiting:
         answer = guess(plan, view, self.run, targets.query())
         if isinstance(answer, Unknown | Waiting):
             return answer
-        games = played_games(answer, targets.members)
-        if isinstance(games, Unknown):
-            return games
-        chance, least = chances_of(games)
-        most = PART_BY_CHANCE if draw.is_part else BY_CHANCE
-        if chance > most and (draw.is_part or least <= most):
-            return Unknown(f"scores that know nothing do as well with a chance of {chance:.2f}")
-        return rates_of(games)
+        return played_games(answer, targets.members)
 
     def state_dict(self) -> dict[str, object]:
         """Return nothing: the games of crafted layers hold the user's canaries."""
@@ -132,29 +101,3 @@ class PassiveMembershipChannel(MembershipChannel):
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Do nothing, because nothing was saved."""
-
-
-def chances_of(games: Played) -> tuple[float, float]:
-    """Return the chance that scores which know nothing do as well (exact), and its least value."""
-    members, others = games.scores[games.members], games.scores[~games.members]
-    if not len(members) or not len(others):
-        return 1.0, 1.0
-    chance = float(mannwhitneyu(members, others, alternative="greater").pvalue)
-    return chance, 1 / math.comb(len(games.scores), len(members))
-
-
-def _with_labels(batch: TokenBatch) -> TokenBatch | None:
-    """Return the texts of a batch that have a label; None where none has."""
-    labels = batch.labels
-    if labels is None:
-        return batch
-    kept = (labels != IGNORE_INDEX).flatten(1).any(1) if labels.dim() > 1 else labels >= 0
-    if not bool(kept.any()):
-        return None
-    fields = ("input_ids", "labels", "attention_mask", "position_ids", "documents", "live")
-    rows = {
-        name: value[kept.to(value.device)]
-        for name in fields
-        if (value := getattr(batch, name)) is not None and len(value) == len(kept)
-    }
-    return replace(batch, **rows)

@@ -48,6 +48,7 @@ from transformers import (
 from lightning_fedleak import LeakageMonitor
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
+    FCMembership,
     GradientMembership,
     PublicText,
     RehearsedLabels,
@@ -69,6 +70,7 @@ ATTACKS: dict[str, Any] = {
     "head": lambda: [AlignedFlatChat(PUBLIC, calibration_tokens=600), RevealLabels(max_seconds=5)],
     "maps": lambda: [SubspaceWords(capacity_seconds=0), SubspaceMembership(PUBLIC)],
     "members": lambda: [GradientMembership(PUBLIC)],
+    "crafted": lambda: [FCMembership(1)],
     "texts": lambda: [SubspaceTexts(budget_seconds=None)],
     "rehearsed": lambda: [RehearsedLabels(PUBLIC, shapes=[(2, 8)], rehearsals=12)],
 }
@@ -97,7 +99,9 @@ class Configuration:
         draw = random.Random(seed)
         model = draw.choice(["gpt2", "gpt2 tied", "llama", "bert"])
         part = draw.choice(["whole", "LoRA", "LoRA all linear"])
-        attacks = ["auto", "maps"] if model == "bert" else ["auto", "maps", "members", "texts"]
+        attacks = (
+            ["auto", "maps"] if model == "bert" else ["auto", "maps", "members", "crafted", "texts"]
+        )
         if model in ("gpt2", "llama") and part == "whole":
             attacks += ["head", "rehearsed"]
         face = draw.choices(faces, [1 if face == "ddp" else 5 for face in faces])[0]

@@ -180,7 +180,7 @@ def two_processes(
             running.join()
     results = [folder / f"{rank}.json" for rank in range(2)]
     if not all(path.exists() for path in results):
-        said = "\n".join(log.read_text()[-4000:] for log in logs)
+        said = "\n".join(log.read_text()[-4000:] for log in logs if log.exists())
         if again and crashed(processes):
             warnings.warn(f"{module} crashed, and is run once more:\n{said}", stacklevel=2)
             once_more = folder / "again"

@@ -1,4 +1,4 @@
-"""Which texts of a pool occur elsewhere in the data, as a whole, nearly, or in part.
+"""Find the texts of a pool that occur elsewhere in the data, as a whole, nearly, or in part.
 
 A text that stands in the training data twice is memorized more, and a text that was left out while
 its copy was trained on looks like a member. So neither plays a game of membership. Copies are
@@ -111,23 +111,6 @@ class Repeats:
     times: Ints
 
 
-def repeated_texts(pool: Sequence[Text], rows: Iterable[Text]) -> Tensor:
-    """Return (N,) bool, whether each text of the pool is repeated by another row of the data.
-
-    See :func:`find_repeats`.
-
-    Examples:
-        >>> import torch
-        >>> from lightning_fedleak.canaries.repeats import repeated_texts
-        >>> from lightning_fedleak.taps.tokens import Text
-        >>> texts = [Text(ids, ids) for ids in torch.arange(60).view(3, 20)]
-        >>> copy = Text(texts[0].ids.clone(), texts[0].labels.clone())
-        >>> repeated_texts(texts, [*texts, copy])
-        tensor([ True, False, False])
-    """
-    return torch.from_numpy(find_repeats(pool, ((row, True) for row in rows)).again)
-
-
 def find_repeats(pool: Sequence[Text], rows: Iterable[tuple[Text, bool]]) -> Repeats:
     """Find the copies of each text of a pool, and texts that share a run with another one.
 
@@ -148,6 +131,15 @@ def find_repeats(pool: Sequence[Text], rows: Iterable[tuple[Text, bool]]) -> Rep
     Args:
         pool: N texts that may be scored.
         rows: all rows of the data, those of the pool among them, and whether each was trained on.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak.canaries.repeats import find_repeats
+        >>> from lightning_fedleak.taps.tokens import Text
+        >>> texts = [Text(ids, ids) for ids in torch.arange(60).view(3, 20)]
+        >>> copy = Text(texts[0].ids.clone(), texts[0].labels.clone())
+        >>> find_repeats(texts, [(text, True) for text in [*texts, copy]]).times.tolist()
+        [2, 1, 1]
     """
     if not pool:
         return Repeats(np.zeros(0, bool), np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -177,9 +169,9 @@ class _Index:
         """
         hashes, row = _runs(texts, self._size)
         place = np.searchsorted(self.runs, hashes).clip(max=len(self.runs) - 1)
-        found = self.runs[place] == hashes
-        once = np.unique((row * len(self.runs) + place)[found])
-        return once // len(self.runs), once % len(self.runs), np.where(found, place, -1)
+        in_pool = self.runs[place] == hashes
+        once = np.unique((row * len(self.runs) + place)[in_pool])
+        return once // len(self.runs), once % len(self.runs), np.where(in_pool, place, -1)
 
 
 class _Search:
@@ -250,11 +242,11 @@ class _Search:
         shared = unit_of[pieces]
         edges = np.searchsorted(rows, np.arange(len(texts) + 1))  # rows are sorted
         for row, is_trained in enumerate(trained):
-            own = shared[edges[row] : edges[row + 1]]
-            own = own[own >= 0]
-            copies[row] &= len(own) > 0
+            units = shared[edges[row] : edges[row + 1]]
+            units = units[units >= 0]
+            copies[row] &= len(units) > 0
             if copies[row]:
-                times[np.bincount(own).argmax()] += is_trained
+                times[np.bincount(units).argmax()] += is_trained
         rows, runs, _ = self.runs.found_in(texts)
         np.add.at(run_counts, runs[(np.array(fresh) & ~copies)[rows]], 1)
         return run_counts
@@ -319,15 +311,15 @@ def _shares(
     labels, owners = _labels(texts, PIECE)
     inside = labels != IGNORE_INDEX
     starts = np.flatnonzero(windows(inside, PIECE).all(1))
-    held = []
+    covered = []
     for known in (common, frame):
         edges = np.zeros(len(labels) + 1, np.int64)
         np.add.at(edges, starts[known[: len(starts)]], 1)
         np.add.at(edges, starts[known[: len(starts)]] + PIECE, -1)
-        held.append(edges.cumsum()[:-1] > 0)
-    own = inside & ~held[1]
+        covered.append(edges.cumsum()[:-1] > 0)
+    own = inside & ~covered[1]
     n_own, n_held = (
-        np.bincount(owners[part], minlength=len(texts)) for part in (own, own & held[0])
+        np.bincount(owners[part], minlength=len(texts)) for part in (own, own & covered[0])
     )
     framed = (n_own <= PIECE) & (np.bincount(owners[inside], minlength=len(texts)) > n_own)
     return np.where(framed, 1.0, n_held / np.maximum(n_own, 1)), framed

@@ -633,10 +633,13 @@ class Fit:
                 if batch.crossing is None and batch.is_packed:
                     raise BatchError(NOT_TESTED.format("the round's training is not seen here"))
                 self._truth.check(batch, look)
-            if self.controls.may_play(self.lineup.exposed):
-                self._keep_round(look, batches)
         except Exception as error:
             look.truth_error = reason(error)
+        if self.controls.may_play(self.lineup.exposed):
+            try:
+                self._keep_round(look, batches)
+            except Exception as error:  # the numbers are known, and their control is not
+                look.local = LocalRound({}, why_not=reason(error))
 
     def _keep_round(self, look: Look, batches: Sequence[Any]) -> None:
         """Keep what a client's round is made again from; the model is the one that it got.
@@ -647,7 +650,7 @@ class Fit:
                 step of each client, whose updates were summed.
         """
         run, summed = self.run, Stage.AGGREGATE in self._stages
-        local = look.local = LocalRound.begin([*run.anatomy.root.parameters()])
+        local = look.local = LocalRound.begin([*run.anatomy.root.parameters()], copy=False)
         steps = self._local_steps or 1
         local.clients = max(1, len(batches) // steps) if summed else 1
         in_step, rest = divmod(len(batches), local.clients * steps)

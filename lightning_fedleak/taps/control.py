@@ -153,8 +153,8 @@ def draw_texts(
         labels = batch.labels
         if labels is None:
             labels = batch.input_ids.masked_fill(stay, IGNORE_INDEX)
-        moved = (labels != IGNORE_INDEX) & ~stay  # a label of a special token stays
-        labels = torch.where(moved, ids.to(labels), labels)
+        has_word = (labels != IGNORE_INDEX) & ~stay  # a label of a special token stays
+        labels = torch.where(has_word, ids.to(labels), labels)
         size = _rows(read).rows.sizes
         words_read = replace(read, batch=replace(batch, input_ids=ids, labels=labels))
         drawn.append(_labelled(words_read, size))

@@ -38,11 +38,18 @@ class LocalRound:
     why_not: str | None = None
 
     @classmethod
-    def begin(cls, parameters: Sequence[nn.Parameter]) -> LocalRound:
-        """Return the round that begins now; it takes the memory of these parameters."""
+    def begin(cls, parameters: Sequence[nn.Parameter], *, copy: bool = True) -> LocalRound:
+        """Return the round that begins now.
+
+        Args:
+            parameters: of the model.
+            copy: keep copies of the trained ones, which takes their memory; else they themselves,
+                where nothing trains them until the round is made again.
+        """
         if any(hasattr(p, "full_tensor") for p in parameters):
             return cls({}, why_not="the rounds of a sharded model are not made again")
-        return cls({id(p): p.detach().clone() for p in parameters if p.requires_grad})
+        weights = {id(p): p.detach() for p in parameters if p.requires_grad}
+        return cls({key: w.clone() if copy else w for key, w in weights.items()})
 
     def add_step(self, optimizer: Optimizer, n_calls: int, rate: float | None = None) -> None:
         """Note a step that an optimizer takes after so many calls of the model.
@@ -87,13 +94,13 @@ class LocalRound:
         assert self.optimizer is not None
         groups = self.optimizer.param_groups
         places = [i for i, g in enumerate(groups) if any(id(p) in keys for p in g["params"])]
-        found = [{rates[i] for i in places} for rates in self.rates]
-        if any(len(rates) != 1 for rates in found):
+        rates_by_step = [{rates[i] for i in places} for rates in self.rates]
+        if any(len(rates) != 1 for rates in rates_by_step):
             raise UnusableObservation("what is read is trained at different learning rates")
-        only = [rates.pop() for rates in found]
-        if not sum(only) > 0:
+        learning_rates = [rates.pop() for rates in rates_by_step]
+        if not sum(learning_rates) > 0:
             raise UnusableObservation("a round at learning rate 0 changes nothing")
-        return only
+        return learning_rates
 
 
 def control_update(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,10 +15,14 @@ from lightning_fedleak.canaries.repeats import (
     RUN,
     TEMPLATE_ROWS,
     find_repeats,
-    repeated_texts,
     scored_texts,
 )
 from lightning_fedleak.taps.tokens import Text
+
+
+def repeated_texts(pool: Sequence[Text], rows: Iterable[Text]) -> torch.Tensor:
+    """Return (N,) bool, whether each text of the pool is repeated by another row of the data."""
+    return torch.from_numpy(find_repeats(pool, ((row, True) for row in rows)).again)
 
 
 def text(ids: list[int], labels: list[bool] | None = None) -> Text:

@@ -32,6 +32,7 @@ from lightning_fedleak.callbacks import Games, LeakageMonitor, MonitorSettings
 from lightning_fedleak.defenses import GradientNoise, Privacy
 from lightning_fedleak.federation import SUM, RoundObserver, UpdateError, trained_state
 from lightning_fedleak.report import findings, read
+from lightning_fedleak.taps import LocalRound
 from tests.callbacks.runs import Probe, fit
 from tests.federation.rounds import ADAMW, SGD, batches, lora, model, round_settings, train
 from tests.helpers.lightning_modules import CausalLMModule
@@ -147,6 +148,22 @@ def test_a_client_and_a_sum_have_controls(tmp_path, kind, control):
         look = rounds.look(returned, client, batches=data)
         assert look.values[f"{name}/words/f1"] == control
         assert look.values[f"{name}/words/control"] == pytest.approx(control)
+
+
+def test_a_round_that_cannot_be_kept_leaves_numbers_known_and_their_controls_not(
+    tmp_path, monkeypatch
+):
+    def fails(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(LocalRound, "begin", fails)
+    net, data = model(), batches(4, 2)
+    attack = type("Words", (BagOfWords,), {"needs_control": True, "default_name": "words"})()
+    rounds = observer(tmp_path, net, [attack])
+    rounds.begin(0, trained_state(net))
+    look = rounds.look(train(net, data), batches=data)
+    assert look.values["leakage/words/f1"] == 1.0
+    assert "leakage/words/control" not in look.values
 
 
 def test_an_attack_is_shown_what_a_monitor_shows_it(tmp_path):

@@ -95,8 +95,8 @@ class Controls:
         """
         look = moment.look
         played = [(plan, one) for plan in plans if (one := self._channel(plan)) is not None]
-        own = (None, moment.optimizer)
-        stepped = [p for p in played if moment.optimizer is None or p[0].optimizer in own]
+        optimizers = (None, moment.optimizer)  # None: the attack reads no parameter of the model
+        stepped = [p for p in played if moment.optimizer is None or p[0].optimizer in optimizers]
         due = [
             plan for plan, channel in stepped if self._anywhere(self._is_due(look, plan, channel))
         ]
@@ -196,14 +196,11 @@ class Controls:
                 found.setdefault(plan.attack.name, []).append(self._rates(plan, view, draw, look))
         low = []
         for plan in plans:
-            control, channel = (
-                self._lowest(look, plan, found[plan.attack.name]),
-                self._channel(plan),
-            )
-            assert channel is not None
-            is_low = False
+            control, is_low = self._lowest(look, plan, found[plan.attack.name]), False
             if control is not None:
                 self._keep(look, plan, control)
+                channel = self._channel(plan)
+                assert channel is not None
                 is_low = not control.rates.get(channel.headline, math.nan) > self._need(channel)
             if self._anywhere(is_low):
                 low.append(plan)

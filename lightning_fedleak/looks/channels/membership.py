@@ -690,13 +690,13 @@ def _with_labels(batch: TokenBatch) -> TokenBatch | None:
     labels = batch.labels
     if labels is None:
         return batch
-    kept = (labels != IGNORE_INDEX).flatten(1).any(1) if labels.dim() > 1 else labels >= 0
-    if not bool(kept.any()):
+    labelled = (labels != IGNORE_INDEX).flatten(1).any(1) if labels.dim() > 1 else labels >= 0
+    if not bool(labelled.any()):
         return None
     fields = ("input_ids", "labels", "attention_mask", "position_ids", "documents", "live")
     rows = {
-        name: value[kept.to(value.device)]
+        name: value[labelled.to(value.device)]
         for name in fields
-        if (value := getattr(batch, name)) is not None and len(value) == len(kept)
+        if (value := getattr(batch, name)) is not None and len(value) == len(labelled)
     }
     return replace(batch, **rows)

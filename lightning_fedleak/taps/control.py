@@ -22,6 +22,7 @@ from lightning_fedleak.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model_runs import (
     accepts,
     is_compiled,
+    labels_of,
     logits_in,
     only_needed_hooks,
     undisturbed,
@@ -150,9 +151,7 @@ def draw_texts(
                 n, first = n + len(words[-1]), first + 1
             if words:
                 row[places] = torch.cat(words)[: len(places)].to(row)
-        labels = batch.labels
-        if labels is None:
-            labels = batch.input_ids.masked_fill(stay, IGNORE_INDEX)
+        labels = labels_of(batch)
         has_word = (labels != IGNORE_INDEX) & ~stay  # a label of a special token stays
         labels = torch.where(has_word, ids.to(labels), labels)
         size = _rows(read).rows.sizes
@@ -181,11 +180,8 @@ def _draw_call(
     read: ReadCall, special: frozenset[int], generator: torch.Generator, with_words: bool
 ) -> tuple[ReadCall, Tensor]:
     batch, placed = read.batch, _rows(read)
-    ids, labels, sizes = batch.input_ids, batch.labels, placed.rows.sizes
+    ids, labels, sizes = batch.input_ids, labels_of(batch), placed.rows.sizes
     stay = _stays(batch, special)
-    if batch.kind == "causal" and labels is None:
-        labels = ids.masked_fill(stay, IGNORE_INDEX)
-    assert labels is not None
     counted = labels != IGNORE_INDEX
     if batch.kind == "masked":  # what is asked for stays a mask
         stay |= counted

@@ -50,6 +50,7 @@ from lightning_fedleak.attacks import (
     AlignedFlatChat,
     FCMembership,
     GradientMembership,
+    PrefixInversion,
     PublicText,
     RehearsedLabels,
     RevealLabels,
@@ -71,6 +72,7 @@ ATTACKS: dict[str, Any] = {
     "maps": lambda: [SubspaceWords(capacity_seconds=0), SubspaceMembership(PUBLIC)],
     "members": lambda: [GradientMembership(PUBLIC)],
     "crafted": lambda: [FCMembership(1)],
+    "split": lambda: [PrefixInversion(1, budget_seconds=5)],
     "texts": lambda: [SubspaceTexts(budget_seconds=None)],
     "rehearsed": lambda: [RehearsedLabels(PUBLIC, shapes=[(2, 8)], rehearsals=12)],
 }
@@ -99,9 +101,9 @@ class Configuration:
         draw = random.Random(seed)
         model = draw.choice(["gpt2", "gpt2 tied", "llama", "bert"])
         part = draw.choice(["whole", "LoRA", "LoRA all linear"])
-        attacks = (
-            ["auto", "maps"] if model == "bert" else ["auto", "maps", "members", "crafted", "texts"]
-        )
+        attacks = ["auto", "maps"]
+        if model != "bert":
+            attacks += ["members", "crafted", "texts", "split"]
         if model in ("gpt2", "llama") and part == "whole":
             attacks += ["head", "rehearsed"]
         face = draw.choices(faces, [1 if face == "ddp" else 5 for face in faces])[0]

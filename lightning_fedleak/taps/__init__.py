@@ -9,6 +9,7 @@ from lightning_fedleak.taps.calls import PackedRows as PackedRows
 from lightning_fedleak.taps.calls import arguments_of as arguments_of
 from lightning_fedleak.taps.calls import with_ids as with_ids
 from lightning_fedleak.taps.control import Draw as Draw
+from lightning_fedleak.taps.control import control_crossing as control_crossing
 from lightning_fedleak.taps.control import control_gradient as control_gradient
 from lightning_fedleak.taps.control import control_states as control_states
 from lightning_fedleak.taps.control import draw_texts as draw_texts

@@ -36,6 +36,7 @@ from lightning_fedleak.snapshots import (
 )
 from lightning_fedleak.taps.activations import ActivationTap
 from lightning_fedleak.taps.graph import GraphCall, PlacedRows, ReadCall
+from lightning_fedleak.taps.split import Crossed, SplitTap
 
 UNEVEN = 0.5
 """Spread of the sizes by position, in units of their mean, above which two draws are made.
@@ -335,14 +336,7 @@ def control_states(
     Raises:
         UnusableObservation: a call cannot be made again.
     """
-    if is_compiled(anatomy.root):
-        raise UnusableObservation("a control of hidden states would compile the model again")
-    with (
-        undisturbed(anatomy) as model,
-        torch.enable_grad(),
-        fresh_leaves(anatomy.root),
-        only_needed_hooks(anatomy.root),
-    ):
+    with _again_for_states(anatomy) as model:
         tap = ActivationTap(anatomy, [layer], states=False, reach=True)
         try:
             tap.arm()
@@ -352,6 +346,44 @@ def control_states(
             return tuple(gradient.clone() for gradient in tap.gradients(layer))
         finally:
             tap.close()
+
+
+def control_crossing(anatomy: Anatomy, draw: Draw, layer: int) -> list[Crossed]:
+    """Return what crosses the split at a layer in each call of a control, before any defence.
+
+    Args:
+        anatomy: of the model.
+        draw: the known words.
+        layer: 0 is the input of the first block, k the output of block k.
+
+    Raises:
+        UnusableObservation: a call cannot be made again.
+    """
+    crossed = []
+    with _again_for_states(anatomy) as model, whole_model(anatomy.root):
+        tap = SplitTap(anatomy, [layer], ())
+        try:
+            for read, sizes in zip(draw.reads, draw.sizes, strict=True):
+                tap.arm()
+                run_backward(anatomy, model, read, sizes)
+                crossed.append(tap.take(read.batch))
+        finally:
+            tap.close()
+    return crossed
+
+
+@contextmanager
+def _again_for_states(anatomy: Anatomy) -> Iterator[nn.Module]:
+    """Yield the model as it can be called again for its hidden states, without a trace."""
+    if is_compiled(anatomy.root):
+        raise UnusableObservation("a control of hidden states would compile the model again")
+    with (
+        undisturbed(anatomy) as model,
+        torch.enable_grad(),
+        fresh_leaves(anatomy.root),
+        only_needed_hooks(anatomy.root),
+    ):
+        yield model
 
 
 def _forget_gradient(parameter: Tensor) -> None:

@@ -39,6 +39,7 @@ class Recording(InversionAttack):
     """Keeps what it was shown; guesses 5 everywhere, or what ``says`` makes of the view."""
 
     default_name = "recording"
+    needs_control = False  # its observations are counted: those of the training alone
 
     def __init__(self, layer=1, says=None, **more):
         super().__init__(layer, **more)

@@ -17,6 +17,7 @@ from lightning_fedleak.attacks import (
     Attack,
     FCMembership,
     GradientMembership,
+    PrefixInversion,
     RevealLabels,
     SubspaceMembership,
     SubspaceWords,
@@ -27,7 +28,7 @@ from tests.helpers.models import tiny_llama
 from tests.looks.test_control import lora, watched
 
 MEMBERSHIP = GradientMembership | SubspaceMembership | FCMembership
-AT_MOST = {"f1": 0.6, "auc": 0.65}
+AT_MOST = {"f1": 0.6, "auc": 0.65, "token_accuracy": 0.6}
 PUBLIC = [[(7 * i + 3 * j) % 94 + 3 for j in range(12)] for i in range(48)]
 
 
@@ -127,6 +128,16 @@ def unused_types(guess: Any) -> Any:
     return replace(guess, types=unused.nonzero()[:, 0])
 
 
+def next_tokens(guess: Any) -> Any:
+    return replace(guess, tokens=(guess.tokens + 1) % 97)
+
+
+def stale_copy(attack: Any) -> None:
+    """Give the adversary's copy of the bottom model the weights of another training."""
+    for _, _, weight in attack.bottom._weights:
+        weight.copy_(stale(weight))
+
+
 def negated(guess: Any) -> Any:
     return replace(guess, scores=-guess.scores)
 
@@ -181,6 +192,10 @@ MUTANTS: dict[str, tuple[Callable[[], nn.Module], type[Attack], type[Attack]]] =
     "the server's layers by chance": (
         whole, FCMembership, answering(FCMembership, by_place),
     ),
+    "wrong tokens": (whole, PrefixInversion, answering(PrefixInversion, next_tokens)),
+    "stale bottom model": (
+        whole, PrefixInversion, after(PrefixInversion, "refresh", stale_copy),
+    ),
     "zeroed whitening": (
         low_rank, SubspaceMembership, after(SubspaceMembership, "refresh", zeroed_whitening),
     ),
@@ -195,7 +210,7 @@ def of(kind: type[Attack]) -> Attack:
     if issubclass(kind, AlignedFlatChat):
         settings["public_text"] = PUBLIC
         settings["calibration_tokens"] = 600
-    if issubclass(kind, FCMembership):
+    if issubclass(kind, FCMembership | PrefixInversion):
         settings["layer"] = 1
     return kind(**settings)
 
@@ -203,7 +218,8 @@ def of(kind: type[Attack]) -> Attack:
 def judged(folder: Path, model: nn.Module, attack: Attack) -> tuple[Threshold, dict[str, float]]:
     """Return a gate on an attack after two looks, and the log."""
     rate = "auc" if isinstance(attack, MEMBERSHIP) else "f1"
-    rows = {"auc": 8, "f1": 2}[rate]
+    rate = "token_accuracy" if isinstance(attack, PrefixInversion) else rate
+    rows = 8 if rate == "auc" else 2
     gate = Threshold(f"leakage/attack/{rate}", at_most=AT_MOST[rate], action="warn")
     watch = watched(folder, attack, [gate], model=model, rows=rows, length=6, steps=2, cache=False)
     return gate, watch.latest

@@ -22,12 +22,13 @@ from transformers import (
 
 from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.snapshots import UnusableObservation
+from lightning_fedleak.snapshots import Stage, UnusableObservation
 from lightning_fedleak.taps import (
     ActivationTap,
     Draw,
     LocalRound,
     ReadCall,
+    control_crossing,
     control_gradient,
     control_states,
     control_update,
@@ -344,6 +345,27 @@ def test_hooks_on_parameters_and_the_users_own_do_not_run() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert model.lm_head.weight is weight
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("loss", ["plain", "padded", "micro-batches"])
+@pytest.mark.parametrize("family", [name for name in CAUSAL if "bf16" not in name])
+def test_what_crosses_the_split_is_that_of_the_step(family: str, loss: str, layer: int) -> None:
+    model = CAUSAL[family]().train()
+    anatomy = find_anatomy(model)
+    tap = ActivationTap(anatomy, [layer], gradients=False)
+    tap.arm()
+    reads = read_step(model, HARD[loss][0])
+    states = [each.clone() for each in tap.states(layer)]
+    tap.close()
+    calls: list[str] = []
+    model.register_forward_hook(lambda *_: calls.append("the user's own"))
+    crossed = control_crossing(anatomy, same_words(reads), layer)
+    assert len(crossed) == len(states)
+    for sent, read, expected in zip(crossed, reads, states, strict=True):
+        assert torch.allclose(sent.states(Stage.SHARED, layer), expected, atol=1e-6)
+        assert torch.equal(sent.batch.input_ids, read.batch.input_ids)
+    assert calls == []
 
 
 # ---- words -------------------------------------------------------------------------------------

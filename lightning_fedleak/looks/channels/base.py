@@ -179,7 +179,8 @@ class Channel(ABC):
             :class:`~lightning_fedleak.looks.channels.MemorizationChannel` do.
         looks_dependent: looks are of the same texts, so that the intervals of all hold together.
         tests_looks: one look is tested by itself, so that each has a p-value.
-        adds_layers: its attacks read layers that the server adds, and no role of the model.
+        controls_states: an attack without gradients of the model's is given a control too, whose
+            hidden states the channel takes itself.
         controlled: its attacks are given the control of a look, see :meth:`control_rates`.
 
     Raises:
@@ -207,7 +208,7 @@ class Channel(ABC):
     looks_dependent: ClassVar[bool] = False
     tests_looks: ClassVar[bool] = False
     controlled: ClassVar[bool] = False
-    adds_layers: ClassVar[bool] = False
+    controls_states: ClassVar[bool] = False
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
 

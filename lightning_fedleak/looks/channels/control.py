@@ -127,7 +127,7 @@ class Controls:
         channel = next(owners, None)
         if channel is None or not plan.exposed or plan.attack.sends_values:
             return None
-        if not plan.roles and not channel.adds_layers:
+        if not plan.roles and not channel.controls_states:
             return None
         return channel if channel.gives_control(plan.attack.name) else None
 
@@ -218,7 +218,7 @@ class Controls:
             return Unknown(reason(error))
 
     def _view(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
-        """Return what attacks read of a control; nothing for layers that the server adds."""
+        """Return the gradients of a control; empty where attacks read hidden states alone."""
         if roles:
             return self._gradient(look, draw, roles)
         return GradientSnapshot(look.step, Stage.LOCAL, {}, client=self._run.number)

@@ -140,7 +140,7 @@ class MembershipChannel(Channel):
     plays_games = True
     tests_looks: ClassVar[bool] = True
     controlled: ClassVar[bool] = True
-    adds_layers: ClassVar[bool] = True
+    controls_states: ClassVar[bool] = True
     leak = MEMBERSHIP
     metrics = RATES
     charts = ("accuracy", "advantage", "tpr_at_fpr_0.01")

@@ -53,7 +53,7 @@ from lightning_fedleak.snapshots import (
     Observation,
     Stage,
 )
-from lightning_fedleak.taps import Crossed, Draw, SplitTap
+from lightning_fedleak.taps import Crossed, Draw, SplitTap, control_crossing
 from lightning_fedleak.validate import check_integer
 
 CROSSING = (Stage.LOCAL, Stage.SHARED)
@@ -171,6 +171,7 @@ class TextsChannel(Channel):
     parted = True
     reads_updates = True
     controlled: ClassVar[bool] = True
+    controls_states: ClassVar[bool] = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})
 
     def __init__(self, attacks: Sequence[TextAttack], settings: Options) -> None:
@@ -299,7 +300,7 @@ class TextsChannel(Channel):
                     answer = (
                         chosen
                         if isinstance(chosen, Unknown)
-                        else self._reconstructed(attack, stage, chosen, look.step)
+                        else self._reconstructed(attack, stage, chosen, look.step, self._crossed)
                     )
                 look.answers[Series.at(stage, attack.name)] = answer
 
@@ -350,10 +351,15 @@ class TextsChannel(Channel):
         )
 
     def _reconstructed(
-        self, attack: InversionAttack, stage: Stage, chosen: _Chosen, step: int
+        self,
+        attack: InversionAttack,
+        stage: Stage,
+        chosen: _Chosen,
+        step: int,
+        crossed: Sequence[Crossed],
     ) -> Inverted | Unknown:
         try:
-            snapshot = self._snapshot(attack.layer, stage, chosen.rows, step)
+            snapshot = self._snapshot(attack.layer, stage, chosen.rows, step, crossed)
             guess = attack.run(Observation(activations=(snapshot,)))
             check_guess(attack, guess, self.guesses)
             if guess.tokens.shape != chosen.input_ids.shape:
@@ -369,12 +375,17 @@ class TextsChannel(Channel):
         return inverted
 
     def _snapshot(
-        self, layer: int, stage: Stage, rows: Sequence[tuple[int, int]], step: int
+        self,
+        layer: int,
+        stage: Stage,
+        rows: Sequence[tuple[int, int]],
+        step: int,
+        crossed: Sequence[Crossed],
     ) -> ActivationSnapshot:
-        states = [self._crossed[i].states(stage, layer)[row] for i, row in rows]
+        states = [crossed[i].states(stage, layer)[row] for i, row in rows]
         length = max(len(s) for s in states)
-        masks = [self._crossed[i].attention_mask for i, _ in rows]
-        positions = [self._crossed[i].position_ids for i, _ in rows]
+        masks = [crossed[i].attention_mask for i, _ in rows]
+        positions = [crossed[i].position_ids for i, _ in rows]
         if len({p is None for p in positions}) > 1:
             raise UnusableObservation("only some micro-batches were given position_ids")
         mask = None
@@ -415,7 +426,9 @@ class TextsChannel(Channel):
         return {name: float(value) for name, value in claims.items() if value is not None}
 
     def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
-        """Return the rates of texts guessed from gradients, against those of this process."""
+        """Return the rates of guessed texts, against those of this process."""
+        if isinstance(answer, Inverted):
+            return self._alone(answer)
         if not isinstance(answer, TextGuess):
             return {}
         attack: Any = plan.attack
@@ -426,11 +439,32 @@ class TextsChannel(Channel):
     ) -> Mapping[str, float] | Unknown | Waiting:
         """Return the rates of an attack on the texts of a control."""
         attack: Any = plan.attack
+        if isinstance(attack, InversionAttack):
+            return self._control_inversion(attack, draw, step)
         answer = guess(plan, view, self.run)
         if isinstance(answer, Unknown | Waiting):
             return answer
         assert isinstance(answer, TextGuess)
         return self._alone(self._matched(answer, attack, step, draw.batches))
+
+    def _control_inversion(
+        self, attack: InversionAttack, draw: Draw, step: int
+    ) -> Mapping[str, float] | Unknown:
+        """Return the rates of an attack on the hidden states of a control's words."""
+        if draw.is_part:  # of fewer labels, not of fewer tokens
+            return {}
+        answer: Inverted | Unknown = Unknown("the step's batches hold no text")
+        crossed: Sequence[Crossed] = ()
+        try:
+            crossed = control_crossing(self.run.anatomy, draw, attack.layer)
+        except Exception as error:
+            answer = Unknown(reason(error))
+        # Entered on every process, which FSDP2's gathering of the model needs.
+        with whole_model(self.run.anatomy.root), torch.no_grad():
+            chosen = self._choose(step, [each.batch for each in crossed])
+            if chosen is not None:
+                answer = self._reconstructed(attack, Stage.LOCAL, chosen, step, crossed)
+        return answer if isinstance(answer, Unknown) else self._alone(answer)
 
     def _alone(self, inverted: Inverted) -> dict[str, float]:
         """Return the rates of some texts alone."""

@@ -25,43 +25,33 @@ class RiskGate(Threshold, EitherCallback):
     it saves a checkpoint (not under ``fast_dev_run``). Other metrics and attacks do not affect it.
 
     What "exceeds" means is ``bound``. A gate that compares every look by itself acts sooner or
-    later on any noisy metric; the other two spend one probability of error, ``alpha``, on all
-    looks of a run together, however many
-    (see :class:`~lightning_fedleak.looks.gates.Evidence`):
+    later on any noisy metric; ``"lower"`` spends one probability of error, ``alpha``, on all looks
+    of a run together, however many (see :class:`~lightning_fedleak.looks.gates.Evidence`):
 
     - ``"value"``: the newest value in the logs is above ``at_most``. No probability is promised.
     - ``"lower"``: one look by itself, or the looks so far together, *show* more than ``at_most``. A
       look is tested by its games (AUC, advantage) or types (precision, recall, F1), so that a look
       at 16 members that all rank above 16 others acts at once. A system of which no look leaks
       more is ever acted on with probability at most ``alpha``.
-    - ``"upper"``: fail-closed. After ``warmup`` looks the run goes on only where the looks so far
-      show that the mean is below. A system that is really above at every look goes on with
-      probability at most ``alpha``; a safe one may be stopped, the likelier the closer it is to
-      the threshold.
 
-    ``"lower"`` and ``"upper"`` read the value of each look by itself, also where the logs pool it
-    over looks, and need a metric with a known range: precision, recall, F1, accuracy, AUC,
-    advantage, a TPR, token accuracy, exact sentences, texts found, ROUGE, or one of them with
-    ``_worst_client``. That one is the largest of what was measured on the clients, whose mean lies
-    above the worst client's own mean, the more so the more clients and the fewer games: ``"upper"``
-    keeps its promise about each client then, ``"lower"`` would not, and is refused with several
-    clients.
+    ``"lower"`` reads the value of each look by itself, also where the logs pool it over looks, and
+    needs a metric with a known range: precision, recall, F1, accuracy, AUC, advantage, a TPR, token
+    accuracy, exact sentences, texts found, ROUGE, or one of them with ``_worst_client``. That one
+    is the largest of what was measured on the clients, whose mean lies above the worst client's own
+    mean, so that it is refused with several clients.
 
     **The worst of a family**, ``"leakage/worst/words"``, is watched like any other value. Where one
     attack is unknown, what the others read at least counts as the value if it is a breach by
-    itself. ``"lower"`` and ``"upper"`` keep evidence on each attack of the family: the former
-    splits ``alpha`` among them; the latter lets a run go on only if every one is shown to be below,
-    which costs no more than one of them does. A run in which no attack of the family is played is
-    refused before it trains.
+    itself. ``"lower"`` keeps evidence on each attack of the family, and splits ``alpha`` among
+    them. A run in which no attack of the family is played is refused before it trains.
 
     **A surface that is not shared** reads 0. That says nothing about what is shared instead. Where
     no attack of the same family reads any of it, a strict gate refuses the run before it trains. It
     treats the value as unknown where that happens during the run (a layer that is frozen).
 
-    An *unknown* value counts, unless ``strict=False``, as a breach towards ``patience`` for
-    ``"value"`` and ``"lower"`` (for ``"lower"`` it is no evidence, so that these stops come on top
-    of ``alpha``), and as the largest possible value for ``"upper"``. A fit in which a strict gate
-    never had a result ends as *unknown*: the gate acts then, whatever ``patience`` and ``warmup``.
+    An *unknown* value counts, unless ``strict=False``, as a breach towards ``patience`` (for
+    ``"lower"`` it is no evidence, so that these stops come on top of ``alpha``). A fit in which a
+    strict gate never had a result ends as *unknown*: the gate acts then, whatever ``patience``.
 
     Examples:
         >>> import lightning as L
@@ -95,19 +85,14 @@ class RiskGate(Threshold, EitherCallback):
             unknown values in a row.
         strict: an unknown value counts as a breach. Otherwise it counts as nothing.
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
-        bound: ``"value"``, ``"lower"`` or ``"upper"``. Default ``"value"``; of the trained weights
+        bound: ``"value"`` or ``"lower"``. Default ``"value"``; of the trained weights
             (``leakage/combined/auc``, say), which are looked at on the same texts again and again,
             ``"lower"``: the gate acts where the lower end of the interval, which holds at all looks
-            together, is above ``at_most``. ``"upper"`` acts where the upper end is. Their
-            ``shown`` is not known with few others, and then the gate waits.
-        alpha: probability of a wrong decision over the whole run, for the latter two. With
+            together, is above ``at_most``. Their ``shown`` is not known with few others, and then
+            the gate waits.
+        alpha: probability of a wrong decision over the whole run, for the latter. With
             ``action="harden"`` the run is judged again after each notch, at half the probability of
             the time before: alpha / 2, alpha / 4, ..., together alpha.
-        warmup: looks that ``"upper"`` lets pass before it judges. Default: twice as many as a run
-            needs whose value stays half-way between ``at_most`` and that of an attack that knows
-            nothing (20 looks for an F1 of at most 0.5, 40 for 0.3, 140 for 0.1, 64 for an AUC of
-            at most 0.6, at the default ``alpha``); more where the values of single looks scatter,
-            as those of few games do, so that a run of such a mean passes all the same.
 
     Attributes:
         fired: the event of the first time that the gate fired in the newest fit; None so far.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning_fedleak.defenses import DPSGD, Defense
 from lightning_fedleak.looks.channels.base import Channel
@@ -17,7 +17,7 @@ from lightning_fedleak.looks.engine import Engine
 from lightning_fedleak.looks.results import WORST
 from lightning_fedleak.looks.run import Trials, Unknown
 from lightning_fedleak.messages import is_first_process
-from lightning_fedleak.metrics.betting import MeanTest, looks_to_show
+from lightning_fedleak.metrics.betting import MeanTest
 from lightning_fedleak.metrics.rates import jaccard_of
 
 log = logging.getLogger(__name__)
@@ -173,131 +173,78 @@ def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
 
 # ---- evidence from many looks, which holds whenever one stops to read it -----------------
 
-Bound = Literal["lower", "upper"]
-
 
 @dataclass(frozen=True)
 class Verdict:
     """What the looks so far show.
 
     Attributes:
-        bound: ``"lower"`` or ``"upper"``.
-        fires: whether the gate acts.
-        above: whether it acts because the mean is shown to be above the threshold.
+        fires: whether the gate acts: the mean, or one look, is shown to be above the threshold.
         evidence: value of the e-process that decided.
         needed: what it needs, 1 / alpha.
         alpha: probability of a wrong decision, over all looks together.
-        mean: of the looks; unknown ones count as the largest possible value if at all.
+        mean: of the looks.
         looks: how many were counted.
-        unknown: how many of them were unknown.
-        warmup: looks that ``"upper"`` lets pass.
     """
 
-    bound: Bound
     fires: bool
-    above: bool
     evidence: float
     needed: float
     alpha: float
     mean: float
     looks: int
-    unknown: int
-    warmup: int
 
     def explain(self, at_most: float) -> str:
-        """In the words that users see."""
-        unknown = f", {self.unknown} of them unknown and counted as worst" if self.unknown else ""
-        side = "above" if self.above else "below"
-        measured = (
-            f"{self.evidence:.3g} for a mean {side} {at_most:g}, of {self.needed:.3g} needed "
-            f"(bound='{self.bound}', alpha={self.alpha:g}); mean {self.mean:.3f} over "
-            f"{self.looks} looks{unknown}. "
-        )
-        if self.above:
-            return measured + (
-                f"Leakage of at most {at_most:g} at every look brings so much "
-                f"evidence with probability at most {self.alpha:g}, however long the run"
-            )
-        return measured + (
-            f"After {self.warmup} looks a run goes on only where its mean is shown to be below; "
-            f"one really above gets so far with probability at most {self.alpha:g}. This does "
-            "not say that this run is above: a larger warmup= gives it more looks to show it"
+        """Return the evidence in the words that users see."""
+        return (
+            f"{self.evidence:.3g} for a mean above {at_most:g}, of {self.needed:.3g} needed "
+            f"(bound='lower', alpha={self.alpha:g}); mean {self.mean:.3f} over {self.looks} looks. "
+            f"Leakage of at most {at_most:g} at every look brings so much evidence with "
+            f"probability at most {self.alpha:g}, however long the run"
         )
 
 
 class Evidence:
     """Decides from the values of single looks, with one probability of error for all of them.
 
-    ``"lower"`` acts once one look, or the looks together, show more than ``at_most``. A run in
-    which no look leaks more is ever acted on with probability at most ``alpha``. What one look
-    shows is tested by its games (or its types) where their number is known; else only the mean over
-    looks is, of which each is expected to be at most ``at_most`` (given all before). A rise that
-    comes late is found too.
-
-    ``"upper"`` acts, from look ``warmup`` on, whenever a mean below ``at_most`` is not shown, and
-    at any look as soon as one above is: a run in which every look is expected to give at least
-    ``at_most`` goes on past the warm-up with probability at most ``alpha``.
+    It acts once one look, or the looks together, show more than ``at_most``. A run in which no look
+    leaks more is ever acted on with probability at most ``alpha``. What one look shows is tested by
+    its games (or its types) where their number is known; else only the mean over looks is, of which
+    each is expected to be at most ``at_most`` (given all before). A rise that comes late is found
+    too.
 
     Args:
-        bound: which.
         at_most: the threshold, strictly between the smallest and the largest possible value.
         alpha: probability of error.
-        warmup: looks that ``"upper"`` lets pass; None is :func:`default_warmup`, or where looks
-            scatter :func:`looks_per_variance` times the variance of the values seen.
         metric: last part of a log name, ``"f1"`` say; gives the range.
 
     Raises:
         ValueError: the metric's range is not known, or the threshold is not inside it.
     """
 
-    def __init__(
-        self, bound: Bound, at_most: float, alpha: float, warmup: int | None, metric: str
-    ) -> None:
+    def __init__(self, at_most: float, alpha: float, metric: str) -> None:
         span = range_of(metric)
         if span is None:
             names = ", ".join(name.rstrip("_") for name in known_ranges())
             raise ValueError(
-                "bound='lower' and bound='upper' need values of single looks in a known range; "
+                "bound='lower' needs values of single looks in a known range; "
                 f"'{metric}' has none. Those that have: {names}, each also with "
                 "_worst_client. Use one of them, or bound='value'."
             )
-        low, high, idle = span
-        self.bound = bound
         self.at_most = at_most
         self.alpha = alpha
         self.metric = metric
-        self.worst = high
-        self._unknown = 0
-        self._above = MeanTest(at_most, "above", restarts=True, span=(low, high))
-        self._below = MeanTest(at_most, "below", span=(low, high))
-        self._least, self._per_variance = warmup or 0, 0.0
-        if bound == "upper" and warmup is None:
-            least = idle if idle < at_most else low
-            self._least = default_warmup(at_most, alpha, least, (low, high))
-            self._per_variance = looks_per_variance((at_most - least) / 2, alpha)
-        self.warmup = self._least
-        self._late = False
-        self._values, self._total, self._squares = 0, 0.0, 0.0
+        self._above = MeanTest(at_most, restarts=True, span=span[:2])
 
     def update(self, value: float, trials: Trials | None = None) -> None:
-        """Takes the value of one look; ``"upper"`` counts an unknown one as the worst there is.
+        """Take the value of one look; an unknown one is no evidence.
 
         Args:
             value: of the look.
             trials: what the value is the mean of; None where that is not known.
         """
-        if math.isnan(value):
-            if self.bound == "lower":
-                return
-            self._unknown += 1
-            value, trials = self.worst, None
-        else:
-            self._values += 1
-            self._total += value
-            self._squares += value * value
-        self._above.update(value, None if trials is None else self._on_scale(trials))
-        self._below.update(value)
-        self._warm_up()
+        if not math.isnan(value):
+            self._above.update(value, None if trials is None else self._on_scale(trials))
 
     def _on_scale(self, trials: Trials) -> tuple[float, float, int]:
         """Return the mean of trials, their threshold and number; F1 is no mean of types, J is."""
@@ -305,73 +252,39 @@ class Evidence:
             return jaccard_of(trials.mean), jaccard_of(self.at_most), trials.number
         return trials.mean, self.at_most, trials.number
 
-    def _warm_up(self) -> None:
-        """Sets how long the warm-up is, by the scatter of the known values, until it is over."""
-        if self._late:
-            return
-        if self._values > 1:
-            mean = self._total / self._values
-            variance = max(0.0, self._squares / self._values - mean * mean)
-            self.warmup = max(self._least, math.ceil(self._per_variance * variance))
-        self._late = self._below.looks >= self.warmup
-
     @property
     def progress(self) -> float:
-        """Log of the evidence that the bound asks for, as a share of what is needed."""
-        log = self._above.highest if self.bound == "lower" else self._below.log_evidence
-        return log / -math.log(self.alpha)
+        """Log of the evidence, as a share of what is needed."""
+        return self._above.highest / -math.log(self.alpha)
 
     def verdict(self) -> Verdict:
-        """What the looks so far show."""
-        needed = -math.log(self.alpha)
-        above = self._above.highest >= needed
-        late = self.bound == "upper" and self._late
-        fires = above or (late and self._below.log_evidence < needed)
-        log = self._above.highest if above or self.bound == "lower" else self._below.log_evidence
+        """Return what the looks so far show."""
         return Verdict(
-            bound=self.bound,
-            fires=fires,
-            above=above or self.bound == "lower",
-            evidence=math.exp(min(log, 700.0)),
+            fires=self._above.highest >= -math.log(self.alpha),
+            evidence=math.exp(min(self._above.highest, 700.0)),
             needed=1 / self.alpha,
             alpha=self.alpha,
             mean=self._above.mean,
             looks=self._above.looks,
-            unknown=self._unknown,
-            warmup=self.warmup,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, with the question they answer."""
-        return {
-            "question": self._question(),
-            "unknown": self._unknown,
-            "scatter": [self._values, self._total, self._squares],
-            "over": self.warmup if self._late else None,
-            "above": self._above.state_dict(),
-            "below": self._below.state_dict(),
-        }
+        """Return plain numbers, with the question they answer."""
+        return {"question": self._question(), "above": self._above.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Takes back what :meth:`state_dict` gave, if it answers the same question.
+        """Restore what :meth:`state_dict` returned, if it answers the same question.
 
         Returns:
             False, and the evidence starts again, where metric or threshold are others.
         """
         if state["question"] != self._question():
             return False
-        self._unknown = state["unknown"]
         self._above.load_state_dict(state["above"])
-        self._below.load_state_dict(state["below"])
-        # A checkpoint of 0.1.0 knows of no scatter: its warm-up grows with the looks since.
-        self._values, self._total, self._squares = state.get("scatter", (0, 0.0, 0.0))
-        if self._per_variance and state.get("over") is not None:
-            self._late, self.warmup = True, state["over"]
-        self._warm_up()
         return True
 
     def _question(self) -> dict[str, Any]:
-        return {"bound": self.bound, "at_most": self.at_most, "metric": self.metric}
+        return {"at_most": self.at_most, "metric": self.metric}
 
 
 def known_ranges() -> dict[str, tuple[float, float, float]]:
@@ -394,35 +307,6 @@ def range_of(metric: str) -> tuple[float, float, float] | None:
     name, ranges = metric.removesuffix("_worst_client"), known_ranges()
     start = next((key for key in ranges if key.endswith("_") and name.startswith(key)), name)
     return ranges.get(start)
-
-
-def default_warmup(at_most: float, alpha: float, least: float, span: tuple[float, float]) -> int:
-    """Twice the looks in which a steady value half-way between ``least`` and ``at_most`` shows it.
-
-    Args:
-        at_most: the threshold.
-        alpha: probability of error.
-        least: value of an attack that knows nothing.
-        span: smallest and largest possible value.
-    """
-    return 2 * looks_to_show((least + at_most) / 2, at_most, alpha, "below", span)
-
-
-def looks_per_variance(gap: float, alpha: float) -> float:
-    """Looks, per variance of a look's value, in which all but few runs show a mean below.
-
-    A gambler who stakes what is best for a mean ``gap`` below the threshold and a variance ``v``
-    wins ``gap^2 / 2 v`` a look in log capital, with standard deviation ``gap / sqrt(v)``. After so
-    many looks capital that was the smallest share dealt, 1/14, has come to ``1 / alpha`` even two
-    standard deviations below what is expected. Which look is the last of the warm-up may depend on
-    what was seen: the evidence holds at any.
-
-    Args:
-        gap: by how much the mean lies below the threshold.
-        alpha: probability of error.
-    """
-    needed = math.log(14 / alpha)
-    return float((2 + math.sqrt(4 + 2 * needed)) ** 2 / gap**2)
 
 
 _DPSGD_MEND = (
@@ -573,6 +457,4 @@ class GateEvent:
         if self.verdict is None or not self.verdict.fires:
             of_it = "of what can be read here, " if self.why else ""
             return f"{of_it}the update of this step gives away more than you allow"
-        if self.verdict.above:
-            return "the updates of this run give away more than you allow"
-        return "the updates of this run may give away more than you allow"
+        return "the updates of this run give away more than you allow"

@@ -75,9 +75,8 @@ class Threshold:
         patience: breaches in a row that are let pass before the gate acts.
         strict: an unknown value counts as a breach.
         name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
-        bound: ``"value"``, ``"lower"`` or ``"upper"``.
-        alpha: probability of a wrong decision over the whole run, for the latter two.
-        warmup: looks that ``"upper"`` lets pass before it judges.
+        bound: ``"value"`` or ``"lower"``.
+        alpha: probability of a wrong decision over the whole run, for the latter.
 
     Attributes:
         fired: the event of the first time that it acted in the newest run; None so far.
@@ -98,17 +97,16 @@ class Threshold:
         patience: int = 0,
         strict: bool = True,
         name: str | None = None,
-        bound: Literal["value", "lower", "upper"] | None = None,
+        bound: Literal["value", "lower"] | None = None,
         alpha: float = 0.05,
-        warmup: int | None = None,
     ) -> None:
         if not callable(action) and action not in ("stop", "harden", "raise", "warn"):
             raise ValueError(
                 f"action must be 'stop', 'harden', 'raise', 'warn' or a callable, got {action!r}"
             )
         self.patience = check_integer("patience", patience, at_least=0)
-        chosen = bound or "value"
-        _check_bound(chosen, alpha, warmup, patience, strict)
+        chosen = check_choice("bound", bound or "value", ("value", "lower"))
+        check_number("alpha", alpha, above=0, below=1)
         check_threshold(type(self).__name__, metric, at_most, reachable=chosen == "value")
         self.metric = metric
         self.at_most = float(at_most)
@@ -119,7 +117,6 @@ class Threshold:
         self._bound_chosen = bound is not None
         self.on_weights = False
         self.alpha = alpha
-        self.warmup = warmup
         self.fired: GateEvent | None = None
         self.verdict: Verdict | None = None
         self.notches = 0
@@ -203,8 +200,7 @@ class Threshold:
             raise ValueError(
                 f"{self._kind}(bound='lower') cannot watch '{self.metric}' with {clients} "
                 "processes: the largest of several clients' values lies above every client's mean, "
-                "so that a run that is really below would be stopped. Watch the pooled value, or "
-                "use bound='upper'."
+                "so that a run that is really below would be stopped. Watch the pooled value."
             )
 
     def _check_dependent(self, engine: Engine) -> None:
@@ -313,11 +309,9 @@ class Threshold:
         if self.bound == "value" or self.on_weights:
             return None
         rate, alpha = rate_of(self.metric), self._alpha_now
-        if self.bound == "lower":
-            alpha /= len(self._watched)
         try:
             return {
-                name: Evidence(self.bound, self.at_most, alpha, self.warmup, rate)
+                name: Evidence(self.at_most, alpha / len(self._watched), rate)
                 for name in self._watched
             }
         except ValueError as refusal:
@@ -387,8 +381,7 @@ class Threshold:
 
     def _read_interval(self, new: Mapping[str, float]) -> _Measurement | None:
         """Return the end of the interval that the bound asks for, where this look has one."""
-        end = {"value": "", "lower": self._end("low"), "upper": self._end("high")}[self.bound]
-        ends = self._ends(new, end)
+        ends = self._ends(new, self._end("low") if self.bound == "lower" else "")
         if not ends:
             return None
         if self.bound == "lower":
@@ -423,8 +416,6 @@ class Threshold:
             at_least = values.get(f"{self.metric}_at_least", math.nan)
             if at_least > self.at_most:
                 name, value = f"{self.metric}_at_least", at_least
-            elif self.bound == "upper" and engine.untested(self.metric):
-                watched = dict.fromkeys(watched, math.nan)  # what is not played may read more
         else:  # what is unknown then is of methods that do not apply
             known = {n: v for n, v in watched.items() if not math.isnan(v)}
             if counted := engine.judge_worst(known, self.at_most):
@@ -455,35 +446,24 @@ class Threshold:
         fires = False
         if self._evidence is not None:
             for name, value in measurement.watched.items():
-                if not math.isnan(value) or self.strict:
-                    self._evidence[name].update(
-                        value, trials.get(name.removesuffix("_worst_client"))
-                    )
-            self.verdict = self._verdict_of(self._evidence)
+                self._evidence[name].update(value, trials.get(name.removesuffix("_worst_client")))
+            self.verdict = self._nearest(self._evidence).verdict()
             fires = self.verdict.fires
             unknown |= (
                 measurement.name != self.metric
             )  # what is read at least, of a worst that is unknown
             unknown |= any(math.isnan(value) for value in measurement.watched.values())
-            breach = unknown and self.strict and self.bound == "lower"
+            breach = unknown and self.strict
         if breach:
             self._breaches += 1
         elif not unknown:
             self._breaches = 0
         return fires or (breach and self._breaches > self.patience)
 
-    def _verdict_of(self, evidence: Mapping[str, Evidence]) -> Verdict:
-        """Return the verdict on the value that fires, or else on the one nearest to firing."""
-        firing = next((e for e in self._counted(evidence) if e.verdict().fires), None)
-        return (firing or self._nearest(evidence)).verdict()
-
     @staticmethod
-    def _counted(evidence: Mapping[str, Evidence]) -> list[Evidence]:
-        return [e for e in evidence.values() if e.verdict().looks] or list(evidence.values())
-
-    def _nearest(self, evidence: Mapping[str, Evidence]) -> Evidence:
-        nearest = max if self.bound == "lower" else min
-        return nearest(self._counted(evidence), key=lambda e: e.progress)
+    def _nearest(evidence: Mapping[str, Evidence]) -> Evidence:
+        """Return the evidence that fires, or else the one nearest to firing."""
+        return max(evidence.values(), key=lambda each: (each.progress, each.verdict().looks))
 
     def _progress(self) -> dict[str, float]:
         if self._evidence is None:
@@ -582,8 +562,6 @@ class Threshold:
         saved = state_dict.get("evidence")
         if saved is None and self._evidence is None:
             return
-        if saved is not None and "question" in saved:  # of a version that knew no worst
-            saved = {self.metric: saved}
         if not saved or self._evidence is None or not self._restore_evidence(self._evidence, saved):
             announce(
                 f"{self._kind} '{self.name}': the checkpoint's evidence is for another metric, "
@@ -616,17 +594,3 @@ def _name_of(action: Action) -> str:
     if isinstance(action, str):
         return action
     return getattr(action, "__name__", type(action).__name__)
-
-
-def _check_bound(bound: str, alpha: float, warmup: int | None, patience: int, strict: bool) -> None:
-    check_choice("bound", bound, ("value", "lower", "upper"))
-    check_number("alpha", alpha, above=0, below=1)
-    if warmup is not None:
-        if bound != "upper":
-            raise ValueError(f"warmup is for bound='upper' alone; bound is '{bound}'")
-        check_integer("warmup", warmup)
-    if bound == "upper" and (patience or not strict):
-        raise ValueError(
-            "bound='upper' is fail-closed: it takes no patience (warmup is what it lets pass), and "
-            "unknown values count as worst, so that strict=False is refused"
-        )

@@ -14,12 +14,10 @@ neither be independent nor have one law.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from lightning_fedleak.validate import check_choice
 
 Floats = NDArray[np.float64]
 
@@ -89,11 +87,10 @@ def log_evidence(capital: Floats, looks: int, *, restarts: bool = False) -> Floa
 
 
 class MeanTest:
-    """Evidence that the mean of bounded values lies above, or below, a threshold.
+    """Evidence that the mean of bounded values lies above a threshold.
 
-    ``side="above"`` tests "every value has a conditional mean of at most ``threshold``", and
-    ``"below"`` "... of at least ``threshold``". The e-process starts at 1; if what it tests is
-    true, it ever reaches 1 / alpha with probability at most alpha.
+    It tests "every value has a conditional mean of at most ``threshold``". The e-process starts at
+    1; if what it tests is true, it ever reaches 1 / alpha with probability at most alpha.
 
     Half of the capital bets on each value as one number, half on the trials that it is the mean of
     where they are known (:func:`bet`). The first half finds a small excess that is steady over
@@ -101,7 +98,6 @@ class MeanTest:
 
     Args:
         threshold: strictly inside ``span``.
-        side: of the threshold, that the evidence speaks for.
         restarts: whether a later change is to be detected too, see :func:`bet`.
         span: lowest and highest possible value.
 
@@ -118,12 +114,10 @@ class MeanTest:
     def __init__(
         self,
         threshold: float,
-        side: Literal["above", "below"] = "above",
         *,
         restarts: bool = False,
         span: tuple[float, float] = (0.0, 1.0),
     ) -> None:
-        self.side = check_choice("side", side, ("above", "below"))
         if not span[0] < threshold < span[1]:
             raise ValueError(
                 f"a mean can be tested against a threshold strictly between {span[0]:g} and "
@@ -139,13 +133,12 @@ class MeanTest:
         self.highest = 0.0
 
     def _scaled(self, value: float) -> float:
-        """Return the value in [0, 1], where 1 speaks for the side that is tested."""
+        """Return the value in [0, 1]."""
         low, high = self.span
         x = (value - low) / (high - low)
         if not -SLACK <= x <= 1 + SLACK:
             raise ValueError(f"{value!r} lies outside the span, {low:g} to {high:g}")
-        x = min(max(x, 0.0), 1.0)
-        return x if self.side == "above" else 1 - x
+        return min(max(x, 0.0), 1.0)
 
     @property
     def mean(self) -> float:
@@ -201,29 +194,7 @@ class MeanTest:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; the arguments must be the same."""
-        capital = np.array(state["capital"], dtype=np.float64)
-        # A checkpoint of a version that knew of no trials holds one half.
-        self._capital = np.stack([capital, capital], axis=1) if capital.ndim == 1 else capital
+        self._capital = np.array(state["capital"], dtype=np.float64)
         self._total = state["total"]
         self.looks = state["looks"]
         self.highest = state["highest"]
-
-
-def looks_to_show(
-    value: float,
-    threshold: float,
-    alpha: float,
-    side: Literal["above", "below"] = "below",
-    span: tuple[float, float] = (0.0, 1.0),
-) -> int:
-    """Return how many values, all equal to ``value``, bring the evidence to ``1 / alpha``.
-
-    Raises:
-        ValueError: such values never show it.
-    """
-    if not (value < threshold if side == "below" else value > threshold):
-        raise ValueError(f"values of {value:g} do not show a mean {side} {threshold:g}")
-    test = MeanTest(threshold, side, span=span)
-    while test.log_evidence < -math.log(alpha):
-        test.update(value)
-    return test.looks

@@ -243,7 +243,7 @@ def fails_on_one(folder: Path) -> dict[str, Any]:
 
 @case("shown")
 def shown(folder: Path) -> dict[str, Any]:
-    gate = {"at_most": 0.01, "bound": "upper", "warmup": 2}
+    gate = {"at_most": 0.01, "bound": "lower"}
     trainer, found, _, seen, _ = watched(folder, "noise", "rank", gate=gate)
     return {
         "seen": seen,

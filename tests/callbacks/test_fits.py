@@ -173,9 +173,7 @@ def waiting(settings, root, n=4, **gate):
     return trainer, gate, monitor
 
 
-@pytest.mark.parametrize(
-    "gate", [{}, {"patience": 5}, {"bound": "lower", "patience": 2}, {"bound": "upper"}]
-)
+@pytest.mark.parametrize("gate", [{}, {"patience": 5}, {"bound": "lower", "patience": 2}])
 def test_a_strict_gate_that_never_had_a_result_ends_unknown(tmp_path, gate):
     trainer, _, _ = waiting({}, tmp_path, action="warn", strict=True, **gate)
     trainer.save_checkpoint(tmp_path / "1.ckpt")

@@ -3,7 +3,6 @@
 import json
 import math
 from contextlib import nullcontext
-from statistics import NormalDist
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,7 @@ from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageLimitExceeded, LeakageMonitor, RiskGate
 from lightning_fedleak.looks import GateActions
 from lightning_fedleak.looks.channels.base import Channel
-from lightning_fedleak.looks.gates import Evidence, default_warmup, known_ranges
+from lightning_fedleak.looks.gates import Evidence, known_ranges
 from lightning_fedleak.records import Judgement
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.test_gate import F1, Scripted
@@ -50,90 +49,12 @@ def goes_on(evidence, draw, mean, looks, seed):
 # ---- simulation -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draw", [coin, steady, swinging])
-@pytest.mark.parametrize("mean", [0.3, 0.32])
-def test_upper_lets_a_system_that_is_above_go_on_with_probability_alpha(draw, mean):
-    runs = 200
-    survived = sum(
-        goes_on(Evidence("upper", 0.3, ALPHA, 40, "f1"), draw, mean, 80, seed)[0]
-        for seed in range(runs)
-    )
-    assert survived <= runs * ALPHA + 3 * math.sqrt(runs * ALPHA * (1 - ALPHA))
-
-
-def test_upper_lets_a_comfortably_safe_system_go_on():
-    """Half-way to the threshold, with noise, as the default warm-up allows for."""
-    for at_most, metric, mean in ((0.3, "f1", 0.15), (0.6, "auc", 0.55), (0.5, "recall", 0.2)):
-        survived = [
-            goes_on(Evidence("upper", at_most, ALPHA, None, metric), steady, mean, 400, seed)[0]
-            for seed in range(25)
-        ]
-        assert np.mean(survived) >= 0.9
-
-
-def test_upper_keeps_its_probability_where_scatter_makes_the_warmup_longer():
-    runs, warmups = 100, []
-    survived = 0
-    for seed in range(runs):
-        evidence = Evidence("upper", 0.5, ALPHA, None, "f1")
-        survived += goes_on(evidence, coin, 0.5, 220, seed)[0]
-        warmups.append(evidence.warmup)
-    assert survived <= runs * ALPHA + 3 * math.sqrt(runs * ALPHA * (1 - ALPHA))
-    assert 20 < np.median(warmups) < 220
-
-
-@pytest.mark.parametrize("targets", [4, 8])
-def test_upper_lets_a_comfortably_safe_run_go_on_whose_looks_hold_few_games(targets):
-    """AUC of so many members and as many others, half-way to the threshold."""
-
-    def auc(rng, mean, last):
-        shift = math.sqrt(2) * NormalDist().inv_cdf(mean)
-        members, others = rng.normal(shift, 1, targets), rng.normal(0, 1, targets)
-        return float((members[:, None] > others).mean())
-
-    survived = [
-        goes_on(Evidence("upper", 0.7, ALPHA, None, "auc"), auc, 0.6, 300, seed)[0]
-        for seed in range(40)
-    ]
-    assert np.mean(survived) >= 0.9
-
-
-def test_a_warmup_that_is_over_does_not_come_back_and_survives_a_checkpoint():
-    evidence = Evidence("upper", 0.3, ALPHA, None, "f1")
-    for _ in range(60):
-        evidence.update(0.1)
-    assert not evidence.verdict().fires
-    again = Evidence("upper", 0.3, ALPHA, None, "f1")
-    assert again.load_state_dict(json.loads(json.dumps(evidence.state_dict())))
-    for one in (evidence, again):
-        for _ in range(12):
-            one.update(1.0)
-        assert one.verdict().warmup == 40
-        assert one.verdict().fires
-
-
-def test_unknown_looks_do_not_make_the_warmup_longer():
-    evidence = Evidence("upper", 0.9, ALPHA, None, "f1")
-    for value in [0.1, math.nan] * 3:
-        evidence.update(value)
-    assert evidence.warmup == default_warmup(0.9, ALPHA, 0.0, (0, 1))
-
-
-def test_upper_stops_a_system_that_is_too_close_to_tell():
-    survived = [
-        goes_on(Evidence("upper", 0.3, ALPHA, 40, "f1"), coin, 0.27, 60, seed)[0]
-        for seed in range(40)
-    ]
-    assert np.mean(survived) < 0.3
-
-
 @pytest.mark.parametrize("draw", [coin, steady])
 def test_lower_stops_a_system_that_is_below_with_probability_alpha(draw):
     """The core is simulated over 10,000 looks in tests/metrics/test_sequential.py."""
     runs = 60
     stopped = sum(
-        not goes_on(Evidence("lower", 0.3, ALPHA, None, "f1"), draw, 0.3, 400, seed)[0]
-        for seed in range(runs)
+        not goes_on(Evidence(0.3, ALPHA, "f1"), draw, 0.3, 400, seed)[0] for seed in range(runs)
     )
     assert stopped <= runs * ALPHA + 3 * math.sqrt(runs * ALPHA * (1 - ALPHA))
 
@@ -145,33 +66,17 @@ def test_the_plain_comparison_stops_that_system_for_sure():
 
 
 def test_lower_stops_a_system_that_is_above_and_finds_a_late_rise():
-    ends = [
-        goes_on(Evidence("lower", 0.3, ALPHA, None, "f1"), steady, 0.4, 400, seed)
-        for seed in range(20)
-    ]
+    ends = [goes_on(Evidence(0.3, ALPHA, "f1"), steady, 0.4, 400, seed) for seed in range(20)]
     assert not any(on for on, _ in ends)
     assert np.median([look for _, look in ends]) < 30
-    evidence = Evidence("lower", 0.3, ALPHA, None, "f1")
+    evidence = Evidence(0.3, ALPHA, "f1")
     for _ in range(500):
         evidence.update(0.1)
     assert goes_on(evidence, steady, 0.7, 40, 0)[1] < 30
 
 
-def test_upper_acts_on_a_late_rise_that_the_mean_over_all_looks_hides():
-    evidence = Evidence("upper", 0.3, ALPHA, None, "f1")
-    for _ in range(500):
-        evidence.update(0.05)
-    assert not evidence.verdict().fires
-    on, look = goes_on(evidence, steady, 0.7, 40, 0)
-    assert not on
-    assert look < 30
-    verdict = evidence.verdict()
-    assert verdict.above
-    assert verdict.mean < 0.3
-
-
 def test_an_advantage_is_tested_on_its_own_range():
-    evidence = Evidence("lower", 0.2, ALPHA, None, "advantage")
+    evidence = Evidence(0.2, ALPHA, "advantage")
     for _ in range(300):
         evidence.update(-0.5)
         evidence.update(0.7)
@@ -179,20 +84,6 @@ def test_an_advantage_is_tested_on_its_own_range():
     for _ in range(40):
         evidence.update(0.9)
     assert evidence.verdict().fires
-
-
-def test_the_warmups_in_the_docstring_are_the_defaults():
-    words = RiskGate.__doc__.replace("\n", " ")
-    for looks, at_most, least, text in (
-        (20, 0.5, 0.0, "20 looks for an F1 of at most 0.5"),
-        (40, 0.3, 0.0, "40 for 0.3"),
-        (140, 0.1, 0.0, "140 for 0.1"),
-        (64, 0.6, 0.5, "64 for an AUC"),
-    ):
-        assert default_warmup(at_most, ALPHA, least, (0, 1)) == looks
-        assert text in words
-    assert Evidence("upper", 0.6, ALPHA, None, "auc_worst_client").warmup == 64
-    assert Evidence("upper", 0.4, ALPHA, None, "auc").warmup > 0
 
 
 # ---- in a fit -------------------------------------------------------------------------------
@@ -237,42 +128,6 @@ def test_lower_stops_on_evidence_and_says_what_it_means(tmp_path):
         assert words in text
     assert "with probability at most 0.05, however long the run" in text
     assert gate.fired.checkpoint.exists()
-
-
-def test_upper_lets_the_warmup_pass_and_then_a_run_that_is_shown_safe(tmp_path):
-    trainer, gate, _ = run(tmp_path, [LOW] * 12, at_most=0.7, bound="upper", warmup=6)
-    assert trainer.global_step == 12
-    assert gate.fired is None
-    assert gate.verdict.evidence > 20
-    log = next(tmp_path.rglob("metrics.csv")).read_text()
-    assert "gate/probe/f1_evidence" in log
-
-
-def test_upper_stops_what_is_not_shown_safe_and_does_not_call_it_unsafe(tmp_path):
-    script = [LOW, HIGH] * 5
-    with announced("stopped training at step 5") as caught:
-        trainer, gate, _ = run(tmp_path, script, at_most=0.6, bound="upper", warmup=6)
-    assert trainer.global_step == 6
-    assert not gate.fired.verdict.above
-    (text,) = [text for text in caught if "RiskGate" in text]
-    for words in ("for a mean below 0.6", "After 6 looks", "may give away more", "warmup="):
-        assert words in text
-    assert "does not say that this run is above" in text
-
-
-def test_upper_stops_within_the_warmup_what_is_shown_unsafe(tmp_path):
-    with announced("stopped training"):
-        trainer, gate, _ = run(tmp_path, [HIGH] * 12, at_most=0.3, bound="upper", warmup=12)
-    assert trainer.global_step < 12
-    assert gate.fired.verdict.above
-
-
-def test_unknown_counts_as_worst_for_upper(tmp_path):
-    script = [LOW] * 6 + [None] * 8
-    with announced("unknown and counted as worst"):
-        trainer, gate, _ = run(tmp_path, script, at_most=0.3, bound="upper", warmup=14)
-    assert 6 < trainer.global_step < 14
-    assert gate.fired.verdict.unknown > 0
 
 
 def test_unknown_uses_up_the_patience_of_lower_and_is_no_evidence(tmp_path):
@@ -341,18 +196,17 @@ def test_raise_works_with_a_bound(tmp_path):
         ("leakage/probe/f2", "Did you mean"),
     ],
 )
-@pytest.mark.parametrize("bound", ["lower", "upper"])
-def test_a_metric_without_a_range_is_refused_before_the_first_step(tmp_path, metric, words, bound):
+def test_a_metric_without_a_range_is_refused_before_the_first_step(tmp_path, metric, words):
     monitor = LeakageMonitor(Probe())
     with pytest.raises(ValueError, match=words):
-        fit([RiskGate(metric, at_most=0.3, bound=bound), monitor], tmp_path)
+        fit([RiskGate(metric, at_most=0.3, bound="lower"), monitor], tmp_path)
     assert monitor.looks == 0
 
 
 @pytest.mark.parametrize("at_most", [0.0, 1.0, 1.5, 60, -0.2])
 def test_a_threshold_that_nothing_can_be_shown_about_is_refused(tmp_path, at_most):
     with pytest.raises(ValueError, match=r"watches 'leakage/probe/f1'.*strictly between 0 and 1"):
-        fit([RiskGate(F1, at_most=at_most, bound="upper"), LeakageMonitor(Probe())], tmp_path)
+        fit([RiskGate(F1, at_most=at_most, bound="lower"), LeakageMonitor(Probe())], tmp_path)
 
 
 def test_the_worst_client_has_a_range_too(tmp_path):
@@ -387,7 +241,7 @@ def look(gate, evidence_metric="auc", **monitor):
     )
     controls = GateActions(lambda values, step: None, lambda name: None, lambda: None)
     if gate._evidence is None and gate.bound != "value":
-        evidence = Evidence(gate.bound, gate.at_most, gate.alpha, None, evidence_metric)
+        evidence = Evidence(gate.at_most, gate.alpha, evidence_metric)
         gate._evidence = {gate.metric: evidence}
     events = []
     gate.action = events.append
@@ -404,13 +258,13 @@ def test_a_bound_reads_single_looks_where_the_logs_pool_them():
     assert (event.value, event.low) == (0.9, 0.8)
 
 
-@pytest.mark.parametrize("bound", ["value", "lower", "upper"])
+@pytest.mark.parametrize("bound", ["value", "lower"])
 def test_a_value_that_is_still_to_come_is_neither_breach_nor_evidence(bound):
     gate = RiskGate(AUC, at_most=0.6, bound=bound)
     assert not look(gate, pending=frozenset([AUC]))
     assert gate.verdict is None
     unknown = {"latest": {AUC: math.nan}, "look_values": {AUC: math.nan}}
-    assert bool(look(gate, **unknown)) == (bound != "upper"), "unknown: a breach, or bad evidence"
+    assert look(gate, **unknown), "unknown: a breach"
 
 
 @pytest.mark.parametrize(
@@ -449,19 +303,18 @@ def test_a_gate_on_the_attacks_own_threshold_is_warned_of(metric):
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "advantage", "f1", "auc"])
-@pytest.mark.parametrize("bound", ["value", "lower", "upper"])
+@pytest.mark.parametrize("bound", ["value", "lower"])
 def test_rates_of_games_are_known_from_the_first_look_on(tmp_path, metric, bound):
     monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=3)
-    warmup = 10 if bound == "upper" else None
     name = f"leakage/fc_membership/{metric}"
-    gate = RiskGate(name, at_most=0.9, bound=bound, warmup=warmup, action=lambda event: None)
+    gate = RiskGate(name, at_most=0.9, bound=bound, action=lambda event: None)
     fit([gate, monitor], tmp_path)
     assert monitor.failures == 0
     assert monitor.look_values[gate.metric] == 1
     if bound == "value":
         assert (gate.fired.step, gate.fired.value) == (1, 1)
     else:
-        assert (gate.fired, gate.verdict.looks, gate.verdict.unknown) == (None, 3, 0)
+        assert (gate.fired, gate.verdict.looks) == (None, 3)
 
 
 def test_a_new_fit_counts_breaches_anew(tmp_path):
@@ -477,11 +330,6 @@ def test_a_new_fit_counts_breaches_anew(tmp_path):
         ({"bound": "mean"}, "bound must be"),
         ({"bound": "lower", "alpha": 0.0}, "alpha must"),
         ({"bound": "lower", "alpha": 5}, "alpha must"),
-        ({"bound": "lower", "warmup": 3}, "bound='upper' alone"),
-        ({"warmup": 3}, "bound='upper' alone"),
-        ({"bound": "upper", "warmup": 0}, "warmup must be an integer"),
-        ({"bound": "upper", "patience": 1}, "fail-closed"),
-        ({"bound": "upper", "strict": False}, "fail-closed"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(arguments, words):

@@ -181,7 +181,7 @@ def test_nothing_to_turn_up_is_refused(tmp_path: Path, defenses: list[Defense], 
 def test_the_run_is_judged_anew_with_half_the_error(tmp_path: Path) -> None:
     noise = GradientNoise(clip=None, sigma=1e-9)
     with announced("hardened the run"):
-        _, gate, _, _ = run(tmp_path, noise, bound="upper", warmup=2, alpha=0.08, at_most=0.01)
+        _, gate, _, _ = run(tmp_path, noise, bound="lower", alpha=0.08, at_most=0.01)
     assert gate.notches > 1
     assert gate._evidence is not None
     (evidence,) = gate._evidence.values()

@@ -103,7 +103,7 @@ def test_it_is_unknown_where_what_applies_is_not_played_for_want_of_text(
     assert WORDS in worst(outcomes, untested={"texts": "why"}) or not outcomes
 
 
-@pytest.mark.parametrize("bound", ["value", "lower", "upper"])
+@pytest.mark.parametrize("bound", ["value", "lower"])
 def test_a_gate_names_the_argument_that_is_missing(bound: str) -> None:
     why = "'c' is not played: pass public_text="
     low = {**values(0.1, 0.2, at_least=0.2), WORDS: math.nan}
@@ -114,7 +114,7 @@ def test_a_gate_names_the_argument_that_is_missing(bound: str) -> None:
     assert all(math.isnan(event.value) for event in events)
     assert "pass public_text=" in str(events[0])
     look(gate, {**values(0.1, 0.9, at_least=0.9), WORDS: math.nan}, why)
-    assert bound == "upper" or len(events) == 201  # which lets a warm-up pass
+    assert len(events) == 201
     assert bound != "value" or events[-1].value == 0.9
 
 
@@ -193,41 +193,31 @@ def test_what_is_read_at_least_is_a_breach_whatever_else_is_unknown(strict: bool
     assert all(math.isnan(event.value) for event in events)
 
 
-def test_lower_splits_its_error_and_upper_does_not() -> None:
+def test_lower_splits_its_error_and_stops_on_one_attack() -> None:
     gate, _ = gate_on(values(0.2, 0.3), bound="lower")
     assert gate._evidence is not None
     assert {n: e.alpha for n, e in gate._evidence.items()} == {
         "leakage/a/f1": 0.025,
         "leakage/b/f1": 0.025,
     }
-    gate, _ = gate_on(values(0.2, 0.3), bound="upper", warmup=5)
-    assert gate._evidence is not None
-    assert [e.alpha for e in gate._evidence.values()] == [0.05, 0.05]
-
-
-def test_lower_stops_on_one_attack_and_upper_lets_go_on_only_by_all() -> None:
-    for bound, stops in (("lower", True), ("upper", True)):
-        events: list[Any] = []
-        gate = RiskGate(WORDS, at_most=0.5, action=events.append, bound=bound)  # type: ignore[arg-type]
-        for _ in range(60):
-            look(gate, values(0.0, 0.95))
-        assert bool(events) == stops
-    events = []
-    gate = RiskGate(WORDS, at_most=0.5, action=events.append, bound="upper")
+    gate, events = gate_on(values(0.0, 0.95), bound="lower")
     for _ in range(60):
-        look(gate, values(0.05, 0.1))
-    assert not events
+        look(gate, values(0.0, 0.95))
+    assert events
     assert gate.verdict is not None
     assert gate.verdict.evidence > gate.verdict.needed
 
 
-def test_what_does_not_apply_is_no_evidence_and_what_failed_is() -> None:
-    gate, _ = gate_on(values(0.2, 0.3), bound="upper", warmup=50)
+def test_what_does_not_apply_is_no_evidence_and_what_failed_is_a_breach() -> None:
+    gate, events = gate_on(values(0.2, 0.3), bound="lower", patience=1)
     look(gate, {**values(0.2, math.nan), WORDS: 0.2})
     assert gate._evidence is not None
     assert [e.verdict().looks for e in gate._evidence.values()] == [2, 1]
     look(gate, {**values(0.2, math.nan), WORDS: math.nan})
-    assert [e.verdict().unknown for e in gate._evidence.values()] == [0, 1]
+    assert [e.verdict().looks for e in gate._evidence.values()] == [3, 1]
+    assert not events
+    look(gate, {**values(0.2, math.nan), WORDS: math.nan})
+    assert math.isnan(events[0].value)
 
 
 def test_a_share_below_chance_is_refused() -> None:
@@ -254,9 +244,9 @@ def test_names_are_known_before_the_run() -> None:
 
 
 def test_evidence_of_the_worst_survives_a_checkpoint() -> None:
-    gate, _ = gate_on(values(0.2, 0.3), bound="upper", warmup=50)
+    gate, _ = gate_on(values(0.2, 0.3), bound="lower")
     state = gate.state_dict()
-    again = RiskGate(WORDS, at_most=0.5, bound="upper", warmup=50)
+    again = RiskGate(WORDS, at_most=0.5, bound="lower")
     again._watched = gate._watched
     again._evidence = again._new_evidence()
     again.load_state_dict(state)

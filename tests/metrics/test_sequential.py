@@ -15,7 +15,6 @@ from lightning_fedleak.metrics.betting import (
     MeanTest,
     bet,
     log_evidence,
-    looks_to_show,
     start,
 )
 
@@ -132,16 +131,14 @@ def test_a_late_rise_is_found_by_restarts() -> None:
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("side", ["above", "below"])
-def test_mean_test_is_the_core_on_scaled_values(side, restarts) -> None:
+def test_mean_test_is_the_core_on_scaled_values(restarts) -> None:
     rng = np.random.default_rng(0)
     values = rng.uniform(-1, 1, 50)
-    test = MeanTest(0.2, side, restarts=restarts, span=(-1, 1))
+    test = MeanTest(0.2, restarts=restarts, span=(-1, 1))
     highest = 0.0
     for n, value in enumerate(values.tolist(), 1):
         test.update(value)
-        scaled = (values[:n] + 1) / 2 if side == "above" else (1 - values[:n]) / 2
-        expected = math.log(evidence(scaled, 0.6 if side == "above" else 0.4, restarts))
+        expected = math.log(evidence((values[:n] + 1) / 2, 0.6, restarts))
         highest = max(highest, expected)
         assert test.log_evidence == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert test.highest == pytest.approx(highest, abs=1e-12)
@@ -180,30 +177,13 @@ def test_very_long_runs_stay_finite() -> None:
     assert 2_500 < high.log_evidence < math.inf
 
 
-@pytest.mark.parametrize(("value", "threshold"), [(0.0, 0.1), (0.05, 0.1), (0.25, 0.5)])
-def test_looks_to_show_is_when_steady_values_suffice(value: float, threshold: float) -> None:
-    n = looks_to_show(value, threshold, ALPHA)
-    scaled = [1 - value] * n
-    assert evidence(scaled, 1 - threshold, False) >= 1 / ALPHA
-    assert evidence(scaled[1:], 1 - threshold, False) < 1 / ALPHA
-
-
-def test_no_test_could_be_much_faster() -> None:
-    """Zeros alone: to show a mean below m takes log(1 / alpha) / -log(1 - m) of them at least."""
-    for m in (0.1, 0.3, 0.5):
-        least = math.log(1 / ALPHA) / -math.log(1 - m)
-        assert least < looks_to_show(0.0, m, ALPHA) < 1.4 * least + 2
-
-
 @pytest.mark.parametrize(
     ("act", "words"),
     [
         (lambda: MeanTest(0.0), "strictly between 0 and 1"),
         (lambda: MeanTest(1.0, span=(-1, 1)), "strictly between -1 and 1"),
-        (lambda: MeanTest(0.5, "beside"), "side must be"),
         (lambda: MeanTest(0.5).update(1.1), "outside the span"),
         (lambda: MeanTest(0.5).update(math.nan), "outside the span"),
-        (lambda: looks_to_show(0.6, 0.5, ALPHA), "do not show a mean below"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(act, words) -> None:
@@ -247,15 +227,10 @@ def test_one_look_of_many_right_trials_is_evidence_enough() -> None:
     assert alone.highest < -math.log(ALPHA)
 
 
-def test_trials_on_another_scale_and_old_checkpoints() -> None:
+def test_trials_on_another_scale() -> None:
     test = MeanTest(0.2, span=(-1.0, 1.0))
     test.update(1.0, (1.0, 0.2, 16))
     assert test.log_evidence == pytest.approx(_of_sixteen(0.6))
-    old = MeanTest(0.2, span=(-1.0, 1.0))
-    plain = old.state_dict() | {"capital": start().tolist()}
-    old.load_state_dict(plain)
-    old.update(1.0, (1.0, 0.2, 16))
-    assert old.log_evidence == pytest.approx(test.log_evidence)
 
 
 def _of_sixteen(m: float) -> float:

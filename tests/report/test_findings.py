@@ -318,7 +318,7 @@ ODD = ({}, [1], "x", None, -(10**30))
 
 def test_whatever_stands_in_a_line_no_run_is_lost(tmp_path):
     """Something odd in every place of a line of each kind: nothing raises, and both runs stay."""
-    gate = {"name": "g", "metric": "m", "at_most": 0.5, "bound": "upper", "alpha": 0.1}
+    gate = {"name": "g", "metric": "m", "at_most": 0.5, "bound": "lower", "alpha": 0.1}
     settings = {"accountant": "filter", "clip": 1.0, "clients": 2, "sampling": "all"}
     defense = dpsgd(**settings) | {"name": "dpsgd", "class": "ClientDP"}
     record = [

@@ -217,8 +217,8 @@ def test_who_is_trusted_is_the_same_in_every_place_and_format(tmp_path, trust, s
 
 def test_gates_are_the_same_in_every_place_and_format(tmp_path):
     gate = {"name": "g", "metric": "leakage/worst/words", "at_most": 0.3, "action": "stop"}
-    found = private(tmp_path, gates=[gate | {"bound": "upper", "alpha": 0.05}])
-    rule = "leakage/worst/words at most 0.3, else stop; judges all measurements, upper bound, "
+    found = private(tmp_path, gates=[gate | {"bound": "lower", "alpha": 0.05}])
+    rule = "leakage/worst/words at most 0.3, else stop; judges all measurements, lower bound, "
     rule += "alpha 0.05"
     html = page(found)
     assert answer(html, "Gates") == answer(html, "Rule") == rule

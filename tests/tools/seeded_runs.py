@@ -428,7 +428,6 @@ def gated() -> list[Any]:
         watch,
         fedleak.RiskGate(f1, at_most=0.01, action="harden", name="hard"),
         fedleak.RiskGate(f1, at_most=0.1, action="warn", bound="lower", name="low"),
-        fedleak.RiskGate(f1, at_most=0.99, bound="upper", warmup=5, action="warn", name="up"),
         fedleak.RiskGate("leakage/bag_of_words/recall", at_most=0.5, patience=2, action="warn"),
     ]
 

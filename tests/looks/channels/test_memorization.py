@@ -517,7 +517,7 @@ def test_a_gate_on_the_worst_and_on_the_upper_end(tmp_path: Path) -> None:
     assert worst.fired is not None
     both = [lines(tmp_path / "worst", attack)[-1]["metrics"] for attack in ("combined", "loss")]
     assert worst.fired.value == max(one["auc_joint_low"]["value"] for one in both) > 0.6
-    upper = RiskGate("leakage/combined/auc", at_most=0.6, bound="upper")
+    upper = RiskGate("leakage/combined/auc_high", at_most=0.6)
     with announced("stopped training"):
         trainer, watching = gated(tmp_path / "upper", upper)
     assert upper.fired is not None

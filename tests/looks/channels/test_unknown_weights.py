@@ -89,7 +89,7 @@ def test_the_end_of_an_interval_is_compared_as_it_is(tmp_path: Path) -> None:
         trainer, _ = fit([watch(tmp_path), gate])
     assert gate.bound == "value"
     assert trainer.global_step == 17
-    twice = RiskGate("leakage/combined/auc_high", at_most=0.6, bound="upper")
+    twice = RiskGate("leakage/combined/auc_high", at_most=0.6, bound="lower")
     with pytest.raises(ValueError, match=r"reads that end of 'leakage/combined/auc'"):
         fit([watch(tmp_path), twice])
 

@@ -20,8 +20,7 @@ _CLASSES = {
     "game": ("game", "GameCommand"),
     "invert": ("invert", "InvertCommand"),
     "sweep": ("sweep", "SweepCommand"),
-    "capacity": ("capacity", "CapacityCommand"),
-    "cost": ("capacity", "CostCommand"),
+    "plan": ("plan", "PlanCommand"),
     "memorization": ("memorization", "MemorizationCommand"),
     "inspect": ("inspect", "InspectCommand"),
     "federate": ("federate", "FederateCommand"),
@@ -29,10 +28,8 @@ _CLASSES = {
 """Module and class of each subcommand that measures something."""
 
 _FUNCTIONS = {
-    "recipes": ("recipes", "list_or_copy"),
     "report": ("compare", "write_report"),
     "compare": ("compare", "compare"),
-    "completion": ("completion", "print_script"),
 }
 """Module and function of each that does not."""
 
@@ -49,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["fit"]:
-        return _fit(None if argv is None else arguments)
+        return _fit(arguments, from_command_line=argv is None)
     options = parse(arguments)
     command = options.command
     del options.command
@@ -98,18 +95,22 @@ def _run(module: str, name: str, options: argparse.Namespace) -> int:
     return status
 
 
-def _fit(arguments: Sequence[str] | None) -> int:
+def _fit(arguments: Sequence[str], *, from_command_line: bool) -> int:
     # These deprecations are LightningCLI's to mend, not the user's.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     if importlib.util.find_spec("jsonargparse") is None:
         return _without_lightning_cli()
     from lightning_fedleak.commands.fit_arguments import check_files
+    from lightning_fedleak.commands.recipes import with_configs
 
     try:
-        check_files((sys.argv[1:] if arguments is None else arguments)[1:])
+        arguments = with_configs(arguments)
+        check_files(arguments[1:])
         from lightning_fedleak.commands.fit import fit
 
-        fit(arguments)
+        if from_command_line:  # which LightningCLI reads itself
+            sys.argv[1:] = arguments
+        fit(None if from_command_line else arguments)
     except ModuleNotFoundError as error:
         if "jsonargparse" not in str(error):  # Lightning's, of a part of it that is missing
             raise

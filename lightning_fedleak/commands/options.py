@@ -313,13 +313,13 @@ class SweepOptions:
 
 
 @dataclass(frozen=True)
-class CapacityOptions:
-    """How many distinct tokens an update can give away, before any training.
+class PlanOptions:
+    """What an update of a set-up can reveal, and what the attacks on it cost, before any training.
 
     Counts the rows of an update that name the tokens of a batch (a LoRA's, or the whole first
-    block's), and finds by attack the smallest batch that is not read exactly. It is no promise
-    that a larger one is safe. A model and texts are included; use your own with --model and
-    --text.
+    block's), and finds by attack the smallest batch that is not read exactly, which is no promise
+    that a larger one is safe. Then it says what each attack takes that a run would choose. A
+    model and texts are included; use your own with --model and --text.
 
     Attributes:
         model: language model: a folder or a name on the hub.

@@ -19,25 +19,6 @@ from lightning_fedleak.studies.names import check_defense
 
 
 @dataclass(frozen=True)
-class CostOptions:
-    """What attacks take in time and memory on a causal model, of which only the config is loaded.
-
-    Attributes:
-        model: language model: a folder or a name on the hub.
-        batch: texts of a batch x tokens of a text.
-        peft: what is trained: adapters, or the whole model.
-        lora_r: rank of the LoRA.
-        targets: {targets}.
-    """
-
-    model: str | None = field(default=None, metadata={"metavar": "NAME"})
-    batch: str = field(default="8x64", metadata={"metavar": "BxL", "type": options.shape})
-    peft: Literal["lora", "none"] = "lora"
-    lora_r: int = field(default=8, metadata={"metavar": "N", "type": int})
-    targets: str | None = field(default=None, metadata={"metavar": "NAMES"})
-
-
-@dataclass(frozen=True)
 class ReportOptions:
     """Write what runs showed: a page for people, JSON, an entry for a registry.
 
@@ -77,52 +58,24 @@ class CompareOptions:
 
 
 @dataclass(frozen=True)
-class RecipesOptions:
-    """List and copy ready-made configs for fit: monitors, gates, defences.
-
-    Lists the recipes, fragments of a LightningCLI config; copies those named.
-
-    Attributes:
-        names: recipe to copy.
-        to: folder of the copies.
-    """
-
-    names: Sequence[str] = field(metadata={"metavar": "NAME", "nargs": "*"})
-    to: Path | None = field(default=None, metadata={"metavar": "DIR"})
-
-
-@dataclass(frozen=True)
-class CompletionOptions:
-    """Print a script that completes commands in a shell.
-
-    Prints a script for the shell: eval "$(fedleak completion bash)"
-
-    Attributes:
-        shell: shell.
-    """
-
-    shell: Literal["bash", "zsh"]
-
-
-@dataclass(frozen=True)
 class FitOptions:
-    """Fine-tune any causal language model on any text, configured by LightningCLI."""
+    """Fine-tune any causal language model on any text, configured by LightningCLI.
+
+    --recipe NAME appends a ready-made config: monitors, gates, defences (once for each).
+    """
 
 
 _COMMANDS: dict[str, type] = {
     "demo": options.DemoOptions,
     "game": options.GameOptions,
     "invert": options.InvertOptions,
-    "capacity": options.CapacityOptions,
-    "cost": CostOptions,
+    "plan": options.PlanOptions,
     "memorization": options.MemorizationOptions,
     "inspect": options.InspectOptions,
     "federate": options.FederateOptions,
     "sweep": options.SweepOptions,
     "report": ReportOptions,
     "compare": CompareOptions,
-    "recipes": RecipesOptions,
-    "completion": CompletionOptions,
     "fit": FitOptions,
 }
 

@@ -1,9 +1,8 @@
-"""``fedleak recipes``: lists and copies the ready-made LightningCLI fragments. Imports little."""
+"""``fedleak fit --recipe NAME``: ready-made fragments of a LightningCLI config. Imports little."""
 
 from __future__ import annotations
 
-import argparse
-import textwrap
+from collections.abc import Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -11,19 +10,13 @@ from pathlib import Path
 from lightning_fedleak.finetuning import SourceError
 from lightning_fedleak.studies.names import did_you_mean
 
-_WIDTH = 79  # characters of a line
-_USAGE = (
-    "Copy some with 'fedleak recipes NAME ...' and append them to a config of your own: fedleak "
-    "fit --config your_run.yaml --config NAME.yaml. A config to begin with: fedleak fit "
-    "--print_config > your_run.yaml. Without Lightning: examples/transformers_trainer.py, "
-    "examples/trl_sft.py, examples/plain_loop.py and examples/accelerate_loop.py"
-)
+_OPTION = "--recipe"
 
 
 def recipe_files() -> dict[str, Traversable]:
     """Return the file of each recipe, by its name.
 
-    They lie in ``callbacks/`` of a checkout, and are installed as ``lightning_fedleak.recipes``.
+    They are in ``callbacks/`` of a checkout, and are installed as ``lightning_fedleak.recipes``.
     """
     try:
         folder: Traversable = files("lightning_fedleak.recipes")
@@ -33,48 +26,30 @@ def recipe_files() -> dict[str, Traversable]:
     return {path.name[:-5]: path for path in paths if path.name.endswith(".yaml")}
 
 
-def recipes() -> dict[str, str]:
-    """Return what each recipe does, the first sentence of its comment, by its name."""
-    return {name: _first_sentence(path) for name, path in recipe_files().items()}
+def with_configs(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of ``fit``, with ``--config FILE`` for each ``--recipe NAME``.
 
-
-def _first_sentence(path: Traversable) -> str:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
-    return comment.partition(". ")[0].removesuffix(".") + "."
-
-
-def list_or_copy(options: argparse.Namespace) -> int:
-    """List all recipes, or copy those that are named, with or without ``.yaml``, and return 0.
+    Args:
+        arguments: of the command line.
 
     Raises:
-        SourceError: there is no such recipe, or another file of its name is there.
+        SourceError: there is no such recipe; it says which there are, and where.
     """
-    sentences, to = recipes(), options.to or Path()
-    if not options.names:
-        indent = max(map(len, sentences)) + 2
-        for name, sentence in sentences.items():
-            first, *lines = textwrap.wrap(sentence, _WIDTH - indent)
-            print(f"{name:<{indent}}{first}", *(" " * indent + line for line in lines), sep="\n")
-        print("", *textwrap.wrap(_USAGE, _WIDTH, break_on_hyphens=False), sep="\n")
-        return 0
-    chosen = list(dict.fromkeys(name.removesuffix(".yaml") for name in options.names))
-    wrong = [name for name in chosen if name not in sentences]
-    if wrong:
-        questions = [f"'{name}'{did_you_mean(name, [*sentences])}" for name in wrong]
-        raise SourceError(f"no such recipe: {', '.join(questions)}.")
-    content = {f"{name}.yaml": recipe_files()[name].read_bytes() for name in chosen}
-    try:
-        to.mkdir(parents=True, exist_ok=True)
-        for name, text in content.items():
-            if (to / name).exists() and (to / name).read_bytes() != text:
-                raise SourceError(
-                    f"'{to / name}' exists and differs from the recipe: move it, or name another "
-                    "folder with --to. Nothing was copied."
-                )
-        for name, text in content.items():
-            (to / name).write_bytes(text)
-            print(to / name)
-    except OSError as error:
-        raise SourceError(f"'{to}' cannot be written to ({error.strerror}).") from error
-    return 0
+    configs: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        option, equals, name = word.partition("=")
+        if option != _OPTION:
+            configs.append(word)
+            continue
+        name = name if equals else next(words, "")
+        path = recipe_files().get(name.removesuffix(".yaml"))
+        if path is None:
+            known = list(recipe_files())
+            folder = Path(str(recipe_files()[known[0]])).parent
+            raise SourceError(
+                f"no such recipe: '{name}'{did_you_mean(name, known)}. There are "
+                f"{', '.join(known)}. Their files, for a LightningCLI of your own: {folder}"
+            )
+        configs += ["--config", str(path)]
+    return configs

@@ -17,7 +17,7 @@ from lightning_fedleak.looks.engine import Engine
 from lightning_fedleak.looks.results import WORST
 from lightning_fedleak.looks.run import Trials, Unknown
 from lightning_fedleak.messages import is_first_process
-from lightning_fedleak.metrics.betting import MeanTest
+from lightning_fedleak.metrics import MeanTest
 from lightning_fedleak.metrics.rates import jaccard_of
 
 log = logging.getLogger(__name__)

@@ -45,25 +45,6 @@ def find_model(name: str | None, dtype: torch.dtype) -> Anatomy:
     return find_anatomy(model.eval())
 
 
-def find_config(name: str | None) -> transformers.PreTrainedConfig:
-    """Return the configuration of a causal model.
-
-    Args:
-        name: folder or name on the hub; None for the embedded model.
-
-    Raises:
-        SourceError: there is none, or it is of another kind of model.
-    """
-    source, settings = model_source(name)
-    with loading(source, "language model"):
-        config: transformers.PreTrainedConfig = transformers.AutoConfig.from_pretrained(
-            source, **settings
-        )
-    if not hasattr(config, "vocab_size") or getattr(config, "is_encoder_decoder", False):
-        raise SourceError(f"--model {source} is no causal model, whose costs alone are known here")
-    return config
-
-
 def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> Anatomy:
     """Return the model with PEFT's adapters, the only part that is then trained.
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fedleak.commands import capacity, game
+from lightning_fedleak.commands import game, plan
 from lightning_fedleak.commands import invert as invert
 from lightning_fedleak.commands import sweep as sweep
 from lightning_fedleak.commands.printing import print_table
@@ -80,7 +80,7 @@ def of_a_sweep() -> Table:
 
 
 def of_capacity() -> Table:
-    return capacity.trial_table([Trial(4096, 123456, 0.9876, True, 12345.6)], 2048)
+    return plan.trial_table([Trial(4096, 123456, 0.9876, True, 12345.6)], 2048)
 
 
 @pytest.mark.parametrize(

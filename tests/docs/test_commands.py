@@ -23,9 +23,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers import __main__ as papers
-from lightning_fedleak import cli
 from lightning_fedleak.commands import parser
-from lightning_fedleak.commands.recipes import recipes
+from lightning_fedleak.commands.recipes import recipe_files
 from tests.docs.blocks import blocks, blocks_of, inline_code
 from tests.tools.sentences import ROOT, pages
 
@@ -86,17 +85,18 @@ def _fedleak(arguments: list[str]) -> None:
         with pytest.raises(SystemExit, match=r"^0$"):
             parser.parse(arguments)
         return
-    told = parser.parse(arguments)
-    if told.command == "recipes":
-        assert {name.removesuffix(".yaml") for name in told.names} <= recipes().keys()
+    parser.parse(arguments)
 
 
 def _configs(arguments: list[str]) -> None:
     """What LightningCLI gets: files of the repository, recipes, and a config of the reader's."""
     assert arguments, "fit needs a config"
-    assert set(arguments[::2]) == {"--config"}, arguments
-    for name in arguments[1::2]:
-        there = (ROOT / name).is_file() or name.removesuffix(".yaml") in recipes()
+    assert set(arguments[::2]) <= {"--config", "--recipe"}, arguments
+    for option, name in zip(arguments[::2], arguments[1::2], strict=True):
+        if option == "--recipe":
+            assert name in recipe_files(), name
+            continue
+        there = (ROOT / name).is_file() or name.removesuffix(".yaml") in recipe_files()
         assert there or name.startswith("your_"), name
 
 
@@ -341,7 +341,7 @@ def test_parts_that_no_program_of_the_page_has_are_found(part, right, capsys):
     [
         "fedleak demo --colour",
         "fedleak dream",
-        "fedleak recipes no_such_recipe",
+        "fedleak fit --recipe no_such_recipe",
         "fedleak fit --config no_such.yaml",
         "python your_script.py fit --config no_such.yaml",
         "make coffee",
@@ -369,13 +369,6 @@ def test_prompts_choices_and_comments():
         ["fedleak", "x", "placeholder", "--c"],
         ["fedleak", "x", "placeholder", "--d", "1"],
     ]
-
-
-def test_recipes_are_listed_and_completed_as_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["recipes"]) == 0
-    assert cli.main(["recipes", "leakage", "gate_leakage"]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"leakage.yaml", "gate_leakage.yaml"}
 
 
 def test_two_commands_of_the_readme_set_up_a_fresh_machine() -> None:

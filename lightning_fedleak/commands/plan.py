@@ -1,7 +1,8 @@
-"""``fedleak capacity`` and ``fedleak cost``: what attacks reveal, and what they take."""
+"""``fedleak plan``: what an update of a set-up can reveal, and what the attacks on it cost."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,18 +10,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fedleak.commands.options import CapacityOptions
-from lightning_fedleak.commands.parser import CostOptions
+from lightning_fedleak.anatomy import Anatomy
+from lightning_fedleak.commands.options import PlanOptions
 from lightning_fedleak.commands.printing import print_table
 from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, SourceError, load_tokenizer, read_texts
 from lightning_fedleak.studies.capacity import CapacityStudy, Trial
-from lightning_fedleak.studies.cost import Cost, predict_costs
-from lightning_fedleak.studies.models import find_config, find_model, with_lora
+from lightning_fedleak.studies.models import find_model, with_lora
+from lightning_fedleak.trainers import Watch
 
 
 @dataclass(frozen=True)
-class CapacityCommand(CapacityOptions):
-    """The command ``fedleak capacity``; its settings are its options."""
+class PlanCommand(PlanOptions):
+    """The command ``fedleak plan``; its settings are its options."""
 
     def run(self, console: Console | None = None) -> int:
         """Measure and print.
@@ -62,8 +63,25 @@ class CapacityCommand(CapacityOptions):
         )
         trials = study.trials(texts, tokenizer, size)
         print_table(console, trial_table(trials, length))
-        console.print(explain_trials(trials, length))
+        console.print(f"{explain_trials(trials, length)}\n")
+        show_attacks(anatomy)
         return 0
+
+
+def show_attacks(anatomy: Anatomy) -> None:
+    """Calibrate the attacks that a run on this model would choose, and log what each takes.
+
+    A look is tried on a batch of 8 texts of 64 tokens.
+    """
+    trained = [p for p in anatomy.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.0)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Watch(
+            anatomy.model, optimizer, folder=folder, tensorboard=False, report=False, cache=False
+        ),
+    ):
+        pass  # the plan of a run is logged before its first step
 
 
 def trial_table(trials: Sequence[Trial], length: int) -> Table:
@@ -104,50 +122,3 @@ def explain_trials(trials: Sequence[Trial], length: int) -> str:
         "batch is shown to be safe by it. Beyond the end a part is still read (F1), and other "
         "attacks may read more."
     )
-
-
-@dataclass(frozen=True)
-class CostCommand(CostOptions):
-    """The command ``fedleak cost``; its settings are its options."""
-
-    def run(self, console: Console | None = None) -> int:
-        """Try the attacks on small models of the same width, and print.
-
-        Args:
-            console: where to print; stdout by default.
-
-        Returns:
-            0.
-
-        Raises:
-            SourceError: the model or the adapters cannot be used.
-        """
-        console = console or Console(highlight=False)
-        config = find_config(self.model)
-        rows, length = map(int, self.batch.split("x"))
-        rank = self.lora_r if self.peft == "lora" else 0
-        costs = predict_costs(config, rank, self.targets, rows * length)
-        print_table(console, cost_table(costs))
-        threads = torch.get_num_threads()
-        console.print(
-            "Seconds are of one core, on this machine; wall time is up to "
-            f"{threads} times shorter with its {threads} threads. Memory is above training's own, "
-            "at a look with what the calibration stores. Tried on random models of one and two "
-            "blocks, and extrapolated. Not in it: sampled public text, tokens never trained, "
-            "what malloc keeps, and the capacity that SubspaceWords() measures (capacity_seconds)."
-        )
-        return 0
-
-
-def cost_table(costs: dict[str, Cost]) -> Table:
-    """Return a table with a row for each attack.
-
-    Args:
-        costs: by the attack's name.
-    """
-    table = Table("attack", "calibration (s)", "calibration (MB)", "look (s)", "look (MB)")
-    for name, cost in costs.items():
-        numbers = (cost.calibration_bytes / 1e6, cost.refresh + cost.look, cost.look_bytes / 1e6)
-        memory, look, more = ("unknown" if n != n else f"{n:,.2g}" for n in numbers)
-        table.add_row(name, f"{cost.calibration:.2g}", memory, look, more)
-    return table

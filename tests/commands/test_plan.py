@@ -7,7 +7,7 @@ from rich.console import Console
 
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.cli import main
-from lightning_fedleak.commands.capacity import CapacityCommand, explain_trials
+from lightning_fedleak.commands.plan import PlanCommand, explain_trials
 from lightning_fedleak.studies.capacity import Trial
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
@@ -26,7 +26,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def printed(**settings: object) -> str:
     console = Console(file=io.StringIO(), width=160)
-    assert CapacityCommand(**settings).run(console) == 0  # type: ignore[arg-type]
+    assert PlanCommand(**settings).run(console) == 0  # type: ignore[arg-type]
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -53,7 +53,7 @@ def test_a_whole_model_and_one_without_a_trained_first_block(model: str, text: s
     assert "An update shares 48 rows of 16 numbers" in printed(
         model=model, text=text, lora_r=0, batch="1x6", seconds=0.5
     )
-    assert main(["capacity", "--model", model, "--text", text, "--targets", "mlp.c_fc"]) == 1
+    assert main(["plan", "--model", model, "--text", text, "--targets", "mlp.c_fc"]) == 1
 
 
 def test_errors_say_what_to_change(
@@ -67,10 +67,10 @@ def test_errors_say_what_to_change(
         (["--model", "./nowhere"], "nowhere"),
         (["--text", "./nowhere.txt"], "there is no file"),
     ):
-        assert main(["capacity", "--model", model, "--text", text, *arguments]) == 1
+        assert main(["plan", "--model", model, "--text", text, *arguments]) == 1
         assert match in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["capacity", "--batch", "8 by 64"])
+        main(["plan", "--batch", "8 by 64"])
     assert "such as 8x64" in capsys.readouterr().err
 
 

@@ -33,7 +33,7 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-slow test-all test-lowest test-flower test-nvflare test-trl test-quantized coverage docs notebooks smoke papers gpu scale lint house clean install install-all
+.PHONY: help demo test test-slow test-all test-lowest test-flower test-nvflare test-trl test-quantized coverage docs notebooks smoke papers gpu lint house clean install install-all
 .DEFAULT_GOAL := help
 
 help:
@@ -52,7 +52,6 @@ help:
 	@echo "make smoke   run every script of benchmarks/ in its smallest setting (some minutes)"
 	@echo "make papers  every table and figure of the three papers that was not measured yet: ENCODER=DIR STORIES=DIR are models, CAUSAL=DIR adds Figs. 1 and 2 of inversion on a larger one (all anew with PAPERS_LOG=FILE: about two hours of two cores)"
 	@echo "make gpu     measure on one CUDA card and fill docs/gpu.md (ten minutes)"
-	@echo "make scale   measure time and memory of attacks by the shape of the model (a quarter of an hour)"
 	@echo "make lint    ruff and mypy"
 	@echo "make house   count lines, imports, arguments, names and docstrings of the package; where they stand: ARGS=\"--list names lightning_fedleak/games\""
 	@echo "make clean   remove .venv, .venv-* and caches (fedleak_runs/ stays)"
@@ -123,9 +122,6 @@ papers: $(READY)  # goes on where it was stopped; a table that fails stops none
 
 gpu: $(READY)
 	@$(BIN)/python -m benchmarks.cost.gpu --docs docs/gpu.md $(ARGS)
-
-scale: $(READY)
-	@$(BIN)/python -m benchmarks.cost.scale $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

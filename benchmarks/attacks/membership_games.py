@@ -1,7 +1,6 @@
-"""Membership games on real text: every layer, precision, autograd, dropout.
+"""Membership games on real text: every layer, precision, dropout.
 
     python -m benchmarks.attacks.membership_games layers --model DIR --json layers.json
-    python -m benchmarks.attacks.membership_games autograd --model DIR --json autograd.json
     python -m benchmarks.attacks.membership_games dropout --model DIR --json dropout.json
 
 ``--text`` takes names (banking77, emotion, imdb, yelp; from the folder that FEDLEAK_ASSETS names)
@@ -11,8 +10,6 @@ drawn from the sets' test halves, public text from their training halves.
 - ``layers``: FC and attention at every layer, 0 included; with
   and without games in which the target's hidden state occurs twice; targets embedded alone and in
   another batch with other padding; several precisions.
-- ``autograd``: a few games by backward through layers that are really inserted, and whether the
-  closed form guesses the same in the same games.
 - ``dropout``: what dropout at the client costs.
 
 The tables of Vu et al. 2024: ``python -m benchmarks.papers membership``.
@@ -253,29 +250,6 @@ def layers(table: Table) -> None:
         table.sum_up()
 
 
-def autograd(table: Table) -> None:
-    args = table.args
-    for precision in args.precisions:
-        table.anatomy(precision)
-        for placement in args.placements:
-            told = {"precision": precision, "placement": placement}
-            for name in args.text:
-                pool, public = table.text(name)
-                attacks = three(args, public, args.layers)
-                config = table.config(gradients="autograd", forwards="fresh", placement=placement)
-                real = table.play(name, pool, attacks, config, **told, gradients="autograd")
-                config = table.config()
-                closed = table.play(name, pool, attacks, config, **told, gradients="closed_form")
-                for one, other in zip(real, closed, strict=True):
-                    same = int((one.guesses == other.guesses).sum())
-                    scores = int((one.scores == other.scores).sum())
-                    print(
-                        f"{name}, {one.attack}, layer {one.layer}, {placement}: same guess in "
-                        f"{same}, same score in {scores} of {len(one)} games"
-                    )
-            table.sum_up()
-
-
 def dropout(table: Table) -> None:
     args = table.args
     for dropped in (False, True):
@@ -311,11 +285,6 @@ def main() -> None:
     one.add_argument("--recompute", nargs="+", default=["alone", "padded"])
     one.add_argument("--attention", action="store_true")
     one.set_defaults(run=layers)
-    one = tables.add_parser("autograd", parents=[shared])
-    one.add_argument("--layers", type=int, nargs="+", default=[1, 3, 6])
-    one.add_argument("--precisions", nargs="+", default=["fp32"])
-    one.add_argument("--placements", nargs="+", default=["sequential"])
-    one.set_defaults(run=autograd)
     one = tables.add_parser("dropout", parents=[shared])
     one.add_argument("--layers", type=int, nargs="+", default=[1, 3, 6])
     one.set_defaults(run=dropout)

@@ -11,9 +11,6 @@ clients, each in a process of its own; its least-squares line, and how far the t
 With ``--engine flower`` the processor time leaves out Ray's workers::
 
     OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost clients --counts 4 16 64
-    OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost clients --counts 4 \
-        --rounds 3 --steps 10 --optimizer adamw --rows 4 --length 32 --engine flower
-
 """
 
 from __future__ import annotations
@@ -177,7 +174,7 @@ def one_federation(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         FederateCommand(
             clients=args.one,
-            rounds=args.rounds,
+            rounds=1,
             local_steps=args.steps,
             batch_size=args.rows,
             length=args.length,
@@ -186,7 +183,6 @@ def one_federation(args: argparse.Namespace) -> None:
             peft="lora",
             model=args.model,
             text=args.text,
-            gate=args.gate,
             engine=args.engine,
             out=Path(folder),
         ).run(Console(file=io.StringIO()))
@@ -217,8 +213,6 @@ def main() -> None:
     share.add_argument("--share", type=float, default=0.05, help="max_overhead")
     clients = which.add_parser("clients")
     clients.add_argument("--counts", type=int, nargs="+", default=[4, 16, 64])
-    clients.add_argument("--rounds", type=int, default=1)
-    clients.add_argument("--gate", type=float)
     clients.add_argument("--engine", choices=["local", "flower"], default="local")
     clients.add_argument("--one", type=int, help=argparse.SUPPRESS)
     small = {"steps": 2, "rows": 2, "length": 12, "targets": 2, "optimizer": "sgd"}

@@ -26,12 +26,6 @@ ROOT = Path(__file__).parents[1]
 MEASURES = {"square": squared}
 
 
-@pytest.fixture(autouse=True)
-def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of these tests import next to nothing."""
-    monkeypatch.setattr("benchmarks.papers.cells.PRELOADED", ("benchmarks.papers.cells",))
-
-
 def cells(*values: int, together: str = "") -> list[Cell]:
     return [Cell("square", {"value": value}, float(value), together) for value in values]
 
@@ -59,15 +53,13 @@ def test_a_failed_cell_is_named_costs_no_other_and_is_tried_again(
     assert "value 3" in again[0]
 
 
-def test_a_process_that_dies_costs_the_cell_that_it_was_at_alone(tmp_path: Path) -> None:
+def test_a_process_that_dies_fails_the_cells_that_share_it(tmp_path: Path) -> None:
     log = Log.read(tmp_path / "log.jsonl")
     wanted = cells(1, 4, 6, together="one process")
     failures = run(wanted, MEASURES, {}, log, jobs=1, told=lambda line: None)
-    ((failed, why),) = failures
-    assert failed.settings == {"value": 4}
-    assert why == "its process ended (7)"
-    assert log.rows(wanted[0])
-    assert log.rows(wanted[2])
+    assert failures == [(cell, "a process ended") for cell in wanted]
+    assert [log.failure(cell) for cell in wanted] == ["a process ended"] * 3
+    assert log.rows(wanted[0]) is None
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_not_continued(tmp_path: Path) -> None:

@@ -1,18 +1,16 @@
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from benchmarks.papers import (
     advantage_bound,
-    advantage_bound_of,
     box_probability,
     condition,
     direction_probability,
@@ -372,9 +370,6 @@ def test_simulation_refuses(change: dict[str, object], message: str) -> None:
         simulate_bound(**arguments)
 
 
-# Embeddings at hand
-
-
 def padded(sentences: list[np.ndarray], fill: float) -> tuple[torch.Tensor, torch.Tensor]:
     l_x = max(len(s) for s in sentences)
     hidden = torch.full((len(sentences), l_x, sentences[0].shape[1]), fill, dtype=torch.float64)
@@ -385,161 +380,10 @@ def padded(sentences: list[np.ndarray], fill: float) -> tuple[torch.Tensor, torc
     return hidden, mask
 
 
-@pytest.fixture(scope="module")
-def sentences() -> list[np.ndarray]:
+def test_separation_against_loops_with_anything_as_padding() -> None:
     rng = np.random.default_rng(8)
-    return [rng.standard_normal((k, 40)) + 0.1 for k in (5, 3, 4, 6, 5, 2, 4)]
-
-
-def test_data_bound_against_brute_force(sentences: list[np.ndarray]) -> None:
-    beta, n_batch = 0.35, 3
-    hidden, mask = padded(sentences, fill=1e6)
-    found = advantage_bound_of(hidden, beta, n_batch, mask)
-
+    sentences = [rng.standard_normal((k, 40)) + 0.1 for k in (5, 3, 4, 6, 5, 2, 4)]
     each = [separation_by_loops(list(s)) for s in sentences]
-    flat = np.concatenate(sentences)
-    delta, norm = min(each), max(np.linalg.norm(x) for x in flat)
-    assert separation(hidden, mask).tolist() == pytest.approx(each, rel=1e-12)
-    assert found.separation == pytest.approx(delta, rel=1e-12)
-    assert found.max_norm == pytest.approx(norm, rel=1e-12)
-    assert (found.sentences, found.tokens, found.dim, found.n_batch) == (7, 6, 40, 3)
-    assert found.condition == pytest.approx(float(condition(beta, 6, norm)))
-    assert found.separated.value == np.mean([e > 0 for e in each])
-
-    radius = 1 / (beta * 6 * norm)
-    half_width = 3 * 2 * norm * 5 * math.exp(2 / 6 - beta * delta)
-    near, q_all, both, total = 0, 0.0, 0.0, 0
-    for s, t in itertools.permutations(range(7), 2):
-        for x, v in itertools.product(sentences[s], sentences[t]):
-            hit = abs(x @ v) / np.linalg.norm(v) <= radius
-            q = stats.beta.cdf(min(1, radius / np.linalg.norm(x)) ** 2, 0.5, 39 / 2)
-            near, both, total = near + hit, both + hit * q, total + 1
-    q_all = np.mean(
-        [stats.beta.cdf(min(1, radius / np.linalg.norm(x)) ** 2, 0.5, 39 / 2) for x in flat]
-    )
-    p = near / total
-    box = np.mean(np.abs(flat - flat.mean(0)).max(1) <= half_width)
-    assert 0 < p < 1
-    assert 0 <= box < 1
-    assert found.p_proj.value == pytest.approx(p, rel=1e-12)
-    assert found.p_box.value == pytest.approx(box, abs=1e-12)
-    assert found.bound.value == pytest.approx(p + p ** (2 * 3 * 6) - box - 1)
-    expected = q_all + (both / total) ** 18 - box - 1
-    assert found.random_direction == pytest.approx(expected)
-    assert found.bound.low <= found.bound.value <= found.bound.high
-
-
-def test_jackknife_against_leaving_sentences_out(sentences: list[np.ndarray]) -> None:
-    beta = 0.35
-    hidden, mask = padded(sentences, fill=0.0)
-    found = advantage_bound_of(hidden, beta, 1, mask)
-
-    def share(kept: list[np.ndarray]) -> float:
-        hits = [
-            abs(x @ v) <= found.radius * np.linalg.norm(v)
-            for s, t in itertools.permutations(range(len(kept)), 2)
-            for x, v in itertools.product(kept[s], kept[t])
-        ]
-        return float(np.mean(hits))
-
-    replicas = [share(sentences[:i] + sentences[i + 1 :]) for i in range(7)]
-    error = math.sqrt(6 / 7 * sum((r - np.mean(replicas)) ** 2 for r in replicas))
-    assert found.p_proj.standard_error == pytest.approx(error, rel=1e-9)
-
-
-def test_sides_of_padding_and_dtype_do_not_matter(sentences: list[np.ndarray]) -> None:
-    hidden, mask = padded(sentences, fill=3.0)
-    right = advantage_bound_of(hidden, 0.35, 3, mask)
-    left = advantage_bound_of(hidden.flip(1), 0.35, 3, mask.flip(1) != 0)
-    single = advantage_bound_of(hidden.float(), 0.35, 3, mask)
-    for other, rel in ((left, 1e-12), (single, 1e-5)):
-        assert other.separation == pytest.approx(right.separation, rel=rel)
-        assert other.p_proj.value == pytest.approx(right.p_proj.value, rel=rel)
-        assert other.bound.value == pytest.approx(right.bound.value, rel=rel)
-
-
-def test_one_hot_embeddings_are_proven_to_leak() -> None:
-    """No word twice in all the data; the same bound as the closed form's."""
-    hidden = torch.eye(120).reshape(24, 5, 120)
-    found = advantage_bound_of(hidden, 10.0, 40)
-    assert not found.vacuous
-    assert found.reasons == ()
-    assert found.bound.value == simulate_bound("one_hot", 120, 5, 10.0, n_batch=40).bound.value == 1
-    assert found.bound.low < 1  # 24 sentences show only so much
-    assert found.smallest_beta < 10
-    assert "at least 1.000" in str(found)
-
-
-def test_a_repeated_token_makes_the_bound_vacuous_for_every_beta() -> None:
-    hidden = torch.eye(120).reshape(24, 5, 120).clone()
-    hidden[3, 0] = hidden[3, 1]
-    for beta in (1e-3, 0.1, 1.0, 10.0, 1e3):
-        found = advantage_bound_of(hidden, beta, 1)
-        assert found.vacuous
-        assert found.bound.value <= 0
-        assert found.p_box.value == 1.0
-        assert "1 of 24 sentences" in found.reasons[0]
-        assert "no sign of safety" in str(found)
-    assert found.smallest_beta == math.inf
-    assert found.separated.value == 23 / 24
-
-
-def test_each_reason_is_told() -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.nn.functional.normalize(torch.randn(20, 5, 300, generator=generator), dim=2)
-    low = advantage_bound_of(hidden, 3.0, 1)
-    assert any("Condition (4) is violated" in r for r in low.reasons)
-    assert any(f"from beta {low.smallest_beta:.4g}" in r for r in low.reasons)
-    enough = advantage_bound_of(hidden, low.smallest_beta * 1.01, 1)
-    assert len(enough.reasons) == 1  # (4) holds, but tokens of 300 dimensions are not orthogonal
-    assert "Eq. 5 gives -" in enough.reasons[0]
-    tiny = advantage_bound_of(hidden, 1e-3, 1)
-    assert any("only because beta is tiny" in r for r in tiny.reasons)
-    assert tiny.bound.value <= 0
-
-
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), beta=st.floats(1e-4, 1e3), scale=st.floats(0.01, 100))
-def test_no_bound_without_separation(seed: int, beta: float, scale: float) -> None:
-    """Delta <= 0 leaves nothing to prove, whatever beta and the scale of the embeddings."""
-    hidden = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(seed)) * scale
-    hidden[0, 1] = hidden[0, 0] * 1.5  # a longer twin
-    found = advantage_bound_of(hidden, beta, 2)
-    assert found.separation < 0
-    assert found.bound.high <= 0 or found.p_box.value == 1.0
-    assert found.vacuous
-
-
-def test_few_sentences_are_enough_for_the_projections() -> None:
-    hidden = torch.randn(60, 4, 30, generator=torch.Generator().manual_seed(0))
-    every = advantage_bound_of(hidden, 0.3, 1)
-    some = advantage_bound_of(hidden, 0.3, 1, max_sentences=20)
-    assert some.separation == every.separation
-    assert some.p_proj.low < every.p_proj.value < some.p_proj.high
-    assert some.p_proj.standard_error > every.p_proj.standard_error
-
-
-@pytest.mark.parametrize(
-    ("hidden", "beta", "n_batch", "mask", "message"),
-    [
-        (torch.ones(1, 4, 8), 1.0, 1, None, "n >= 2"),
-        (torch.ones(4, 8), 1.0, 1, None, "n >= 2"),
-        (torch.ones(3, 4, 8, dtype=torch.int64), 1.0, 1, None, "floating"),
-        (torch.zeros(3, 4, 8), 1.0, 1, None, "0 everywhere"),
-        (torch.full((3, 4, 8), math.nan), 1.0, 1, None, "finite"),
-        (torch.ones(3, 4, 8), -1.0, 1, None, "beta"),
-        (torch.ones(3, 4, 8), 1.0, 0, None, "n_batch"),
-        (torch.ones(3, 4, 8), 1.0, 1, torch.ones(3, 5), "mask"),
-        (torch.ones(3, 4, 8), 1.0, 1, torch.eye(4)[:3], "sentence 0 has fewer"),
-    ],
-)
-def test_data_bound_refuses(hidden, beta, n_batch, mask, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        advantage_bound_of(hidden, beta, n_batch, mask)
-
-
-def test_padding_may_hold_anything() -> None:
-    hidden = torch.arange(96, dtype=torch.float64).sin().reshape(3, 4, 8)
-    hidden[:, 3] = math.nan
-    mask = torch.tensor([[1, 1, 1, 0]] * 3)
-    assert math.isfinite(advantage_bound_of(hidden, 1.0, 1, mask).separation)
+    for fill in (0.0, 1e6):
+        found = separation(*padded(sentences, fill))
+        assert found.tolist() == pytest.approx(each, rel=1e-12)

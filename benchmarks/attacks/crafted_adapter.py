@@ -4,8 +4,7 @@
     python -m benchmarks.attacks.crafted_adapter --model DIR --place block --rank 144 --out FILE
     python -m benchmarks.attacks.crafted_adapter --model DIR --place lora --rank 32 --blocks 3 \
         --rate 1e-4 --kappa 5 --out FILE
-    python -m benchmarks.attacks.crafted_adapter --model DIR --ballast 3 --crafted-rows .25 \
-        --out FILE
+    python -m benchmarks.attacks.crafted_adapter --model DIR --crafted-rows .5 --out FILE
     python -m benchmarks.attacks.crafted_adapter --table FILE
 
 A split draws which texts are public, private and held out anew; the server crafts and calibrates
@@ -15,9 +14,8 @@ and up projection of the first ``--blocks`` blocks. The client trains with AdamW
 
 Rates are means over rounds with 95% intervals (Student's t). *Usual* is a guess of the types that
 more than half of all rounds hold, *blind* of the most frequent types, given their number. *Rare*
-are the types that are not usual. Losses are in nats on held-out text. ``--ballast``,
-``--crafted-rows``, ``--zero-bias``, ``--slow`` and ``--asleep`` are of a server that hides from
-``fedleak inspect``; *seen* counts the inspected states that looked crafted or diverged.
+are the types that are not usual. Losses are in nats on held-out text. With ``--crafted-rows`` a
+share of the rows is crafted, and the others stay as they are.
 """
 
 from __future__ import annotations
@@ -39,22 +37,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from scipy import stats
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.attacks.word_recovery import read_texts
-from benchmarks.federation.inspection import Adapted, some_rows, with_ballast
+from benchmarks.federation.inspection import Adapted, some_rows
 from lightning_fedleak import CraftedAdapterWords, PublicText
 from lightning_fedleak.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.attacks import RoundShape, RowSettings, RunFacts
-from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.words import crafted
-from lightning_fedleak.attacks.words.crafted_rows import UNSEEN, CraftedValues, craft
-from lightning_fedleak.attacks.words.public_gradients import train_copies
+from lightning_fedleak.attacks.words.crafted_rows import CraftedValues, craft
 from lightning_fedleak.batches import TokenBatch
-from lightning_fedleak.federation import StartCheck
-from lightning_fedleak.federation.inspection import LIMITS
-from lightning_fedleak.federation.round_start import RoundStart
 from lightning_fedleak.games import CraftedRound, play_crafted_rounds
 from lightning_fedleak.metrics import Counts, precision_recall_f1
 
@@ -64,11 +56,8 @@ SMOKE = (
     "--model {model} --text {text} --place lora --rank 4 --blocks 1 --length 8 --texts 2 --steps 2 "
     "--splits 1 --rounds 1 --public-rounds 1 --held 2 --out {out}/lora.jsonl",
     "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --splits 1 --rounds 1 "
-    "--public-rounds 1 --held 0 --ballast 3 --zero-bias --slow 2 --out {out}/cells.jsonl",
-    "--model {model} --text {text} --rank 8 --length 8 --texts 2 --steps 2 --splits 1 --rounds 1 "
-    "--public-rounds 1 --held 0 --ballast 3 --asleep --out {out}/cells.jsonl",
+    "--public-rounds 1 --held 0 --crafted-rows .5 --out {out}/cells.jsonl",
 )
-ASLEEP = -10.0  # bias with which no row of a bottleneck fires
 STD = 0.01  # of both maps of a new bottleneck, as in Houlsby et al. 2019
 
 
@@ -123,123 +112,17 @@ def adapted(options: argparse.Namespace) -> tuple[nn.Module, list[str]]:
     return model, [next(name for name, m in model.named_modules() if m is crafted)]
 
 
-def craft_hidden(
-    options: argparse.Namespace,
-    steps: LocalSteps,
-    anatomy: Anatomy,
-    *arguments: Any,
-    **settings: Any,
-) -> CraftedValues:
-    """Values of a server that hides from the inspector, whose verdicts are added to the options."""
+def craft_share(share: float, anatomy: Anatomy, *arguments: Any, **settings: Any) -> CraftedValues:
+    """Values of which a share of the rows is crafted."""
     values = craft(anatomy, *arguments, **settings)
-    tensors, public = dict(values.tensors), arguments[1]
-    weight = values.rows.parameter
-    bias = weight.removesuffix("weight") + "bias"
-    if options.ballast:
-        tensors = with_ballast(values, options.ballast)
-    if options.zero_bias:
-        tensors |= without_bias(values, tensors, weight, bias)
-    honest = {n: anatomy.root.get_parameter(n).detach() for n in tensors}
-    tensors = some_rows(honest, tensors, options.crafted_rows)
-    start = RoundStart(StartCheck(), anatomy, public)
-    if options.slow:
-        tensors = move_slowly(options, steps, anatomy, start, public, honest, tensors)
-    round_ = options.slow or (1 if options.zero_bias else 2)  # a bias that is not 0 comes later
-    if options.asleep:
-        asleep = honest | {bias: torch.full_like(honest[bias], ASLEEP)}
-        for round_, state in ((1, honest), (2, asleep)):
-            options.seen.append(start.inspect(round_, state).verdict != "nothing found")
-            start.note(0, train_copies(anatomy, draw_batches(options, public), steps, state))
-        round_ = 3
-    verdict = start.inspect(round_, tensors).verdict
-    options.seen.append(verdict != "nothing found")
-    print("inspector:", verdict, flush=True)
-    norm = tensors[weight].norm(dim=1)
+    honest = {n: anatomy.root.get_parameter(n).detach() for n in values.tensors}
+    rows = values.rows
+    count = max(1, round(share * len(rows.directions)))
     rows = dataclasses.replace(
-        values.rows,
-        directions=F.normalize(tensors[weight], dim=1),
-        thresholds=-tensors[bias] / norm,
+        rows, directions=rows.directions[:count], thresholds=rows.thresholds[:count]
     )
-    if not options.slow:
-        count = max(1, round(options.crafted_rows * len(norm)))
-        rows = dataclasses.replace(
-            rows, directions=rows.directions[:count], thresholds=rows.thresholds[:count]
-        )
+    tensors = some_rows(honest, values.tensors, share)
     return dataclasses.replace(values, tensors=tensors, rows=rows)
-
-
-def draw_batches(
-    options: argparse.Namespace, public: PublicText, generator: torch.Generator | None = None
-) -> list[TokenBatch]:
-    """Return the batches of a client's round."""
-    generator = generator or torch.Generator().manual_seed(options.seed)
-    shape = options.texts, options.length
-    return [public.batch(*shape, generator) for _ in range(options.steps)]
-
-
-def without_bias(
-    values: CraftedValues, tensors: dict[str, Tensor], weight: str, bias: str
-) -> dict[str, Tensor]:
-    """The same rows with the threshold in their direction, as all inputs have a part in common."""
-    inputs, presence = values.rows.inputs, values.rows.presence
-    shares = (presence + UNSEEN)[:, None] * inputs
-    ridge = 1e-6 * torch.eye(inputs.shape[1])
-    ones = torch.linalg.solve(shares.T @ inputs + ridge, shares.sum(0))
-    norm = tensors[weight].norm(dim=1, keepdim=True)
-    rows = F.normalize(tensors[weight] + tensors[bias][:, None] * ones, dim=1)
-    return {weight: norm * rows, bias: torch.zeros_like(tensors[bias])}
-
-
-def move_slowly(
-    options: argparse.Namespace,
-    steps: LocalSteps,
-    anatomy: Anatomy,
-    start: RoundStart,
-    public: PublicText,
-    honest: dict[str, Tensor],
-    target: dict[str, Tensor],
-) -> dict[str, Tensor]:
-    """Values that a server has moved to crafted ones in rounds of two clients.
-
-    It moves the first map's rows as far in a round as the rule ``jump`` lets pass, and knows what
-    the inspected client returns. All else is the clients' mean; with ``--left-out`` rows and biases
-    are as the server wants them, and what the inspected client returns does not count.
-    """
-    generator = torch.Generator().manual_seed(options.seed)
-    state = dict(honest)
-    for round_ in range(1, options.slow):
-        options.seen.append(start.inspect(round_, state).verdict != "nothing found")
-        own, other = (
-            train_copies(anatomy, draw_batches(options, public, generator), steps, state)
-            for _ in range(2)
-        )
-        start.note(0, own)
-        mean = {n: other[n] if options.left_out else (own[n] + other[n]) / 2 for n in state}
-        for name in (n for n in state if ".down." in n):
-            base = state[name] if options.left_out else mean[name]
-            step = step_towards(target[name] - base, base - state[name], own[name] - state[name])
-            mean[name] = base + step
-        state = {n: t.detach().clone() for n, t in mean.items()}
-    weight = next(n for n in state if n.endswith("down.weight"))
-    near = torch.cosine_similarity(state[weight], target[weight], dim=1)
-    print(f"cosine with the target {float(near.median()):.3f}", flush=True)
-    return state
-
-
-def step_towards(missing: Tensor, honest: Tensor, own: Tensor) -> Tensor:
-    """A step towards what is missing that the rule ``jump`` lets pass.
-
-    Args:
-        missing: the target less what the clients' mean makes.
-        honest: the change that the mean makes.
-        own: the client's own change.
-    """
-    if missing.dim() == 1:
-        return missing / 4
-    usual = torch.maximum(1.5 * own.norm(dim=1).median(), own.norm(dim=1).max())
-    room = 0.9 * LIMITS["jump"] * usual - honest.norm(dim=1)
-    share = room.clamp(min=0) / missing.norm(dim=1).clamp(min=1e-12)
-    return share.clamp(max=1)[:, None] * missing
 
 
 def rows_of(options: argparse.Namespace) -> Tensor:
@@ -282,9 +165,8 @@ def split(rows: Tensor, number: int, options: argparse.Namespace) -> list[Crafte
     settings = {"lr": options.rate, "weight_decay": 0.01}
     facts = RunFacts(optimizer="AdamW", optimizer_settings=settings, local_steps=options.steps)
     held = TokenBatch(held_out, held_out, None, "causal") if options.held else None
-    steps = LocalSteps.from_facts(facts)
-    hidden = partial(craft_hidden, options, steps) if options.evades else craft
-    with patch.object(crafted, "craft", hidden):
+    some = partial(craft_share, options.crafted_rows) if options.crafted_rows < 1 else craft
+    with patch.object(crafted, "craft", some):
         played = play_crafted_rounds(find_anatomy(model), attack, rounds, facts, held_out=held)
     print(f"split {number}: cut {attack.cut:.3f}", flush=True)
     return played
@@ -346,15 +228,14 @@ def table(path: Path) -> str:
         cell = json.loads(line)
         cells.setdefault(cell["cell"], []).append(cell)
     columns = " | ".join(COLUMNS)
-    lines = [f"| cell | rounds | seen | {columns} |", "|---" * (len(COLUMNS) + 3) + "|"]
+    lines = [f"| cell | rounds | {columns} |", "|---" * (len(COLUMNS) + 2) + "|"]
     for name, splits in cells.items():
         rounds = [read_round(one) for split in splits for one in split["each"]]
-        seen = [one for split in splits for one in split["seen"]]
         shown = [
             "not measured" if math.isnan(mean) else f"{mean:.3g}" + f" ± {half:.2g}" * (half > 0)
             for mean, half in (measured(rounds)[column] for column in COLUMNS)
         ]
-        first = f"| {name} | {len(rounds)} | {sum(seen)} of {len(seen)} | "
+        first = f"| {name} | {len(rounds)} | "
         lines.append(first + " | ".join(shown) + " |")
     return "\n".join(lines)
 
@@ -380,12 +261,7 @@ def main() -> None:
     add("--rate", type=float, default=3e-4, help="learning rate")
     add("--kappa", type=float, default=3.0, help="types of a round that a row fires for")
     add("--row-norm", type=float, help="of crafted rows; default: the adapter's own")
-    add("--ballast", type=float, default=0.0, help="how far usual words are pushed below; 0: not")
     add("--crafted-rows", type=float, default=1.0, help="share of rows that are crafted")
-    add("--zero-bias", action="store_true", help="thresholds in the rows, as in a first round")
-    add("--slow", type=int, default=0, help="rounds in which rows are moved; 0: sent at once")
-    add("--left-out", action="store_true", help="with --slow: the mean leaves the client out")
-    add("--asleep", action="store_true", help="the round before, no row fires")
     add("--splits", type=int, default=10, help="draws of public and private texts")
     add("--rounds", type=int, default=1, help="of each split")
     add("--public-rounds", type=int, default=3, help="on which the cut is chosen")
@@ -405,32 +281,25 @@ def main() -> None:
         return
     if options.model is None or options.out is None:
         parser.error("--model and --out are needed, or --table")
-    hidden = options.ballast > 0 or options.crafted_rows < 1
-    options.evades = hidden or options.zero_bias or options.slow or options.asleep
-    if options.evades and options.place != "embedding":
-        parser.error("a server hides bottlenecks behind the embedding: --place embedding")
+    if options.crafted_rows < 1 and options.place != "embedding":
+        parser.error("--crafted-rows is for bottlenecks behind the embedding: --place embedding")
     torch.set_num_threads(1)
     rows = rows_of(options)
     settings = {n: v for n, v in vars(options).items() if n not in ("out", "table", "model")}
     name = f"{Path(options.model).name}, {options.place}, r {options.rank}"
     if options.place == "lora":
         name += f", {options.blocks} blocks"
-    if options.evades:
-        name += f", ballast {options.ballast:g} in {options.crafted_rows:.0%} of rows"
-        name += ", no bias" * options.zero_bias
-        name += f", moved in {options.slow} rounds" * bool(options.slow)
-        name += ", left out" * options.left_out
-        name += ", asleep before" * options.asleep
+    if options.crafted_rows < 1:
+        name += f", {options.crafted_rows:.0%} of rows"
     if options.clients > 1:
         name += f", mean of {options.clients} clients"
     for number in range(options.splits):
-        start, options.seen = time.monotonic(), []
+        start = time.monotonic()
         rounds = split(rows, options.seed + number, options)
         cell = {
             "cell": f"{name}, {options.steps} x {options.texts} x {options.length} "
             f"at {options.rate:g}",
             "each": [dataclasses.asdict(one) for one in rounds],
-            "seen": options.seen,
             "settings": settings | {"split": options.seed + number},
             "seconds": time.monotonic() - start,
             "date": date.today().isoformat(),

@@ -217,7 +217,6 @@ class Verdict:
     looks: Counter[str] = field(default_factory=Counter)
     refuted: list[str] = field(default_factory=list)
     aggregated: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
 
 
 def true_words(ids: Tensor, counted: Tensor) -> dict[str, set[int]]:
@@ -286,8 +285,6 @@ def judge(
     if fired:
         unknown = fired[-1].value != fired[-1].value
         to.looks["unknown" if unknown else "fired"] += 1
-        if unknown:
-            to.unknown.append(f"{training}\n    step {step}: {fired[-1].why}; {shown_of(latest)}")
         return
     controls = {n: v for n, v in latest.items() if n.endswith("/control_of_a_part")}
     parted = any(
@@ -363,7 +360,6 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--only", type=int, default=0, help="the first draw")
     parser.add_argument("--large", action="store_true", help="large batches that nothing hides")
-    parser.add_argument("--why", action="store_true", help="print why looks are unknown")
     parser.add_argument("--at-most", type=float, default=0.5, help="of the gate")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -388,8 +384,6 @@ def main() -> int:
         aggregated += verdict.aggregated
         for line in verdict.refuted:
             print("REFUTED", line, flush=True)
-        for line in verdict.unknown if options.why else ():
-            print("UNKNOWN", line, flush=True)
     print(f"{options.runs} trainings, {time.monotonic() - began:.0f} s, looks: {dict(looks)}")
     print(f"known and refuted: {len(refuted)}; by aggregation, and another reads more:")
     print("\n".join(aggregated) or "none")

@@ -8,13 +8,11 @@
 Texts without a common run of 13 tokens are split by a coin into members, which are trained on, and
 others. Prints AUC (97.5%, the share of a first look) and, from 1,000 others on, the TPR at 1% FPR,
 for each look. ``error_zone_published`` is EZ-MIA's ratio as it was published, for comparison.
-``--save DIR`` writes the trained model and both sides' texts, for ``fedleak memorization``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import platform
 import time
@@ -151,33 +149,12 @@ def train(options: argparse.Namespace, seed: int) -> None:
             answers = ask()
             results[looks[step]] = describe(pool, base, answers)
             losses[looks[step]] = _losses(answers, pool.members)
-    if options.save:
-        _save(options, model, tokenizer, pool)
     _print(options, seed, pool, results, losses, seconds)
 
 
 def _losses(answers: TokenSnapshot, members: torch.Tensor) -> tuple[float, float]:
     losses = -answers.mean_log_probs()
     return float(losses[members].mean()), float(losses[~members].mean())
-
-
-def _save(
-    options: argparse.Namespace,
-    model: torch.nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    pool: ReleasedPool,
-) -> None:
-    folder = Path(options.save)
-    model.save_pretrained(folder / "model")  # type: ignore[operator]
-    tokenizer.save_pretrained(folder / "model")
-    for name, side in (("members", pool.members), ("others", ~pool.members)):
-        words = [
-            tokenizer.decode(text.ids, skip_special_tokens=True)
-            for text, inside in zip(pool.texts, side.tolist(), strict=True)
-            if inside
-        ]
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in words)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 
 
 def _print(
@@ -227,7 +204,6 @@ def main() -> None:
     )
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--autocast", action="store_true", help="bf16")
-    parser.add_argument("--save", help="folder for the trained model and the texts")
     options = parser.parse_args()
     options.looks = [share for share in options.looks if share <= options.epochs]
     torch.set_num_threads(1)

@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="of a round, with --update")
     parser.add_argument("--asked", type=int, help="texts of a round that are asked for")
     options = parser.parse_args()
-    options.config, options.padded, options.chat = None, False, False
+    options.config, options.chat = None, False
     if options.steps > 1 and not options.update:
         parser.error("--steps are those of a round: give --update too")
     torch.set_num_threads(options.threads)

@@ -273,7 +273,7 @@ def warm(
     optimizer = torch.optim.AdamW(trained, lr=RATES["AdamW"])
     for step in range(options.warm):
         rows = [long[(step * texts + i) % len(long)] for i in range(texts)]
-        ids = torch.tensor(rows, device=options.device)
+        ids = torch.tensor(rows)
         optimizer.zero_grad()
         model(input_ids=ids, labels=labels_of(ids, options.head)).loss.backward()
         optimizer.step()
@@ -357,7 +357,7 @@ def run_cell(
         [ids[:length] for ids in tokens(options.private, tokenizer, options) if len(ids) >= length]
     )
     public = tokens(options.public, tokenizer, options)
-    model = SETUPS[setup](loaded(options, tokenizer)).to(options.device)
+    model = SETUPS[setup](loaded(options, tokenizer))
     warm(model, public, texts, length, options)
     optimizer, _, count = column.partition(":")
     steps = int(count or 1)
@@ -374,12 +374,12 @@ def run_cell(
             public_text=PublicText(public),
             games=Games(held_out=PublicText(outside), targets=2 * texts),
             log_dir=folder,
-            settings=MonitorSettings(look_seconds=options.look_seconds, cache=False),
+            settings=MonitorSettings(look_seconds=600.0, cache=False),
         )
     given = [built for spec in parse_defenses(defense) for built in spec.build()]
     trainer = L.Trainer(
         max_steps=options.batches * steps,
-        accelerator="cpu" if options.device == "cpu" else "auto",
+        accelerator="cpu",
         devices=1,
         strategy=DefendedStrategy("auto", defenses=given) if given else "auto",
         callbacks=[*([FreshRounds(steps)] if count else []), monitor],
@@ -498,11 +498,9 @@ def main() -> None:
     parser.add_argument("--defenses", nargs="+", default=["none"])
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--warm", type=int, default=5)
-    parser.add_argument("--look-seconds", type=float, default=600.0)
     parser.add_argument("--texts-seconds", type=float, default=60.0)
     parser.add_argument("--bos", type=int)
     parser.add_argument("--pool", type=int, default=2000)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -512,7 +510,7 @@ def main() -> None:
     if options.model is None or options.out is None:
         parser.error("give --model DIR and --out FILE, or --table FILE")
     torch.set_num_threads(1)
-    print(f"# {platform.machine()}, one thread, {options.device}, {date.today()}")
+    print(f"# {platform.machine()}, one thread, {date.today()}")
     done = options.out.read_text("utf-8").splitlines() if options.out.is_file() else []
     have = {tuple(json.loads(line)["key"]) for line in done}
     defenses = [str(spec) for text in options.defenses for spec in parse_defenses(text)]

@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    options.padded, options.dropout, options.chat = False, 0.0, False
+    options.dropout, options.chat = 0.0, False
     if (options.model is None) == (options.config is None):
         parser.error("give --model DIR or --config")
     torch.set_num_threads(options.threads)

@@ -15,10 +15,10 @@ on ``--public`` text first. Several numbers are points of one training: the same
 read at each of them. ``--dropout`` is that in front of the adapters, in training and in the shared
 gradients. ``--chat`` trains and shares chats with masked prompts: the first half of a text is the
 user's turn, the second the assistant's, in the tokenizer's chat template, and only the second has
-labels. ``--config gpt2`` and ``bert`` are those architectures at their own size
-with random weights and Zipf-distributed tokens. Every shape is texts x tokens; ``--padded`` takes
-shorter texts as they are. ``--noise`` adds Gaussian noise of so many times the rms of the gradients
-that are read, which the attack is told. ``--prior`` tells it how often public text has each token.
+labels. ``--config gpt2`` is that architecture at its own size with random weights and
+Zipf-distributed tokens. Every shape is texts x tokens. ``--noise`` adds Gaussian noise of so many
+times the rms of the gradients that are read, which the attack is told. ``--prior`` tells it how
+often public text has each token.
 ``--update`` shares in place of gradients the weight change of one step of that optimizer of
 torch.optim, with its own settings and a learning rate of 2e-4, from a fresh state.
 
@@ -33,7 +33,6 @@ not a causal text's last token.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Sequence
@@ -48,8 +47,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
 )
@@ -76,8 +73,6 @@ def built(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(options.seed)
     if options.config == "gpt2":
         model: nn.Module = GPT2LMHeadModel(GPT2Config(n_layer=2))
-    elif options.config == "bert":
-        model = BertForMaskedLM(BertConfig(num_hidden_layers=2))
     else:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     if options.rank:
@@ -152,12 +147,11 @@ class Source:
         return self.tokenizer.apply_chat_template(both, return_dict=False)[:length], len(prompt)
 
     def batch(self, rows: int, length: int) -> TokenBatch:
-        """(rows, length) ids, padded with 0 on the right where ``--padded`` allows it."""
-        kind = "masked" if self.options.config == "bert" else "causal"
+        """(rows, length) ids."""
         if not self.ids:
             odds = 1 / torch.arange(1, self.vocabulary + 1).float()
             ids = torch.multinomial(odds, rows * length, True, generator=self.generator)
-            return TokenBatch(ids.view(rows, length), ids.view(rows, length), None, kind)
+            return TokenBatch(ids.view(rows, length), ids.view(rows, length), None, "causal")
         chosen: list[list[int]] = []
         prompts: list[int] = []
         first = self.next
@@ -169,14 +163,13 @@ class Source:
                 text, prompt = self.chat(text, length)
             text = text[:length]
             self.next += 1
-            if len(text) == length > prompt or (self.options.padded and len(text) > 1):
+            if len(text) == length > prompt:
                 chosen.append(text)
                 prompts.append(prompt)
-        ids = nn.utils.rnn.pad_sequence([torch.tensor(t) for t in chosen], batch_first=True)
-        place = torch.arange(ids.shape[1])[None]
-        mask = place < torch.tensor([[len(t)] for t in chosen])
-        labelled = mask & (place >= torch.tensor(prompts)[:, None])
-        return TokenBatch(ids, ids.masked_fill(~labelled, IGNORE_INDEX), mask.long(), kind)
+        ids = torch.tensor(chosen)
+        labelled = torch.arange(length)[None] >= torch.tensor(prompts)[:, None]
+        labels = ids.masked_fill(~labelled, IGNORE_INDEX)
+        return TokenBatch(ids, labels, torch.ones_like(ids), "causal")
 
 
 def backward(model: nn.Module, batch: TokenBatch, device: str) -> None:
@@ -267,18 +260,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model")
-    parser.add_argument("--config", choices=("gpt2", "bert"))
+    parser.add_argument("--config", choices=("gpt2",))
     add_source_options(parser)
     parser.add_argument("--noise", default="0")
-    parser.add_argument("--padded", action="store_true")
     parser.add_argument("--chat", action="store_true", help="chats with masked prompts")
     parser.add_argument("--prior", action="store_true")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if (options.model is None) == (options.config is None):
         parser.error("give --model DIR or --config")
     torch.set_num_threads(options.threads)
-    rows = []
     print(f"# {platform.machine()}, {options.threads} thread(s), {options.device}, {date.today()}")
     for shape in options.shapes.split(","):
         texts, length = map(int, shape.split("x"))
@@ -298,12 +288,8 @@ def main() -> None:
             attack.prepare(anatomy)
             for noise in map(float, options.noise.split(",")):
                 row = measured(attack, model, anatomy, roles, batches, noise, options)
-                rows.append({"shape": shape, "warm": warm, "noise": noise, **row})
-                print(described(rows[-1], options), flush=True)
-    if options.json:
-        options.json.write_text(
-            json.dumps({"options": vars(options) | {"json": None}, "rows": rows})
-        )
+                row |= {"shape": shape, "warm": warm, "noise": noise}
+                print(described(row, options), flush=True)
 
 
 def measured(

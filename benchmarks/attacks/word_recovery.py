@@ -1,15 +1,13 @@
 """How much of a batch's vocabulary one shared gradient gives away, attack by attack.
 
     python -m benchmarks.attacks.word_recovery --model DIR --private imdb --public wikitext2 \
-        --shapes 8x25,16x50,32x100 --batches 20 --json word_recovery.json
+        --shapes 8x25,16x50,32x100 --batches 20
 
 ``--private`` and ``--public`` take a name (imdb, agnews, wikitext2, tinystories, yelp, multi30k;
 from the folder that FEDLEAK_ASSETS names) or a file with one text per line (.txt, .jsonl with
 "text", .gz of either). Every shape is sentences x tokens: texts of at least so many tokens, cut
-there; ``--whole`` takes texts as they come, short ones too. Private sentences are run through the
-model once and batches are put together from them (the exact gradient: sentences do not see each
-other); ``--local-steps K`` trains K steps of plain SGD on K batches instead, and attacks the weight
-change.
+there. Private sentences are run through the model once and batches are put together from them (the
+exact gradient: sentences do not see each other).
 
 ``--surface tied`` attacks the matrix as shared, for a tied model the sum of head and embedding
 parts; ``--surface head`` the head's own part, which no server sees of a tied model; ``--surface
@@ -17,8 +15,6 @@ lora`` the B of a LoRA of ``--rank`` on the head, at its start.
 
 ``--noise`` adds Gaussian noise to every coordinate, its standard deviation in units of what one
 token puts into a row (the mean norm of the hidden states over the number of tokens).
-``--clip-value`` cuts every entry to that size, as a Trainer with gradient_clip_algorithm="value"
-does, and says so to the attacks.
 
 ``blind-oracle`` is what no gradient is needed for: the types that are most frequent in the public
 text, as many as there really were. An attack that does no better has read nothing.
@@ -30,7 +26,6 @@ error ratio of the number of types) and the seconds of one attack.
 from __future__ import annotations
 
 import argparse
-import copy
 import csv
 import gzip
 import io
@@ -46,11 +41,10 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 from scipy import stats
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_fedleak.anatomy import HEAD_WEIGHT, find_anatomy
-from lightning_fedleak.attacks.base import Attack, RunFacts, UnusableObservation, WordGuess
+from lightning_fedleak.anatomy import find_anatomy
+from lightning_fedleak.attacks.base import Attack, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
 from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
@@ -59,8 +53,7 @@ from lightning_fedleak.attacks.words.public_gradients import (
     head_parameters,
     head_surface,
 )
-from lightning_fedleak.model_runs import micro_batches, token_logits, undisturbed
-from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.snapshots import GradientSnapshot, Observation, Stage
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shapes 2x8 --batches 1 --attacks "
@@ -140,23 +133,6 @@ def long_enough(text: PublicText, length: int, count: int) -> PublicText:
     return PublicText((full if len(full) >= count else ordered)[:count])
 
 
-def smoothed_gradient(anatomy, batch, smoothing: float) -> torch.Tensor:
-    """The head's gradient under label smoothing, by autograd."""
-    named = {n: p.detach() for n, p in anatomy.model.named_parameters()}
-    weight = anatomy.parameter(HEAD_WEIGHT)
-    names = [n for n, p in anatomy.model.named_parameters() if p is weight]
-    leaf = weight.detach().requires_grad_()
-    named |= dict.fromkeys(names, leaf)
-    total, n = torch.zeros_like(weight), 0
-    with undisturbed(anatomy) as model, torch.enable_grad():
-        for part in micro_batches(anatomy, batch):
-            logits, labels = token_logits(model, part, named)
-            loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
-            total += torch.autograd.grad(loss, leaf)[0]
-            n += len(labels)
-    return (total / n).detach()
-
-
 def composed_batches(
     anatomy,
     text: PublicText,
@@ -165,57 +141,29 @@ def composed_batches(
     seed: int,
     pool: int,
     noise: float = 0.0,
-    whole: bool = False,
-    clip_value: float | None = None,
 ):
     """(gradient, types) of ``count`` batches from a pool of sentences, distinct within a batch."""
     size, length = shape
     generator = torch.Generator().manual_seed(seed)
-    most = max(pool, size)
-    pooled = PublicText(text.sentences[:most]) if whole else long_enough(text, length, most)
+    pooled = long_enough(text, length, max(pool, size))
     if len(pooled) < size:
         raise SystemExit(f"{shape}: only {len(pooled)} texts to make batches of {size} from")
     parts = gradient_parts(anatomy, pooled.rows(range(len(pooled)), length, generator))
     weight, bias = head_parameters(anatomy)
     for _ in range(count):
         chosen = parts.select(torch.randperm(parts.n_sentences, generator=generator)[:size])
-        gradient = chosen.clipped_gradient(weight, bias, None, clip_value)
+        gradient = chosen.clipped_gradient(weight, bias, None, None)
         if noise:
             one_token = chosen.states.norm(dim=1).mean() / len(chosen.labels)
             gradient += noise * one_token * torch.randn(gradient.shape, generator=generator)
-        yield gradient, chosen.labels.unique(), {}
-
-
-def trained_batches(anatomy, text: PublicText, shape, count: int, seed: int, args):
-    """(weight change over learning rate, types) of ``--local-steps`` steps of SGD."""
-    size, length = shape
-    generator = torch.Generator().manual_seed(seed)
-    full = long_enough(text, length, len(text))
-    for _ in range(count):
-        local = copy.deepcopy(anatomy.model).eval()
-        optimizer = torch.optim.SGD(local.parameters(), lr=args.lr, momentum=args.momentum)
-        seen = []
-        for _ in range(args.local_steps):
-            batch = full.batch(size, length, generator)
-            optimizer.zero_grad()
-            total = batch.n_targets
-            for part in batch.input_ids.split(max(1, 1600 // length)):
-                labels = part[:, 1:].reshape(-1)
-                logits = local(input_ids=part).logits[:, :-1].flatten(0, 1)
-                (F.cross_entropy(logits, labels, reduction="sum") / total).backward()
-            optimizer.step()
-            seen.append(batch.target_ids())
-        before = anatomy.parameter(HEAD_WEIGHT).detach()
-        after = local.get_output_embeddings().weight.detach()
-        options = {"local_steps": args.local_steps, "learning_rate": args.lr}
-        yield (before - after) / args.lr, torch.cat(seen).unique(), options
+        yield gradient, chosen.labels.unique()
 
 
 def type_count_regressor(anatomy, text: PublicText, per_shape: int, pool: int, seed: int):
     """FLATCHAT's estimator, fitted on public batches of the paper's 18 shapes."""
     weights, counts = [], []
     for shape in REGRESSION_SHAPES:
-        for gradient, types, _ in composed_batches(anatomy, text, shape, per_shape, seed, pool):
+        for gradient, types in composed_batches(anatomy, text, shape, per_shape, seed, pool):
             weights.append(float(flatchat(gradient, 1).mixture.weights[1]))
             counts.append(len(types))
     return TypeCountRegressor.fit(weights, counts)
@@ -258,7 +206,6 @@ def runners(names, anatomy, public: PublicText, args):
             lengths=args.lengths,
             seed=args.seed,
         )
-        attack.meet(RunFacts(clip_value=args.clip_value))
         attack.prepare(anatomy)
         seconds[name] = attack.calibration_seconds
         made[name] = lambda view, truth, attack=attack: guessed(attack, view)
@@ -312,7 +259,6 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=LENGTHS, help="of the calibrating texts"
     )
-    parser.add_argument("--whole", action="store_true", help="texts as they come, see above")
     parser.add_argument("--regression-batches", type=int, default=5, help="for each of 18 shapes")
     parser.add_argument(
         "--regression-pool", type=int, default=40, help="public sentences of each of them, at least"
@@ -320,26 +266,12 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=250, help="private sentences for each shape")
     parser.add_argument("--blind-tokens", type=int, default=200_000, help="public tokens counted")
     parser.add_argument("--bos", type=int, help="id put before every text")
-    parser.add_argument("--local-steps", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--momentum", type=float, default=0.9)
-    parser.add_argument("--label-smoothing", type=float, default=0.0)
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0], help="see above")
-    parser.add_argument("--clip-value", type=float, help="see above")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if args.surface == "lora" and (args.local_steps or args.label_smoothing):
-        parser.error("--surface lora goes with neither --local-steps nor --label-smoothing")
-    if any(args.noise) and (args.local_steps or args.label_smoothing):
-        parser.error("--noise goes with neither --local-steps nor --label-smoothing")
-    if args.clip_value is not None and (args.local_steps or args.label_smoothing):
-        parser.error("--clip-value goes with neither --local-steps nor --label-smoothing")
     names = args.attacks.split(",")
-    if args.whole and (args.local_steps or args.label_smoothing):
-        parser.error("--whole goes with neither --local-steps nor --label-smoothing")
     if unknown := set(names) - set(ATTACKS):
         parser.error(f"unknown attacks {sorted(unknown)}; choose from {ATTACKS}")
 
@@ -361,34 +293,15 @@ def main() -> None:
         public = tokens_of(read_texts(args.public), tokenizer, args.bos, args.seed + 2, 1000)
     attacks, calibration = runners(names, anatomy, public, args)
 
-    results = []
+    first = True
     shapes = [[int(n) for n in s.split("x")] for s in args.shapes.split(",")]
     for shape, noise in itertools.product(shapes, args.noise):
-        if args.local_steps:
-            batches = trained_batches(anatomy, private, shape, args.batches, args.seed, args)
-        elif args.label_smoothing:
-            g = torch.Generator().manual_seed(args.seed)
-            drawn = [private.batch(*shape, g) for _ in range(args.batches)]
-            batches = (
-                (smoothed_gradient(anatomy, b, args.label_smoothing), b.target_ids().unique(), {})
-                for b in drawn
-            )
-        else:
-            batches = composed_batches(
-                anatomy,
-                private,
-                shape,
-                args.batches,
-                args.seed,
-                args.pool,
-                noise,
-                args.whole,
-                args.clip_value,
-            )
+        batches = composed_batches(
+            anatomy, private, shape, args.batches, args.seed, args.pool, noise
+        )
         scores = {name: [] for name in names}
-        for gradient, truth, options in batches:
-            kind = UpdateSnapshot if options else GradientSnapshot
-            seen = kind(0, Stage.SHARED, {role: gradient}, tied=anatomy.tied, **options)
+        for gradient, truth in batches:
+            seen = GradientSnapshot(0, Stage.SHARED, {role: gradient}, tied=anatomy.tied)
             for name, run in attacks.items():
                 began = time.perf_counter()
                 guess = run(Observation((seen,)), len(truth))
@@ -402,17 +315,10 @@ def main() -> None:
             entry["batches"] = len(rows)
             for key, values in columns.items():
                 entry[key], entry[f"{key}_half_width"] = summary(values)
-            results.append(entry)
-            print_row(entry, header=len(results) == 1)
-    about = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {args.threads} threads, torch {torch.__version__}",
-        "settings": {k: str(v) for k, v in vars(args).items()},
-        "calibration_seconds": calibration,
-    }
-    print(f"\n{about['date']}, {about['machine']}; calibration seconds: {calibration}")
-    if args.json:
-        args.json.write_text(json.dumps(about | {"results": results}, indent=1))
+            print_row(entry, header=first)
+            first = False
+    machine = f"{platform.machine()}, {args.threads} threads, torch {torch.__version__}"
+    print(f"\n{date.today().isoformat()}, {machine}; calibration seconds: {calibration}")
 
 
 def print_row(entry: dict, header: bool) -> None:

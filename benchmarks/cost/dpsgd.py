@@ -4,8 +4,6 @@
     python -m benchmarks.cost.dpsgd --lora               # the same with LoRA of rank 8 on c_attn
     python -m benchmarks.cost.dpsgd --tied               # tied: Opacus' ghost clipping refuses it
     python -m benchmarks.cost.dpsgd --memory ours        # peak resident memory of one arm alone
-    python -m benchmarks.cost.dpsgd --model DIR --nf4    # LoRA of rank 8 on a base in four bits
-    python -m benchmarks.cost.dpsgd --pieces 8 --logical 8 64 512           # time of an example
     python -m benchmarks.cost.dpsgd --pieces 8 --batch 4096 64 --memory ours
 
 ``ours`` is a step of Lightning's Trainer under DefendedStrategy, from on_train_batch_start to
@@ -13,7 +11,7 @@ on_train_batch_end, monitors' seams and checks included; ``plain`` and the two o
 hooks and ghost clipping) are bare loops outside of Lightning. Opacus' steps get position ids of
 shape (B, T): with GPT-2's own (1, T) its clipped sums are wrong. Fixed batches, one thread, SGD.
 With ``--pieces`` a batch is run so many rows at a time, by all (Opacus' optimizer skips all steps
-but the last), and ``--logical`` compares logical batches of several sizes. Processor time, with
+but the last). Processor time, with
 ``--device cuda`` elapsed time and the GPU's memory; medians over rounds. A ratio is the median over
 rounds of ours over the peer's in the same round.
 """
@@ -37,20 +35,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
 )
 
-from lightning_fedleak.defenses import DPSGD, ClipSettings, mean_of_sample_means
+from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
     "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1",
-    "--model {model} --batch 2 8 --rounds 1 --peers plain",
-    "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1 --pieces 2 --logical 2 4",
+    "--layers 1 --width 24 --vocabulary 64 --batch 4 8 --rounds 1 --pieces 2 --lora",
 )
 
 CLIP, SIGMA, LR = 1.0, 1.0, 1e-3
@@ -67,8 +61,6 @@ def clock(device: str) -> float:
 
 def build(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    if options.model:
-        return adapted(options)
     config = GPT2Config(
         n_layer=options.layers,
         n_embd=options.width,
@@ -83,19 +75,6 @@ def build(options: argparse.Namespace) -> nn.Module:
         lora = LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True)
         model = get_peft_model(model, lora)
     return model.train().to(options.device)
-
-
-def adapted(options: argparse.Namespace) -> nn.Module:
-    """A model with a LoRA on all projections, its base in four bits or in float32."""
-    from peft import LoraConfig, get_peft_model
-
-    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, **four) if options.nf4 else None
-    base = AutoModelForCausalLM.from_pretrained(
-        options.model, quantization_config=nf4, dtype=torch.float32
-    )
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(base, lora).train().to(options.device)  # type: ignore[no-any-return]
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -208,7 +187,6 @@ def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) 
         noise_multiplier=SIGMA,
         poisson_sampling=False,
         max_physical_batch_size=options.pieces,
-        clip=ClipSettings(form=options.clipping),
     )
     trainer = L.Trainer(
         strategy=DefendedStrategy("auto", [defense]),
@@ -232,17 +210,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--tied", action="store_true")
-    parser.add_argument("--model", help="folder or name of a causal model, for a LoRA")
-    parser.add_argument("--nf4", action="store_true", help="its base in four bits (bitsandbytes)")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--vocabulary", type=int, default=50257)
     parser.add_argument("--batch", type=int, nargs=2, default=(8, 64), metavar=("B", "T"))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--clipping", choices=("auto", "per_sample", "ghost"), default="auto")
     parser.add_argument("--peers", nargs="*", default=["plain", "hooks", "ghost"])
     parser.add_argument("--pieces", type=int, help="rows that ours runs at once")
-    parser.add_argument("--logical", type=int, nargs="*", help="sizes of logical batches")
     parser.add_argument("--memory", choices=("ours", "plain", "hooks", "ghost"))
     return parser
 
@@ -290,23 +264,9 @@ def paired(ours: list[float], peers: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours[1:], peers[1:], strict=True))
 
 
-def logical(options: argparse.Namespace) -> None:
-    """Prints milliseconds of an example, by the size of the logical batch."""
-    print(f"{'rows':>6}  {'ms an example':>14}   ours over")
-    for size in options.logical:
-        options.batch[0] = size
-        times = timed(options, batch(options))
-        each = 1e3 * statistics.median(times["ours"][1:]) / size
-        peers = {name: paired(times["ours"], own) for name, own in times.items() if name != "ours"}
-        ratios = ", ".join(f"{name} {ratio:.3f}" for name, ratio in peers.items())
-        print(f"{size:>6}  {each:14.2f}   {ratios}", flush=True)
-
-
 def main() -> None:
     options = parser().parse_args()
     options.batch = [*options.batch]
-    if options.model:
-        options.vocabulary = AutoConfig.from_pretrained(options.model).vocab_size
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -316,10 +276,6 @@ def main() -> None:
         most, grown = peak(options, ids)
         rows = f"{len(ids)} rows" + (f" in pieces of {options.pieces}" if options.pieces else "")
         print(f"{options.memory}, {rows}: peak {most:.3f} GiB, {grown:.3f} in the fit ({where})")
-        return
-    if options.logical:
-        print(f"{where}; T {ids.shape[1]}, pieces of {options.pieces}, {options.rounds} rounds")
-        logical(options)
         return
     found = timed(options, ids)
     medians = {name: statistics.median(times[1:]) for name, times in found.items()}

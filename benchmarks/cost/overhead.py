@@ -2,7 +2,6 @@
 
     python -m benchmarks.cost.overhead                       # GPT-2 6 x 384, V = 50,257, 8 x 64
     python -m benchmarks.cost.overhead --model DIR           # any causal LM, SmolLM2-135M say
-    python -m benchmarks.cost.overhead --attacks inversion --layer 2 --budget 1
     python -m benchmarks.cost.overhead --memory              # peak resident memory, two processes
 
 Four kinds of steps take turns: ``off`` (the monitor's hooks return at once), ``idle`` (the
@@ -25,7 +24,6 @@ import sys
 import time
 import warnings
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -35,13 +33,11 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak import AlignedFlatChat, FlatChat, LeakageMonitor, PublicText
-from lightning_fedleak.attacks import PrefixInversion
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.attacks.texts import base as sent
 from lightning_fedleak.looks.channels.control import Controls
 
 SMOKE = (
-    "--model {model} --steps 1 --shape 2x8 --attacks flatchat,sign,membership,inversion "
+    "--model {model} --steps 1 --shape 2x8 --attacks flatchat,sign,membership "
     "--layer 1 --device cpu --out {out}",
     "--memory --model {model} --shape 2x8 --layer 1 --device cpu --out {out}",
 )
@@ -148,9 +144,6 @@ def attacks(arguments: argparse.Namespace, vocab: int) -> list[Any]:
         "sign": lambda: AlignedFlatChat(public, readout="sign", name="aligned_sign"),
         "learned": lambda: AlignedFlatChat(public, name="aligned_learned"),
         "membership": lambda: FCMembership(layer=arguments.layer),
-        "inversion": lambda: PrefixInversion(
-            arguments.layer, public, budget_seconds=arguments.budget
-        ),
     }
     return [chosen[name]() for name in arguments.attacks.split(",")]
 
@@ -223,7 +216,7 @@ def time_steps(arguments: argparse.Namespace) -> None:
 def peak_memory(arguments: argparse.Namespace) -> None:
     same = ["--attacks", arguments.attacks, "--shape", arguments.shape, "--device", "cpu"]
     same += ["--precision", arguments.precision, "--threads", str(arguments.threads)]
-    same += ["--layer", str(arguments.layer), "--budget", str(arguments.budget)]
+    same += ["--layer", str(arguments.layer)]
     same += ["--size", *map(str, arguments.size), "--vocabulary", str(arguments.vocabulary)]
     same += ["--model", arguments.model] if arguments.model else []
     peaks = {}
@@ -257,16 +250,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocabulary", type=int, default=50_257, help="of the GPT-2")
     parser.add_argument("--steps", type=int, default=40, help="steps of each kind")
     parser.add_argument("--shape", default="8x64")
-    parser.add_argument(
-        "--attacks", default="flatchat,sign", help="also: learned, membership, inversion"
-    )
-    parser.add_argument("--layer", type=int, default=6, help="of membership and inversion")
-    parser.add_argument("--budget", type=float, default=1.0, help="budget_seconds of inversion")
-    parser.add_argument(
-        "--shared",
-        action="store_true",
-        help="count that budget in processor time, as it is on a machine of one's own",
-    )
+    parser.add_argument("--attacks", default="flatchat,sign", help="also: learned, membership")
+    parser.add_argument("--layer", type=int, default=6, help="of membership")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
@@ -280,8 +265,6 @@ def main() -> None:
     arguments = parser().parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")
-    if arguments.shared:
-        sent.time = SimpleNamespace(monotonic=time.process_time)
     if arguments.peak:
         one_peak(arguments)
     elif arguments.memory:

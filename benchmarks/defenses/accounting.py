@@ -1,9 +1,8 @@
-"""Accounting of DP-SGD: against Google's dp-accounting, its price, and the proof that it holds.
+"""Accounting of DP-SGD: against Google's dp-accounting, and the proof that it holds.
 
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --grid
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --fixed
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --truncated
-    OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --price
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.accounting --proof
 
 ``--grid`` compares epsilon with dp-accounting (extra ``test``) for the same events, alternating:
@@ -11,11 +10,11 @@ RDP at the same orders, PRV with Google's PLD; left out is what Google puts abov
 epsilon is reported as infinite here. Times are of the processor. ``--fixed`` prints epsilon of
 batches of a fixed number, drawn without replacement, beside dp-accounting's and a floor, and the
 noise that an epsilon needs. ``--truncated`` prints epsilon of Poisson samples of at most so many
-examples, by how many roots of the batch size these lie above it. ``--price`` times what happens in
-a step. ``--proof`` inserts a crafted neuron into a small GPT-2, plays games of one release each
-under ``DPSGD``, and holds the releases against what they must be: the AUC of the target's
-membership against ``Phi(1 / (sigma sqrt 2))``, the noise's standard deviation against sigma, and
-100 audits of 100 games each against the accounted epsilon.
+examples, by how many roots of the batch size these lie above it. ``--proof`` inserts a crafted
+neuron into a small GPT-2, plays games of one release each under ``DPSGD``, and holds the releases
+against what they must be: the AUC of the target's membership against ``Phi(1 / (sigma sqrt 2))``,
+the noise's standard deviation against sigma, and 100 audits of 100 games each against the accounted
+epsilon.
 """
 
 from __future__ import annotations
@@ -23,12 +22,9 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import scipy.stats
@@ -47,13 +43,11 @@ from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, _rdp_of_poisson
-from lightning_fedleak.defenses.dpsgd.poisson import Draws, PoissonBatchSampler
 from lightning_fedleak.metrics.clustered import auc
 
 SMOKE = (
     "--fixed",
     "--truncated --cells 1",
-    "--price --steps 3",
     "--proof --sigmas 1.0 --games 40 --audits 2",
 )
 
@@ -158,43 +152,6 @@ def google_fixed(sigma: float, rate: float, steps: int) -> float:
     return float(accountant.get_epsilon(1e-5))
 
 
-def price(steps: int) -> None:
-    for kind in ("rdp", "prv"):
-        accountant = Accountant(kind)
-        start = time.perf_counter()
-        for _ in range(steps):
-            accountant.step(1.0, 0.01)
-            accountant.epsilon(1e-5, slack=0.02)
-        seconds = time.perf_counter() - start
-        print(f"{kind}: step and epsilon, {steps} steps: {1e3 * seconds / steps:.3f} ms a step")
-        accountant = Accountant(kind)
-        start = time.perf_counter()
-        for _ in range(steps):
-            accountant.allows(8.0, 1e-5, 1.0, 0.01)
-            accountant.step(1.0, 0.01)
-        seconds = time.perf_counter() - start
-        print(f"{kind}: budget checked, {steps} steps: {1e3 * seconds / steps:.3f} ms a step")
-    with tempfile.TemporaryDirectory() as folder:
-        accountant = Accountant("rdp", ledger=Path(folder) / "ledger")
-        start = time.perf_counter()
-        for _ in range(500):
-            accountant.step(1.0, 0.01)
-        print(f"ledger on disk: {1e3 * (time.perf_counter() - start) / 500:.3f} ms a step")
-    for n in (25_000, 1_000_000):
-        sampler = PoissonBatchSampler(range(n), 32 / n, 1, Draws(os.urandom(32)))
-        ours, theirs = [], []
-        for step in range(15):
-            ours.append(timed(lambda s=step, p=sampler: float(len(p.draw(s))))[1])
-            theirs.append(
-                timed(lambda n=n: float((torch.rand(n) < 32 / n).nonzero().flatten().sum()))[1]
-            )
-        ours_ms, theirs_ms = (1e3 * statistics.median(times) for times in (ours, theirs))
-        print(
-            f"Poisson draw of {n}: SHAKE-256 {ours_ms:.2f} ms, torch.rand {theirs_ms:.2f} ms, "
-            f"ratio {ours_ms / theirs_ms:.1f}"
-        )
-
-
 def small_gpt2() -> GPT2LMHeadModel:
     config = GPT2Config(
         vocab_size=97,
@@ -261,9 +218,7 @@ def main() -> None:
     parser.add_argument("--fixed", action="store_true")
     parser.add_argument("--truncated", action="store_true")
     parser.add_argument("--cells", type=int, default=len(TRUNCATED), help="of --truncated")
-    parser.add_argument("--price", action="store_true")
     parser.add_argument("--proof", action="store_true")
-    parser.add_argument("--steps", type=int, default=2000, help="of --price")
     parser.add_argument("--sigmas", type=float, nargs="+", default=SIGMAS)
     parser.add_argument("--games", type=int, default=10_000)
     parser.add_argument("--audits", type=int, default=100)
@@ -278,8 +233,6 @@ def main() -> None:
         fixed()
     if args.truncated:
         truncated(args.cells)
-    if args.price:
-        price(args.steps)
     if args.proof:
         proof(args.sigmas, args.games, args.audits, args.delta, args.seed)
 

@@ -4,10 +4,8 @@
     python -m benchmarks.defenses.activation_defenses --model DIR --text FILE --layer 4 --length 32
 
 For each defence: next-token loss of the model as it is (nothing is trained to get along with the
-defence), tokens that PrefixInversion recovers, and the processor time of a training step relative
-to one without a defence, in turn, as a median. The attacker knows the defence: the copy of the
-bottom model that it works with compresses as the client does. Loss and tokens are counted at the
-positions that are sent.
+defence), and tokens that PrefixInversion recovers. The attacker knows the defence: the copy of the
+bottom model that it works with compresses as the client does.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ import copy
 import datetime
 import os
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +35,7 @@ from lightning_fedleak.finetuning.module import load_model
 from lightning_fedleak.finetuning.texts import read_texts
 from lightning_fedleak.snapshots import ActivationSnapshot, Observation, Stage
 
-SMOKE = ("--texts 1 --length 8 --utility-texts 2 --budget 0.5 --rounds 1 --only dropped",)
+SMOKE = ("--texts 1 --length 8 --utility-texts 32 --budget 0.5",)
 
 Make = Callable[[], ActivationDefense]
 
@@ -53,10 +49,6 @@ def defences(layer: int, d: int, public: Tensor) -> dict[str, Make | None]:
         found[f"{keep} of {d} dims, random"] = lambda keep=keep: ActivationCompression(layer, keep)
         found[f"{keep} of {d} dims, principal"] = lambda keep=keep: ActivationCompression(
             layer, keep, basis="principal", public_ids=public
-        )
-    for early in (1, 4):
-        found[f"first {early} dropped"] = lambda early=early: ActivationCompression(
-            layer, drop_early=early
         )
     return found
 
@@ -98,15 +90,6 @@ def knows(anatomy: Anatomy, layer: int, defence: ActivationDefense | None) -> An
     return server
 
 
-def step_seconds(model: nn.Module, ids: Tensor) -> float:
-    """Processor time of one forward and backward."""
-    start = time.process_time()
-    model(input_ids=ids, labels=ids).loss.backward()
-    seconds = time.process_time() - start
-    model.zero_grad()
-    return seconds
-
-
 def main() -> None:
     """Prints a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -117,8 +100,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--utility-texts", type=int, default=64)
     parser.add_argument("--budget", type=float, default=30.0, help="seconds of an attack")
-    parser.add_argument("--only", default="", help="defences whose names hold this")
-    parser.add_argument("--rounds", type=int, default=15, help="steps that are timed")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -134,10 +115,8 @@ def main() -> None:
         f"thread; {args.model or 'embedded model'}, layer {args.layer} of {len(anatomy.blocks)}, "
         f"{args.texts} texts of {args.length} tokens, {len(private)} for the loss\n"
     )
-    print("| defence | loss | tokens recovered | step, ratio |\n|---|---|---|---|")
+    print("| defence | loss | tokens recovered |\n|---|---|---|")
     for name, make in defences(args.layer, anatomy.hidden_size, public).items():
-        if args.only not in name:
-            continue
         print(f"| {name} | " + measured(args, anatomy, make, private) + " |", flush=True)
 
 
@@ -149,16 +128,12 @@ def messages() -> list[str]:
 
 
 def measured(args: argparse.Namespace, anatomy: Anatomy, make: Make | None, private: Tensor) -> str:
-    """Loss, share of tokens recovered, and the cost of a step."""
+    """Return the loss and the share of tokens recovered."""
     defence = None if make is None else make()
     if defence is not None:
         defence.before_setup(where(anatomy.root))
-    early = getattr(defence, "drop_early", None) or 0
     _, logits = sent(anatomy, args.layer, private)
-    kept = slice(early, -1)
-    loss = torch.nn.functional.cross_entropy(
-        logits[:, kept].flatten(0, 1), private[:, early + 1 :].flatten()
-    )
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), private[:, 1:].flatten())
     attacked = private[: args.texts]
     states, _ = sent(anatomy, args.layer, attacked)
     server = knows(anatomy, args.layer, defence)
@@ -167,26 +142,9 @@ def measured(args: argparse.Namespace, anatomy: Anatomy, make: Make | None, priv
     layer_name = place_of(server, args.layer).name
     snapshot = ActivationSnapshot(0, Stage.SHARED, {layer_name: states})
     guess = attack.run(Observation(activations=(snapshot,)))
-    right = (guess.tokens[:, early:] == attacked[:, early:]).float().mean()
-    ratio = cost(args, anatomy, defence, private)
+    right = (guess.tokens == attacked).float().mean()
     recovered = f"{float(right):.3f}" + ("" if guess.finished else " (time ran out)")
-    return f"{float(loss):.3f} | {recovered} | {ratio:.3f}"
-
-
-def cost(
-    args: argparse.Namespace, anatomy: Anatomy, defence: ActivationDefense | None, ids: Tensor
-) -> float:
-    """Median processor time of a step with the defence, relative to one without, in turn."""
-    if defence is None:
-        return 1.0
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(2 * args.rounds):
-        defence.teardown()
-        if turn % 2:
-            defence.before_setup(where(anatomy.root))
-        times[turn % 2 == 1].append(step_seconds(anatomy.model, ids))
-    defence.teardown()
-    return statistics.median(times[True]) / statistics.median(times[False])
+    return f"{float(loss):.3f} | {recovered}"
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.config, options.classes, options.device = None, 0, "cpu"
-    options.padded, options.dropout, options.chat = False, 0.0, False
+    options.dropout, options.chat = 0.0, False
     torch.set_num_threads(options.threads)
     rows, length = map(int, options.shape.split("x"))
     anatomy = find_anatomy(model := built(options))

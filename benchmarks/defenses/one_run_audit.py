@@ -1,8 +1,6 @@
 """Three lower bounds on epsilon from one run of DPSGD: planted gradients, or canary texts.
 
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.one_run_audit
-    # with jax-privacy installed
-    OMP_NUM_THREADS=1 python -m benchmarks.defenses.one_run_audit --jax
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.one_run_audit --texts --canaries 200 --audits 8
 
 Every audit is a whole run of ``DPSGD`` in which 500 planted gradients are there or not, each by a
@@ -15,7 +13,7 @@ gradient, summed over steps. The three bounds are of the same scores:
 
 For each, the median bound over the epsilon that PRV says of what was accounted, and how many of the
 audits exceed it: 5% may, binomial ``p`` beside. ``refused`` are audits whose scores are plainly not
-those of one Gaussian mechanism. ``--jax`` adds jax-privacy's bound by the same curve.
+those of one Gaussian mechanism.
 
 With ``--texts`` each audit is a fit by SGD of a language model (the embedded one, or ``--model``)
 on a few texts and the canaries, whole or with ``--lora``: canaries with a token of their own,
@@ -171,13 +169,6 @@ def bound(own: dict[str, list[float]], given: tuple[Tensor, Tensor], epsilon: fl
     return True
 
 
-def jax_bound(scores: torch.Tensor, members: torch.Tensor) -> float:
-    from jax_privacy.auditing import CanaryScoreAuditor
-
-    auditor = CanaryScoreAuditor(scores[members].numpy(), scores[~members].numpy())
-    return float(auditor.epsilon_one_run_fdp(0.05, DELTA))
-
-
 def report(sigma: float, rate: float, steps: int, args: argparse.Namespace) -> None:
     planted = PlantedGradients(
         lambda: DPSGD(0.7, noise_multiplier=sigma, target_delta=DELTA),
@@ -193,8 +184,6 @@ def report(sigma: float, rate: float, steps: int, args: argparse.Namespace) -> N
         given = planted.run(members, number).sum(0), members
         bounds["guesses"].append(audit_one_run(*given, delta=DELTA).epsilon)
         bounds["curve"].append(audit_one_run(*given, delta=DELTA, claim="gaussian").epsilon)
-        if args.jax:
-            bounds["jax-privacy"].append(jax_bound(*given))
         try:
             bounds["sums"].append(audit_gaussian_scores(*given, delta=DELTA).epsilon)
         except ValueError:
@@ -217,7 +206,6 @@ def main() -> None:
     parser.add_argument("--canaries", type=int, default=500)
     parser.add_argument("--rows", type=int, nargs="*", default=[*range(len(ROWS))])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jax", action="store_true")
     parser.add_argument("--texts", action="store_true", help="canary texts, in fits of a model")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--model", help="folder of a causal model; default the embedded one")

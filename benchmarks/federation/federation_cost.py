@@ -6,27 +6,11 @@ not looked at. Calibration is told apart::
 
     OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost share --model DIR --text FILE
 
-``memory``: bytes of tensors that live at the peak of a round and after it, in units of one update,
-beside the model, the optimizer, and what was sent and returned::
-
-    python -m benchmarks.federation.federation_cost memory --rank 0
-
 ``clients``: processor and elapsed time and peak memory of ``fedleak federate`` by the number of
 clients, each in a process of its own; its least-squares line, and how far the times are from it.
 With ``--engine flower`` the processor time leaves out Ray's workers::
 
     OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost clients --counts 4 16 64
-    OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost clients --counts 4 \
-        --rounds 3 --steps 10 --optimizer adamw --rows 4 --length 32 --engine flower
-
-``server``: what ``Observed`` adds to the peak memory of a server in a round, in units of one
-update, by the number of replies, beside ``FedAvg`` alone. Each is measured in a process of its own,
-whose updates are random numbers; the observer plays no game with them. Needs Flower::
-
-    OMP_NUM_THREADS=1 python -m benchmarks.federation.federation_cost server --model DIR --rank 0
-
-With ``--engine nvflare`` it is what NVFlare's ``FedAvg`` and ``PrivateFedAvg`` add from the first
-result to the next model: both add each result up as it arrives. Needs NVFlare.
 """
 
 from __future__ import annotations
@@ -34,7 +18,6 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import gc
 import io
 import itertools
 import json
@@ -47,15 +30,11 @@ import sys
 import tempfile
 import time
 import warnings
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.federation.rounds import OPTIMIZERS, batches, model_of, optimizer_of, train
 from lightning_fedleak.attacks import GradientMembership, PublicText
@@ -73,7 +52,6 @@ from lightning_fedleak.finetuning.texts import read_texts
 SMOKE = (
     "share --rounds 2 --steps 1 --rank 4 --rows 2 --length 12 --texts 24 --targets 2 "
     "--attacks membership",
-    "memory --steps 1 --rank 4 --rows 2 --length 12 --texts 24 --targets 2 --attacks membership",
 )
 
 
@@ -156,210 +134,7 @@ def measure_share(args: argparse.Namespace) -> None:
     print(f"at that cost a look in {pause} rounds is {share:.2%} of training")
 
 
-# ---- memory -------------------------------------------------------------------------------------
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of tensors that operations inside have made and that are still alive, and their peak.
-
-    Attributes:
-        now: bytes.
-        peak: largest value of ``now`` so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._counted: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        inputs = {
-            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
-        }
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage(), inputs)
-        return result
-
-    def _add(self, storage: Any, inputs: set[int]) -> None:
-        key = storage._cdata
-        if key in inputs or key in self._counted:
-            return
-        self._counted.add(key)
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._subtract, key, size)
-
-    def _subtract(self, key: int, size: int) -> None:
-        self._counted.discard(key)
-        self.now -= size
-
-
-def measure_memory(args: argparse.Namespace) -> None:
-    """Print the peak of each part of a round, and what is kept after it."""
-    with tempfile.TemporaryDirectory() as folder:
-        client = Client(args, Path(folder), share=1e-9)  # one look, and then none that is due
-        sent = trained_state(client.model)
-        update = sum(t.numel() * t.element_size() for t in sent.values())
-        print(f"one update: {update / 2**20:.2f} MiB")
-
-        def measure(title: str, call: Callable[[], object]) -> None:
-            with LiveBytes() as live:
-                result = call()
-                peak, kept = live.peak / update, live.now / update
-            del result
-            print(
-                f"{title:<44} peak {peak:8.2f} updates, kept {kept:8.2f}, and "
-                f"{live.now / update:8.2f} once what is returned is gone",
-                flush=True,
-            )
-
-        measure("calibration", lambda: client.observer.begin(0, sent))
-        sent, returned, data = client.round()
-        client.out.leaves(1, sent, returned, data, seconds=1.0)  # is looked at
-        sent, returned, data = client.round()
-        measure(
-            "a round that is not looked at",
-            lambda: client.out.leaves(2, sent, returned, data, seconds=1.0),
-        )
-        client.observer.next_look.clear()
-        client.observer.begin(3, sent)
-        measure("reading the update alone", lambda: client.observer.update(returned))
-        measure(
-            "a round that is looked at",
-            lambda: client.out.leaves(3, sent, returned, data, seconds=1.0),
-        )
-
-
-# ---- memory of a server -------------------------------------------------------------------------
-
-
-def measure_server(args: argparse.Namespace) -> None:
-    """Print a line for each number of replies."""
-    for count in args.counts if args.engine == "nvflare" else ():
-        added = [
-            _in_a_process("--one", str(count), "--inside", name)
-            for name in ("FedAvg", "PrivateFedAvg")
-        ]
-        print(
-            f"{count:4d} results of {added[0]['update'] / 2**20:.2f} MiB: FedAvg adds "
-            f"{added[0]['added'] / added[0]['update']:6.2f} updates, PrivateFedAvg "
-            f"{added[1]['added'] / added[1]['update']:6.2f}",
-            flush=True,
-        )
-    for count in args.counts if args.engine == "flower" else ():
-        alone, watched = (_in_a_process("--one", str(count), "--inside", who) for who in WATCHERS)
-        update = alone["update"]
-        print(
-            f"{count:4d} replies of {update / 2**20:.2f} MiB: FedAvg adds "
-            f"{alone['added'] / update:6.2f} updates, with Observed "
-            f"{watched['added'] / update:6.2f}, and its observer, which is there before, "
-            f"{watched['observer'] / update:5.2f}",
-            flush=True,
-        )
-
-
-WATCHERS = ("FedAvg", "Observed")
-
-
-def one_server_round(args: argparse.Namespace) -> None:
-    """Print by how many bytes the peak of a round is above what was there before, as JSON."""
-    from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-    from flwr.serverapp.strategy import FedAvg
-    from flwr.supercore.task_identity import TaskIdentity
-
-    from lightning_fedleak.federation.flower import Observed
-
-    class Nodes:
-        def get_node_ids(self) -> range:
-            return range(100, 100 + args.one)
-
-    TaskIdentity._task_id = TaskIdentity._run_id = TaskIdentity._node_id = 1
-    model = model_of(args.model, args.rank).float()
-    sent = ArrayRecord(trained_state(model))
-    update = sum(t.numel() * t.element_size() for t in trained_state(model).values())
-    result = {"update": update, "observer": 0}
-    strategy = FedAvg()
-    with tempfile.TemporaryDirectory() as folder:
-        if args.inside == "Observed":
-            tokenizer = load_tokenizer(args.model)
-            texts = read_texts(args.text or str(EMBEDDED_MESSAGES))[: args.texts]
-            begin = resident("VmRSS")
-            observer = RoundObserver(
-                copy.deepcopy(model),
-                optimizer_of(args.optimizer, args.rank),
-                args.steps,
-                attacks=[GradientMembership(PublicText(texts, tokenizer))],
-                folder=folder,
-                side="server",
-                settings=RoundSettings(tensorboard=False, cache=False),
-            )
-            strategy = Observed(strategy, observer)
-            observer.begin(0, trained_state(model))
-            result["observer"] = resident("VmRSS") - begin
-        replies = []
-        for asked in strategy.configure_train(1, sent, ConfigRecord(), Nodes()):
-            state = trained_state(model)
-            state = {n: t + 1e-3 * torch.randn_like(t) for n, t in state.items()}
-            content = {"arrays": ArrayRecord(state), "metrics": MetricRecord({"num-examples": 1})}
-            replies.append(Message(RecordDict(content), reply_to=asked))
-        del state
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
-        begin = resident("VmRSS")
-        strategy.aggregate_train(1, replies)
-        result["added"] = resident("VmHWM") - begin
-    print(json.dumps(result))
-
-
-def one_nvflare_round(args: argparse.Namespace) -> None:
-    """Print by how many bytes a round's peak is above what was there before, as JSON."""
-    from nvflare.app_common.abstract.fl_model import FLModel
-    from nvflare.app_common.aggregators.weighted_aggregation_helper import WeightedAggregationHelper
-    from nvflare.app_common.workflows.fedavg import FedAvg
-
-    from lightning_fedleak.federation import ClientDP
-    from lightning_fedleak.federation.nvflare import PrivateFedAvg
-
-    state = trained_state(model_of(args.model, args.rank).float())
-    names = [f"site-{place}" for place in range(args.one)]
-    with tempfile.TemporaryDirectory() as folder:
-        if args.inside == "FedAvg":
-            workflow = FedAvg(num_clients=args.one)
-            workflow._aggr_helper = WeightedAggregationHelper()
-        else:
-            workflow = PrivateFedAvg("", num_clients=args.one)
-            workflow._account = ClientDP(
-                0.5, 1.0, clients=args.one, trust="central", target_delta=1e-5, accountant="rdp",
-                ledger=Path(folder) / "ledger",
-            )  # fmt: skip
-            workflow._places = workflow._drawn = names
-            workflow._wire, workflow._state = {n: t.numpy() for n, t in state.items()}, state
-        workflow.current_round = 1
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
-        begin = resident("VmRSS")
-        if isinstance(workflow, PrivateFedAvg):
-            workflow._sums = workflow._account.begin(names, state)
-        for name in names:
-            numbers = {n: (t + 1e-3 * torch.randn_like(t)).numpy() for n, t in state.items()}
-            result = FLModel(
-                params=numbers, meta={"client_name": name, "NUM_STEPS_CURRENT_ROUND": 1}
-            )
-            assert workflow._aggregate_one_result(result)
-            del numbers, result  # NVFlare drops a result that was taken
-        assert workflow._get_aggregated_result().params
-        added = resident("VmHWM") - begin
-    update = sum(t.numel() * t.element_size() for t in state.values())
-    print(json.dumps({"update": update, "added": added}))
-
-
-def resident(row: str) -> int:
-    """Return bytes of memory of this process: now (``VmRSS``) or at most (``VmHWM``)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(row))
+# ---- by the number of clients -------------------------------------------------------------------
 
 
 def _in_a_process(*options: str) -> dict[str, Any]:
@@ -368,9 +143,6 @@ def _in_a_process(*options: str) -> dict[str, Any]:
     run = subprocess.run([*command, *options], stdout=subprocess.PIPE, text=True, check=True)
     answer: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return answer
-
-
-# ---- by the number of clients -------------------------------------------------------------------
 
 
 def measure_clients(args: argparse.Namespace) -> None:
@@ -402,7 +174,7 @@ def one_federation(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         FederateCommand(
             clients=args.one,
-            rounds=args.rounds,
+            rounds=1,
             local_steps=args.steps,
             batch_size=args.rows,
             length=args.length,
@@ -411,7 +183,6 @@ def one_federation(args: argparse.Namespace) -> None:
             peft="lora",
             model=args.model,
             text=args.text,
-            gate=args.gate,
             engine=args.engine,
             out=Path(folder),
         ).run(Console(file=io.StringIO()))
@@ -440,21 +211,13 @@ def main() -> None:
     share = which.add_parser("share")
     share.add_argument("--rounds", type=int, default=40)
     share.add_argument("--share", type=float, default=0.05, help="max_overhead")
-    memory = which.add_parser("memory")
-    server = which.add_parser("server")
-    server.add_argument("--counts", type=int, nargs="+", default=[4, 16, 64])
-    server.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    server.add_argument("--inside", choices=(*WATCHERS, "PrivateFedAvg"), help=argparse.SUPPRESS)
-    server.add_argument("--engine", choices=["flower", "nvflare"], default="flower")
     clients = which.add_parser("clients")
     clients.add_argument("--counts", type=int, nargs="+", default=[4, 16, 64])
-    clients.add_argument("--rounds", type=int, default=1)
-    clients.add_argument("--gate", type=float)
     clients.add_argument("--engine", choices=["local", "flower"], default="local")
     clients.add_argument("--one", type=int, help=argparse.SUPPRESS)
     small = {"steps": 2, "rows": 2, "length": 12, "targets": 2, "optimizer": "sgd"}
     usual = {"steps": 10, "rows": 4, "length": 32, "targets": 16, "optimizer": "adamw"}
-    for one in (share, memory, server, clients):
+    for one in (share, clients):
         given = small if one is clients else usual
         one.add_argument("--model", help="folder of a causal model; default the embedded one")
         one.add_argument("--text", help="default the embedded messages")
@@ -472,21 +235,13 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     if getattr(args, "one", None):
-        on_nvflare = args.which == "server" and args.engine == "nvflare"
-        one_server = one_nvflare_round if on_nvflare else one_server_round
-        (one_server if args.which == "server" else one_federation)(args)
+        one_federation(args)
         return
     print(
         f"{' '.join(sys.argv[1:])}; {platform.machine()}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, {datetime.date.today()}"
     )
-    measures = {
-        "share": measure_share,
-        "memory": measure_memory,
-        "server": measure_server,
-        "clients": measure_clients,
-    }
-    measures[args.which](args)
+    {"share": measure_share, "clients": measure_clients}[args.which](args)
 
 
 if __name__ == "__main__":

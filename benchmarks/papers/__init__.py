@@ -1,6 +1,5 @@
 """What can be proven about the attention adversary: Lemma 2 of Vu et al. 2024."""
 
-from benchmarks.papers.embeddings import DataBound, advantage_bound_of, separation
 from benchmarks.papers.lemma import (
     Estimate,
     advantage_bound,
@@ -8,6 +7,7 @@ from benchmarks.papers.lemma import (
     direction_probability,
     projection_radius,
     retrieval_error,
+    separation,
     smallest_beta,
 )
 from benchmarks.papers.synthetic import (
@@ -19,12 +19,10 @@ from benchmarks.papers.synthetic import (
 )
 
 __all__ = [
-    "DataBound",
     "Estimate",
     "Law",
     "SimulatedBound",
     "advantage_bound",
-    "advantage_bound_of",
     "box_probability",
     "condition",
     "direction_probability",

@@ -8,8 +8,8 @@
     python -m benchmarks.papers --docs docs/papers.md              # writes the page, runs nothing
     make papers ENCODER=DIR STORIES=DIR                            # all of all, and the page
 
-A table is made of cells, and each cell is a line of ``--log`` as soon as it was measured: stop at
-any time, and the same command goes on. One that fails is named at the end, costs no other, and is
+A table is made of cells, and each cell is a line of ``--log`` once it was measured: stop at any
+time, and the same command goes on. One that fails is named at the end, costs no other, and is
 tried again next time; the exit status is then 1. ``--size`` and ``--set NAME=VALUE,VALUE`` say how
 much is run: ``--size paper`` is nearer to the papers, and takes days. ``--list`` tells the settings
 and the seconds of a processor of each table, measured where the log has them.
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", default="default", choices=["default", "paper", "smoke"])
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE,VALUE")
     parser.add_argument("--log", type=Path, default=LOG, help="what was measured, gone on with")
-    parser.add_argument("--jobs", type=int, default=1, help="processes; 0: in this one")
+    parser.add_argument("--jobs", type=int, default=0, help="processes; 0: in this one")
     parser.add_argument("--minutes", type=float, default=math.inf, help="then no cell is begun")
     parser.add_argument("--docs", type=Path, help="page to write from the log")
     parser.add_argument("--json", type=Path, help="rows of the tables that are shown")

@@ -12,26 +12,21 @@ import math
 import multiprocessing
 import os
 import platform
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Event, Lock
 from typing import Any
 
 Row = dict[str, Any]
 Measure = Callable[..., list[Row]]
 """Called with a cell's settings and, as ``models``, the folders of models by name; gives rows of
 plain values."""
-
-PRELOADED = ("lightning", "transformers", "peft", "benchmarks.papers")
-"""Imported once, by the process from which those that measure are forked."""
 
 
 @dataclass(frozen=True)
@@ -174,9 +169,10 @@ def run(
         cells: a cell that occurs twice is measured once.
         measures: by kind, importable by name where ``jobs`` is above 0.
         models: folders by name.
-        log: gets a line for each cell as soon as it is known.
-        jobs: processes at a time; a process that dies costs the cell that it was at, and no other.
-            0 measures in this process.
+        log: gets a line for each cell: with ``jobs`` 0 as soon as it is known, else once the cells
+            that share its process are.
+        jobs: processes at a time; where one dies, the cells that are not known yet fail. 0 measures
+            in this process.
         minutes: of wall time, after which no further cell begins.
         told: gets a line for each cell.
 
@@ -190,84 +186,47 @@ def run(
         groups.setdefault(cell.together, []).append(cell)
     order = sorted(groups.values(), key=lambda group: sum(c.seconds for c in group))
     failures: list[tuple[Cell, str]] = []
-    lock, done = Lock(), 0
+    done = 0
 
     def known(cell: Cell, outcome: Outcome) -> None:
         nonlocal done
-        with lock:
-            done += 1
-            if outcome.rows is None:
-                failures.append((cell, outcome.failed))
-                log.add(cell, failed=outcome.failed)
-            else:
-                log.add(cell, rows=outcome.rows, seconds=round(outcome.seconds, 2))
-            what = f"FAILED ({outcome.failed})" if outcome.rows is None else "done"
-            told(f"[{done}/{len(todo)}] {outcome.seconds:.1f} s, {what}: {cell}")
+        done += 1
+        if outcome.rows is None:
+            failures.append((cell, outcome.failed))
+            log.add(cell, failed=outcome.failed)
+        else:
+            log.add(cell, rows=outcome.rows, seconds=round(outcome.seconds, 2))
+        what = f"FAILED ({outcome.failed})" if outcome.rows is None else "done"
+        told(f"[{done}/{len(todo)}] {outcome.seconds:.1f} s, {what}: {cell}")
 
     if jobs == 0:
         for cell in (cell for group in order for cell in group):
             if time.monotonic() < until:
                 known(cell, measured(cell, measures, models))
         return failures
-    stop = Event()
-    with ThreadPoolExecutor(jobs) as pool:
-        parts = [pool.submit(_group, g, measures, models, until, known, stop) for g in order]
-        try:
-            for part in parts:
-                part.result()
-        except BaseException:
-            stop.set()
-            raise
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(jobs, context) as pool:
+        parts = {pool.submit(_group, group, measures, models, until): group for group in order}
+        for part in as_completed(parts):
+            try:
+                outcomes = part.result()
+            except BrokenProcessPool:
+                outcomes = [Outcome(None, 0.0, "a process ended")] * len(parts[part])
+            for cell, outcome in zip(parts[part], outcomes, strict=False):
+                known(cell, outcome)
     return failures
 
 
 def _group(
-    cells: list[Cell],
-    measures: Mapping[str, Measure],
-    models: Mapping[str, str],
-    until: float,
-    known: Callable[[Cell, Outcome], None],
-    stop: Event,
-) -> None:
-    """Measures cells one after another in a process, and in another where that dies."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    left = list(cells)
-    while left and not stop.is_set() and time.monotonic() < until:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(left, measures, models, until, theirs))
-        process.start()
-        theirs.close()
-        try:
-            while left and not stop.is_set():
-                if not ours.poll(0.2):
-                    continue
-                outcome = ours.recv()
-                if outcome is None:
-                    left = []
-                else:
-                    known(left.pop(0), outcome)
-        except EOFError:
-            process.join()
-            known(left.pop(0), Outcome(None, 0.0, f"its process ended ({process.exitcode})"))
-        if stop.is_set():
-            process.kill()
-        process.join()
-
-
-def _work(
-    cells: list[Cell],
-    measures: Mapping[str, Measure],
-    models: Mapping[str, str],
-    until: float,
-    to: Connection,
-) -> None:
+    cells: list[Cell], measures: Mapping[str, Measure], models: Mapping[str, str], until: float
+) -> list[Outcome]:
+    """Measure cells one after another, those that begin in time."""
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    found = []
     for cell in cells:
         if time.monotonic() >= until:
-            to.send(None)
-            return
-        to.send(measured(cell, measures, models))
+            break
+        found.append(measured(cell, measures, models))
+    return found

@@ -168,7 +168,7 @@ def points(
     """Weight of the positive cluster and number of types, of public batches."""
     lm = language(folder, public, seed)
     drawn = composed_batches(lm.anatomy, lm.public, shape, batches, seed, pool)
-    return [(float(flatchat(g, 1).mixture.weights[1]), len(types)) for g, types, _ in drawn]
+    return [(float(flatchat(g, 1).mixture.weights[1]), len(types)) for g, types in drawn]
 
 
 def wide(pool: int, shape: str) -> int:
@@ -209,9 +209,7 @@ def measure_words(
     regressor = TypeCountRegressor.fit([w for w, _ in fitted], [n for _, n in fitted])
     private = tokens_of(read_texts(text), lm.tokenizer, None, seed + 1, 2000)
     rows: dict[tuple[str, str], list[dict[str, float]]] = {variant: [] for variant in SCORERS}
-    for gradient, truth, _ in composed_batches(
-        lm.anatomy, private, sides(shape), batches, seed, pool
-    ):
+    for gradient, truth in composed_batches(lm.anatomy, private, sides(shape), batches, seed, pool):
         for scorer, count in SCORERS:
             number_ = len(truth) if count == "oracle" else regressor
             guess = flatchat(gradient, number_, "abs" if scorer == "Abs" else "gmm")

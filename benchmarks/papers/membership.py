@@ -24,8 +24,7 @@ from benchmarks.attacks.membership_games import attention, halves, joined
 from benchmarks.defenses.token_ldp_games import Bench, Job
 from benchmarks.papers.cells import Cell, Row
 from benchmarks.papers.lemma import retrieval_error
-from benchmarks.papers.membership_theory import LAWS, LENGTHS, beta_of
-from benchmarks.papers.synthetic import simulate_bound
+from benchmarks.papers.synthetic import LAWS, LENGTHS, beta_of, simulate_bound
 from benchmarks.papers.tables import (
     Found,
     Grid,

@@ -25,6 +25,15 @@ from benchmarks.papers.lemma import (
 from lightning_fedleak.metrics.rates import Rate, proportion
 
 Law = Literal["one_hot", "spherical", "gaussian"]
+LAWS: tuple[Law, ...] = ("one_hot", "spherical", "gaussian")
+LENGTHS = (5, 10, 15)  # tokens of a sentence in Fig. 5
+
+
+def beta_of(law: Law, d: int) -> float:
+    """Return the beta of Table 6."""
+    return 10 / d if law == "gaussian" else 10.0
+
+
 """Of a token. One-hot: a random basis vector, no two alike, as the lemma asks of data that the
 target is not in (i.i.d. ones would collide, and then Delta is 0). Spherical: uniform on the unit
 sphere. Gaussian: independent standard normal components."""

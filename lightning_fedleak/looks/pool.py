@@ -34,8 +34,7 @@ or texts of the user's own."""
 
 FORWARD_SHARE = 0.4
 """Cost of asking the model about a text, over that of training on it: .28 and .38 were measured on
-two models (benchmarks/cost/memorization.py --fit), with reading the data and statistics. Larger:
-fewer texts are asked about."""
+two models, with reading the data and statistics. Larger: fewer texts are asked about."""
 
 LEAST_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
 LEAST_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1

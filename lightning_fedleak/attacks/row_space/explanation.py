@@ -69,8 +69,8 @@ class Capacity:
 def predict_capacity(width: int, tokens: int, rank: int) -> float:
     """Return how many types ``rank`` rows tell apart: ``width / (1 + ln(tokens) / (2.5 rank))``.
 
-    The formula was fitted to planted sets of equally likely types
-    (``benchmarks/attacks/capacity.py``). It is no theorem, and no promise that more types are safe.
+    The formula was fitted to planted sets of equally likely types. It is no theorem, and no promise
+    that more types are safe.
 
     Args:
         width: dimensions of the input, less what is no word.

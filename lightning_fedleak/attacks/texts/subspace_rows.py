@@ -32,8 +32,7 @@ from lightning_fedleak.snapshots import NotYet, Observation, UpdateSnapshot, who
 class CertificateLimits:
     """Limits of a certificate. None of the values was tuned.
 
-    Tighter limits make wrong certificates rarer, which ``benchmarks/attacks/text_certificates.py``
-    counts.
+    Tighter limits make wrong certificates rarer.
     """
 
     residual: float = 20.0  # in units of rounding, left of the rows at most; more certifies noise

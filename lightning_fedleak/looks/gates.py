@@ -363,9 +363,8 @@ class Evidence:
         self._unknown = state["unknown"]
         self._above.load_state_dict(state["above"])
         self._below.load_state_dict(state["below"])
-        # A checkpoint of 0.1.0 knows of no scatter: its warm-up grows with the looks since.
-        self._values, self._total, self._squares = state.get("scatter", (0, 0.0, 0.0))
-        if self._per_variance and state.get("over") is not None:
+        self._values, self._total, self._squares = state["scatter"]
+        if self._per_variance and state["over"] is not None:
             self._late, self.warmup = True, state["over"]
         self._warm_up()
         return True

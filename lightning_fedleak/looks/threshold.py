@@ -582,8 +582,6 @@ class Threshold:
         saved = state_dict.get("evidence")
         if saved is None and self._evidence is None:
             return
-        if saved is not None and "question" in saved:  # of a version that knew no worst
-            saved = {self.metric: saved}
         if not saved or self._evidence is None or not self._restore_evidence(self._evidence, saved):
             announce(
                 f"{self._kind} '{self.name}': the checkpoint's evidence is for another metric, "

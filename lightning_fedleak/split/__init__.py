@@ -9,13 +9,3 @@ from lightning_fedleak.split.cut import split_model as split_model
 from lightning_fedleak.split.halves import ModelPart as ModelPart
 from lightning_fedleak.split.halves import SplitError as SplitError
 from lightning_fedleak.split.server import SplitServer as SplitServer
-from lightning_fedleak.validate import warn_of_old_spelling
-
-
-def __getattr__(name: str) -> object:
-    if name == "Channel":
-        warn_of_old_spelling(
-            "lightning_fedleak.split.Channel", "lightning_fedleak.split.Connection"
-        )
-        return Connection
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

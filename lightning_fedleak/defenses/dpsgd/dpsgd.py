@@ -8,7 +8,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSetti
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep, check_same_clip
 from lightning_fedleak.defenses.noise import NoiseGauge, base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.processes import Team, reshard, trainer_of
-from lightning_fedleak.validate import check_names
 
 _STREAM = "gradient"  # of noise
 # Attributes that decide how samples are clipped, and must not change during a fit.
@@ -78,7 +76,6 @@ class DPSGD(accounting.BudgetedDefense):
         release: trust in the server, correlated noise, hardening, and the end of the budget:
             :class:`ReleaseSettings`.
         seed: for tests: noise and samples follow from it, and epsilon is infinite.
-        old: arguments as 0.1.0 spelled them; they warn, and work through 0.2.
 
     Attributes:
         releases: how many were made.
@@ -110,13 +107,8 @@ class DPSGD(accounting.BudgetedDefense):
         clip: ClipSettings | None = None,
         release: ReleaseSettings | None = None,
         seed: int | None = None,
-        **old: Any,
     ) -> None:
-        names = [*signature(DPSGD).parameters, *settings.OldArguments.__dataclass_fields__]
-        check_names("DPSGD", old, names)
-        poisson_sampling, max_physical_batch_size, clip, release, unit = settings.OldArguments(
-            **old
-        ).convert(poisson_sampling, max_physical_batch_size, clip, release, unit)
+        clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
         settings.check_clip(max_grad_norm, clip)
         settings.check_sampling(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
-from inspect import signature
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,7 +18,7 @@ from lightning_fedleak.defenses.token_ldp import randomness, words
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
 from lightning_fedleak.defenses.token_ldp.randomness import Implementation
 from lightning_fedleak.defenses.token_ldp.words import BatchForm
-from lightning_fedleak.validate import check_choice, check_names, check_number, group_old_arguments
+from lightning_fedleak.validate import check_choice, check_number
 
 Per = Literal["token", "sequence"]
 
@@ -51,16 +50,6 @@ class LDPProtocol:
                 randomness.clients()
             except ImportError as error:
                 raise words.refused(str(error)) from error
-
-
-@dataclass(frozen=True)
-class OldTokenArguments(BatchForm, LDPProtocol):
-    """Arguments that 0.1.0 took one by one, which work through 0.2."""
-
-    def fields_of(self, group: type[BatchForm | LDPProtocol]) -> dict[str, Any]:
-        """Return those of a group that differ from their defaults."""
-        values = {field.name: getattr(self, field.name) for field in fields(group)}
-        return {f.name: values[f.name] for f in fields(group) if values[f.name] != f.default}
 
 
 class ReleaseCounter:
@@ -205,7 +194,6 @@ class TokenLDP(Defense):
         form: of the batches, where it is not read by itself.
         seed: for tests only: whoever knows it can take the replacement back, so nothing is
             guaranteed.
-        old: arguments as 0.1.0 spelled them; they warn, and work through 0.2.
 
     Raises:
         DefenseError: a setting out of range.
@@ -228,17 +216,8 @@ class TokenLDP(Defense):
         protocol: LDPProtocol | None = None,
         form: BatchForm | None = None,
         seed: int | None = None,
-        **old: Any,
     ) -> None:
-        names = [*signature(TokenLDP).parameters, *OldTokenArguments.__dataclass_fields__]
-        check_names("TokenLDP", old, names)
-        arguments = OldTokenArguments(**old)
-        protocol = group_old_arguments(
-            "TokenLDP", "protocol", protocol or LDPProtocol(), arguments.fields_of(LDPProtocol)
-        )
-        form = group_old_arguments(
-            "TokenLDP", "form", form or BatchForm(), arguments.fields_of(BatchForm)
-        )
+        protocol, form = protocol or LDPProtocol(), form or BatchForm()
         check_number("TokenLDP: epsilon", epsilon, above=0, error=DefenseError)
         check_choice("TokenLDP: per", per, get_args(Per), error=DefenseError)
         check_choice("TokenLDP: labels", labels, ("replaced", "original"), error=DefenseError)

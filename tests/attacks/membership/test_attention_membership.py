@@ -734,15 +734,6 @@ def test_working_unprepared_says_so():
             work()
 
 
-def test_arguments_of_0_1_0_warn_with_the_new_spelling():
-    spelling = r"AttentionMembership\(attention=AttentionSettings\(widths=, score=\)\)"
-    with pytest.warns(FutureWarning, match=spelling):
-        old = AttentionMembership(1, [[1, 2]], widths=(0.3, 0.5), score="ladder")
-    assert old.config() == attention(1, [[1, 2]], widths=(0.3, 0.5), score="ladder").config()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'width'"):
-        AttentionMembership(1, [[1, 2]], width=0.3)
-
-
 def test_config_is_plain_and_the_published_setting_is_the_papers():
     config = AttentionMembership.as_published(2, [[1, 2]]).config()
     assert config["variant"] == "paper"

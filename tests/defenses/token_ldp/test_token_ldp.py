@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 import math
-import re
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -472,6 +471,14 @@ def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:
     assert new["text"] is batch["text"]
 
 
+def grouped(**arguments: Any) -> TokenLDP:
+    """Return the defence, with the settings in their groups."""
+    for name, group in {"protocol": LDPProtocol, "form": BatchForm}.items():
+        names = {one.name for one in dataclasses.fields(group)} & arguments.keys()
+        arguments[name] = group(**{one: arguments.pop(one) for one in names})
+    return TokenLDP(**arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -499,50 +506,17 @@ def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:
 )
 def test_settings_out_of_range(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DefenseError, match=message):
-        TokenLDP(**{"mechanism": "grr", "epsilon": 1.0, **arguments})
+        grouped(**{"mechanism": "grr", "epsilon": 1.0, **arguments})
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ({"decode": "first"}, {"protocol": LDPProtocol("first")}),
-        ({"keep_special": False}, {"protocol": LDPProtocol(keep_special=False)}),
-        ({"example_ids": "idx"}, {"form": BatchForm(example_ids="idx")}),
-        ({"kind": "masked"}, {"form": BatchForm("masked")}),
-        ({"public_fields": ["text"]}, {"form": BatchForm(public_fields=["text"])}),
-        (
-            {"batch_adapter": shifted_adapter, "batch_writer": shifted_writer},
-            {"form": shifted_form(shifted_writer)},
-        ),
-    ],
-)
-def test_arguments_of_0_1_0_warn_and_mean_what_they_did(old: Any, new: Any) -> None:
-    [(argument, group)] = new.items()
-    names = ", ".join(f"{name}=" for name in old)
-    spelling = re.escape(f"TokenLDP({argument}={type(group).__name__}({names}))")
-    with pytest.warns(FutureWarning, match=f"is spelled {spelling} now") as warned:
-        before = TokenLDP("rappor", 1.0, **old)
-    assert warned[0].filename == __file__
-    after = TokenLDP("rappor", 1.0, **new)
-    assert before.settings() == after.settings()
-    assert before.guarantee == after.guarantee
-    assert before._form == after._form
-    assert before._settings == after._settings
-    with pytest.raises(TypeError, match=r"Did you mean memoize=\?"):
-        TokenLDP("rappor", 1.0, memoise=True)
-
-
-def test_a_config_may_spell_both() -> None:
+def test_a_config_has_the_protocol_in_a_group() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--defense", type=Defense)
-    for settings_of in ({"decode": "first"}, {"protocol": {"decode": "first"}}):
-        arguments = {"mechanism": "rappor", "epsilon": 1.0, **settings_of}
-        path = "lightning_fedleak.defenses.TokenLDP"
-        config = {"defense": {"class_path": path, "init_args": arguments}}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            defense = parser.instantiate_classes(parser.parse_object(config)).defense
-        assert defense._settings == ("first", None, None)
+    arguments = {"mechanism": "rappor", "epsilon": 1.0, "protocol": {"decode": "first"}}
+    path = "lightning_fedleak.defenses.TokenLDP"
+    config = {"defense": {"class_path": path, "init_args": arguments}}
+    defense = parser.instantiate_classes(parser.parse_object(config)).defense
+    assert defense._settings == ("first", None, None)
 
 
 def test_models_that_do_not_fit_are_refused(gpt2: nn.Module) -> None:

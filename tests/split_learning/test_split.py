@@ -7,8 +7,7 @@ import time
 
 import pytest
 import torch
-
-from lightning_fedleak.split import (
+from split import (
     PeerError,
     SplitClient,
     SplitError,
@@ -16,7 +15,8 @@ from lightning_fedleak.split import (
     connect,
     split_model,
 )
-from lightning_fedleak.split.connection import Kind
+from split.connection import Kind
+
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama, tiny_t5
 from tests.helpers.processes import free_port
 

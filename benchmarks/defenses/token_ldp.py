@@ -22,9 +22,9 @@ import time
 import torch
 from torch import nn
 
+from benchmarks.defenses.ldpy_clients import reference_sample
 from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer, bit_rates, the_rates
-from lightning_fedleak.defenses.token_ldp.randomness import reference_sample
 
 SMOKE = (
     "speed --vocabulary 512 --rows 32 --length 8 --repeats 1",

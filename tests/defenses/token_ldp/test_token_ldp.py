@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.defenses.ldpy_clients import reference_sample
 from lightning_fedleak.batches import BatchWriter, TokenBatch
 from lightning_fedleak.defenses import (
     BatchForm,
@@ -63,10 +63,6 @@ def context(
         "entropy": entropy,
     }
     return DefenseContext(**{**defaults, **fields})
-
-
-def package() -> LDPProtocol:
-    return LDPProtocol(implementation="multi-freq-ldpy")
 
 
 def rows(n: int, length: int, seed: int = 0) -> Tensor:
@@ -153,30 +149,26 @@ def test_tokens_outside_of_a_public_set(gpt2: nn.Module) -> None:
     assert p_value(drawn[:, 1], expected) > 1e-4
 
 
-def test_the_reference_path_has_the_same_law(gpt2: nn.Module) -> None:
-    pytest.importorskip("multi_freq_ldpy")
+def test_it_draws_from_the_law_of_the_reference(gpt2: nn.Module) -> None:
     ids = rows(1500, 5)
     ids[:, 0] = 30
+    randomizer = Randomizer.with_defaults("grr", VOCAB - 3)
+    expected = torch.cat([torch.zeros(3, dtype=torch.float64), randomizer.law(4.0)[30 - 3]])
+    reference = reference_sample(randomizer, ids[:, 0] - 3, 4.0, seed=3) + 3
+    assert p_value(reference, expected) > 1e-4
     for memoize in (True, False):
-        with pytest.warns(UserWarning, match="seed of 32 bits"):
-            defense = TokenLDP("grr", 20.0, protocol=package(), memoize=memoize, seed=3)
+        defense = TokenLDP("grr", 20.0, memoize=memoize, seed=3)
         drawn = defended(defense, gpt2, ids)
-        law = Randomizer.with_defaults("grr", VOCAB - 3).law(4.0)
-        expected = torch.cat([torch.zeros(3, dtype=torch.float64), law[30 - 3]])
         assert p_value(drawn[:, 0], expected) > 1e-4
         if memoize:
             assert torch.equal(defense.on_batch(ids, context(gpt2)), drawn)
 
 
 def test_what_can_be_guessed_guarantees_nothing(gpt2: nn.Module) -> None:
-    found = [TokenLDP("grr", 4.0, seed=0)]
-    if importlib.util.find_spec("multi_freq_ldpy"):
-        with pytest.warns(UserWarning, match="seed of 32 bits"):
-            found.append(TokenLDP("grr", 4.0, protocol=package()))
-    for defense in found:
-        defended(defense, gpt2, rows(2, 5))
-        assert defense.guarantee.startswith("none")
-        assert defense.epsilon_per_sequence == defense.epsilon_spent == math.inf
+    defense = TokenLDP("grr", 4.0, seed=0)
+    defended(defense, gpt2, rows(2, 5))
+    assert defense.guarantee.startswith("none")
+    assert defense.epsilon_per_sequence == defense.epsilon_spent == math.inf
 
 
 def test_special_tokens_stay_and_none_comes_in(gpt2: nn.Module) -> None:
@@ -500,7 +492,6 @@ def grouped(**arguments: Any) -> TokenLDP:
             {"mechanism": "dbitflip", "buckets": 4, "bits": 5},
             "bits must be an integer from 1 to 4, got 5",
         ),
-        ({"implementation": "numpy"}, "implementation must be 'torch' or .* got 'numpy'"),
         ({"batch_writer": shifted_writer}, "belong together"),
     ],
 )

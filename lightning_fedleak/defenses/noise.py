@@ -102,25 +102,20 @@ class NoiseGauge:
         self._square = 0.0
         self._count = 0
 
-    def before(self, total: Tensor, relative: float) -> Tensor | None:
-        """Return some coordinates of a clipped sum, None where rounding would hide the noise.
-
-        Args:
-            total: of one parameter.
-            relative: how much noise it gets, over ``std``.
-        """
+    def before(self, total: Tensor) -> Tensor | None:
+        """Return some coordinates of a parameter's sum, None where rounding would hide noise."""
         if not self.std:
             return None
         exact = total.flatten()[:GAUGED].clone()
         largest = float(exact.abs().max()) if exact.numel() else 0.0
-        return exact if self.std * relative > LEAST_GAUGED * largest else None
+        return exact if self.std > LEAST_GAUGED * largest else None
 
-    def after(self, exact: Tensor, released: Tensor, relative: float) -> None:
+    def after(self, exact: Tensor, released: Tensor) -> None:
         """Measure the noise of the same coordinates in the gradient that leaves."""
         if released.dtype not in (torch.float32, torch.float64):
             return
         noise = released.flatten()[:GAUGED].double() * self.divisor - exact.double()
-        self._square += float(noise.square().sum()) / relative**2
+        self._square += float(noise.square().sum())
         self._count += noise.numel()
 
     def measured(self) -> float | None:

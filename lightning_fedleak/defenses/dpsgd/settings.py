@@ -10,7 +10,7 @@ from lightning_fedleak import validate
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.accounting.schedules import Factors, QuantileClip, factors_of
 from lightning_fedleak.defenses.base import DefenseError, State, refuse
-from lightning_fedleak.defenses.dpsgd.clipped_sum import LayerNoise, MaxGradNorm
+from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 
@@ -27,8 +27,6 @@ class ClipSettings:
         gamma: of automatic clipping, ``max_grad_norm="auto"``.
         per_layer: whether each layer is clipped separately, to ``max_grad_norm`` over the root of
             their number.
-        layer_noise: with several clip norms, ``"equal"`` noise on every number, or ``"by_clip"``:
-            in proportion to the norm of the number's layer.
         loss: ``"trusted"`` if you have proved that the loss is a mean over samples of terms that
             depend on one sample each, ``"checked"`` to let DPSGD check it.
         schedule: of ``max_grad_norm``: factors over the run, planned before it. It changes no
@@ -42,7 +40,6 @@ class ClipSettings:
     form: Clipping = "auto"
     gamma: float = 0.01
     per_layer: bool = False
-    layer_noise: LayerNoise = "equal"
     loss: Literal["checked", "trusted"] = "checked"
     schedule: Factors | None = None
     quantile: QuantileClip | None = None
@@ -51,7 +48,6 @@ class ClipSettings:
         factors_of("ClipSettings(schedule=)", self.schedule)
         _check_choice("form", self.form, ("auto", "per_sample", "ghost"))
         _check_number("gamma", self.gamma, above=0)
-        _check_choice("layer_noise", self.layer_noise, ("equal", "by_clip"))
         _check_choice("loss", self.loss, ("checked", "trusted"))
 
 
@@ -186,10 +182,6 @@ def check_clip(max_grad_norm: MaxGradNorm, clip: ClipSettings) -> None:
     refusals = {
         "max_grad_norm names layers already; leave per_layer out, which gives each layer an equal "
         "share of one norm": by_name and clip.per_layer,
-        f"layer_noise={clip.layer_noise!r} shares noise among layers that are clipped one by one: "
-        "pass per_layer=True, or max_grad_norm by the names of layers": (
-            clip.layer_noise != "equal" and not (by_name or clip.per_layer)
-        ),
     }
     refuse("DPSGD: ", refusals)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
 import threading
 import time
 
 import pytest
+import split.cut
 import torch
 from split import (
     PeerError,
@@ -363,3 +365,9 @@ def test_blocks_that_cannot_be_parted_are_refused():
     with pytest.raises(SplitError, match="in parts"):
         split_model(model, 1)
     assert split_model(model, 3), "both on one side"
+
+
+def test_the_example_of_its_docstring_runs():
+    results = doctest.testmod(split.cut)
+    assert results.attempted > 0
+    assert results.failed == 0

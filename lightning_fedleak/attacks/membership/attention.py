@@ -126,8 +126,8 @@ class AttentionMembership(MembershipAttack):
     config_names = (
         *("layer", "granularity", "design.beta", "design.gamma", "design.whiten", "design.score"),
         *("design.readout", "design.variant", "design.omit_random", "design.widths"),
-        *("design.causal", "design.ridge", "design.batch", "reader.false_positive_rate"),
-        *("design.seed", "design.select", "tokens", "design.calibration_tokens", "public_text"),
+        *("design.causal", "design.batch", "reader.false_positive_rate"),
+        *("design.seed", "tokens", "design.calibration_tokens", "public_text"),
         *("refresh_every", "reader.upstream_sign"),
     )
     needs_float64 = True
@@ -272,8 +272,7 @@ class AttentionMembership(MembershipAttack):
         x, real, positions = self._whiten(hidden), query.attention_mask, query.positions
         heads = self.design.heads(x.shape[-1], x)
         if positions is None:
-            strongest = self.design.select == "strongest"
-            positions = heads.strongest(x, real) if strongest else last_real(real, hidden)
+            positions = last_real(real, hidden)
         positions = positions.to(x.device)
         v = tokens_at(hidden, positions).to(x.dtype)
         if not self.design.matched:

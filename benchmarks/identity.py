@@ -58,6 +58,7 @@ from lightning_fedleak.attacks import (
     SubspaceTexts,
     SubspaceWords,
 )
+from lightning_fedleak.callbacks import MonitorSettings
 from lightning_fedleak.looks.channels.control import Controls
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
 
@@ -219,7 +220,10 @@ def lightning(c: Configuration, folder: Path, watched: bool) -> list[Tensor]:
         saver = ModelCheckpoint(folder / "saved", save_last=True)
         callbacks: list[L.Callback] = [saver] if c.resumed else []
         if watched:
-            callbacks.append(LeakageMonitor(ATTACKS[c.attacks](), log_dir=folder, **c.settings()))
+            settings = c.settings()
+            rare = MonitorSettings(cache=settings.pop("cache"))
+            attacks = ATTACKS[c.attacks]()
+            callbacks.append(LeakageMonitor(attacks, log_dir=folder, settings=rare, **settings))
         trainer = L.Trainer(
             max_epochs=epochs, accelerator="cpu", precision=c.precision, logger=False,
             accumulate_grad_batches=c.accumulate, gradient_clip_val=c.clip or None,

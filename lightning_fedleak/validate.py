@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields, replace
-from inspect import Parameter, Signature
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-
-Settings = TypeVar("Settings", bound="DataclassInstance")
 Value = TypeVar("Value")
 
 
@@ -134,69 +126,6 @@ def check_choice(
     raise error(_message(name, " or ".join(map(repr, choices)), value, optional, hint))
 
 
-def group_old_arguments(
-    owner: str,
-    argument: str,
-    settings: Settings,
-    old: Mapping[str, object],
-    renamed: Mapping[str, str] | None = None,
-    depth: int = 4,
-) -> Settings:
-    """Return settings with arguments that 0.1.0 took one by one, and warn where there are any.
-
-    Args:
-        owner: name of the class whose constructor was called.
-        argument: the constructor's argument that takes the settings.
-        settings: a frozen dataclass.
-        old: arguments that the constructor does not name.
-        renamed: fields of the settings by the names that 0.1.0 had for them.
-        depth: see :func:`warn_of_old_spelling`.
-
-    Raises:
-        TypeError: the settings have no such field either.
-    """
-    if not old:
-        return settings
-    renamed = renamed or {}
-    check_names(owner, old, [*(one.name for one in fields(settings)), *renamed])
-    new = {renamed.get(name, name): value for name, value in old.items()}
-    grouped = f"{argument}={type(settings).__name__}({spelled(new)})"
-    warn_of_old_spelling(f"{owner}({spelled(old)})", f"{owner}({grouped})", depth)
-    return replace(settings, **new)
-
-
-def old_spelling(settings: type[DataclassInstance], **more: Any) -> Callable[..., dict[str, Any]]:
-    """Return a function of a constructor's old arguments that drops those with their defaults.
-
-    LightningCLI reads its signature where a constructor passes ``**old`` to it, and then gives
-    each of these arguments to the constructor, whether the user named it or not. Fields that hold
-    settings of their own are left out: 0.1.0 took none of them one by one.
-
-    Args:
-        settings: the dataclass that groups the arguments.
-        more: types of further arguments, by name; their default is None.
-    """
-    hints = get_type_hints(settings) | {name: kind | None for name, kind in more.items()}
-    simple = [one for one in fields(settings) if one.default is not MISSING]
-    defaults = {one.name: one.default for one in simple} | dict.fromkeys(more)
-
-    def drop_defaults(**old: Any) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in old.items()
-            if name not in defaults
-            or (tuple(value) if isinstance(value, list) else value) != defaults[name]
-        }
-
-    drop_defaults.__signature__ = Signature(  # type: ignore[attr-defined]
-        [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-            for name, default in defaults.items()
-        ]
-    )
-    return drop_defaults
-
-
 def check_names(owner: str, names: Iterable[str], accepted: Sequence[str]) -> None:
     """Raise an error for an argument that is not accepted, with the nearest one that is.
 
@@ -207,23 +136,6 @@ def check_names(owner: str, names: Iterable[str], accepted: Sequence[str]) -> No
         close = difflib.get_close_matches(name, accepted, n=1)
         hint = f". Did you mean {close[0]}=?" if close else ""
         raise TypeError(f"{owner}() got an unexpected keyword argument '{name}'{hint}")
-
-
-def warn_of_old_spelling(old: str, new: str, depth: int = 4) -> None:
-    """Warn that a call is spelled in another way than in 0.1.0.
-
-    Args:
-        old: the call.
-        new: the call as it is spelled now.
-        depth: calls from here up to the user's code, which the warning names.
-    """
-    message = f"{old} is spelled {new} now. The old spelling works through 0.2."
-    warnings.warn(message, FutureWarning, stacklevel=depth)
-
-
-def spelled(names: Iterable[str]) -> str:
-    """Return arguments as they stand in a call."""
-    return ", ".join(f"{name}=" for name in names)
 
 
 def _message(name: str, allowed: str, value: Any, optional: bool, hint: str) -> str:

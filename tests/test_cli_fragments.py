@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -229,22 +228,20 @@ def test_how_games_are_played_can_be_said_in_a_config(fitted, tmp_path: Path) ->
     assert monitor.latest["leakage/fc_membership/auc"] >= 0
 
 
-def test_keys_of_the_monitor_that_are_settings_now_are_read_as_before() -> None:
+def test_a_config_has_rare_settings_of_the_monitor_in_a_group() -> None:
     parser = LightningArgumentParser()
     parser.add_subclass_arguments(L.Callback, "callback")
     kind = "lightning_fedleak.callbacks.LeakageMonitor"
     attacks = [{"class_path": "lightning_fedleak.attacks.BagOfWords"}]
-    keys = {"attacks": attacks, "texts": 2, "client": "world", "utility": ["loss"]}
+    settings = {"texts": 2, "client": "world", "utility": ["loss"]}
+    keys = {"attacks": attacks, "settings": settings}
     config = parser.parse_object({"callback": {"class_path": kind, "init_args": keys}})
-    with pytest.warns(FutureWarning, match=r"settings=MonitorSettings\((texts|client|utility)="):
-        monitor = parser.instantiate_classes(config).callback
+    monitor = parser.instantiate_classes(config).callback
     assert monitor.engine.options.texts == 2
     assert monitor.engine.options.utility == ("loss",)
     again = parser.parse_string(parser.dump(config))  # as the config.yaml of a run is read again
-    assert again.callback.init_args.client == "world"
+    assert again.callback.init_args.settings.client == "world"
     keys = {"attacks": attacks, "settings": {"memorization": {"max_overhead": 0.1}}}
     config = parser.parse_object({"callback": {"class_path": kind, "init_args": keys}})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        monitor = parser.instantiate_classes(config).callback
+    monitor = parser.instantiate_classes(config).callback
     assert monitor.engine.options.memorization.max_overhead == 0.1

@@ -76,6 +76,7 @@ from lightning_fedleak.snapshots import ActivationSnapshot, GradientSnapshot, Ob
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.taps.tokens import Text, ask_tokens
 from lightning_fedleak.threats import DISHONEST_SERVER
+from tests.callbacks.runs import monitor_with
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
@@ -382,11 +383,11 @@ def fit(
 
 
 def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
-    return LeakageMonitor(
+    return monitor_with(
         [ATTACKS[name]() for name in names],
         every_n_steps=every,
         games=Games(targets=2),
-        settings=MonitorSettings(cache=False),
+        cache=False,
         **settings,
     )
 

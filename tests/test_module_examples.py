@@ -1,4 +1,4 @@
-"""The examples in docstrings behind the root: settings of attacks, split models, fine-tuning."""
+"""The examples in docstrings behind the root: settings of attacks, fine-tuning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ MODULES = [
     "attacks.texts.prefix.inversion",
     "finetuning.data",
     "finetuning.module",
-    "split.cut",
 ]
 
 

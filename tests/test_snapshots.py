@@ -131,13 +131,6 @@ def test_kept_gradient_divides_out_the_loss_scale():
     torch.testing.assert_close(got, torch.ones(3, 2))
 
 
-def test_view_takes_the_old_spelling_with_a_warning():
-    layer = nn.Linear(2, 3, bias=False)
-    tap = GradientTap({"w": layer.weight})
-    with pytest.warns(FutureWarning, match="copies="):
-        assert not tap.view(0, Stage.LOCAL, kept=True).tensors
-
-
 def test_the_loss_scale_is_divided_out_once_however_often_it_is_viewed():
     layer = nn.Linear(2, 3, bias=False)
     tap = GradientTap({"w": layer.weight})

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak import LeakageMonitor
+from lightning_fedleak.callbacks import MonitorSettings
 
 SMOKE = ("512x64x2 --steps 2 --batch 2x8 --rank 4",)
 HEAD = 64
@@ -74,14 +75,13 @@ def fit(shape: tuple[int, int, int], watched: bool) -> dict[str, object]:
     module = FineTuning(shape, OPTIONS.rank)
     ids = torch.randint(3, shape[0], (OPTIONS.steps * rows, length))
     data = [{"input_ids": row, "labels": row} for row in ids]
+    settings = MonitorSettings(look_seconds=LOOK_SECONDS)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             max_steps=OPTIONS.steps,
             precision="bf16-true",
             accelerator="cpu",
-            callbacks=[LeakageMonitor(every_n_steps=1, look_seconds=LOOK_SECONDS)]
-            if watched
-            else [],
+            callbacks=[LeakageMonitor(every_n_steps=1, settings=settings)] if watched else [],
             default_root_dir=folder,
             enable_checkpointing=False,
             enable_progress_bar=False,

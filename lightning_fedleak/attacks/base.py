@@ -22,7 +22,6 @@ from lightning_fedleak.snapshots import UnusableObservation as UnusableObservati
 from lightning_fedleak.threats import Capability as Capability
 from lightning_fedleak.threats import ThreatModel as ThreatModel
 from lightning_fedleak.threats import ThreatModelError as ThreatModelError
-from lightning_fedleak.validate import Settings, group_old_arguments
 
 WITHOUT_FLOAT64 = frozenset({"mps"})
 """Device types without float64: Apple's GPUs."""
@@ -170,10 +169,6 @@ class Attack(ABC):
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.default_name
-
-    def _group(self, argument: str, settings: Settings, old: Mapping[str, object]) -> Settings:
-        """Return a constructor's settings with those that 0.1.0 took one by one, which warn."""
-        return group_old_arguments(type(self).__name__, argument, settings, old, depth=5)
 
     def check_device(self, anatomy: Anatomy) -> None:
         """Raise an error if the model's device does not support this attack's arithmetic.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -35,25 +34,12 @@ from lightning_fedleak.report import write_at_end
 from lightning_fedleak.taps import before_real_step, real_optimizer
 from lightning_fedleak.validate import (
     check_choice,
-    check_names,
     check_number,
-    group_old_arguments,
-    old_spelling,
 )
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
     import pandas as pd
-
-_GAMES = {
-    "targets": "targets",
-    "held_out": "held_out",
-    "window": "window",
-    "canary_scale": "scale",
-    "canaries": "canaries",
-    "score_canaries": "score_canaries",
-}
-"""Arguments that are the games' now, and their names there."""
 
 _FITS: WeakKeyDictionary[L.Trainer, str] = WeakKeyDictionary()
 """The id of each Trainer's fit that runs: the same for all its monitors."""
@@ -79,9 +65,6 @@ class MonitorSettings(LookSettings):
     utility: str | Sequence[str] = ("train_loss", "val_loss")
     head_own_part: bool = False
     memorization: Memorization = field(default_factory=Memorization)
-
-
-_old_settings = old_spelling(MonitorSettings)
 
 
 class LeakageMonitor(EitherCallback):
@@ -178,20 +161,8 @@ class LeakageMonitor(EitherCallback):
         public_text: TextSource | None = None,
         report: bool = False,
         settings: MonitorSettings | None = None,
-        **old: Any,
     ) -> None:
-        rare = [one.name for one in fields(MonitorSettings)]
-        arguments = signature(LeakageMonitor).parameters
-        check_names("LeakageMonitor", old, [*arguments, *rare, *_GAMES])
-        if moved := [name for name in old if name in _GAMES]:
-            names = ", ".join(f"{name}=" for name in moved)
-            games_now = ", ".join(f"{_GAMES[name]}=..." for name in moved)
-            raise TypeError(
-                f"LeakageMonitor({names}) is spelled LeakageMonitor(games=Games({games_now})) now"
-            )
-        settings = group_old_arguments(
-            "LeakageMonitor", "settings", settings or MonitorSettings(), _old_settings(**old)
-        )
+        settings = settings or MonitorSettings()
         check_number("look_seconds", settings.look_seconds, above=0)
         check_choice("client", settings.client, ("rank", "world"), optional=True)
         selection = selected(

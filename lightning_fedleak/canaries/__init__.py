@@ -1,8 +1,5 @@
 """A user's own canary texts, in the training data or not by the flip of a coin."""
 
-import importlib
-import warnings
-
 from lightning_fedleak.canaries.dataset import CanaryDataset as CanaryDataset
 from lightning_fedleak.canaries.dataset import CanarySet as CanarySet
 from lightning_fedleak.canaries.dataset import with_canaries as with_canaries
@@ -14,15 +11,3 @@ from lightning_fedleak.canaries.record import InclusionMismatch as InclusionMism
 from lightning_fedleak.canaries.record import InclusionRecord as InclusionRecord
 from lightning_fedleak.canaries.texts import high_temperature_canaries as high_temperature_canaries
 from lightning_fedleak.canaries.texts import new_token_canaries as new_token_canaries
-
-
-def __getattr__(name: str) -> object:
-    if name == "CanaryScorer":
-        warnings.warn(
-            "lightning_fedleak.canaries.CanaryScorer is lightning_fedleak.callbacks.CanaryScorer "
-            "now; the old name works through 0.2",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return importlib.import_module("lightning_fedleak.callbacks").CanaryScorer
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

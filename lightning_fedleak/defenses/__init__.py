@@ -5,9 +5,6 @@ from lightning_fedleak.defenses.accounting.accounting import (
     effective_noise_multiplier as effective_noise_multiplier,
 )
 from lightning_fedleak.defenses.accounting.accounting import (
-    joint_noise_multiplier as joint_noise_multiplier,
-)
-from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for as noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent

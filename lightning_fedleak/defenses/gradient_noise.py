@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ from lightning_fedleak.defenses.base import (
     State,
     parameter_name,
 )
-from lightning_fedleak.validate import check_integer, check_names, check_number
+from lightning_fedleak.validate import check_integer, check_number
 
 
 class GradientNoise(noise.HardenedNoise):
@@ -67,7 +65,6 @@ class GradientNoise(noise.HardenedNoise):
             resumes from a checkpoint without this defence's state ignores the seed.
         harden_factor: what a notch multiplies the noise by.
         max_hardenings: how often it may be turned up; None for no limit.
-        old: ``most_notches``, as 0.1.0 spelled ``max_hardenings``; it warns, and works through 0.2.
 
     Attributes:
         notches: how often it was turned up.
@@ -93,16 +90,14 @@ class GradientNoise(noise.HardenedNoise):
         *,
         harden_factor: float = 2.0,
         max_hardenings: int | None = None,
-        **old: Any,
     ) -> None:
-        check_names("GradientNoise", old, [*signature(GradientNoise).parameters, "most_notches"])
         hint = "None is for no clipping"
         self.clip = check_number(
             "GradientNoise: clip", clip, above=0, optional=True, hint=hint, error=DefenseError
         )
         self.sigma = check_number("GradientNoise: sigma", sigma, at_least=0, error=DefenseError)
         self.seed = seed
-        self._allow_hardening(harden_factor, max_hardenings, **old)
+        self._allow_hardening(harden_factor, max_hardenings)
         self.releases = 0
         self._precision = 0.0  # sum of 1 / sigma^2 over releases
         if clip is None or sigma == 0 or seed is not None:

@@ -15,7 +15,7 @@ from scipy.special import log_ndtr
 from torch import Tensor
 
 from lightning_fedleak.defenses.base import Defense, DefenseError
-from lightning_fedleak.validate import check_integer, check_number, warn_of_old_spelling
+from lightning_fedleak.validate import check_integer, check_number
 
 GAUGED = 1 << 16  # coordinates of each parameter whose noise is measured. Not tuned
 FEWEST_GAUGED = 50  # coordinates; of fewer, chi-square's tail would often pass for wrong noise
@@ -102,25 +102,20 @@ class NoiseGauge:
         self._square = 0.0
         self._count = 0
 
-    def before(self, total: Tensor, relative: float) -> Tensor | None:
-        """Return some coordinates of a clipped sum, None where rounding would hide the noise.
-
-        Args:
-            total: of one parameter.
-            relative: how much noise it gets, over ``std``.
-        """
+    def before(self, total: Tensor) -> Tensor | None:
+        """Return some coordinates of a parameter's sum, None where rounding would hide noise."""
         if not self.std:
             return None
         exact = total.flatten()[:GAUGED].clone()
         largest = float(exact.abs().max()) if exact.numel() else 0.0
-        return exact if self.std * relative > LEAST_GAUGED * largest else None
+        return exact if self.std > LEAST_GAUGED * largest else None
 
-    def after(self, exact: Tensor, released: Tensor, relative: float) -> None:
+    def after(self, exact: Tensor, released: Tensor) -> None:
         """Measure the noise of the same coordinates in the gradient that leaves."""
         if released.dtype not in (torch.float32, torch.float64):
             return
         noise = released.flatten()[:GAUGED].double() * self.divisor - exact.double()
-        self._square += float(noise.square().sum()) / relative**2
+        self._square += float(noise.square().sum())
         self._count += noise.numel()
 
     def measured(self) -> float | None:
@@ -155,18 +150,13 @@ class HardenedNoise(Defense):
     max_hardenings: int | None
     notches: int
 
-    def _allow_hardening(
-        self, harden_factor: float, max_hardenings: int | None, most_notches: int | None = None
-    ) -> None:
-        """Set how the noise may be turned up; 0.1.0 spelled ``max_hardenings`` ``most_notches``.
+    def _allow_hardening(self, harden_factor: float, max_hardenings: int | None) -> None:
+        """Set how the noise may be turned up.
 
         Raises:
             DefenseError: a value out of range.
         """
         owner = type(self).__name__
-        if most_notches is not None:
-            warn_of_old_spelling(f"{owner}(most_notches=)", f"{owner}(max_hardenings=)")
-            max_hardenings = most_notches
         check_number(f"{owner}: harden_factor", harden_factor, above=1, error=DefenseError)
         name = f"{owner}: max_hardenings"
         check_integer(name, max_hardenings, at_least=0, optional=True, error=DefenseError)

@@ -31,12 +31,8 @@ from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.federation import client_settings
 from lightning_fedleak.federation.updates import Release, Update, UpdateError, UpdateSum, clipped
 from lightning_fedleak.messages import rank_zero_warn
-from lightning_fedleak.validate import group_old_arguments, old_spelling
 
 C = TypeVar("C")
-
-
-_old_settings = old_spelling(client_settings.ClientReleaseSettings, most_notches=int)
 
 
 class ClientDP(Defense):
@@ -97,7 +93,6 @@ class ClientDP(Defense):
             otherwise each client its own.
         release: shares of noise that may be missing, hardening, a clip norm that follows a
             quantile, and noise that is correlated over rounds: :class:`ClientReleaseSettings`.
-        old: arguments of 0.1.0 that ``release`` has, and ``most_notches``; they warn.
 
     Raises:
         DefenseError: a value out of range, or a ledger of other terms.
@@ -121,15 +116,8 @@ class ClientDP(Defense):
         accountant: AccountantKind | Literal["filter"] = "prv",
         ledger: str | os.PathLike[str] | None = None,
         release: client_settings.ClientReleaseSettings | None = None,
-        **old: Any,
     ) -> None:
-        release = group_old_arguments(
-            "ClientDP",
-            "release",
-            release or client_settings.ClientReleaseSettings(),
-            _old_settings(**old),
-            renamed={"most_notches": "max_hardenings"},
-        )
+        release = release or client_settings.ClientReleaseSettings()
         client_settings.check_numbers(clip, noise_multiplier, target_epsilon, rounds)
         client_settings.check_delta(target_delta, clients)
         self.clip = float(clip)

@@ -52,7 +52,6 @@ from lightning_fedleak.snapshots import GradientSnapshot, Stage, UpdateSnapshot
 from lightning_fedleak.validate import (
     check_choice,
     check_integer,
-    group_old_arguments,
 )
 
 SUM = "sum"
@@ -132,11 +131,8 @@ class RoundObserver:
         tokenizer: Any | None = None,
         max_overhead: float | None = None,
         settings: RoundSettings | None = None,
-        **old: Any,
     ) -> None:
-        settings = group_old_arguments(
-            "RoundObserver", "settings", settings or RoundSettings(), old
-        )
+        settings = settings or RoundSettings()
         self.local_steps = check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
         data = settings.data

@@ -31,7 +31,6 @@ from lightning_fedleak.snapshots import (
     whole_tensor,
 )
 from lightning_fedleak.taps.hooks import raise_kept, raised_when_read
-from lightning_fedleak.validate import warn_of_old_spelling
 
 # Prefixes of operations that compare with targets, look words up, or normalise over classes: a term
 # with one of them depends on the batch. Custom functions (fused losses, checkpointing, compiled
@@ -112,7 +111,6 @@ class GradientTap:
         copies: bool = False,
         client: int = 0,
         scale: float = 1.0,
-        kept: bool | None = None,
     ) -> GradientSnapshot:
         """Return views of the present gradients.
 
@@ -122,7 +120,6 @@ class GradientTap:
             copies: read the copies of :meth:`keep_local` in place of ``p.grad``.
             client: rank of the client.
             scale: loss scale still in the copies (fp16's GradScaler); divided out.
-            kept: ``copies``, as 0.1.0 spelled it, with a warning.
 
         Returns:
             A snapshot without the roles that have no gradient.
@@ -131,9 +128,6 @@ class GradientTap:
             Exception: what a hook has raised since :meth:`arm`.
         """
         raise_kept(self)
-        if kept is not None:
-            copies = kept
-            warn_of_old_spelling("GradientTap.view(kept=)", "copies=")
         gradients: dict[int, Tensor] = {}
         for key, parameter in {id(p): p for p in self._parameters.values()}.items():
             if copies and key in self._scales:

@@ -28,7 +28,7 @@ from lightning_fedleak.finetuning import CausalLMFineTuning
 from lightning_fedleak.finetuning import pytorch_lightning as of_pytorch_lightning
 from lightning_fedleak.lightning_packages import package_of
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.callbacks.runs import Probe, fit, footprint, logged_losses
+from tests.callbacks.runs import Probe, fit, footprint, logged_losses, monitor_with
 from tests.helpers.lightning_modules import CausalLMModule, FusedLossModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
 
@@ -342,7 +342,7 @@ def main(root: Path) -> None:
         "aggregate": {"stages": ("shared", "aggregate")},
     }.items():
         try:
-            run(root / case, [LeakageMonitor(FCMembership(layer=1), **settings)])
+            run(root / case, [monitor_with(FCMembership(layer=1), **settings)])
         except ValueError as error:
             out[f"refused/{case}"] = str(error)
 

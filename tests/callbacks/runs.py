@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import lightning.pytorch as L
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_fedleak.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.attacks.base import Attack, Query, Surfaces, WordGuess
+from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
 from lightning_fedleak.lightning_packages import twin
 from lightning_fedleak.snapshots import Observation
 from lightning_fedleak.threats import Capability, ThreatModel
@@ -52,6 +53,13 @@ class Probe(Attack):
 
     def config(self) -> dict[str, object]:
         return {"k": self.k}
+
+
+def monitor_with(attacks: Any = "auto", **arguments: Any) -> LeakageMonitor:
+    """Return a monitor whose rare settings are named among its arguments."""
+    rare = {one.name for one in fields(MonitorSettings)} & arguments.keys()
+    settings = MonitorSettings(**{name: arguments.pop(name) for name in rare})
+    return LeakageMonitor(attacks, settings=settings, **arguments)
 
 
 def fit(

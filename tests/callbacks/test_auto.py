@@ -23,7 +23,7 @@ from lightning_fedleak.looks.choice import Row, table
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama, t5
-from tests.callbacks.runs import assert_same, fit
+from tests.callbacks.runs import assert_same, fit, monitor_with
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_bert_classifier
 
@@ -52,7 +52,7 @@ def loader() -> Any:
 
 def auto(**settings: Any) -> LeakageMonitor:
     given = {"every_n_steps": 1, "public_text": TEXT.tolist()} | settings
-    monitor = LeakageMonitor(**given)
+    monitor = monitor_with(**given)
     for attack in monitor.attacks:
         if isinstance(attack, AlignedFlatChat):
             attack.calibration_tokens, attack.lengths = 200, (8, 12)
@@ -386,7 +386,7 @@ def test_its_cadence_is_a_share_of_the_training_time() -> None:
 )
 def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        LeakageMonitor(**settings)
+        monitor_with(**settings)
 
 
 def test_text_goes_to_every_attack_that_takes_it() -> None:

@@ -23,7 +23,7 @@ from lightning_fedleak.anatomy import find_anatomy
 from lightning_fedleak.attacks import Attack, BagOfWords, FlatChat, PublicText
 from lightning_fedleak.looks.cache import CalibrationCache, cache_folder, hash_of_weights
 from tests.attacks.row_space.models import llama
-from tests.callbacks.runs import fit
+from tests.callbacks.runs import fit, monitor_with
 from tests.helpers.models import tiny_gpt2
 
 TEXT = torch.randint(3, 97, (20, 8), generator=torch.Generator().manual_seed(3))
@@ -57,7 +57,7 @@ def prepared_in(root: Path, made: Attack, **monitor: Any) -> int:
     Counted.prepared = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=UserWarning)
-        fit([LeakageMonitor(made, every_n_steps=4, **monitor)], root, n=8)
+        fit([monitor_with(made, every_n_steps=4, **monitor)], root, n=8)
     return Counted.prepared
 
 

@@ -13,10 +13,10 @@ from lightning_fedleak.attacks.membership.attention import AttentionMembership, 
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.l1_distance import model_rounding
 from lightning_fedleak.attacks.membership.trained import TrainedMembership, TrainingSettings
-from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings
+from lightning_fedleak.callbacks import LeakageMonitor
 from lightning_fedleak.defenses import Freeze
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.callbacks.runs import Probe, assert_same, fit
+from tests.callbacks.runs import Probe, assert_same, fit, monitor_with
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
 
@@ -29,7 +29,7 @@ class Two(DDPStrategy):
 
 def set_up(strategy, attacks=None, **settings):
     """A monitor as the Trainer sets it up on a strategy."""
-    monitor = LeakageMonitor(FCMembership(1) if attacks is None else attacks, **settings)
+    monitor = monitor_with(FCMembership(1) if attacks is None else attacks, **settings)
     trainer = SimpleNamespace(strategy=strategy, callbacks=[monitor], world_size=2)
     monitor.setup(trainer, None, "fit")
     return monitor
@@ -159,14 +159,3 @@ def test_what_was_measured_is_resumed_and_not_measured_twice(tmp_path, monkeypat
     assert len(measured) == (1 if kind == "fc" else 2)
     if kind == "fc":
         assert other.attacks[0]._resolve_precision(torch.float32) == "fp32"
-
-
-def test_rare_settings_are_taken_one_by_one_too_and_warn():
-    with pytest.warns(FutureWarning, match=r"settings=MonitorSettings\(texts=, cache=\)"):
-        old = LeakageMonitor([FCMembership(1)], texts=3, cache=False)
-    settings = MonitorSettings(texts=3, cache=False)
-    new = LeakageMonitor([FCMembership(1)], settings=settings)
-    assert (old.engine.options.texts, old.engine.options.cache) == (3, False)
-    assert new.engine.options.texts == 3
-    with pytest.raises(TypeError, match=r"argument 'textes'\. Did you mean texts=\?"):
-        LeakageMonitor([FCMembership(1)], textes=3)

@@ -696,13 +696,6 @@ def test_rounds_of_steps_are_refused():
         LeakageMonitor(Recording(), local_steps=2)
 
 
-def test_arguments_that_have_moved_are_refused_with_their_new_spelling():
-    with pytest.raises(TypeError, match=r"games=Games\(targets=\.\.\., scale=\.\.\.\)\) now"):
-        LeakageMonitor(Recording(), targets=8, canary_scale=1.0)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'target'"):
-        LeakageMonitor(Recording(), target=8)
-
-
 def test_a_layer_that_is_not_there_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match=r"layer=3 is out of range: the model has 2 blocks"):
         fit([LeakageMonitor(Recording(layer=3))], tmp_path)

@@ -17,7 +17,7 @@ from lightning_fedleak.callbacks import LeakageMonitor, MonitorSettings, RiskGat
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.defenses.activations.noise import ActivationNoise
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.callbacks.runs import Kept, Probe, assert_same, fit
+from tests.callbacks.runs import Kept, Probe, assert_same, fit, monitor_with
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
 
@@ -49,7 +49,7 @@ def games(**settings):
         ),
         Probe(),
     ]
-    monitor = LeakageMonitor(attacks, every_n_steps=1, stages=("local", "shared"), **settings)
+    monitor = monitor_with(attacks, every_n_steps=1, stages=("local", "shared"), **settings)
     return [RiskGate("leakage/fc_1/auc", at_most=1.0), monitor], monitor
 
 

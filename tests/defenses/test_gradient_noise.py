@@ -262,11 +262,8 @@ def test_it_leaves_the_global_generator_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", [GradientNoise, ActivationNoise])
-def test_the_old_name_of_the_limit_of_hardenings_works_and_warns(kind: type) -> None:
-    with pytest.warns(FutureWarning, match=r"most_notches=.*max_hardenings=") as caught:
-        defense = kind(1, 1.0, most_notches=1)
-    assert caught[0].filename == __file__
-    assert defense.max_hardenings == 1
+def test_noise_is_turned_up_to_the_limit_of_hardenings(kind: type) -> None:
+    defense = kind(1, 1.0, max_hardenings=1)
     assert defense.harden() is not None
     assert defense.harden() is None
     with pytest.raises(DefenseError, match=r"max_hardenings must be .* got -1"):

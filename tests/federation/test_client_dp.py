@@ -648,18 +648,11 @@ def test_settings_that_hold_no_guarantee_are_refused(more, said):
         dp(**more)
 
 
-def test_arguments_of_0_1_0_warn_and_work():
-    shares = {"clients": 9, "target_delta": DELTA, "trust": "secure_aggregation"}
-    with pytest.warns(FutureWarning, match=r"release=ClientReleaseSettings\(dropouts=\)\) now"):
-        old = ClientDP(1.0, 1.0, dropouts=5, **shares)
-    assert old.own_noise_std == dp(clients=9, trust="secure_aggregation", dropouts=5).own_noise_std
+def test_hardening_ends_at_the_limit():
+    release = ClientReleaseSettings(max_hardenings=1)
     budget = {"clients": 9, "target_delta": DELTA, "accountant": "filter", "target_epsilon": 50.0}
-    spelling = r"ClientDP\(most_notches=\) is spelled .*ClientReleaseSettings\(max_hardenings=\)"
-    with pytest.warns(FutureWarning, match=spelling):
-        old = ClientDP(1.0, 4.0, most_notches=1, **budget)
-    assert [old.harden() is None for _ in range(2)] == [False, True]
-    with pytest.raises(TypeError, match=r"'most_notch'. Did you mean most_notches=\?"):
-        ClientDP(1.0, 1.0, most_notch=1, **shares)
+    defense = ClientDP(1.0, 4.0, release=release, **budget)
+    assert [defense.harden() is None for _ in range(2)] == [False, True]
 
 
 def test_who_adds_the_noise_is_held_to_it():

@@ -551,12 +551,6 @@ def test_a_report_is_written_of_it(tmp_path):
     assert "bag_of_words" in page.read_text()
 
 
-def test_rare_settings_are_taken_one_by_one_too_and_warn(tmp_path):
-    with pytest.warns(FutureWarning, match=r"settings=RoundSettings\(federation=, cache=\)"):
-        old = RoundObserver(model(), SGD, 2, folder=tmp_path, federation="a", cache=False)
-    assert (old.federation, old.engine.options.cache) == ("a", False)
-
-
 def test_what_a_look_raises_ends_no_round_and_is_unknown(tmp_path, caplog):
     """Every function of the package that a later look enters raises in a round of its own."""
     from tests.looks.test_failures import functions, nothing, profiled, raises

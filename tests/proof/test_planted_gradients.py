@@ -61,7 +61,7 @@ def audited(
         (1.0, {"poisson_sampling": False}),
         (1.0, {"max_physical_batch_size": 90}),
         (1.0, {"max_grad_norm": "auto"}),
-        (1.0, {"per_layer": True, "layer_noise": "by_clip"}),
+        (1.0, {"per_layer": True}),
     ],
 )
 def test_no_more_audits_of_dpsgd_than_allowed_exceed_its_epsilon(sigma, settings) -> None:

@@ -226,11 +226,10 @@ def names_and_states() -> Section:
     for title, build in attacks.items():
         attack = build()
         needs = sorted(c.name for c in attack.threat_model.needs)
-        arguments = getattr(attack, "arguments", None) or attack.given  # of 0.1.0
         found[f"attack {title}"] = [
             f"name {attack.name}",
             f"config {bare(repr(attack.config()))}",
-            f"given {bare(repr(arguments()))}",
+            f"given {bare(repr(attack.arguments()))}",
             f"threat model {needs}: {attack.threat_model.summary}",
             *runs.shapes(attack.state_dict(), "state"),
         ]

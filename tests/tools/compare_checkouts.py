@@ -20,8 +20,7 @@ Each checkout runs in a process of its own, with this interpreter, one thread an
 a title of the output (``api / lightning_fedleak: LeakageMonitor``) and may hold ``*``; a line
 that fits no difference is said, and is no error. Exits 1 where a difference remains.
 
-``--make-checkpoints DIR CHECKOUT`` writes the checkpoints of ``resumes`` into a folder, and is how
-``tests/fixtures/checkpoint_0.1.0.ckpt`` was made.
+``--make-checkpoints DIR CHECKOUT`` writes the checkpoints of ``resumes`` into a folder.
 """
 
 from __future__ import annotations

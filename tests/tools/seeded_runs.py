@@ -25,13 +25,13 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import lightning_fedleak as fedleak
-from lightning_fedleak.attacks import Attack, UnusableObservation
-from lightning_fedleak.defenses import mean_of_sample_means
+from lightning_fedleak.attacks import Attack, TrainingSettings, UnusableObservation
+from lightning_fedleak.callbacks import MonitorSettings
+from lightning_fedleak.defenses import ClipSettings, ReleaseSettings, mean_of_sample_means
 from lightning_fedleak.strategies.release import CHECKPOINT_KEY
 
 VOCAB, WIDTH, LENGTH, MASK = 97, 16, 10, 96
 STAGES = ("local", "shared", "aggregate")
-RENAMED = {"scale": "canary_scale"}
 PUBLIC = [[(i * i + 7 * i * j + 3 * j * j) % 90 + 3 for j in range(12)] for i in range(120)]
 HELD_OUT = [[(5 * i + 11 * j) % 90 + 3 for j in range(LENGTH)] for i in range(40)]
 
@@ -136,16 +136,16 @@ def with_own_canaries() -> Any:
 
 
 def monitor(attacks: Any, **settings: Any) -> Any:
-    """A LeakageMonitor; what is about membership games is given as this checkout takes it."""
+    """A LeakageMonitor, with settings of membership games and rare ones in their groups."""
     names = ("targets", "held_out", "window", "scale", "canaries", "score_canaries")
     games = {name: settings.pop(name) for name in names if name in settings}
-    try:
-        from lightning_fedleak import Games  # type: ignore[attr-defined, unused-ignore]
-    except ImportError:
-        games = {RENAMED.get(name, name): value for name, value in games.items()}
-    else:
-        games = {"games": Games(**games)} if games else {}
-    return fedleak.LeakageMonitor(attacks, **games, **settings)
+    rare = {name: settings.pop(name) for name in ("texts", "head_own_part") if name in settings}
+    return fedleak.LeakageMonitor(
+        attacks,
+        games=fedleak.Games(**games) if games else None,
+        settings=MonitorSettings(**rare),
+        **settings,
+    )
 
 
 # ---- a run --------------------------------------------------------------------------------------
@@ -302,8 +302,8 @@ def is_monitor(callback: object) -> bool:
 
 
 def _cadence(monitor):
-    """The monitor's cadence, whose place was another in 0.1.0."""
-    return monitor.cadence if hasattr(monitor, "cadence") else monitor.engine.options.cadence
+    """The monitor's cadence."""
+    return monitor.engine.options.cadence
 
 
 def shown_by(run: Run, folder: Path, **how: Any) -> dict[str, list[str]]:
@@ -375,12 +375,15 @@ def word_attacks() -> list[Attack]:
     ]
 
 
+TRAINING = TrainingSettings(hidden_units=16, steps=10, public_rows=32)
+
+
 def membership_attacks() -> list[Attack]:
     return [
         fedleak.FCMembership(1),
         fedleak.FCMembership(1, "full", name="fc_full"),
         fedleak.AttentionMembership(1, public()),
-        fedleak.TrainedMembership(1, public(), hidden_units=16, steps=10, public_rows=32),
+        fedleak.TrainedMembership(1, public(), training=TRAINING),
     ]
 
 
@@ -395,15 +398,6 @@ def text_attacks() -> list[Attack]:
 
 def dpsgd(**settings: Any) -> list[Any]:
     values = {"noise_multiplier": 0.5, "seed": 1} | settings
-    groups = vars(fedleak.defenses)
-    if "ReleaseSettings" in groups:  # later than 0.1.0
-        if "poisson" in values:
-            values["poisson_sampling"] = values.pop("poisson")
-        if "clipping" in values:
-            values["clip"] = groups["ClipSettings"](form=values.pop("clipping"))
-        if "most_notches" in values:
-            hardenings = values.pop("most_notches")
-            values["release"] = groups["ReleaseSettings"](max_hardenings=hardenings)
     return [fedleak.DPSGD(0.9, **values)]
 
 
@@ -513,7 +507,9 @@ RUNS: dict[str, Run] = {
     ),
     "canaries": Run(own_canaries, data=with_own_canaries),
     "canaries under DPSGD": Run(own_canaries, dpsgd, data=with_own_canaries),
-    "gates": Run(gated, lambda: [fedleak.GradientNoise(1.0, 1e-4, seed=1, most_notches=2)], untied),
+    "gates": Run(
+        gated, lambda: [fedleak.GradientNoise(1.0, 1e-4, seed=1, max_hardenings=2)], untied
+    ),
     "a gate that stops": Run(stopped),
     "a frozen head": Run(
         watched(lambda: [flatchat(), fedleak.BagOfWords()]),
@@ -534,9 +530,10 @@ RUNS: dict[str, Run] = {
         watched(lambda: [flatchat()]),
         lambda: [fedleak.TokenLDP("grr", 4.0, special_ids=[0, 1, 2], seed=1)],
     ),
-    "ghost clipping": Run(watched(signs), lambda: dpsgd(clipping="ghost"), model=bert),
+    "ghost clipping": Run(watched(signs), lambda: dpsgd(clip=ClipSettings("ghost")), model=bert),
     "not Poisson": Run(
-        watched(lambda: [flatchat()]), lambda: dpsgd(poisson=False, clipping="per_sample")
+        watched(lambda: [flatchat()]),
+        lambda: dpsgd(poisson_sampling=False, clip=ClipSettings("per_sample")),
     ),
     "epsilon by PRV": accounted(),
     "epsilon by RDP": accounted(accountant="rdp"),
@@ -546,7 +543,7 @@ RUNS: dict[str, Run] = {
         target_epsilon=50.0,
         target_delta=1e-3,
         accountant="filter",
-        most_notches=3,
+        release=ReleaseSettings(max_hardenings=3),
     ),
     "TensorBoard": Run(
         lambda: [
@@ -594,7 +591,7 @@ def checkpointed() -> list[Any]:
 
 CHECKPOINTED = Run(checkpointed, dpsgd, data=with_own_canaries)
 ACCOUNTED = accounted(accountant="rdp")
-SAVED = {"checkpoint_0.1.0": CHECKPOINTED, "accounted": ACCOUNTED}
+SAVED = {"watched": CHECKPOINTED, "accounted": ACCOUNTED}
 
 
 def make_checkpoint(run: Run, path: Path, folder: Path) -> None:

@@ -1,13 +1,11 @@
 """The tools' own logic; whole comparisons of two checkouts are too long for a test."""
 
-import dataclasses
 import json
 import re
 from typing import Any
 
 import pytest
 
-import lightning_fedleak as fedleak
 from tests.helpers.processes import one_process
 from tests.tools import compare_checkouts, files_entered, lowest_versions, seeded_runs
 
@@ -72,21 +70,12 @@ def test_a_foreign_errors_place_does_not_count_and_all_else_in_a_line_does(tmp_p
     assert shown[0] == shown[1] != shown[2]
 
 
-def test_settings_of_games_are_given_as_the_checkout_takes_them(monkeypatch):
-    @dataclasses.dataclass
-    class Games:
-        targets: int
-        scale: float
-
-    monkeypatch.setattr(fedleak, "LeakageMonitor", lambda attacks, **given: given, raising=False)
-    monkeypatch.delitem(vars(fedleak), "Games", raising=False)
-    homes = {home: names for home, names in fedleak._HOMES.items() if home != "callbacks"}
-    monkeypatch.setattr(fedleak, "_HOMES", homes)
-    old = seeded_runs.monitor([], targets=3, scale=2.0, every_n_steps=1)
-    assert old == {"targets": 3, "canary_scale": 2.0, "every_n_steps": 1}
-    monkeypatch.setattr(fedleak, "Games", Games, raising=False)
-    new = seeded_runs.monitor([], targets=3, scale=2.0, every_n_steps=1)
-    assert new == {"games": Games(3, 2.0), "every_n_steps": 1}
+def test_settings_of_games_and_rare_ones_are_given_in_their_groups():
+    monitor = seeded_runs.monitor(
+        seeded_runs.flatchat(), targets=3, scale=2.0, texts=2, every_n_steps=1
+    )
+    options = monitor.engine.options
+    assert (options.games.targets, options.games.scale, options.texts) == (3, 2.0, 2)
 
 
 def test_the_way_of_one_look_and_of_one_dpsgd_step_grows_no_longer(tmp_path):

@@ -43,7 +43,7 @@ from lightning_fedleak.attacks.membership.base import (
     threat_with_public_text,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.validate import check_integer, check_number, old_spelling
+from lightning_fedleak.validate import check_integer, check_number
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Half-widths of the bands around a member's response, in units of that response; not tuned."""
@@ -59,8 +59,6 @@ BETA = 0.3
 
 REPLACED_BETA = 0.01
 """Default factor against a defence that replaces batches: members score higher with it."""
-
-_old_settings = old_spelling(AttentionSettings)
 
 
 class AttentionMembership(MembershipAttack):
@@ -109,7 +107,6 @@ class AttentionMembership(MembershipAttack):
         refresh_every: number of steps after which :meth:`refresh` calibrates again.
         seed: seed of public text, Algorithm 1's random matrices and calibration.
         name: the attack's name in the logs.
-        old: arguments of 0.1.0 that are fields of ``attention`` now; they warn.
 
     Raises:
         ValueError: a setting outside of its range, or two that exclude each other.
@@ -129,8 +126,8 @@ class AttentionMembership(MembershipAttack):
     config_names = (
         *("layer", "granularity", "design.beta", "design.gamma", "design.whiten", "design.score"),
         *("design.readout", "design.variant", "design.omit_random", "design.widths"),
-        *("design.causal", "design.ridge", "design.batch", "reader.false_positive_rate"),
-        *("design.seed", "design.select", "tokens", "design.calibration_tokens", "public_text"),
+        *("design.causal", "design.batch", "reader.false_positive_rate"),
+        *("design.seed", "tokens", "design.calibration_tokens", "public_text"),
         *("refresh_every", "reader.upstream_sign"),
     )
     needs_float64 = True
@@ -150,11 +147,9 @@ class AttentionMembership(MembershipAttack):
         refresh_every: int = 500,
         seed: int = 0,
         name: str | None = None,
-        **old: Any,
     ) -> None:
         super().__init__(layer, "token", tokens, name)
-        attention = attention or AttentionSettings()
-        settings = self._group("attention", attention, _old_settings(**old))
+        settings = attention or AttentionSettings()
         score = settings.resolved_score(gamma)
         check_positive_or("gamma", gamma, ("calibrated", "lemma"))
         self.refresh_every = check_integer("refresh_every", refresh_every)
@@ -277,8 +272,7 @@ class AttentionMembership(MembershipAttack):
         x, real, positions = self._whiten(hidden), query.attention_mask, query.positions
         heads = self.design.heads(x.shape[-1], x)
         if positions is None:
-            strongest = self.design.select == "strongest"
-            positions = heads.strongest(x, real) if strongest else last_real(real, hidden)
+            positions = last_real(real, hidden)
         positions = positions.to(x.device)
         v = tokens_at(hidden, positions).to(x.dtype)
         if not self.design.matched:

@@ -241,13 +241,13 @@ def calibrate(states: PublicStates, design: AttentionDesign) -> Calibration:
             ``readout="token"``, a median response that is not positive.
     """
     heads = design.heads(states.hidden.shape[-1], states.hidden)
-    whitening = fit_whitening(states.tokens, design.ridge) if design.whiten else None
+    whitening = fit_whitening(states.tokens) if design.whiten else None
     if design.gamma == "lemma":
         gamma = lemma_gamma(states.whiten(whitening), heads.beta)
         return Calibration(whitening, torch.tensor([gamma]), level=0)
     if design.whiten:
         fitted, states = states.halves()
-        states = states.whiten(fit_whitening(fitted.tokens, design.ridge))
+        states = states.whiten(fit_whitening(fitted.tokens))
     targets = PublicTargets.sample(states, design.seed)
     rows, response = None, 1.0
     if design.matched:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks.row_space import RIDGE, Whitening
+from lightning_fedleak.attacks.row_space import Whitening
 from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 PAIRS_AT_ONCE = 1 << 20  # pairs of tokens, of all targets, in memory at once (4 MiB for a head)
@@ -170,18 +170,6 @@ class HeadPair:
         squared = expected.square().sum(1, keepdim=True)
         nonzero = squared > 1e-12 * tokens_at(hidden, positions).square().sum(1, keepdim=True)
         return torch.where(nonzero, expected / squared, 0.0)
-
-    def strongest(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Return (G,) the position in each sentence where the expected response is largest."""
-        g, length = hidden.shape[:2]
-        sizes = []
-        for i in range(length):
-            position = torch.full((g,), i, device=hidden.device)
-            sizes.append(self.expected_response(hidden, mask, position).norm(dim=1))
-        strength = torch.stack(sizes, 1)
-        if mask is not None:
-            strength = strength.masked_fill(mask.to(hidden.device) == 0, -torch.inf)
-        return strength.argmax(1)
 
 
 def token_rows(v: Tensor) -> Tensor:
@@ -422,7 +410,6 @@ class AttentionSettings:
             2 / sqrt(d - 1), the value of their code. ``"auto"``: ``BETA``, and
             ``REPLACED_BETA`` against a defence that replaces batches.
         whiten: False for the model's own coordinates, as in the paper.
-        ridge: of the whitening, in units of the median eigenvalue.
         score: how the biases' gradient is read. ``"ladder"``: the highest gamma that a token
             exceeds. ``"band"``: the narrowest band around 1 that holds a token's response, from the
             difference of the gradients of its two edges. ``"coordinates"``: the paper's rows, and
@@ -434,8 +421,6 @@ class AttentionSettings:
             written: four heads, random matrices, QR, pseudo-inverses; head 2 omits a random
             direction.
         omit_random: whether head 2 of the projector omits that random direction too.
-        select: the target token where the query has no positions: ``"last"``, or ``"strongest"``,
-            the one with the largest expected response.
         widths: half-widths w of the bands; the gammas of ``"ladder"`` are 1 - w (and 1 + w with
             ``readout="token"``). ``"auto"``: ``WIDTHS``; against a defence that replaces
             batches ``REPLACED_WIDTHS``; against one that acts on gradients
@@ -447,18 +432,15 @@ class AttentionSettings:
 
     beta: float | Literal["authors", "auto"] = "auto"
     whiten: bool = True
-    ridge: float = RIDGE
     score: Score | Literal["auto"] = "auto"
     readout: Readout = "matched"
     variant: Variant = "projector"
     omit_random: bool = False
-    select: Literal["last", "strongest"] = "last"
     widths: Sequence[float] | Literal["auto"] = "auto"
     causal: bool = False
     calibration_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("select", self.select, ("last", "strongest"))
         check_integer("calibration_tokens", self.calibration_tokens, optional=True)
 
     def resolved_score(self, gamma: float | str) -> Score:

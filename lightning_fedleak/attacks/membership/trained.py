@@ -35,7 +35,7 @@ from lightning_fedleak.attacks.membership.base import (
 from lightning_fedleak.attacks.membership.fc import CraftedFC, Frozen, batch_inputs
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.model_runs import context_length, hidden_states
-from lightning_fedleak.validate import check_choice, check_integer, check_number, old_spelling
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 TWIN_DISTANCE = 1e-2  # L1, over the target's norm, of a sample that is skipped; not tuned
 CHECK_EVERY = 5  # steps of training between tests of the margin; not tuned
@@ -228,9 +228,6 @@ def _separated(outputs: Tensor, margin: float) -> bool:
     return bool((outputs[0] > margin) & (outputs[1:] < -margin).all())
 
 
-_old_settings = old_spelling(TrainingSettings)
-
-
 class TrainedMembership(MembershipAttack):
     """AMI FC: two fully connected layers whose weights are trained to fire on the target only.
 
@@ -266,7 +263,6 @@ class TrainedMembership(MembershipAttack):
         upstream_sign: likewise.
         tokens: as in the base class.
         name: in the logs.
-        old: arguments of 0.1.0 that ``training`` has, which warn.
 
     Raises:
         ValueError: a setting outside of its range.
@@ -298,11 +294,9 @@ class TrainedMembership(MembershipAttack):
         upstream_sign: Literal[-1, 0, 1] = 0,
         tokens: int = 32,
         name: str | None = None,
-        **old: Any,
     ) -> None:
         super().__init__(layer, granularity, tokens, name)
-        training = training or TrainingSettings()
-        self.training = self._group("training", training, _old_settings(**old))
+        self.training = training or TrainingSettings()
         self.refresh_every = check_integer("refresh_every", refresh_every)
         self.threshold = check_choice("threshold", threshold, ("midpoint", "trained"))
         attack = type(self).__name__

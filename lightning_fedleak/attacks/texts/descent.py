@@ -7,7 +7,6 @@ would have to take its moments along.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -219,7 +218,6 @@ class DescentAttack(InversionAttack):
         descent: rarely changed settings; None for the defaults.
         budget_seconds: for one observation, divided evenly among its texts.
         name: in the logs.
-        old: arguments of 0.1.0 that :class:`DescentSettings` has.
 
     Raises:
         ValueError: a setting out of range.
@@ -238,12 +236,11 @@ class DescentAttack(InversionAttack):
         descent: DescentSettings | None,
         budget_seconds: float | None,
         name: str | None,
-        old: Mapping[str, object],
     ) -> None:
         super().__init__(layer, budget_seconds, name)
         self.steps = check_integer("steps", steps)
         self.lr = check_number("lr", lr, above=0)
-        self.descent = self._group("descent", descent or DescentSettings(), old)
+        self.descent = descent or DescentSettings()
         self._table: TokenTable | None = None
 
     # ---- the adversary's copy -------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -33,8 +33,6 @@ from lightning_fedleak.attacks.texts.descent import (
 from lightning_fedleak.validate import (
     check_choice,
     check_integer,
-    old_spelling,
-    warn_of_old_spelling,
 )
 
 TEXTS, LENGTH = 64, 64  # random texts of a readout and their tokens; more cost time. Not tuned
@@ -119,9 +117,6 @@ class StateReadout:
         return words
 
 
-_old_settings = old_spelling(DescentSettings, init_token=int)
-
-
 class EmbeddingDescent(DescentAttack):
     """Zheng's attack: word embeddings whose hidden states are those sent (Eq. 3), by Adam.
 
@@ -154,7 +149,6 @@ class EmbeddingDescent(DescentAttack):
             (:class:`~lightning_fedleak.attacks.texts.descent.DescentSettings`).
         budget_seconds: for one observation, divided evenly among its texts.
         name: in the logs.
-        old: arguments of 0.1.0, which warn: those that ``descent`` has, and ``init_token``.
 
     Raises:
         ValueError: a setting out of range; at :meth:`prepare`, token ids that the model lacks.
@@ -182,13 +176,8 @@ class EmbeddingDescent(DescentAttack):
         descent: DescentSettings | None = None,
         budget_seconds: float | None = None,
         name: str | None = None,
-        **old: Any,
     ) -> None:
-        passed = _old_settings(**old)
-        if "init_token" in passed:
-            warn_of_old_spelling("EmbeddingDescent(init_token=)", "EmbeddingDescent(initial=)")
-            initial = passed.pop("init_token")
-        super().__init__(layer, steps, lr, descent, budget_seconds, name, passed)
+        super().__init__(layer, steps, lr, descent, budget_seconds, name)
         check_choice("likeness", likeness, LIKENESSES)
         if isinstance(initial, str):
             check_choice("initial", initial, get_args(Initial), hint="or the id of a token")

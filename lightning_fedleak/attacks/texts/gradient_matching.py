@@ -29,7 +29,7 @@ from lightning_fedleak.attacks.texts.base import TINY, Deadline, TextGuess
 from lightning_fedleak.attacks.texts.descent import RowAdam, TokenTable
 from lightning_fedleak.attacks.texts.model_copy import GradientTextAttack, ModelCopy, trained_names
 from lightning_fedleak.snapshots import Observation, whole_tensor
-from lightning_fedleak.validate import check_choice, check_integer, check_number, old_spelling
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 Distance = Literal["l2", "tag", "cosine"]
 Labels = Literal["learned", "text"]
@@ -89,9 +89,6 @@ class MatchingSettings:
         check_integer("starts", self.starts)
 
 
-_old_settings = old_spelling(MatchingSettings)
-
-
 class GradientMatching(GradientTextAttack):
     """An attack that changes dummy word embeddings until their gradient matches the shared one.
 
@@ -138,7 +135,6 @@ class GradientMatching(GradientTextAttack):
             is returned, and the guess says that it is not finished.
         seed: seed of starts and rearrangements.
         name: the attack's name in the logs.
-        old: arguments of 0.1.0 that are fields of ``matching`` now; they warn.
 
     Raises:
         ValueError: a number out of range, or an unknown ``distance`` or ``labels``.
@@ -177,7 +173,6 @@ class GradientMatching(GradientTextAttack):
         budget_seconds: float | None = 120.0,
         seed: int = 0,
         name: str | None = None,
-        **old: Any,
     ) -> None:
         super().__init__(name, budget_seconds)
         check_choice("distance", distance, get_args(Distance))
@@ -192,8 +187,7 @@ class GradientMatching(GradientTextAttack):
             )
         self.distance: Distance = distance
         self.labels: Labels = labels
-        matching = matching or MatchingSettings()
-        self.matching = self._group("matching", matching, _old_settings(**old))
+        self.matching = matching or MatchingSettings()
         self.parameters = None if parameters is None else tuple(parameters)
         self.seed = seed
         self._table: TokenTable | None = None

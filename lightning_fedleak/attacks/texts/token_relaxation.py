@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from lightning_fedleak.attacks.texts.base import Sent
 from lightning_fedleak.attacks.texts.descent import DescentAttack, DescentSettings
-from lightning_fedleak.validate import check_integer, check_number, old_spelling
-
-_old_settings = old_spelling(DescentSettings)
+from lightning_fedleak.validate import check_integer, check_number
 
 
 class TokenRelaxation(DescentAttack):
@@ -32,7 +28,6 @@ class TokenRelaxation(DescentAttack):
             (:class:`~lightning_fedleak.attacks.texts.descent.DescentSettings`).
         budget_seconds: for one observation, divided evenly among its texts.
         name: in the logs.
-        old: arguments of 0.1.0 that ``descent`` has, which warn.
 
     Raises:
         ValueError: a setting out of range.
@@ -57,9 +52,8 @@ class TokenRelaxation(DescentAttack):
         descent: DescentSettings | None = None,
         budget_seconds: float | None = None,
         name: str | None = None,
-        **old: Any,
     ) -> None:
-        super().__init__(layer, steps, lr, descent, budget_seconds, name, _old_settings(**old))
+        super().__init__(layer, steps, lr, descent, budget_seconds, name)
         self.temperature = check_number("temperature", temperature, above=0)
         self.most_weights = check_integer("most_weights", most_weights)
 

@@ -302,7 +302,6 @@ class FlatChat(Attack):
             None.
         seed: of the public batches.
         name: as in the logs.
-        old: fields of ``mixture``, as 0.1.0 took them one by one, with a warning.
 
     Raises:
         ValueError: an argument is out of range, or both numbers of types are set.
@@ -345,7 +344,6 @@ class FlatChat(Attack):
         mixture: MixtureSettings | None = None,
         seed: int = 0,
         name: str | None = None,
-        **old: Any,
     ) -> None:
         super().__init__(name)
         check_choice("scorer", scorer, ("gmm", "abs"))
@@ -363,7 +361,7 @@ class FlatChat(Attack):
         self.scorer: Scorer = scorer
         self.shapes = tuple(shapes)
         self.mask_token_id = mask_token_id
-        self.mixture = self._group("mixture", mixture or MixtureSettings(), old)
+        self.mixture = mixture or MixtureSettings()
         self.seed = seed
         self.regressor: TypeCountRegressor | None = None
         self._role = HEAD_WEIGHT

@@ -508,28 +508,6 @@ def effective_noise_multiplier(
     return noise_multiplier * math.sqrt(clients - colluding)
 
 
-def joint_noise_multiplier(clips: Sequence[float], stds: Sequence[float]) -> float:
-    """Return the noise multiplier of several Gaussian mechanisms that are released together.
-
-    Args:
-        clips: C_l, the clip norm of each.
-        stds: standard deviation of the noise on each number of it.
-
-    Returns:
-        ``1 / sqrt(sum (C_l / s_l)^2)``; 0 where one of them has no noise.
-
-    Raises:
-        DefenseError: numbers out of range, or not equally many of both.
-    """
-    fits = len(clips) == len(stds) > 0 and all(0 < c < math.inf for c in clips)
-    if not fits or not all(0 <= s < math.inf for s in stds):
-        raise DefenseError(
-            f"clips={list(clips)} must be positive, and stds={list(stds)} as many numbers of at "
-            "least 0"
-        )
-    return 1 / math.hypot(*(c / s for c, s in zip(clips, stds, strict=True))) if all(stds) else 0.0
-
-
 def check_delta_for(delta: float, examples: int) -> None:
     """Raise an error for a delta that would allow the release of a random example.
 

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from lightning_fedleak.defenses import noise
 from lightning_fedleak.defenses.activations.base import ActivationDefense
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 from lightning_fedleak.defenses.processes import SHARD_BITS
-from lightning_fedleak.validate import check_integer, check_names, check_number
+from lightning_fedleak.validate import check_integer, check_number
 
 _REMEMBERED = 4096  # forwards of one step that a recomputation may repeat; older ones are refused
 _SAMPLES = 64  # entries that distinguish hidden states; not tuned
@@ -67,7 +66,6 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
         harden_factor: what a notch of a gate (:meth:`harden`) multiplies the noise by. Epsilon
             counts the first sigma: how much was added depended on the data.
         max_hardenings: how often it may be turned up; None for no limit.
-        old: ``most_notches``, as 0.1.0 spelled ``max_hardenings``; it warns, and works through 0.2.
 
     Raises:
         DefenseError: a setting out of range; ``relative`` with ``clip``, with a defence that works
@@ -87,11 +85,7 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
         *,
         harden_factor: float = 2.0,
         max_hardenings: int | None = None,
-        **old: Any,
     ) -> None:
-        check_names(
-            "ActivationNoise", old, [*signature(ActivationNoise).parameters, "most_notches"]
-        )
         super().__init__(layer, inference=inference, anatomy=anatomy)
         hint = "None is for no clipping"
         check_number("ActivationNoise: sigma", sigma, at_least=0, error=DefenseError)
@@ -103,7 +97,7 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
                 "ActivationNoise: noise that is relative to the states guarantees nothing, so that "
                 "a clip would only change them. Give relative=False or clip=None."
             )
-        self._allow_hardening(harden_factor, max_hardenings, **old)
+        self._allow_hardening(harden_factor, max_hardenings)
         self.sigma = sigma
         self.relative = relative
         self.clip = clip

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.defenses import base, processes
-from lightning_fedleak.defenses.accounting import joint_noise_multiplier
 from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.logical import Piece
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
@@ -33,7 +32,6 @@ from lightning_fedleak.defenses.noise import NoiseGauge
 from lightning_fedleak.defenses.processes import SHARD_BITS, Team
 
 MaxGradNorm = float | Literal["auto"] | Mapping[str, float]
-LayerNoise = Literal["equal", "by_clip"]
 
 AT_ONCE = 1 << 20  # numbers of small parameters that are summed over processes at once. Not tuned
 RELATIVE = 1e-2  # share of the largest gradient; smaller ones may be rounding (a bias of keys)
@@ -44,18 +42,16 @@ COARSE = 0.05  # with products of 8 or 11 bits: 12 times .0039, by which these m
 
 @dataclass(frozen=True)
 class Clip:
-    """Clip norms of groups of parameters, and how the noise is shared among them.
+    """Clip norms of groups of parameters.
 
     Attributes:
         norms: C_l of each group.
-        noise: standard deviation of each group's noise, over the noise multiplier.
         gamma: of automatic clipping; None where gradients are clipped at a fixed norm.
         groups: number of each parameter's group; None where there is one group.
         form: of per-sample gradients in memory.
     """
 
     norms: tuple[float, ...]
-    noise: tuple[float, ...]
     gamma: float | None = None
     groups: Mapping[Tensor, int] | None = field(default=None, repr=False)
     form: per_sample.Clipping = "auto"
@@ -90,13 +86,8 @@ class Clip:
         return torch.stack(rows)
 
     def times(self, factor: float) -> Clip:
-        """Return norms and noise times a factor."""
-        norms, noise = (tuple(factor * x for x in pair) for pair in (self.norms, self.noise))
-        return replace(self, norms=norms, noise=noise)
-
-    def relative_noise(self, parameter: Tensor) -> float:
-        """Return the standard deviation of its noise over ``noise multiplier * sensitivity``."""
-        return self.noise[self.group_of(parameter)] / self.sensitivity
+        """Return the norms times a factor."""
+        return replace(self, norms=tuple(factor * norm for norm in self.norms))
 
 
 def _factors(norms: Tensor, clip: float, gamma: float | None) -> Tensor:
@@ -111,7 +102,6 @@ def clip_of(
     *,
     gamma: float,
     per_layer: bool,
-    layer_noise: LayerNoise,
     form: per_sample.Clipping = "auto",
 ) -> Clip:
     """Return the clip norms of a model's layers.
@@ -121,7 +111,6 @@ def clip_of(
         root: the module that is trained.
         gamma: of automatic clipping.
         per_layer: whether every layer that trains parameters is clipped separately.
-        layer_noise: how the noise is shared among groups.
         form: of per-sample gradients in memory.
 
     Raises:
@@ -135,7 +124,7 @@ def clip_of(
     else:
         total = 1.0 if max_grad_norm == "auto" else float(max_grad_norm)
         if not per_layer:
-            return Clip((total,), (total,), automatic, form=form)
+            return Clip((total,), automatic, form=form)
         names = [name.rpartition(".")[0] for name, _ in trained]
         count = len(set(names))
         norms = [total / math.sqrt(count)] * count
@@ -143,12 +132,7 @@ def clip_of(
     groups: dict[Tensor, int] = {
         p: index[name] for name, (_, p) in zip(names, trained, strict=True)
     }
-    joint = math.hypot(*norms)
-    noise = [joint] * len(norms)
-    if layer_noise == "by_clip":
-        noise = [math.sqrt(len(norms)) * norm for norm in norms]
-    assert math.isclose(joint_noise_multiplier(norms, noise), 1.0, rel_tol=1e-12)
-    return Clip(tuple(norms), tuple(noise), automatic, groups, form)
+    return Clip(tuple(norms), automatic, groups, form)
 
 
 def _longest_keys(names: Sequence[str], norms: Mapping[str, float]) -> list[str]:
@@ -439,7 +423,7 @@ class ClippedSum:
         Args:
             parameters: in the same order in all processes.
             team: the processes of this client.
-            std: standard deviation of the noise, over all groups of parameters together; 0: none.
+            std: standard deviation of the noise on each number; 0: none.
             divisor: of sum and noise.
             add: called with the number of a draw, a tensor, and a standard deviation: adds that
                 noise to the tensor in place.
@@ -454,18 +438,16 @@ class ClippedSum:
         for index, parameter, total in self.sums(parameters, team, addend):
             if isinstance(parameter, DTensor) and parameter in earlier:
                 total.add_(earlier.pop(parameter))
-            relative = self.clip.relative_noise(parameter)
-            exact = None if gauge is None else gauge.before(total, relative)
+            self.clip.group_of(parameter)
+            exact = None if gauge is None else gauge.before(total)
             if std:
-                add(
-                    index + (processes.shard_number(parameter) << SHARD_BITS), total, std * relative
-                )
+                add(index + (processes.shard_number(parameter) << SHARD_BITS), total, std)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             released = processes.local_part(parameter.grad)
             torch.div(total, divisor, out=released)
             if gauge is not None and exact is not None:
-                gauge.after(exact, released, relative)
+                gauge.after(exact, released)
 
     def sums(
         self,

@@ -8,7 +8,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,10 @@ from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSetti
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep, check_same_clip
 from lightning_fedleak.defenses.noise import NoiseGauge, base_of, noise_key, standard_normal
 from lightning_fedleak.defenses.processes import Team, reshard, trainer_of
-from lightning_fedleak.validate import check_names
 
 _STREAM = "gradient"  # of noise
 # Attributes that decide how samples are clipped, and must not change during a fit.
-CLIP_ATTRIBUTES = ("max_grad_norm", "gamma", "per_layer", "layer_noise")
+CLIP_ATTRIBUTES = ("max_grad_norm", "gamma", "per_layer")
 
 
 class DPSGD(accounting.BudgetedDefense):
@@ -78,7 +76,6 @@ class DPSGD(accounting.BudgetedDefense):
         release: trust in the server, correlated noise, hardening, and the end of the budget:
             :class:`ReleaseSettings`.
         seed: for tests: noise and samples follow from it, and epsilon is infinite.
-        old: arguments as 0.1.0 spelled them; they warn, and work through 0.2.
 
     Attributes:
         releases: how many were made.
@@ -110,13 +107,8 @@ class DPSGD(accounting.BudgetedDefense):
         clip: ClipSettings | None = None,
         release: ReleaseSettings | None = None,
         seed: int | None = None,
-        **old: Any,
     ) -> None:
-        names = [*signature(DPSGD).parameters, *settings.OldArguments.__dataclass_fields__]
-        check_names("DPSGD", old, names)
-        poisson_sampling, max_physical_batch_size, clip, release, unit = settings.OldArguments(
-            **old
-        ).convert(poisson_sampling, max_physical_batch_size, clip, release, unit)
+        clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
         settings.check_clip(max_grad_norm, clip)
         settings.check_sampling(
@@ -126,7 +118,7 @@ class DPSGD(accounting.BudgetedDefense):
         users = unit if isinstance(unit, Users) else None
         self._release, self._users = release, users
         self.max_grad_norm = max_grad_norm
-        self.gamma, self.per_layer, self.layer_noise = clip.gamma, clip.per_layer, clip.layer_noise
+        self.gamma, self.per_layer = clip.gamma, clip.per_layer
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
         self.clipping = clip.form
@@ -441,12 +433,11 @@ class DPSGD(accounting.BudgetedDefense):
         return released
 
     def noise_std(self, context: DefenseContext) -> float:
-        """Return the root mean square of the noise on each number of the next update."""
-        step = self._in_fit()
-        std = self._largest_std(context)
-        trained = [p for p in context.root.parameters() if p.requires_grad]
-        square = sum(p.numel() * step.clip.relative_noise(p) ** 2 for p in trained)
-        return std * math.sqrt(square / sum(p.numel() for p in trained))
+        """Return the standard deviation of the noise on each number of the next update."""
+        step, sigma = self._in_fit(), self._client_noise(context)
+        expected = step.sampling.expected
+        std = sigma * self._share_of_noise(sigma, expected) * step.clip.sensitivity
+        return std / expected * self._noise.scale
 
     def noise_variances(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -455,9 +446,7 @@ class DPSGD(accounting.BudgetedDefense):
 
         It is that of the optimizer's gradient, which is averaged over clients.
         """
-        step = self._in_fit()
-        std = self._largest_std(context)
-        return {p: (std * step.clip.relative_noise(p)) ** 2 / context.clients for p in parameters}
+        return dict.fromkeys(parameters, self.noise_std(context) ** 2 / context.clients)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return the releases, what they were accounted as, and the noise."""
@@ -546,13 +535,6 @@ class DPSGD(accounting.BudgetedDefense):
         self._step.sampling = self._sampling
         return self._step
 
-    def _largest_std(self, context: DefenseContext) -> float:
-        """Return the standard deviation of the next update's noise, all layers together."""
-        step, sigma = self._in_fit(), self._client_noise(context)
-        expected = step.sampling.expected
-        std = sigma * self._share_of_noise(sigma, expected) * step.clip.sensitivity
-        return std / expected * self._noise.scale
-
     def _share_of_noise(self, sigma: float, expected: float) -> float:
         path = self._path
         return 1.0 if path.quantile is None else path.share_of_noise(sigma, expected)
@@ -564,7 +546,6 @@ class DPSGD(accounting.BudgetedDefense):
             context.root,
             gamma=self.gamma,
             per_layer=self.per_layer,
-            layer_noise=self.layer_noise,
             form=self.clipping,
         )
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_fedleak import validate
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.accounting.schedules import Factors, QuantileClip, factors_of
 from lightning_fedleak.defenses.base import DefenseError, State, refuse
-from lightning_fedleak.defenses.dpsgd.clipped_sum import LayerNoise, MaxGradNorm
+from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.correlated_noise import Mechanism
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 
@@ -27,8 +27,6 @@ class ClipSettings:
         gamma: of automatic clipping, ``max_grad_norm="auto"``.
         per_layer: whether each layer is clipped separately, to ``max_grad_norm`` over the root of
             their number.
-        layer_noise: with several clip norms, ``"equal"`` noise on every number, or ``"by_clip"``:
-            in proportion to the norm of the number's layer.
         loss: ``"trusted"`` if you have proved that the loss is a mean over samples of terms that
             depend on one sample each, ``"checked"`` to let DPSGD check it.
         schedule: of ``max_grad_norm``: factors over the run, planned before it. It changes no
@@ -42,7 +40,6 @@ class ClipSettings:
     form: Clipping = "auto"
     gamma: float = 0.01
     per_layer: bool = False
-    layer_noise: LayerNoise = "equal"
     loss: Literal["checked", "trusted"] = "checked"
     schedule: Factors | None = None
     quantile: QuantileClip | None = None
@@ -51,7 +48,6 @@ class ClipSettings:
         factors_of("ClipSettings(schedule=)", self.schedule)
         _check_choice("form", self.form, ("auto", "per_sample", "ghost"))
         _check_number("gamma", self.gamma, above=0)
-        _check_choice("layer_noise", self.layer_noise, ("equal", "by_clip"))
         _check_choice("loss", self.loss, ("checked", "trusted"))
 
 
@@ -128,85 +124,8 @@ class Users:
         _check_integer("rows_per_user", self.rows_per_user, optional=True, hint=hint)
 
 
-Unit = Literal["example", "user"] | Users
-"""What is added or removed; ``"user"`` is a spelling of 0.1.0."""
-
-
-GROUPS = {"clip": ClipSettings, "release": ReleaseSettings, "unit": Users}
-RENAMED = {
-    "poisson": "poisson_sampling",
-    "max_physical_batch": "max_physical_batch_size",
-    "clipping": "form",
-    "most_notches": "max_hardenings",
-}
-"""Arguments of 0.1.0 that have another name now; the others kept theirs, in a group."""
-
-
-@dataclass(frozen=True)
-class OldArguments:
-    """Arguments of DPSGD as 0.1.0 spelled them, which work through 0.2; None where not passed."""
-
-    poisson: bool | None = None
-    max_physical_batch: int | None = None
-    clipping: Clipping | None = None
-    gamma: float | None = None
-    per_layer: bool | None = None
-    layer_noise: LayerNoise | None = None
-    loss: Literal["checked", "trusted"] | None = None
-    trust: Trust | None = None
-    mechanism: Mechanism | None = None
-    bands: int | None = None
-    on_budget: Literal["stop", "raise"] | None = None
-    harden_factor: float | None = None
-    most_notches: int | None = None
-    group_by: GroupBy | None = None
-    rows_per_user: int | None = None
-
-    def convert(
-        self,
-        poisson_sampling: bool,
-        max_physical_batch_size: int | None,
-        clip: ClipSettings | None,
-        release: ReleaseSettings | None,
-        unit: Unit,
-    ) -> tuple[bool, int | None, ClipSettings, ReleaseSettings, Unit]:
-        """Return the arguments with those of 0.1.0 in their places, and warn where there are any.
-
-        Raises:
-            DefenseError: a value out of range, ``unit="user"`` without ``group_by``, or the other
-                way round.
-        """
-        old = {name: value for name, value in vars(self).items() if value is not None}
-        arguments = {RENAMED.get(name, name): value for name, value in old.items()}
-        parts = {
-            argument: {f.name: arguments.pop(f.name) for f in fields(group) if f.name in arguments}
-            for argument, group in GROUPS.items()
-        }
-        if unit == "user" and self.group_by is None:
-            raise DefenseError(
-                "DPSGD: unit='user' needs group_by: pass unit=Users(group_by), with the name of a "
-                "column, a function of an example, or one key for each row"
-            )
-        if unit != "user" and parts["unit"]:
-            raise DefenseError(
-                "DPSGD: group_by and rows_per_user are for users, and the unit is an example. Pass "
-                "unit=Users(group_by, rows_per_user), or leave them out."
-            )
-        if old:
-            calls = (
-                f"{a}={GROUPS[a].__name__}({validate.spelled(part)})"
-                for a, part in parts.items()
-                if part
-            )
-            new = ", ".join([*(f"{name}=" for name in arguments), *calls])
-            validate.warn_of_old_spelling(f"DPSGD({validate.spelled(old)})", f"DPSGD({new})")
-        return (
-            arguments.get("poisson_sampling", poisson_sampling),
-            arguments.get("max_physical_batch_size", max_physical_batch_size),
-            replace(clip or ClipSettings(), **parts["clip"]),
-            replace(release or ReleaseSettings(), **parts["release"]),
-            Users(**parts["unit"]) if unit == "user" else unit,
-        )
+Unit = Literal["example"] | Users
+"""What is added or removed."""
 
 
 def check_budget(
@@ -263,10 +182,6 @@ def check_clip(max_grad_norm: MaxGradNorm, clip: ClipSettings) -> None:
     refusals = {
         "max_grad_norm names layers already; leave per_layer out, which gives each layer an equal "
         "share of one norm": by_name and clip.per_layer,
-        f"layer_noise={clip.layer_noise!r} shares noise among layers that are clipped one by one: "
-        "pass per_layer=True, or max_grad_norm by the names of layers": (
-            clip.layer_noise != "equal" and not (by_name or clip.per_layer)
-        ),
     }
     refuse("DPSGD: ", refusals)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
-from inspect import signature
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,9 +16,8 @@ from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseErro
 from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.defenses.token_ldp import randomness, words
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
-from lightning_fedleak.defenses.token_ldp.randomness import Implementation
 from lightning_fedleak.defenses.token_ldp.words import BatchForm
-from lightning_fedleak.validate import check_choice, check_names, check_number, group_old_arguments
+from lightning_fedleak.validate import check_choice, check_number
 
 Per = Literal["token", "sequence"]
 
@@ -32,35 +30,10 @@ class LDPProtocol:
         decode: how a vector becomes a token: ``"uniform"``, ``"first"``, ``"argmax"``; None for
             ``"argmax"`` with ``the``, else ``"uniform"``.
         keep_special: False randomises special tokens and padding like words.
-        implementation: ``"multi-freq-ldpy"`` draws by that package's clients: for comparison only,
-            slow, and from a generator with a seed of 32 bits.
-
-    Raises:
-        DefenseError: an unknown implementation, or one that is not installed.
     """
 
     decode: Decode | None = None
     keep_special: bool = True
-    implementation: Implementation = "torch"
-
-    def __post_init__(self) -> None:
-        names = get_args(Implementation)
-        check_choice("TokenLDP: implementation", self.implementation, names, error=DefenseError)
-        if self.implementation == "multi-freq-ldpy":
-            try:
-                randomness.clients()
-            except ImportError as error:
-                raise words.refused(str(error)) from error
-
-
-@dataclass(frozen=True)
-class OldTokenArguments(BatchForm, LDPProtocol):
-    """Arguments that 0.1.0 took one by one, which work through 0.2."""
-
-    def fields_of(self, group: type[BatchForm | LDPProtocol]) -> dict[str, Any]:
-        """Return those of a group that differ from their defaults."""
-        values = {field.name: getattr(self, field.name) for field in fields(group)}
-        return {f.name: values[f.name] for f in fields(group) if values[f.name] != f.default}
 
 
 class ReleaseCounter:
@@ -201,11 +174,10 @@ class TokenLDP(Defense):
         bits: d of dBitFlipPM; None for all.
         memoize: whether a row keeps its replacement for the fit; None: yes, except with
             ``domain="batch"``, where it is impossible.
-        protocol: decoding rule, special tokens and implementation, where published code differs.
+        protocol: decoding rule and special tokens, where published code differs.
         form: of the batches, where it is not read by itself.
         seed: for tests only: whoever knows it can take the replacement back, so nothing is
             guaranteed.
-        old: arguments as 0.1.0 spelled them; they warn, and work through 0.2.
 
     Raises:
         DefenseError: a setting out of range.
@@ -228,17 +200,8 @@ class TokenLDP(Defense):
         protocol: LDPProtocol | None = None,
         form: BatchForm | None = None,
         seed: int | None = None,
-        **old: Any,
     ) -> None:
-        names = [*signature(TokenLDP).parameters, *OldTokenArguments.__dataclass_fields__]
-        check_names("TokenLDP", old, names)
-        arguments = OldTokenArguments(**old)
-        protocol = group_old_arguments(
-            "TokenLDP", "protocol", protocol or LDPProtocol(), arguments.fields_of(LDPProtocol)
-        )
-        form = group_old_arguments(
-            "TokenLDP", "form", form or BatchForm(), arguments.fields_of(BatchForm)
-        )
+        protocol, form = protocol or LDPProtocol(), form or BatchForm()
         check_number("TokenLDP: epsilon", epsilon, above=0, error=DefenseError)
         check_choice("TokenLDP: per", per, get_args(Per), error=DefenseError)
         check_choice("TokenLDP: labels", labels, ("replaced", "original"), error=DefenseError)
@@ -264,7 +227,6 @@ class TokenLDP(Defense):
         self.example_ids = form.example_ids
         self.kind = form.kind
         self.public_fields = frozenset(form.public_fields) | words.PUBLIC_FIELDS
-        self.implementation = protocol.implementation
         self.seed = seed
         self._settings = (protocol.decode, buckets, bits)
         self._form = form
@@ -425,8 +387,6 @@ class TokenLDP(Defense):
             return "none: the inputs are randomised, but the labels hold the original words"
         if self.seed is not None:
             return "none: whoever knows or guesses `seed` can take the replacement back (for tests)"
-        if self.implementation == "multi-freq-ldpy":
-            return "none: the generator has a seed of 32 bits, which can be tried out"
         unit, total = (
             ("row of a batch", "")
             if self.per == "sequence"
@@ -458,11 +418,6 @@ class TokenLDP(Defense):
             messages.append(
                 "labels='original' voids the guarantee: a language model's labels are the text. "
                 "Leave `labels` out."
-            )
-        if self.implementation == "multi-freq-ldpy":
-            messages.append(
-                "implementation='multi-freq-ldpy' draws from a generator with a seed of 32 bits, "
-                "which can be tried out. For comparison only; leave `implementation` out."
             )
         return messages
 
@@ -509,9 +464,7 @@ class TokenLDP(Defense):
         if self.per == "sequence":
             epsilon = (self.epsilon / n_words.double()).repeat_interleave(n_words)
         randomizer = self._randomizer(len(domain))
-        indices = randomness.draw_replacements(
-            randomizer, index, outside, epsilon, keys, counts, implementation=self.implementation
-        )
+        indices = randomness.draw_replacements(randomizer, index, outside, epsilon, keys, counts)
         return torch.index_select(domain, 0, indices)
 
     def _streams(

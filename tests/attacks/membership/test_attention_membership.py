@@ -377,20 +377,13 @@ def test_targets_are_told_from_others_and_ranked_by_rungs():
     assert float(scores[0].scores.min()) == attack.design.levels > float(scores[1].scores.max())
 
 
-def test_the_last_or_the_strongest_token_is_asked_for():
+def test_the_last_token_is_asked_for():
     x = normal(3, 6, 5)
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [0] * 3 + [1] * 3])
     query = Query(mask, mask)
     assert torch.equal(
         built(readout="token").embed(x, query), x[torch.arange(3), torch.tensor([5, 3, 5])]
     )
-    strongest = built(select="strongest")
-    heads = HeadPair(0.3)
-    sizes = [heads.expected_response(x, mask, torch.full((3,), i)).norm(dim=1) for i in range(6)]
-    sizes = torch.stack(sizes, 1)
-    best = (sizes * mask).argmax(1)
-    assert torch.equal(heads.strongest(x, mask), best)
-    assert torch.equal(strongest.embed(x, query)[:, :5], x[torch.arange(3), best])
 
 
 @given(st.integers(2, 5), st.integers(2, 5), st.sampled_from([0.05, 0.5, 2.0]), st.integers(0, 99))
@@ -633,7 +626,7 @@ def test_state_of_other_settings_is_refused(public):
         attention(1, public, batch=20, whiten=False),
         attention(1, public, batch=20, score="coordinates"),
         attention(1, public, batch=20, refresh_every=7),
-        attention(1, public, batch=20, ridge=0.5),
+        attention(1, public, batch=20, causal=True),
         attention(2, public, batch=20),
         attention(1, texts, batch=20),
         attention(1, "sampled", batch=20),
@@ -664,7 +657,6 @@ def few(n, tokens=12):
         (lambda: attention(1, [[1, 2]], score="norm"), "score"),
         (lambda: attention(1, [[1, 2]], variant="other"), "variant"),
         (lambda: attention(1, [[1, 2]], readout="none"), "readout"),
-        (lambda: attention(1, [[1, 2]], select="first"), "select"),
         (lambda: attention(1, [[1, 2]], widths=(0.0, 0.5)), "widths"),
         (lambda: attention(1, [[1, 2]], widths=()), "widths"),
         (lambda: attention(1, [[1, 2]], batch=0), "batch"),
@@ -732,15 +724,6 @@ def test_working_unprepared_says_so():
     ):
         with pytest.raises(RuntimeError, match="prepare"):
             work()
-
-
-def test_arguments_of_0_1_0_warn_with_the_new_spelling():
-    spelling = r"AttentionMembership\(attention=AttentionSettings\(widths=, score=\)\)"
-    with pytest.warns(FutureWarning, match=spelling):
-        old = AttentionMembership(1, [[1, 2]], widths=(0.3, 0.5), score="ladder")
-    assert old.config() == attention(1, [[1, 2]], widths=(0.3, 0.5), score="ladder").config()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'width'"):
-        AttentionMembership(1, [[1, 2]], width=0.3)
 
 
 def test_config_is_plain_and_the_published_setting_is_the_papers():

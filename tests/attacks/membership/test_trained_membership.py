@@ -293,13 +293,6 @@ def test_refusals_say_what_to_do(build, words, public, anatomy):
         build(public, anatomy)
 
 
-def test_arguments_of_0_1_0_warn_with_the_new_spelling(public):
-    spelling = r"TrainedMembership\(training=TrainingSettings\(steps=\)\)"
-    with pytest.warns(FutureWarning, match=spelling):
-        old = TrainedMembership(1, public, steps=5)
-    assert old.config() == attacker(1, public, steps=5).config()
-
-
 def test_targets_must_fit_and_prepare_must_come_first(attack, public):
     with pytest.raises(RuntimeError, match="prepare"):
         attacker(1, public).craft(torch.ones(4))

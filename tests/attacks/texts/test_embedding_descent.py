@@ -526,17 +526,6 @@ def test_bad_settings_for_this_model_are_refused() -> None:
         EmbeddingDescent(1).reconstruct(torch.ones(1, 2, DIM), None, None)
 
 
-def test_arguments_of_0_1_0_warn_with_the_new_spelling() -> None:
-    spelling = r"EmbeddingDescent\(descent=DescentSettings\(stop=, cosine=\)\) now"
-    with pytest.warns(FutureWarning, match=spelling):
-        attack = EmbeddingDescent(1, stop="cosine", cosine=0.9)
-    assert attack.descent == DescentSettings(stop="cosine", cosine=0.9)
-    with pytest.warns(FutureWarning, match=r"EmbeddingDescent\(initial=\)"):
-        assert EmbeddingDescent(1, init_token=7).initial == 7
-    with pytest.raises(TypeError, match="unexpected keyword argument 'stopp'"):
-        EmbeddingDescent(1, stopp="cosine")
-
-
 def test_config_names_the_attack() -> None:
     config = EmbeddingDescent(3, 7).config()
     assert config["layer"] == 3

@@ -344,15 +344,6 @@ def test_matching_settings_out_of_range(wrong: dict[str, Any]) -> None:
         MatchingSettings(**wrong)
 
 
-def test_arguments_of_0_1_0_warn_with_the_new_spelling() -> None:
-    spelling = r"GradientMatching\(matching=MatchingSettings\(prior=, swaps=\)\)"
-    with pytest.warns(FutureWarning, match=spelling):
-        attack = GradientMatching(1, 6, prior=0.5, swaps=3)
-    assert attack.matching == MatchingSettings(prior=0.5, swaps=3)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'priors'"):
-        GradientMatching(1, 6, priors=0.5)
-
-
 def test_systems_are_those_of_the_papers() -> None:
     dlg, tag, lamp = (getattr(GradientMatching, n)(2, 8, steps=9) for n in ("dlg", "tag", "lamp"))
     assert (dlg.distance, dlg.labels, dlg.matching.swaps, dlg.matching.starts) == (

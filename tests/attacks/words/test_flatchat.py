@@ -307,15 +307,6 @@ def test_arguments_are_checked(arguments: dict, message: str) -> None:
         FlatChat(**arguments)
 
 
-def test_arguments_of_0_1_0_warn_with_the_new_spelling() -> None:
-    spelling = r"FlatChat\(mixture=MixtureSettings\(regularization=, min_ratio=\)\)"
-    with pytest.warns(FutureWarning, match=spelling):
-        attack = FlatChat(regularization=1e-5, min_ratio=3.0)
-    assert attack.mixture == MixtureSettings(1e-5, 3.0)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'ratio'"):
-        FlatChat(ratio=3.0)
-
-
 def test_a_prediction_without_public_text_is_refused_at_setup() -> None:
     with pytest.raises(ValueError, match="public_text="):
         FlatChat().prepare(find_anatomy(tiny_gpt2()))

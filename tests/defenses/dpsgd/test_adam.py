@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses import (
     DPSGD,
-    ClipSettings,
     DefenseError,
     DPAdamBC,
     GradientNoise,
@@ -155,17 +154,6 @@ def test_the_noise_of_several_clients_is_averaged_with_their_gradients(
     [told] = set(run.defense.noise_variances(run.parameters, run.context).values())
     assert told == pytest.approx((2.0 * share * 0.3 / 8) ** 2 / 4)
     assert float(draws.var()) / 4 == pytest.approx(told, rel=0.1)
-
-
-def test_layers_that_differ_in_noise_are_told_apart() -> None:
-    defense = DPSGD(
-        {"below": 0.4, "above": 0.1}, noise_multiplier=3.0, clip=ClipSettings(layer_noise="by_clip")
-    )
-    run = Run(defense)
-    run.step(first(4))
-    told = defense.noise_variances(run.parameters, run.context)
-    expected = [(3.0 * math.sqrt(2) * clip / 8) ** 2 for clip in (0.4, 0.4, 0.1, 0.1)]
-    assert [told[p] for p in run.parameters] == pytest.approx(expected)
 
 
 def test_a_layer_that_is_frozen_later_keeps_the_noise_that_it_gets_known() -> None:

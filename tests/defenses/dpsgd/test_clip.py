@@ -14,7 +14,6 @@ from lightning_fedleak.defenses import (
     CanaryGradient,
     ClipSettings,
     DefenseError,
-    joint_noise_multiplier,
 )
 from tests.defenses.dpsgd.test_dpsgd import Run, first
 from tests.defenses.dpsgd.test_logical import Pieces
@@ -30,11 +29,6 @@ GROUPS: dict[str, Any] = {
     "per layer": ({"max_grad_norm": 0.4, "per_layer": True}, TWO, [0.4 / 2**0.5] * 2),
     "auto per layer": ({"max_grad_norm": "auto", "per_layer": True}, TWO, [0.5**0.5] * 2),
     "named": ({"max_grad_norm": NORMS}, [[0, 1], [2], [3]], [0.3, 0.2, 0.05]),
-    "named, by clip": (
-        {"max_grad_norm": NORMS, "layer_noise": "by_clip"},
-        [[0, 1], [2], [3]],
-        [0.3, 0.2, 0.05],
-    ),
 }
 """Settings; which of Net's four parameters are clipped together; to what norms."""
 
@@ -97,50 +91,36 @@ def test_one_example_moves_the_sum_by_no_more_than_the_norms_say(name: str) -> N
 @pytest.mark.parametrize("name", GROUPS)
 def test_noise_is_accounted_as_one_gaussian_of_the_noise_multiplier(name: str) -> None:
     settings, groups, norms = GROUPS[name]
-    sigma, by_clip = 1.7, "layer_noise" in settings
-    joint = math.hypot(*norms)
-    stds = [sigma * (math.sqrt(len(norms)) * c if by_clip else joint) for c in norms]
+    sigma = 1.7
+    std = sigma * math.hypot(*norms)
     defense = DPSGD(
         noise_multiplier=sigma, target_delta=1e-3, accountant="rdp", **grouped(**settings)
     )
     run = Run(defense)
     drawn = [split(run, 8 * run.step(first(0), lr=1e-3).double()) for _ in range(250)]
-    squares = numbers = 0.0
-    for group, std in zip(groups, stds, strict=True):
+    for group in groups:
         noise = torch.cat([parts[i] for parts in drawn for i in group])
         assert float(noise.std()) == pytest.approx(std, rel=6 / math.sqrt(2 * len(noise)))
-        squares, numbers = squares + len(noise) * std**2, numbers + len(noise)
-    assert joint_noise_multiplier(norms, stds) == pytest.approx(sigma, rel=1e-12)
+    # Noise s on norms C_l together is one Gaussian mechanism of 1 / sqrt(sum (C_l / s)^2).
+    assert 1 / math.hypot(*(c / std for c in norms)) == pytest.approx(sigma, rel=1e-12)
     assert defense.accountant.history == ((sigma, 0.2, 250),)
     assert defense.measured_noise_multiplier == pytest.approx(sigma, rel=0.35)
-    expected = math.sqrt(squares / numbers) / 8
-    assert defense.noise_std(run.context) == pytest.approx(expected, rel=1e-9)
+    assert defense.noise_std(run.context) == pytest.approx(std / 8, rel=1e-9)
 
 
-def test_the_joint_noise_multiplier_is_that_of_the_whitened_sum() -> None:
-    assert joint_noise_multiplier([2.0], [3.0]) == 1.5
-    assert joint_noise_multiplier([3.0, 4.0], [5.0, 5.0]) == 1.0
-    assert joint_noise_multiplier([1.0, 1.0], [1.0, 0.0]) == 0.0
-    assert joint_noise_multiplier([1.0, 2.0], [1.0, 1.0]) == pytest.approx(1 / math.sqrt(5))
-    for clips, stds in (([], []), ([1.0], [1.0, 1.0]), ([0.0], [1.0]), ([1.0], [-1.0])):
-        with pytest.raises(DefenseError, match="clips="):
-            joint_noise_multiplier(clips, stds)
-
-
-def test_too_little_noise_on_one_layer_is_seen() -> None:
-    run = Run(DPSGD(noise_multiplier=1.0, **grouped(**GROUPS["named, by clip"][0])))
+def test_too_little_noise_on_layers_clipped_apart_is_seen() -> None:
+    run = Run(DPSGD(noise_multiplier=1.0, **grouped(**GROUPS["named"][0])))
     run.backward(first(8))
     step = run.defense._step
     assert step is not None
     clipped = step.clipped(run.parameters, run.context)
-    object.__setattr__(clipped.clip, "noise", (0.1, *clipped.clip.noise[1:]))
     right = clipped.release
 
-    def weaker(parameters: Any, *given: Any) -> None:
-        gauge = given[-1]
-        after = gauge.after
-        gauge.after = lambda before, released, relative: after(before, released, relative * 4)
-        right(parameters, *given)
+    def weaker(parameters: Any, team: Any, std: float, divisor: float, add: Any, *given: Any):
+        def add_less(number: int, total: Tensor, std: float) -> None:
+            add(number, total, std / 4)
+
+        right(parameters, team, std, divisor, add_less, *given)
 
     clipped.release = weaker  # type: ignore[method-assign]
     with pytest.raises(DefenseError, match="noise measured"):
@@ -182,8 +162,6 @@ def test_a_sample_that_is_not_finite_counts_as_zero(name: str, bad: float) -> No
         ({"max_grad_norm": {}}, "'auto', or such numbers"),
         ({"max_grad_norm": {"below": -1.0}}, "'auto', or such numbers"),
         ({"max_grad_norm": "auto", "gamma": 0.0}, r"gamma must be a number above 0, got 0\.0"),
-        ({"max_grad_norm": 1.0, "layer_noise": "by_clip"}, "per_layer=True"),
-        ({"max_grad_norm": 1.0, "layer_noise": "free"}, "layer_noise must be .*, got 'free'"),
         ({"max_grad_norm": {"": 1.0}, "per_layer": True}, "names layers already"),
         ({"max_grad_norm": {"below": 1.0}}, "no norm for 'above.weight'"),
         ({"max_grad_norm": {"": 1.0, "belov": 1.0}}, "names 'belov'"),

@@ -25,7 +25,7 @@ from lightning_fedleak.defenses.token_ldp.mechanisms import (
     the_threshold,
     uniform_keep,
 )
-from lightning_fedleak.defenses.token_ldp.randomness import reference_sample
+from tests.defenses.token_ldp.ldpy_clients import reference_sample
 
 RULES = [
     ("grr", "uniform"),
@@ -213,7 +213,6 @@ def test_each_draw_has_its_own_epsilon(mechanism: str, decode: str) -> None:
 @pytest.mark.parametrize(("mechanism", "decode"), RULES)
 @pytest.mark.parametrize("k", [5, 40])
 def test_the_reference_path_has_the_same_law(mechanism: str, decode: str, k: int) -> None:
-    pytest.importorskip("multi_freq_ldpy")
     randomizer = Randomizer.with_defaults(mechanism, k, decode)
     for x, epsilon in ((1, 1.0), (k - 1, 5.0)):
         drawn = reference_sample(randomizer, torch.full((6_000,), x), epsilon, seed=11 * k + x)
@@ -226,7 +225,6 @@ def test_the_reference_path_has_the_same_law(mechanism: str, decode: str, k: int
 
 @pytest.mark.parametrize(("k", "b", "d"), [(12, 4, 4), (10, 5, 2)])
 def test_the_reference_path_with_buckets(k: int, b: int, d: int) -> None:
-    pytest.importorskip("multi_freq_ldpy")
     randomizer = Randomizer.with_defaults("dbitflip", k, None, b, d)
     drawn = reference_sample(randomizer, torch.full((8_000,), 7), 3.0, seed=5)
     assert chi_square(drawn, randomizer.law(3.0)[7]) > ALIKE

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
+import dataclasses
 import math
-import re
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +30,7 @@ from lightning_fedleak.defenses import (
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
 from lightning_fedleak.defenses.token_ldp.words import special_of
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.defenses.token_ldp.ldpy_clients import reference_sample
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import (
     VOCAB,
@@ -64,10 +63,6 @@ def context(
         "entropy": entropy,
     }
     return DefenseContext(**{**defaults, **fields})
-
-
-def package() -> LDPProtocol:
-    return LDPProtocol(implementation="multi-freq-ldpy")
 
 
 def rows(n: int, length: int, seed: int = 0) -> Tensor:
@@ -154,30 +149,26 @@ def test_tokens_outside_of_a_public_set(gpt2: nn.Module) -> None:
     assert p_value(drawn[:, 1], expected) > 1e-4
 
 
-def test_the_reference_path_has_the_same_law(gpt2: nn.Module) -> None:
-    pytest.importorskip("multi_freq_ldpy")
+def test_it_draws_from_the_law_of_the_reference(gpt2: nn.Module) -> None:
     ids = rows(1500, 5)
     ids[:, 0] = 30
+    randomizer = Randomizer.with_defaults("grr", VOCAB - 3)
+    expected = torch.cat([torch.zeros(3, dtype=torch.float64), randomizer.law(4.0)[30 - 3]])
+    reference = reference_sample(randomizer, ids[:, 0] - 3, 4.0, seed=3) + 3
+    assert p_value(reference, expected) > 1e-4
     for memoize in (True, False):
-        with pytest.warns(UserWarning, match="seed of 32 bits"):
-            defense = TokenLDP("grr", 20.0, protocol=package(), memoize=memoize, seed=3)
+        defense = TokenLDP("grr", 20.0, memoize=memoize, seed=3)
         drawn = defended(defense, gpt2, ids)
-        law = Randomizer.with_defaults("grr", VOCAB - 3).law(4.0)
-        expected = torch.cat([torch.zeros(3, dtype=torch.float64), law[30 - 3]])
         assert p_value(drawn[:, 0], expected) > 1e-4
         if memoize:
             assert torch.equal(defense.on_batch(ids, context(gpt2)), drawn)
 
 
 def test_what_can_be_guessed_guarantees_nothing(gpt2: nn.Module) -> None:
-    found = [TokenLDP("grr", 4.0, seed=0)]
-    if importlib.util.find_spec("multi_freq_ldpy"):
-        with pytest.warns(UserWarning, match="seed of 32 bits"):
-            found.append(TokenLDP("grr", 4.0, protocol=package()))
-    for defense in found:
-        defended(defense, gpt2, rows(2, 5))
-        assert defense.guarantee.startswith("none")
-        assert defense.epsilon_per_sequence == defense.epsilon_spent == math.inf
+    defense = TokenLDP("grr", 4.0, seed=0)
+    defended(defense, gpt2, rows(2, 5))
+    assert defense.guarantee.startswith("none")
+    assert defense.epsilon_per_sequence == defense.epsilon_spent == math.inf
 
 
 def test_special_tokens_stay_and_none_comes_in(gpt2: nn.Module) -> None:
@@ -472,6 +463,14 @@ def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:
     assert new["text"] is batch["text"]
 
 
+def grouped(**arguments: Any) -> TokenLDP:
+    """Return the defence, with the settings in their groups."""
+    for name, group in {"protocol": LDPProtocol, "form": BatchForm}.items():
+        names = {one.name for one in dataclasses.fields(group)} & arguments.keys()
+        arguments[name] = group(**{one: arguments.pop(one) for one in names})
+    return TokenLDP(**arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -493,56 +492,22 @@ def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:
             {"mechanism": "dbitflip", "buckets": 4, "bits": 5},
             "bits must be an integer from 1 to 4, got 5",
         ),
-        ({"implementation": "numpy"}, "implementation must be 'torch' or .* got 'numpy'"),
         ({"batch_writer": shifted_writer}, "belong together"),
     ],
 )
 def test_settings_out_of_range(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DefenseError, match=message):
-        TokenLDP(**{"mechanism": "grr", "epsilon": 1.0, **arguments})
+        grouped(**{"mechanism": "grr", "epsilon": 1.0, **arguments})
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ({"decode": "first"}, {"protocol": LDPProtocol("first")}),
-        ({"keep_special": False}, {"protocol": LDPProtocol(keep_special=False)}),
-        ({"example_ids": "idx"}, {"form": BatchForm(example_ids="idx")}),
-        ({"kind": "masked"}, {"form": BatchForm("masked")}),
-        ({"public_fields": ["text"]}, {"form": BatchForm(public_fields=["text"])}),
-        (
-            {"batch_adapter": shifted_adapter, "batch_writer": shifted_writer},
-            {"form": shifted_form(shifted_writer)},
-        ),
-    ],
-)
-def test_arguments_of_0_1_0_warn_and_mean_what_they_did(old: Any, new: Any) -> None:
-    [(argument, group)] = new.items()
-    names = ", ".join(f"{name}=" for name in old)
-    spelling = re.escape(f"TokenLDP({argument}={type(group).__name__}({names}))")
-    with pytest.warns(FutureWarning, match=f"is spelled {spelling} now") as warned:
-        before = TokenLDP("rappor", 1.0, **old)
-    assert warned[0].filename == __file__
-    after = TokenLDP("rappor", 1.0, **new)
-    assert before.settings() == after.settings()
-    assert before.guarantee == after.guarantee
-    assert before._form == after._form
-    assert before._settings == after._settings
-    with pytest.raises(TypeError, match=r"Did you mean memoize=\?"):
-        TokenLDP("rappor", 1.0, memoise=True)
-
-
-def test_a_config_may_spell_both() -> None:
+def test_a_config_has_the_protocol_in_a_group() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--defense", type=Defense)
-    for settings_of in ({"decode": "first"}, {"protocol": {"decode": "first"}}):
-        arguments = {"mechanism": "rappor", "epsilon": 1.0, **settings_of}
-        path = "lightning_fedleak.defenses.TokenLDP"
-        config = {"defense": {"class_path": path, "init_args": arguments}}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            defense = parser.instantiate_classes(parser.parse_object(config)).defense
-        assert defense._settings == ("first", None, None)
+    arguments = {"mechanism": "rappor", "epsilon": 1.0, "protocol": {"decode": "first"}}
+    path = "lightning_fedleak.defenses.TokenLDP"
+    config = {"defense": {"class_path": path, "init_args": arguments}}
+    defense = parser.instantiate_classes(parser.parse_object(config)).defense
+    assert defense._settings == ("first", None, None)
 
 
 def test_models_that_do_not_fit_are_refused(gpt2: nn.Module) -> None:

@@ -30,7 +30,7 @@ from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.search import PrefixSearch, Recovered
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
-from lightning_fedleak.validate import check_integer, old_spelling
+from lightning_fedleak.validate import check_integer
 
 # None of the values was tuned.
 BY_SIDE = 256  # candidates in one run; bounds the memory
@@ -136,9 +136,6 @@ class PrefixSettings:
         check_integer("renew_table_every", self.renew_table_every)
 
 
-_old_settings = old_spelling(PrefixSettings)
-
-
 class PrefixInversion(InversionAttack):
     """The exact text of hidden states at the split, from left to right, for causal models.
 
@@ -169,7 +166,6 @@ class PrefixInversion(InversionAttack):
             (:class:`~lightning_fedleak.attacks.texts.prefix.inversion.PrefixSettings`).
         seed: of the attack's random draws.
         name: in the logs.
-        old: arguments of 0.1.0 that ``settings`` has, which warn.
 
     Raises:
         ValueError: a setting out of range.
@@ -202,7 +198,6 @@ class PrefixInversion(InversionAttack):
         settings: PrefixSettings | None = None,
         seed: int = 0,
         name: str | None = None,
-        **old: Any,
     ) -> None:
         super().__init__(layer, budget_seconds, name)
         self.types = check_integer("types", types, at_least=2, optional=True)
@@ -210,8 +205,7 @@ class PrefixInversion(InversionAttack):
         self.public_text = PublicText.parse(public_text, tokenizer)
         self.language_model = language_model
         self.noised = noised
-        settings = settings or PrefixSettings()
-        self.settings = self._group("settings", settings, _old_settings(**old))
+        self.settings = settings or PrefixSettings()
         self.seed = seed
         self._table: StateTable | None = None
         self._table_step: int | None = None

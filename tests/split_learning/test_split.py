@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import threading
 import time
 
 import pytest
+import split.cut
 import torch
-
-from lightning_fedleak.split import (
+from split import (
     PeerError,
     SplitClient,
     SplitError,
@@ -16,7 +17,8 @@ from lightning_fedleak.split import (
     connect,
     split_model,
 )
-from lightning_fedleak.split.connection import Kind
+from split.connection import Kind
+
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama, tiny_t5
 from tests.helpers.processes import free_port
 
@@ -363,3 +365,9 @@ def test_blocks_that_cannot_be_parted_are_refused():
     with pytest.raises(SplitError, match="in parts"):
         split_model(model, 1)
     assert split_model(model, 3), "both on one side"
+
+
+def test_the_example_of_its_docstring_runs():
+    results = doctest.testmod(split.cut)
+    assert results.attempted > 0
+    assert results.failed == 0

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.processes import spawn_imported
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "split_learning.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "split_learning" / "run.py"
 
 
 @pytest.mark.ddp

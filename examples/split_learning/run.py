@@ -1,4 +1,4 @@
-"""Split learning over a real boundary, and its server's view: `python examples/split_learning.py`.
+"""Split learning over a real boundary, and its server's view: `python run.py` in this folder.
 
 This process is the client: it has a private message and the model's embeddings and first blocks. A
 second process is the server, with the other blocks and the head. The client has a reply generated;
@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from split import SplitClient, SplitServer, connect, split_model
 from torch import multiprocessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +23,6 @@ from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
 from lightning_fedleak.finetuning import EMBEDDED_MESSAGES, EMBEDDED_MODEL, read_texts
 from lightning_fedleak.metrics.texts import token_hits
 from lightning_fedleak.snapshots import Observation
-from lightning_fedleak.split import SplitClient, SplitServer, connect, split_model
 
 LAYER = 2
 NEW_TOKENS = 8

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fedleak.split.connection import Connection, Kind, PeerError
-from lightning_fedleak.split.cut import SplitModel
-from lightning_fedleak.split.halves import ModelPart, SplitError
+from .connection import Connection, Kind, PeerError
+from .cut import SplitModel
+from .halves import ModelPart, SplitError
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 

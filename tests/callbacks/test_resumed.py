@@ -1,27 +1,32 @@
-"""A checkpoint of version 0.1.0, written after six of twelve steps, is gone on with."""
+"""A run goes on from a checkpoint that was written after six of twelve steps."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_fedleak.attacks import AlignedFlatChat, AttentionMembership, FlatChat
-from tests.tools.seeded_runs import CHECKPOINTED, RESUMED_UNTIL, SAVED_AT, fit
+from tests.tools.seeded_runs import CHECKPOINTED, RESUMED_UNTIL, SAVED_AT, fit, make_checkpoint
 
-CHECKPOINT = Path(__file__).parents[1] / "fixtures/checkpoint_0.1.0.ckpt"
 GAMES = "LeakageMonitor[shared: fc_membership,attention_membership]"
 WORDS = "LeakageMonitor[local,shared: flatchat,aligned_flatchat]"
 CALIBRATED = (AlignedFlatChat, AttentionMembership, FlatChat)
 
 
 @pytest.fixture(scope="module")
-def saved():
-    return torch.load(CHECKPOINT, weights_only=True)
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    make_checkpoint(CHECKPOINTED, folder / "saved.ckpt", folder)
+    return folder / "saved.ckpt"
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory):
+def saved(checkpoint):
+    return torch.load(checkpoint, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory, checkpoint):
     """State by key and lines of leakage.jsonl of the run that goes on; who calibrated anew."""
     folder = tmp_path_factory.mktemp("resumed")
     calibrated = []
@@ -38,7 +43,7 @@ def resumed(tmp_path_factory):
             CHECKPOINTED,
             folder,
             callbacks=callbacks,
-            ckpt_path=CHECKPOINT,
+            ckpt_path=checkpoint,
             max_steps=RESUMED_UNTIL,
         )
     trainer.save_checkpoint(folder / "end.ckpt")
@@ -98,7 +103,7 @@ def test_what_was_waited_for_and_counted_goes_on(saved, resumed):
     scored = [state[GAMES]["canary_scores"]["looks"]["fc_membership"] for state in (was, now)]
     assert scored == [SAVED_AT, RESUMED_UNTIL]
     before, after = (state["RiskGate[low]"]["evidence"] for state in (was, now))
-    (after,) = after.values()  # by the value that it is on
+    (before,), (after,) = before.values(), after.values()  # by the value that it is on
     assert (before["above"]["looks"], after["above"]["looks"]) == (3, 6)
     assert [state["RiskGate[flatchat/f1]"]["breaches"] for state in (was, now)] == [3, 6]
 

@@ -1,6 +1,6 @@
 """What the two-process test runs: models and splits, alike on both sides; and the server's side.
 
-Started by test_two_processes.py: ``python -m tests.split.cases DIR``.
+Started by test_two_processes.py: ``python -m tests.split_learning.cases DIR``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from split import PeerError, SplitModel, SplitServer, connect, split_model
 from torch import nn
 
-from lightning_fedleak.split import PeerError, SplitModel, SplitServer, connect, split_model
 from tests.helpers.models import tiny_bert_classifier, tiny_gpt2, tiny_llama
 
 TIMEOUT = 600.0

@@ -7,12 +7,12 @@ import time
 
 import pytest
 import torch
+from split import PeerError, SplitClient, connect
+from split.client import trainable_parameters
 
-from lightning_fedleak.split import PeerError, SplitClient, connect
-from lightning_fedleak.split.client import trainable_parameters
 from tests.helpers.models import VOCAB
 from tests.helpers.processes import process
-from tests.split.cases import CASES, SGD, TIMEOUT
+from tests.split_learning.cases import CASES, SGD, TIMEOUT
 
 pytestmark = pytest.mark.ddp
 
@@ -45,7 +45,7 @@ def runs(tmp_path_factory):
     """What the client saw in each case, what the server left, and the unsplit model's run."""
     folder = tmp_path_factory.mktemp("split")
     log = folder / "log"
-    server = process("tests.split.cases", [folder], log, CUDA_VISIBLE_DEVICES="")
+    server = process("tests.split_learning.cases", [folder], log, CUDA_VISIBLE_DEVICES="")
     server.start()
     found = {}
     try:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.snapshots import ActivationSnapshot, Stage
-from lightning_fedleak.split.client import MakeOptimizer, split_terms, trainable_parameters
-from lightning_fedleak.split.connection import Connection, Kind, Message, PeerError
-from lightning_fedleak.split.cut import SplitModel
-from lightning_fedleak.split.halves import SplitError
 from lightning_fedleak.validate import check_integer, check_number
+
+from .client import MakeOptimizer, split_terms, trainable_parameters
+from .connection import Connection, Kind, Message, PeerError
+from .cut import SplitModel
+from .halves import SplitError
 
 
 class SplitServer:

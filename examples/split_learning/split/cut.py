@@ -27,8 +27,9 @@ from lightning_fedleak.model_runs import (
     virtual_tokens,
 )
 from lightning_fedleak.model_state import preserve_model, preserve_process
-from lightning_fedleak.split.halves import Arrive, Leave, ModelPart, Nothing, SplitError
 from lightning_fedleak.validate import check_choice
+
+from .halves import Arrive, Leave, ModelPart, Nothing, SplitError
 
 # Difference of logits, as a share of the largest, up to which parts compute what the whole model
 # does; more would accept parts that compute something else. Not tuned.
@@ -92,7 +93,7 @@ def split_model(
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> from lightning_fedleak.split import split_model
+        >>> from split import split_model
         >>> config = LlamaConfig(
         ...     vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
         ... )

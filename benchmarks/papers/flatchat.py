@@ -795,7 +795,7 @@ PAPER = Paper(
         "gradients are.",
         "Fig. 4: that weak DP (1e-3) costs no loss is not confirmed: on our translator it costs a "
         "little. On a language model no cost is seen, but a small one would not be "
-        "([defences](defenses.md)).",
+        "([defences](defend.md)).",
         f"RLG (`RevealLabels`) is stopped after {SIZES['default'].rlg_seconds:g} s a batch on the "
         "clock of a machine that did other work: it had about a third of that of a processor. The "
         "paper's took up to 38 hours. That it gives nothing here is no finding about it.",

@@ -25,7 +25,7 @@ def site(tmp_path_factory):
 
 
 @pytest.mark.parametrize("width", [browser.PHONE, browser.DESKTOP])
-@pytest.mark.parametrize("name", ["index", "dp_utility", "report", "api/callbacks"])
+@pytest.mark.parametrize("name", ["index", "dpsgd", "report", "api/callbacks"])
 def test_axe_finds_nothing_serious_on_the_site(site, tmp_path, name, width):
     for dark in (False, True):
         found = browser.violations(site / f"{name}.html", width, tmp_path, dark=dark)

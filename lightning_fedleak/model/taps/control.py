@@ -360,7 +360,7 @@ def control_crossing(anatomy: Anatomy, draw: Draw, layer: int) -> list[Crossed]:
         UnusableObservation: a call cannot be made again.
     """
     crossed = []
-    with _again_for_states(anatomy) as model, whole_model(anatomy.root):
+    with _again_for_states(anatomy) as model:
         tap = SplitTap(anatomy, [layer], ())
         try:
             for read, sizes in zip(draw.reads, draw.sizes, strict=True):
@@ -379,6 +379,7 @@ def _again_for_states(anatomy: Anatomy) -> Iterator[nn.Module]:
         raise UnusableObservation("a control of hidden states would compile the model again")
     with (
         undisturbed(anatomy) as model,
+        whole_model(anatomy.root),
         torch.enable_grad(),
         fresh_leaves(anatomy.root),
         only_needed_hooks(anatomy.root),
